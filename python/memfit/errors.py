@@ -1,0 +1,78 @@
+"""Every exception and warning that memfit raises on purpose.
+
+Responsible for the class hierarchy and the facts each error carries. Not responsible for how an
+error is shown or which exit code it becomes: the program does that.
+
+One base class, so that ``except memfit.MemfitError`` catches all of them. A message is lower case,
+names the thing in backticks with its value, and says what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+StepPhase = Literal["build", "forward", "backward", "optimizer"]
+"""Part of a step in which the user's own code can fail."""
+
+
+class MemfitError(Exception):
+    """Base class of every error that memfit raises on purpose."""
+
+
+class UsageError(MemfitError):
+    """The request itself is wrong: a bad target, a bad setting, a missing dependency."""
+
+
+class WorkloadError(MemfitError):
+    """The user's own code failed; ``__cause__`` is its exception.
+
+    Attributes:
+        phase: Part of the step that failed.
+    """
+
+    def __init__(self, message: str, *, phase: StepPhase) -> None:
+        """Create the error.
+
+        Args:
+            message: What failed, for a person.
+            phase: Part of the step that failed.
+        """
+        super().__init__(message)
+        self.phase: StepPhase = phase
+
+
+class CaptureError(MemfitError):
+    """A step ran, or could run, but could not be recorded as a trace."""
+
+
+class BudgetError(MemfitError):
+    """A budget cannot be understood or is below what the static tensors take."""
+
+
+class DoesNotFit(MemfitError):  # noqa: N818 - an answer rather than a fault; reads as `except DoesNotFit`
+    """No allowed plan brings the step under the budget.
+
+    Attributes:
+        minimum_peak_bytes: Lowest peak that any allowed plan reached.
+        plan: The plan that reaches it, or ``None`` when there is none.
+    """
+
+    def __init__(self, message: str, *, minimum_peak_bytes: int = 0, plan: Any = None) -> None:
+        """Create the error.
+
+        Args:
+            message: The arithmetic, for a person.
+            minimum_peak_bytes: Lowest peak that any allowed plan reached.
+            plan: The plan that reaches it.
+        """
+        super().__init__(message)
+        self.minimum_peak_bytes = minimum_peak_bytes
+        self.plan = plan
+
+
+class TraceFileError(MemfitError):
+    """A trace or plan file is damaged, truncated, or of a newer schema."""
+
+
+class DivergenceWarning(UserWarning):
+    """The running model left the recorded step; tensors are kept instead of dropped."""
