@@ -1,0 +1,12 @@
+//! The pure engine of memfit: a trace in, a prediction or a plan out.
+//!
+//! Invariants: no I/O, no clock, no environment, no logging, no unsafe code; the same input gives the
+//! same output; no input makes it panic.
+
+pub mod bytes;
+pub mod cost;
+pub mod devices;
+pub mod plan;
+pub mod predict;
+pub mod step;
+pub mod trace;

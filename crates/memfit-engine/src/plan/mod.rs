@@ -1,0 +1,243 @@
+//! What to do so that a step fits, and the promise that comes with it.
+//!
+//! Responsible for the plan's types (this file), the search (`search.rs`), the outer choices
+//! (`outer.rs`), the lower bound (`bound.rs`) and the check every plan passes before anyone sees it
+//! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
+//! out (the Python package).
+
+use serde::{Deserialize, Serialize};
+
+use crate::bytes::Bytes;
+use crate::trace::OpIndex;
+
+/// What a user asks for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PlanRequest {
+    /// The budget as written (`3GiB`, `60%`).
+    pub budget: String,
+    /// The widest class the user allows beyond what is needed.
+    pub allow: Class,
+    /// The user drives forward, backward and optimizer: only actions that live in forward.
+    pub own_loop: bool,
+    /// Kinds of action the user forbids.
+    pub forbid: Vec<ActionKind>,
+}
+
+impl Default for PlanRequest {
+    fn default() -> Self {
+        Self {
+            budget: "100%".to_owned(),
+            allow: Class::Exact,
+            own_loop: false,
+            forbid: Vec::new(),
+        }
+    }
+}
+
+/// The promise an action makes about numbers. Ordered from strict to loose.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// Loss and every gradient bitwise equal to the unplanned step.
+    #[default]
+    Exact,
+    /// Same mathematics; rounding may differ.
+    Equivalent,
+    /// Numerics change.
+    Approximate,
+}
+
+/// One technique.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActionKind {
+    /// Drop activations and compute them again in backward.
+    Remat,
+    /// Run the optimizer step per parameter inside backward and free its gradient.
+    FuseOptimizer,
+    /// Split the batch and accumulate gradients.
+    MicroBatch,
+}
+
+/// One technique as applied.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Action {
+    /// Which technique.
+    pub kind: ActionKind,
+    /// Its promise.
+    pub class: Class,
+    /// Allocations dropped, parameters fused, or pieces of the batch.
+    pub count: u64,
+    /// Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped, gradients
+    /// freed, activations not needed at once.
+    pub bytes: Bytes,
+    /// What the executor needs for `remat`; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remat: Option<Remat>,
+}
+
+/// Where to drop, addressed by the order of ops in forward.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+pub struct Remat {
+    /// The dropped allocations, by creating op, ascending.
+    pub drops: Vec<Dropped>,
+    /// Module calls in which the executor must watch; disjoint, ascending. A region with an empty
+    /// module path stands for the whole forward, the loss function included.
+    pub active: Vec<ActiveRegion>,
+    /// Distinct op names of forward.
+    pub names: Vec<String>,
+    /// Forward op by op: index into `names`. The executor compares it with what really runs.
+    pub forward: Vec<u32>,
+}
+
+/// One dropped allocation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dropped {
+    /// Index of the forward op that creates it.
+    pub op: OpIndex,
+    /// Position among the tensors that op returns.
+    pub output: u32,
+    /// Shape of that tensor, for the executor's check.
+    pub shape: Vec<u64>,
+    /// Its size.
+    pub bytes: Bytes,
+    /// Module path, for people.
+    pub module: String,
+}
+
+/// A module call that the executor watches.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ActiveRegion {
+    /// Module path; empty for the whole forward.
+    pub module: String,
+    /// How many times the module had been entered before in the step.
+    pub call: u32,
+    /// Index of its first op in forward.
+    pub start: OpIndex,
+    /// One past its last.
+    pub end: OpIndex,
+}
+
+/// Does the planned step fit?
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Predicted peak plus margin is within the budget.
+    Fits,
+    /// No allowed plan found fits.
+    DoesNotFit,
+}
+
+/// Why the search ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StopReason {
+    /// The unplanned step fits: nothing to do.
+    NothingToDo,
+    /// The plan's time meets the lower bound.
+    ProvedOptimal,
+    /// No move of the neighbourhood improves the plan.
+    LocalOptimum,
+    /// The limit on evaluated candidates was reached.
+    MoveLimit,
+    /// No plan fits, shown by the lower bound on the peak.
+    ProvedInfeasible,
+    /// No plan that fits was found.
+    NotFound,
+}
+
+/// A predicted step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Estimate {
+    /// Peak of allocated bytes.
+    pub predicted_peak_bytes: Bytes,
+    /// Time under the plan's cost source; meaningful as a ratio.
+    pub predicted_step_seconds: f64,
+}
+
+/// Why an action is not in the plan.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The action.
+    pub kind: ActionKind,
+    /// The reason, as a sentence without full stop.
+    pub reason: String,
+}
+
+/// What a looser class would gain.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct NextClass {
+    /// The class.
+    pub class: Class,
+    /// Peak under its best plan for the same budget.
+    pub predicted_peak_bytes: Bytes,
+    /// Its step time over the unplanned one.
+    pub predicted_step_ratio: f64,
+    /// Kinds of action it uses.
+    pub kinds: Vec<ActionKind>,
+}
+
+/// What is alive at the moment that stops the peak from going lower.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bottleneck {
+    /// The op, `aten.addmm.default`.
+    pub op: String,
+    /// Its module path.
+    pub module: String,
+    /// Its source line.
+    pub source: String,
+    /// `forward`, `backward` or `optimizer`.
+    pub phase: crate::trace::Phase,
+    /// Bytes there by category, largest first.
+    pub breakdown: Vec<(crate::trace::Category, Bytes)>,
+}
+
+/// The answer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Version of this shape.
+    pub schema_version: u32,
+    /// The trace's target.
+    pub target: String,
+    /// Digest of the trace the plan was made for.
+    pub trace_digest: String,
+    /// Batch size of the step it was made for.
+    pub batch: u64,
+    /// The budget.
+    pub budget_bytes: Bytes,
+    /// Kept free below the budget for what the prediction is not sure of.
+    pub margin_bytes: Bytes,
+    /// Does it fit?
+    pub verdict: Verdict,
+    /// Loosest class among the actions.
+    pub class: Class,
+    /// Without a plan.
+    pub unplanned: Estimate,
+    /// With it. Where nothing fits: the plan with the smallest peak found.
+    pub planned: Estimate,
+    /// Smallest peak found over all allowed plans.
+    pub minimum_peak_bytes: Bytes,
+    /// Planned over unplanned step time.
+    pub predicted_step_ratio: f64,
+    /// No allowed plan within the budget can be faster than this ratio.
+    pub lower_bound_ratio: f64,
+    /// Where the costs come from: `roofline (...)` or `profile (...)`.
+    pub cost_source: String,
+    /// Why the search ended.
+    pub stop_reason: StopReason,
+    /// Candidates evaluated.
+    pub evaluations: u64,
+    /// What to do, in the order optimizer, batch, remat.
+    pub actions: Vec<Action>,
+    /// What was not possible, and why.
+    pub refusals: Vec<Refusal>,
+    /// What the next class would gain; absent when it gains nothing or is used already.
+    pub next_class: Option<NextClass>,
+    /// What stops the peak from going lower.
+    pub bottleneck: Option<Bottleneck>,
+    /// Words to the user: fallbacks, warnings (dropout under micro-batches).
+    pub notes: Vec<String>,
+}

@@ -1,0 +1,478 @@
+//! What an unplanned step takes, and who takes it.
+//!
+//! Responsible for the peak and its interval, the breakdown at the peak, the timeline, the largest batch
+//! and the devices it fits on. Pure: a trace in, a [`Prediction`] out.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::bytes::{Budget, BudgetError, Bytes};
+use crate::devices;
+use crate::step::{Evaluator, Holding, StepModel, Variant};
+use crate::trace::{BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
+
+/// What to predict.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PredictRequest {
+    /// Another batch size than the captured one.
+    pub batch: Option<u64>,
+    /// A budget, to answer which batch is the largest that fits.
+    pub budget: Option<String>,
+}
+
+/// Why there is no prediction.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PredictError {
+    /// The budget cannot be read.
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
+    /// The trace cannot be scaled to the batch asked for.
+    #[error("cannot predict another batch size: {0}")]
+    Batch(#[from] BatchError),
+}
+
+/// What a prediction says. One struct: the text report, the JSON and Python read the same fields.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Prediction {
+    /// Version of this shape.
+    pub schema_version: u32,
+    /// The trace's target.
+    pub target: String,
+    /// Batch size predicted for.
+    pub batch: u64,
+    /// Device kind.
+    pub device_kind: String,
+    /// Peak of allocated bytes.
+    pub predicted_peak_bytes: Bytes,
+    /// The peak lies in `[low, high]`; what makes it uncertain is in `uncertainty`.
+    pub interval_bytes: (Bytes, Bytes),
+    /// One sentence for each uncertain term.
+    pub uncertainty: Vec<String>,
+    /// Where the peak is.
+    pub peak: PeakPoint,
+    /// Who owns the bytes alive at the peak.
+    pub breakdown: Breakdown,
+    /// The largest allocations alive at the peak.
+    pub top: Vec<TopAllocation>,
+    /// Bytes at each op, thinned to at most 512 points; each is the maximum of its stretch.
+    pub timeline: Vec<TimelinePoint>,
+    /// Peak in each phase.
+    pub phases: Vec<(Phase, Bytes)>,
+    /// Largest batch within the budget, when one was given and the law is known; 0 when none fits.
+    pub largest_batch: Option<u64>,
+    /// Which devices of the table it fits on, unplanned.
+    pub devices: Vec<DeviceFit>,
+    /// What the capture had to say.
+    pub notes: Vec<String>,
+}
+
+/// Where the peak is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeakPoint {
+    /// Index of the op.
+    pub op_index: u32,
+    /// Its name.
+    pub op: String,
+    /// Part of the step.
+    pub phase: Phase,
+    /// Module path.
+    pub module: String,
+    /// `file:line`.
+    pub source: String,
+}
+
+/// Bytes alive at the peak; each list sums to the peak, largest first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Breakdown {
+    /// By category.
+    pub category: Vec<Share>,
+    /// By the module that made them.
+    pub module: Vec<Share>,
+    /// By the source line that made them.
+    pub source: Vec<Share>,
+}
+
+/// One owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Share {
+    /// Its name; `(before the step)` for what no op of the step made.
+    pub name: String,
+    /// Its bytes.
+    pub bytes: Bytes,
+    /// Its allocations.
+    pub count: u64,
+}
+
+/// One allocation alive at the peak.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TopAllocation {
+    /// Its size.
+    pub bytes: Bytes,
+    /// Its role.
+    pub category: Category,
+    /// Name of the parameter or batch entry, if it is one.
+    pub name: String,
+    /// The op that made it.
+    pub op: String,
+    /// Module of that op.
+    pub module: String,
+    /// Source line of that op.
+    pub source: String,
+    /// Shape of the first value in it.
+    pub shape: Vec<u64>,
+    /// Its element type.
+    pub dtype: String,
+}
+
+/// One point of the timeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TimelinePoint {
+    /// Index of the first op of the stretch.
+    pub op_index: u32,
+    /// Most bytes alive in it.
+    pub bytes: Bytes,
+}
+
+/// Does the step fit on a device?
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceFit {
+    /// The device.
+    pub device: String,
+    /// Its memory.
+    pub memory_bytes: Bytes,
+    /// Peak plus the CUDA context is within it.
+    pub fits: bool,
+}
+
+const TOP: usize = 10;
+const TIMELINE_POINTS: usize = 512;
+/// No batch larger than this is tried.
+const LARGEST_BATCH: u64 = 1 << 24;
+
+/// Predicts the unplanned step.
+///
+/// # Errors
+///
+/// A budget that cannot be read, or another batch than the trace can be scaled to.
+pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, PredictError> {
+    let scaled;
+    let at = match request.batch {
+        Some(batch) if batch != trace.meta.batch => {
+            scaled = trace.at_batch(batch)?;
+            &scaled
+        }
+        _ => trace,
+    };
+    let model = StepModel::new(at, Variant::default());
+    let mut evaluator = Evaluator::new(&model);
+    let none = vec![false; at.allocations.len()];
+    let evaluation = evaluator.evaluate(&none);
+    let peak_bytes = evaluation.peak_bytes;
+    let holdings = evaluator.holdings_at_peak(&none);
+    let position = evaluation.moment.position;
+    let workspace = at
+        .ops
+        .get(position.index())
+        .map_or(Bytes::ZERO, |op| op.workspace_bytes);
+    let heights = evaluator.timeline(&none);
+    let largest_batch = match &request.budget {
+        Some(text) => largest_batch(trace, Budget::parse(text)?.resolve(peak_bytes)),
+        None => None,
+    };
+    let (interval_bytes, uncertainty) = interval(trace, at, peak_bytes);
+    Ok(Prediction {
+        schema_version: SCHEMA_VERSION,
+        target: at.meta.target.clone(),
+        batch: at.meta.batch,
+        device_kind: at.meta.device_kind.clone(),
+        predicted_peak_bytes: peak_bytes,
+        interval_bytes,
+        uncertainty,
+        peak: peak_point(at, position),
+        breakdown: breakdown(at, &holdings, workspace, position),
+        top: holdings
+            .iter()
+            .take(TOP)
+            .map(|holding| top_allocation(at, holding))
+            .collect(),
+        timeline: thin(&heights),
+        phases: phase_peaks(at, &heights),
+        largest_batch,
+        devices: device_fits(peak_bytes),
+        notes: at.meta.notes.clone(),
+    })
+}
+
+/// The peak of the unplanned step at any batch, without the rest.
+#[must_use]
+pub fn unplanned_peak(trace: &Trace) -> Bytes {
+    let model = StepModel::new(trace, Variant::default());
+    Evaluator::new(&model)
+        .evaluate(&vec![false; trace.allocations.len()])
+        .peak_bytes
+}
+
+/// How far the truth may be from the peak predicted, and why.
+///
+/// Probed workspaces are exact for the shapes probed. What is left: ops that allocate inside and were
+/// not probed, and workspaces carried over to another batch size.
+fn interval(captured: &Trace, at: &Trace, peak: Bytes) -> ((Bytes, Bytes), Vec<String>) {
+    let largest = at
+        .ops
+        .iter()
+        .map(|op| op.workspace_bytes)
+        .max()
+        .unwrap_or(Bytes::ZERO);
+    let (mut low, mut high, mut reasons) = (peak, peak, Vec::new());
+    if at.meta.batch != captured.meta.batch && largest > Bytes::ZERO {
+        low = low - largest;
+        reasons.push(format!(
+            "op workspaces (up to {largest}) were probed at batch {} and scaled",
+            captured.meta.batch
+        ));
+    }
+    if at.meta.probe_threads == 0 {
+        let slack = Bytes(peak.0 / 20);
+        high += slack;
+        reasons.push("scratch inside ops was not probed: up to 5 % more".to_owned());
+    } else if largest > Bytes::ZERO {
+        // The kernels choose their scratch anew in each call; probes differ by at most one allocation.
+        let slack = Bytes(largest.0.min(peak.0 / 50));
+        low = low.min(peak - slack);
+        high += slack;
+        reasons.push(format!(
+            "op workspaces of up to {largest} are probed, not traced"
+        ));
+    }
+    ((low, high), reasons)
+}
+
+fn peak_point(trace: &Trace, position: OpIndex) -> PeakPoint {
+    let op = trace.ops.get(position.index());
+    let text = |index: Option<u32>| index.map_or(String::new(), |i| trace.string(i).to_owned());
+    PeakPoint {
+        op_index: position.0,
+        op: text(op.map(|op| op.name)),
+        phase: op.map_or(Phase::Forward, |op| op.phase),
+        module: text(op.map(|op| op.module)),
+        source: text(op.map(|op| op.source)),
+    }
+}
+
+/// Sums what is alive by owner; the peak op's workspace is an owner too, so that each list adds up.
+fn breakdown(trace: &Trace, holdings: &[Holding], workspace: Bytes, at: OpIndex) -> Breakdown {
+    let mut category: BTreeMap<&str, (Bytes, u64)> = BTreeMap::new();
+    let mut module: BTreeMap<&str, (Bytes, u64)> = BTreeMap::new();
+    let mut source: BTreeMap<&str, (Bytes, u64)> = BTreeMap::new();
+    fn add<'a>(to: &mut BTreeMap<&'a str, (Bytes, u64)>, name: &'a str, bytes: Bytes) {
+        let entry = to.entry(name).or_insert((Bytes::ZERO, 0));
+        entry.0 += bytes;
+        entry.1 += 1;
+    }
+    for holding in holdings {
+        let allocation = &trace.allocations[holding.allocation.index()];
+        let op = allocation.producer.map(|op| &trace.ops[op.index()]);
+        add(&mut category, allocation.category.name(), holding.bytes);
+        let owner = op.map_or(BEFORE, |op| or_none(trace.string(op.module)));
+        add(&mut module, owner, holding.bytes);
+        add(
+            &mut source,
+            op.map_or(BEFORE, |op| or_none(trace.string(op.source))),
+            holding.bytes,
+        );
+    }
+    if workspace > Bytes::ZERO {
+        let op = trace.ops.get(at.index());
+        add(&mut category, Category::Workspace.name(), workspace);
+        add(
+            &mut module,
+            op.map_or("", |op| or_none(trace.string(op.module))),
+            workspace,
+        );
+        add(
+            &mut source,
+            op.map_or("", |op| or_none(trace.string(op.source))),
+            workspace,
+        );
+    }
+    Breakdown {
+        category: shares(category),
+        module: shares(module),
+        source: shares(source),
+    }
+}
+
+const BEFORE: &str = "(before the step)";
+
+fn or_none(name: &str) -> &str {
+    if name.is_empty() { "(none)" } else { name }
+}
+
+fn shares(owners: BTreeMap<&str, (Bytes, u64)>) -> Vec<Share> {
+    let mut shares: Vec<Share> = owners
+        .into_iter()
+        .map(|(name, (bytes, count))| Share {
+            name: name.to_owned(),
+            bytes,
+            count,
+        })
+        .collect();
+    shares.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| a.name.cmp(&b.name)));
+    shares
+}
+
+fn top_allocation(trace: &Trace, holding: &Holding) -> TopAllocation {
+    let allocation = &trace.allocations[holding.allocation.index()];
+    let op = allocation.producer.map(|op| &trace.ops[op.index()]);
+    let value = trace
+        .values
+        .iter()
+        .find(|value| value.allocation == holding.allocation);
+    let text = |index: Option<u32>| index.map_or(String::new(), |i| trace.string(i).to_owned());
+    TopAllocation {
+        bytes: holding.bytes,
+        category: allocation.category,
+        name: trace.string(allocation.name).to_owned(),
+        op: text(op.map(|op| op.name)),
+        module: text(op.map(|op| op.module)),
+        source: text(op.map(|op| op.source)),
+        shape: value.map_or(Vec::new(), |value| value.shape.clone()),
+        dtype: text(value.map(|value| value.dtype)),
+    }
+}
+
+fn thin(heights: &[Bytes]) -> Vec<TimelinePoint> {
+    let stretch = heights.len().div_ceil(TIMELINE_POINTS).max(1);
+    let points = heights
+        .chunks(stretch)
+        .enumerate()
+        .map(|(i, chunk)| TimelinePoint {
+            op_index: u32::try_from(i * stretch).unwrap_or(u32::MAX),
+            bytes: chunk.iter().copied().max().unwrap_or(Bytes::ZERO),
+        });
+    points.collect()
+}
+
+fn phase_peaks(trace: &Trace, heights: &[Bytes]) -> Vec<(Phase, Bytes)> {
+    let peak_of = |phase: Phase| {
+        let heights = trace
+            .ops
+            .iter()
+            .zip(heights)
+            .filter(|(op, _)| op.phase == phase);
+        heights
+            .map(|(_, &height)| height)
+            .max()
+            .map(|peak| (phase, peak))
+    };
+    [Phase::Forward, Phase::Backward, Phase::Optimizer]
+        .into_iter()
+        .filter_map(peak_of)
+        .collect()
+}
+
+/// The peak grows with the batch, so the largest that fits is found by bisection.
+fn largest_batch(trace: &Trace, budget: Bytes) -> Option<u64> {
+    trace.couplings.as_ref()?;
+    let fits = |batch: u64| {
+        trace.at_batch(batch).is_ok_and(|at| {
+            let (interval, _) = interval(trace, &at, unplanned_peak(&at));
+            interval.1 <= budget
+        })
+    };
+    if !fits(1) {
+        return Some(0);
+    }
+    let mut low = 1;
+    while low < LARGEST_BATCH && fits(low * 2) {
+        low *= 2;
+    }
+    let mut high = low * 2;
+    while high - low > 1 {
+        let middle = low.midpoint(high);
+        if fits(middle) {
+            low = middle
+        } else {
+            high = middle
+        }
+    }
+    Some(low)
+}
+
+fn device_fits(peak: Bytes) -> Vec<DeviceFit> {
+    let fit = |device: &devices::Device| DeviceFit {
+        device: device.name.to_owned(),
+        memory_bytes: device.memory_bytes,
+        fits: peak + devices::CONTEXT_BYTES <= device.memory_bytes,
+    };
+    devices::TABLE.iter().map(fit).collect()
+}
+
+impl Category {
+    /// The word used in reports and JSON.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Parameter => "parameter",
+            Self::ModuleBuffer => "module_buffer",
+            Self::Gradient => "gradient",
+            Self::OptimizerState => "optimizer_state",
+            Self::Input => "input",
+            Self::Activation => "activation",
+            Self::Temporary => "temporary",
+            Self::Workspace => "workspace",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::sample;
+
+    #[test]
+    fn the_peak_of_a_chain_is_what_a_hand_computes() {
+        // Batch 4, rows of 8 floats: 128 bytes an activation; weight 256, input 128, loss 4. The peak is first
+        // reached at `mean` (op 3): weight, input, a and b (saved), c, and the loss.
+        let peak = Bytes(256 + 128 + 128 + 128 + 4 + 128);
+        let prediction = predict(&sample::chain(), &PredictRequest::default()).unwrap();
+        assert_eq!(prediction.predicted_peak_bytes, peak);
+        assert_eq!(prediction.peak.op, "aten.mean.default");
+        for list in [&prediction.breakdown.category, &prediction.breakdown.module] {
+            assert_eq!(list.iter().map(|share| share.bytes).sum::<Bytes>(), peak);
+        }
+    }
+
+    #[test]
+    fn the_largest_batch_fits_and_the_next_does_not() {
+        let trace = sample::batched_chain(4)
+            .with_second(&sample::batched_chain(2))
+            .unwrap();
+        let request = PredictRequest {
+            budget: Some("3000".into()),
+            ..Default::default()
+        };
+        let batch = predict(&trace, &request).unwrap().largest_batch.unwrap();
+        let high = |batch| {
+            let request = PredictRequest {
+                batch: Some(batch),
+                ..Default::default()
+            };
+            predict(&trace, &request).unwrap().interval_bytes.1
+        };
+        assert!(
+            high(batch) <= Bytes(3000) && high(batch + 1) > Bytes(3000),
+            "{batch}"
+        );
+    }
+
+    #[test]
+    fn a_timeline_is_thin_and_keeps_the_peak() {
+        let heights: Vec<Bytes> = (0..10_000).map(|i| Bytes(i % 777)).collect();
+        let points = thin(&heights);
+        assert!(points.len() <= TIMELINE_POINTS);
+        assert_eq!(points.iter().map(|p| p.bytes).max(), Some(Bytes(776)));
+    }
+}

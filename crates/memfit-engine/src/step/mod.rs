@@ -1,0 +1,17 @@
+//! The transformed trace: what a step does to memory under a plan.
+//!
+//! The meaning is written once, in `docs/concepts/transformed-trace.md`; this module evaluates it.
+//! [`StepModel`] lays a trace out for evaluation, [`Evaluator`] sweeps it under a set of dropped
+//! allocations, and `naive.rs` does the same with reference-counted objects, slowly and without shared
+//! code: every plan passes it before anyone sees it.
+//!
+//! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
+
+mod evaluate;
+mod model;
+pub mod naive;
+#[cfg(test)]
+mod random;
+
+pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
+pub use model::{StepModel, Undroppable, Variant};

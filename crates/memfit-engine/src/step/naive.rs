@@ -1,0 +1,417 @@
+//! The slow twin of the sweep: the same meaning, by reachability instead of reference counts.
+//!
+//! Responsible for evaluating a transformed trace straight from the trace and the definition in
+//! `docs/concepts/transformed-trace.md`. At every moment it recomputes from nothing what is reachable.
+//! Shares no code and no data structure with `model.rs` and `evaluate.rs`; every plan passes it.
+//!
+//! Quadratic: a step of some thousand ops takes a fraction of a second.
+
+use super::Variant;
+use crate::bytes::Bytes;
+use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
+
+/// A made version of a dropped allocation.
+#[derive(Debug)]
+struct Version {
+    allocation: usize,
+    number: u32,
+    record: usize,
+    materialised: bool,
+    /// Its storage went on to the next version.
+    stolen: bool,
+}
+
+/// A recorded op.
+#[derive(Debug)]
+struct Record {
+    op: usize,
+    reads_versions: Vec<usize>,
+    pins: Vec<usize>,
+    consumed: bool,
+}
+
+/// What the twin found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NaiveEvaluation {
+    /// The peak.
+    pub peak_bytes: Bytes,
+    /// Forward ops replayed, in order.
+    pub replayed: Vec<OpIndex>,
+    /// A replay read something overwritten since.
+    pub stale: Option<OpIndex>,
+}
+
+struct Twin<'t> {
+    trace: &'t Trace,
+    variant: Variant,
+    dropped: &'t [bool],
+    forward_end: usize,
+    versions: Vec<Version>,
+    records: Vec<Record>,
+    constant: u64,
+    result: NaiveEvaluation,
+}
+
+/// Evaluates `trace` with `dropped[allocation]`, naively.
+#[must_use]
+pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvaluation {
+    let forward_end = trace.forward_end().index();
+    let gradients = trace.updates.iter().map(|u| u.gradient.index());
+    let is_gradient = |a: &usize| trace.allocations[*a].category == Category::Gradient;
+    let mut distinct: Vec<usize> = gradients.filter(is_gradient).collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    let constant = if variant.accumulate {
+        distinct.iter().map(|&a| trace.allocations[a].bytes.0).sum()
+    } else {
+        0
+    };
+    let result = NaiveEvaluation {
+        peak_bytes: Bytes::ZERO,
+        replayed: Vec::new(),
+        stale: None,
+    };
+    let mut twin = Twin {
+        trace,
+        variant,
+        dropped,
+        forward_end,
+        versions: Vec::new(),
+        records: Vec::new(),
+        constant,
+        result,
+    };
+    twin.run();
+    twin.result
+}
+
+impl Twin<'_> {
+    fn run(&mut self) {
+        let fused_end = self
+            .trace
+            .ops
+            .iter()
+            .position(|op| op.phase == Phase::Optimizer);
+        let end = match fused_end {
+            Some(end) if self.variant.fuse_optimizer => end,
+            _ => self.trace.ops.len(),
+        };
+        for p in 0..=end {
+            self.updates_at(p);
+            let unpacks = (0..self.trace.saved.len())
+                .filter(|&i| self.trace.saved[i].unpack.is_some_and(|u| u.index() == p));
+            for i in unpacks.collect::<Vec<_>>() {
+                self.unpack(i, p);
+            }
+            if p == end {
+                break;
+            }
+            let height = self.height(p, true, 0) + self.trace.ops[p].workspace_bytes.0;
+            self.see(height);
+            if p < self.forward_end {
+                self.record(p);
+            }
+        }
+    }
+
+    fn see(&mut self, height: u64) {
+        self.result.peak_bytes = self.result.peak_bytes.max(Bytes(height));
+    }
+
+    /// The range in which a natural range really holds, under the variant.
+    fn natural_ranges(&self, a: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let allocation = &self.trace.allocations[a];
+        let cut = (self.variant.fuse_optimizer || self.variant.accumulate)
+            .then(|| {
+                self.trace
+                    .updates
+                    .iter()
+                    .filter(|u| u.gradient.index() == a)
+                    .last()
+            })
+            .flatten()
+            .filter(|_| allocation.category == Category::Gradient)
+            .map(|update| update.ready.index());
+        allocation
+            .natural
+            .iter()
+            .map(move |&(s, e)| (s.index(), cut.map_or(e.index(), |cut| cut.min(e.index()))))
+    }
+
+    /// Is allocation `a` naturally alive? `running`: while op `p` runs; otherwise just before it.
+    fn natural(&self, a: usize, p: usize, running: bool, forward_only: bool) -> bool {
+        self.natural_ranges(a).any(|(s, e)| {
+            let counts = !forward_only || s < self.forward_end;
+            counts
+                && if running {
+                    s <= p && p < e
+                } else {
+                    s < p && p < e
+                }
+        })
+    }
+
+    fn token_alive(&self, saved: usize, p: usize) -> bool {
+        let saved = &self.trace.saved[saved];
+        saved.pack.index() <= p && p < saved.release.index()
+    }
+
+    fn version_of(&self, a: usize, number: u32) -> Option<usize> {
+        self.versions
+            .iter()
+            .position(|v| v.allocation == a && v.number == number)
+    }
+
+    fn latest(&self, a: usize) -> Option<usize> {
+        self.versions.iter().rposition(|v| v.allocation == a)
+    }
+
+    /// Which versions and records are reachable, as if record `without` did not exist.
+    fn reach(&self, p: usize, running: bool, without: Option<usize>) -> (Vec<bool>, Vec<bool>) {
+        let mut versions = vec![false; self.versions.len()];
+        let mut records = vec![false; self.records.len()];
+        for (i, version) in self.versions.iter().enumerate() {
+            versions[i] |= self.natural(version.allocation, p, running, true);
+        }
+        for (i, saved) in self.trace.saved.iter().enumerate() {
+            let value = &self.trace.values[saved.value.index()];
+            let a = value.allocation.index();
+            if self.dropped[a] && self.token_alive(i, p) {
+                if let Some(version) = self.version_of(a, value.version) {
+                    versions[version] = true;
+                }
+            }
+        }
+        for a in (0..self.dropped.len()).filter(|&a| self.dropped[a]) {
+            for (s, e) in self
+                .natural_ranges(a)
+                .filter(|&(s, _)| s >= self.forward_end)
+            {
+                let open = if running {
+                    s <= p && p < e
+                } else {
+                    s < p && p < e
+                };
+                let by = self.trace.saved.iter().find(|saved| {
+                    saved.unpack.is_some_and(|u| u.index() == s)
+                        && self.trace.allocation_of(saved.value).index() == a
+                });
+                let version = by
+                    .and_then(|saved| {
+                        self.version_of(a, self.trace.values[saved.value.index()].version)
+                    })
+                    .or_else(|| self.latest(a));
+                if let (true, Some(version)) = (open, version) {
+                    versions[version] = true;
+                }
+            }
+        }
+        // Later records read what earlier ones made: one pass from the last to the first is enough.
+        for r in (0..self.records.len()).rev() {
+            if self.records[r].consumed || without == Some(r) {
+                continue;
+            }
+            let made = (0..self.versions.len()).filter(|&v| self.versions[v].record == r);
+            if made.into_iter().any(|v| versions[v]) {
+                records[r] = true;
+                for &v in &self.records[r].reads_versions {
+                    versions[v] = true;
+                }
+            }
+        }
+        (versions, records)
+    }
+
+    /// Bytes alive, plus `extra`.
+    fn height(&self, p: usize, running: bool, extra: u64) -> u64 {
+        let (versions, records) = self.reach(p, running, None);
+        let mut total = self.constant + extra;
+        for (a, allocation) in self.trace.allocations.iter().enumerate() {
+            let saved = !self.dropped[a]
+                && (0..self.trace.saved.len()).any(|i| {
+                    self.trace.allocation_of(self.trace.saved[i].value).index() == a
+                        && self.token_alive(i, p)
+                });
+            let pinned =
+                (0..self.records.len()).any(|r| records[r] && self.records[r].pins.contains(&a));
+            let forward_only = self.dropped[a] && self.latest(a).is_some();
+            if saved || pinned || self.natural(a, p, running, forward_only) {
+                total += allocation.bytes.0;
+            }
+        }
+        for (v, version) in self.versions.iter().enumerate() {
+            if version.materialised && !version.stolen && versions[v] {
+                total += self.trace.allocations[version.allocation].bytes.0;
+            }
+        }
+        total
+    }
+
+    fn record(&mut self, op: usize) {
+        let trace = self.trace;
+        let index = OpIndex(u32::try_from(op).unwrap_or(u32::MAX));
+        let mut makes: Vec<(usize, u32)> = Vec::new();
+        for &output in &trace.ops[op].outputs {
+            let a = trace.allocation_of(output).index();
+            if self.dropped[a] && trace.allocations[a].producer == Some(index) {
+                makes.push((a, 0));
+            }
+        }
+        for &write in &trace.ops[op].writes {
+            let a = trace.allocation_of(write).index();
+            if let (true, Some(last)) = (self.dropped[a], self.latest(a)) {
+                makes.push((a, self.versions[last].number + 1));
+            }
+        }
+        makes.sort_unstable();
+        makes.dedup_by_key(|&mut (a, _)| a);
+        if makes.is_empty() {
+            return;
+        }
+        let (mut reads_versions, mut pins) = (Vec::new(), Vec::new());
+        for &read in &trace.ops[op].reads {
+            let value = &trace.values[read.index()];
+            let a = value.allocation.index();
+            match self.version_of(a, value.version) {
+                Some(version) if self.dropped[a] => reads_versions.push(version),
+                _ => {
+                    pins.push(a);
+                    let overwritten = trace.ops[op + 1..].iter().any(|later| {
+                        later.phase != Phase::Optimizer
+                            && later
+                                .writes
+                                .iter()
+                                .any(|&w| trace.allocation_of(w).index() == a)
+                    });
+                    if overwritten {
+                        self.result.stale = Some(index);
+                    }
+                }
+            }
+        }
+        let record = self.records.len();
+        self.records.push(Record {
+            op,
+            reads_versions,
+            pins,
+            consumed: false,
+        });
+        self.versions
+            .extend(makes.into_iter().map(|(allocation, number)| Version {
+                allocation,
+                number,
+                record,
+                materialised: false,
+                stolen: false,
+            }));
+    }
+
+    fn unpack(&mut self, saved: usize, p: usize) {
+        let value = &self.trace.values[self.trace.saved[saved].value.index()];
+        let a = value.allocation.index();
+        if !self.dropped[a] {
+            return;
+        }
+        let Some(version) = self.version_of(a, value.version) else {
+            return;
+        };
+        let mut needed = vec![self.versions[version].record];
+        let mut i = 0;
+        while i < needed.len() {
+            for &v in &self.records[needed[i]].reads_versions {
+                if !needed.contains(&self.versions[v].record) {
+                    needed.push(self.versions[v].record);
+                }
+            }
+            i += 1;
+        }
+        needed.retain(|&r| !self.records[r].consumed);
+        needed.sort_unstable();
+        for record in needed {
+            self.replay(record, p);
+        }
+    }
+
+    fn replay(&mut self, record: usize, p: usize) {
+        let op = self.records[record].op;
+        let index = OpIndex(u32::try_from(op).unwrap_or(u32::MAX));
+        if self.variant.fuse_optimizer {
+            let stale = self.trace.updates.iter().any(|u| {
+                u.ready.index() <= p && self.records[record].pins.contains(&u.parameter.index())
+            });
+            if stale {
+                self.result.stale = Some(index);
+            }
+        }
+        let (others, _) = self.reach(p, false, Some(record));
+        let (mut made, mut passed) = (0, None);
+        for v in 0..self.versions.len() {
+            if self.versions[v].record != record {
+                continue;
+            }
+            let Version {
+                allocation, number, ..
+            } = self.versions[v];
+            let taken = number
+                .checked_sub(1)
+                .and_then(|n| self.version_of(allocation, n));
+            match taken {
+                Some(taken) if !others[taken] => passed = Some(taken),
+                _ => made += self.trace.allocations[allocation].bytes.0,
+            }
+        }
+        for &output in &self.trace.ops[op].outputs {
+            let a = self.trace.allocation_of(output).index();
+            if !self.dropped[a] && self.trace.allocations[a].producer == Some(index) {
+                made += self.trace.allocations[a].bytes.0;
+            }
+        }
+        let workspace = self.trace.ops[op].workspace_bytes.0;
+        let height = self.height(p, false, made + workspace);
+        self.see(height);
+        if let Some(taken) = passed {
+            self.versions[taken].stolen = true;
+        }
+        self.records[record].consumed = true;
+        for v in 0..self.versions.len() {
+            if self.versions[v].record == record {
+                self.versions[v].materialised = true;
+            }
+        }
+        self.result.replayed.push(index);
+    }
+
+    /// Fused updates whose gradient is complete at `p`, in order; each frees its gradient.
+    fn updates_at(&mut self, p: usize) {
+        if !self.variant.fuse_optimizer {
+            return;
+        }
+        let due: Vec<usize> = (0..self.trace.updates.len())
+            .filter(|&i| self.trace.updates[i].ready.index() == p)
+            .collect();
+        for (n, &i) in due.iter().enumerate() {
+            // Gradients cut at `p` no longer count just before op `p`; those not yet updated do.
+            let mut waiting: Vec<AllocationId> = due[n..]
+                .iter()
+                .map(|&j| self.trace.updates[j].gradient)
+                .filter(|g| {
+                    let gradient = &self.trace.allocations[g.index()];
+                    gradient.category == Category::Gradient
+                        && gradient
+                            .natural
+                            .iter()
+                            .any(|&(s, e)| s.index() < p && p <= e.index())
+                })
+                .collect();
+            waiting.sort_unstable();
+            waiting.dedup();
+            let waiting: u64 = waiting
+                .iter()
+                .map(|g| self.trace.allocations[g.index()].bytes.0)
+                .sum();
+            let extra = waiting + self.trace.updates[i].temporary_bytes.0;
+            let height = self.height(p, false, extra);
+            self.see(height);
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! The batch dimension, learnt from two captures of the same step at two batch sizes.
+//!
+//! Responsible for aligning the two op for op, for the affine law of every size, for scaling a trace to
+//! another batch, and for saying which ops mix the items of a batch. Not responsible for choosing a
+//! batch.
+//!
+//! # What counts as mixing
+//!
+//! A dimension that differs between the captures is a *batch dimension*. Splitting the batch changes
+//! nothing but rounding if every op treats items alike and apart, up to a scalar loss. An op breaks that
+//! when it makes something batch-free but not scalar out of batched input (batch statistics), has two
+//! batch dimensions in its output (every item against every other), feeds a scalar taken over the batch
+//! back into batched values, or works *along* a batch dimension (softmax, sort, indexing).
+
+use serde::{Deserialize, Serialize};
+
+use super::{Op, OpIndex, Phase, Trace, Value, ValueId};
+use crate::bytes::Bytes;
+
+/// `bytes(batch) = fixed + per_item * batch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Law {
+    /// Bytes at batch 0.
+    pub fixed: i64,
+    /// Bytes for each item.
+    pub per_item: i64,
+}
+
+impl Law {
+    /// The size at `batch`, never below zero.
+    #[must_use]
+    pub fn at(self, batch: u64) -> Bytes {
+        let bytes = i128::from(self.fixed) + i128::from(self.per_item) * i128::from(batch);
+        Bytes(u64::try_from(bytes.max(0)).unwrap_or(u64::MAX))
+    }
+}
+
+/// How an op mixes the items of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CouplingKind {
+    /// It computes a statistic over the batch (batch normalisation).
+    Statistic,
+    /// It compares every item with every other (contrastive losses).
+    Cross,
+    /// It works along the batch dimension (softmax, sort, indexing).
+    Along,
+}
+
+/// An op that mixes the items of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Coupling {
+    /// The op.
+    pub op: OpIndex,
+    /// How.
+    pub kind: CouplingKind,
+}
+
+/// Why two captures cannot be aligned, or a trace not be scaled.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BatchError {
+    /// Both captures have the same batch size.
+    #[error("both captures have batch size {0}: two different ones are needed")]
+    SameBatch(u64),
+    /// The op streams differ.
+    #[error(
+        "the step runs other ops at batch {second} than at batch {first}: op {op} is `{found}`, not `{wanted}`"
+    )]
+    OtherOps {
+        /// Batch of the first capture.
+        first: u64,
+        /// Batch of the second.
+        second: u64,
+        /// First op that differs.
+        op: usize,
+        /// Its name in the first.
+        wanted: String,
+        /// Its name in the second.
+        found: String,
+    },
+    /// An allocation's size is no affine function with whole coefficients.
+    #[error("the size of allocation {0} does not grow evenly with the batch")]
+    NotAffine(usize),
+    /// The trace carries no law.
+    #[error("the trace was captured at one batch size only")]
+    NoLaw,
+}
+
+impl Trace {
+    /// Adds what a second capture at another batch size tells: laws and couplings.
+    ///
+    /// # Errors
+    ///
+    /// The two cannot be aligned; the first alone is still good for its own batch size.
+    pub fn with_second(mut self, second: &Self) -> Result<Self, BatchError> {
+        let (first_batch, second_batch) = (self.meta.batch, second.meta.batch);
+        if first_batch == second_batch {
+            return Err(BatchError::SameBatch(first_batch));
+        }
+        self.check_aligned(second)?;
+        let step = i128::from(second_batch) - i128::from(first_batch);
+        for (i, (a, b)) in self
+            .allocations
+            .iter_mut()
+            .zip(&second.allocations)
+            .enumerate()
+        {
+            let rise = i128::from(b.bytes.0) - i128::from(a.bytes.0);
+            let per_item = whole_quotient(rise, step).ok_or(BatchError::NotAffine(i))?;
+            let fixed = i128::from(a.bytes.0) - i128::from(per_item) * i128::from(first_batch);
+            let fixed = i64::try_from(fixed).map_err(|_| BatchError::NotAffine(i))?;
+            a.law = Some(Law { fixed, per_item });
+        }
+        for (a, b) in self.ops.iter_mut().zip(&second.ops) {
+            a.flops_per_item = rate(a.flops, b.flops, step);
+            a.moved_bytes_per_item = rate(a.moved_bytes.0, b.moved_bytes.0, step);
+        }
+        self.add_shape_laws(second, step);
+        self.couplings = Some(self.find_couplings());
+        Ok(self)
+    }
+
+    /// The same step at another batch size. Workspaces are kept, or grown in proportion: an upper bound.
+    ///
+    /// # Errors
+    ///
+    /// The trace has no law.
+    pub fn at_batch(&self, batch: u64) -> Result<Self, BatchError> {
+        if batch == self.meta.batch {
+            return Ok(self.clone());
+        }
+        if self.couplings.is_none() {
+            return Err(BatchError::NoLaw);
+        }
+        let mut scaled = self.clone();
+        let change = i128::from(batch) - i128::from(self.meta.batch);
+        for (i, allocation) in scaled.allocations.iter_mut().enumerate() {
+            allocation.bytes = allocation.law.ok_or(BatchError::NotAffine(i))?.at(batch);
+        }
+        for op in &mut scaled.ops {
+            op.flops = shifted(op.flops, op.flops_per_item, change);
+            op.moved_bytes = Bytes(shifted(op.moved_bytes.0, op.moved_bytes_per_item, change));
+            let grown = u128::from(op.workspace_bytes.0) * u128::from(batch.max(1))
+                / u128::from(self.meta.batch.max(1));
+            let grown = Bytes(u64::try_from(grown).unwrap_or(u64::MAX));
+            op.workspace_bytes = op.workspace_bytes.max(grown);
+        }
+        for value in &mut scaled.values {
+            for (size, &per_item) in value.shape.iter_mut().zip(&value.shape_per_item) {
+                *size = shifted(*size, per_item, change);
+            }
+        }
+        scaled.meta.batch = batch;
+        Ok(scaled)
+    }
+
+    fn check_aligned(&self, second: &Self) -> Result<(), BatchError> {
+        let other = |op: usize, wanted: &str, found: &str| BatchError::OtherOps {
+            first: self.meta.batch,
+            second: second.meta.batch,
+            op,
+            wanted: wanted.to_owned(),
+            found: found.to_owned(),
+        };
+        for (i, (a, b)) in self.ops.iter().zip(&second.ops).enumerate() {
+            let (wanted, found) = (self.string(a.name), second.string(b.name));
+            let producers = |trace: &Self, op: &Op| -> Vec<_> {
+                op.outputs
+                    .iter()
+                    .map(|&value| trace.allocation_of(value))
+                    .collect()
+            };
+            if wanted != found || producers(self, a) != producers(second, b) {
+                return Err(other(i, wanted, found));
+            }
+        }
+        let (a, b) = (self.ops.len(), second.ops.len());
+        if a != b || self.allocations.len() != second.allocations.len() {
+            return Err(other(
+                a.min(b),
+                "end of the step",
+                "more ops or allocations",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Values are interned in order of first use, so equal op streams usually give equal tables; where
+    /// they do not, the ops' own lists align them.
+    fn add_shape_laws(&mut self, second: &Self, step: i128) {
+        let mut laws: Vec<Option<Vec<i64>>> = vec![None; self.values.len()];
+        for (a, b) in self.ops.iter().zip(&second.ops) {
+            let pairs = a.reads.iter().zip(&b.reads);
+            let pairs = pairs.chain(a.writes.iter().zip(&b.writes));
+            for (&u, &v) in pairs.chain(a.outputs.iter().zip(&b.outputs)) {
+                let (one, two) = (
+                    &self.values[u.index()].shape,
+                    &second.values[v.index()].shape,
+                );
+                if one.len() == two.len() && one != two {
+                    let law = one
+                        .iter()
+                        .zip(two)
+                        .map(|(&m, &n)| rate(m, n, step))
+                        .collect();
+                    laws[u.index()] = Some(law);
+                }
+            }
+        }
+        for (value, law) in self.values.iter_mut().zip(laws) {
+            value.shape_per_item = law.unwrap_or_default();
+        }
+    }
+
+    fn find_couplings(&self) -> Vec<Coupling> {
+        // Whether a value was computed from the batch without carrying a batch dimension any more.
+        let mut reduced = vec![false; self.allocations.len()];
+        let mut couplings = Vec::new();
+        for (i, op) in self.ops.iter().enumerate() {
+            if op.phase != Phase::Forward {
+                break;
+            }
+            if let Some(kind) = self.coupling_of(op, &mut reduced) {
+                let op = OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
+                couplings.push(Coupling { op, kind });
+            }
+        }
+        couplings
+    }
+
+    fn coupling_of(&self, op: &Op, reduced: &mut [bool]) -> Option<CouplingKind> {
+        let value = |id: &ValueId| &self.values[id.index()];
+        let batched_in = op.reads.iter().map(value).any(Value::is_batched);
+        let reduced_in = op
+            .reads
+            .iter()
+            .any(|id| reduced[value(id).allocation.index()]);
+        if !batched_in && !reduced_in {
+            return None;
+        }
+        let mut kind = None;
+        for output in op.outputs.iter().map(value) {
+            if output.batch_dimensions() > 1 {
+                kind = kind.or(Some(CouplingKind::Cross));
+            } else if output.is_batched() {
+                if reduced_in {
+                    kind = kind.or(Some(CouplingKind::Statistic));
+                }
+            } else {
+                reduced[output.allocation.index()] = true;
+                if output.numel() > 1 {
+                    kind = kind.or(Some(CouplingKind::Statistic));
+                }
+            }
+        }
+        kind.or_else(|| self.works_along_batch(op).then_some(CouplingKind::Along))
+    }
+
+    fn works_along_batch(&self, op: &Op) -> bool {
+        let name = self.string(op.name);
+        let base = name
+            .split('.')
+            .nth(1)
+            .unwrap_or(name)
+            .trim_end_matches('_')
+            .trim_start_matches('_');
+        let Some(input) = op.reads.first().map(|id| &self.values[id.index()]) else {
+            return false;
+        };
+        let Some(batch_dim) = input.shape_per_item.iter().position(|&rate| rate != 0) else {
+            return false;
+        };
+        match base {
+            "softmax" | "log_softmax" | "cumsum" | "cumprod" | "logcumsumexp" | "cummax"
+            | "cummin" | "sort" | "topk" | "argsort" | "flip" | "roll" | "gather" | "scatter"
+            | "index_select" | "scatter_add" | "kthvalue" | "median" | "mode" => {
+                let rank = i64::try_from(input.shape.len()).unwrap_or(0);
+                dimensions(self.string(op.arguments)).is_none_or(|dims| {
+                    dims.iter().any(|&dim| {
+                        let dim = if dim < 0 { dim + rank } else { dim };
+                        usize::try_from(dim).is_ok_and(|dim| dim == batch_dim)
+                    })
+                })
+            }
+            // An index tensor into a batched tensor may permute its items; nothing in the shapes tells.
+            "index" | "index_put" | "take" | "put" | "masked_select" | "nonzero" | "unique2" => {
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Value {
+    /// Number of dimensions that grow with the batch.
+    #[must_use]
+    pub fn batch_dimensions(&self) -> usize {
+        self.shape_per_item
+            .iter()
+            .filter(|&&rate| rate != 0)
+            .count()
+    }
+
+    /// Does any dimension grow with the batch?
+    #[must_use]
+    pub fn is_batched(&self) -> bool {
+        self.batch_dimensions() > 0
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn numel(&self) -> u64 {
+        self.shape
+            .iter()
+            .fold(1, |product: u64, &size| product.saturating_mul(size))
+    }
+}
+
+/// Reads `dim=-1` or `dim=[0, 1]` out of an op's argument text; `None` when there is none to read.
+fn dimensions(arguments: &str) -> Option<Vec<i64>> {
+    let (_, rest) = ["dim=", "dims="]
+        .iter()
+        .find_map(|key| arguments.split_once(key))?;
+    let text = match rest.strip_prefix('[') {
+        Some(list) => list.split(']').next()?,
+        None => rest.split(',').next()?,
+    };
+    text.split(',')
+        .map(|part| part.trim().parse().ok())
+        .collect()
+}
+
+fn whole_quotient(rise: i128, step: i128) -> Option<i64> {
+    if rise % step == 0 {
+        i64::try_from(rise / step).ok()
+    } else {
+        None
+    }
+}
+
+fn rate(first: u64, second: u64, step: i128) -> i64 {
+    i64::try_from((i128::from(second) - i128::from(first)) / step).unwrap_or(0)
+}
+
+fn shifted(amount: u64, per_item: i64, change: i128) -> u64 {
+    let shifted = i128::from(amount) + i128::from(per_item) * change;
+    u64::try_from(shifted.max(0)).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::sample;
+
+    #[test]
+    fn sizes_follow_the_affine_law_and_scale() {
+        let trace = sample::batched_chain(4)
+            .with_second(&sample::batched_chain(2))
+            .unwrap();
+        let other = trace.at_batch(7).unwrap();
+        let truth = sample::batched_chain(7);
+        let sizes = |t: &Trace| t.allocations.iter().map(|a| a.bytes).collect::<Vec<_>>();
+        assert_eq!(sizes(&other), sizes(&truth));
+        let shapes = |t: &Trace| t.values.iter().map(|v| v.shape.clone()).collect::<Vec<_>>();
+        assert_eq!(shapes(&other), shapes(&truth));
+        assert_eq!(trace.couplings, Some(vec![]));
+    }
+
+    #[test]
+    fn other_ops_and_equal_batches_are_refused() {
+        let trace = sample::batched_chain(4);
+        assert_eq!(
+            trace.clone().with_second(&trace),
+            Err(BatchError::SameBatch(4))
+        );
+        let mut second = sample::batched_chain(2);
+        second.ops[1].name = second.ops[2].name;
+        let error = trace.clone().with_second(&second).unwrap_err();
+        assert!(
+            matches!(error, BatchError::OtherOps { op: 1, .. }),
+            "{error}"
+        );
+        assert_eq!(trace.at_batch(9), Err(BatchError::NoLaw));
+    }
+
+    #[test]
+    fn a_batch_statistic_is_a_coupling() {
+        let with_statistic = |batch| {
+            let mut trace = sample::batched_chain(batch);
+            // The second op's output loses its batch dimension: a mean over the batch.
+            let value = trace.ops[1].outputs[0];
+            trace.values[value.index()].shape = vec![8];
+            trace
+        };
+        let trace = with_statistic(4).with_second(&with_statistic(2)).unwrap();
+        let couplings = trace.couplings.unwrap();
+        assert_eq!(
+            couplings[0],
+            Coupling {
+                op: OpIndex(1),
+                kind: CouplingKind::Statistic
+            }
+        );
+    }
+
+    #[test]
+    fn dimensions_are_read_from_argument_text() {
+        assert_eq!(dimensions("dim=-1, half_to_float=False"), Some(vec![-1]));
+        assert_eq!(dimensions("dims=[0, 2]"), Some(vec![0, 2]));
+        assert_eq!(dimensions("True"), None);
+    }
+}
