@@ -1,0 +1,96 @@
+//! The program's questions, asked of a Python object.
+//!
+//! Responsible for calling `memfit.host.Host` and for turning its exceptions into [`HostError`]. Which
+//! exception means what is decided there, by `Host.explain`.
+
+use memfit::{Host, HostError, HostErrorKind, Settings};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// A `memfit.host.Host`.
+pub(crate) struct PythonHost {
+    host: Py<PyAny>,
+}
+
+/// `(kind, message, traceback, hint)` as `Host.explain` returns it.
+type Explanation = (String, String, Option<String>, Option<String>);
+
+impl PythonHost {
+    pub(crate) const fn new(host: Py<PyAny>) -> Self {
+        Self { host }
+    }
+
+    fn ask<T>(
+        &self,
+        question: impl for<'py> FnOnce(&Bound<'py, PyAny>) -> PyResult<T>,
+    ) -> Result<T, HostError> {
+        Python::attach(|py| {
+            let host = self.host.bind(py);
+            question(host).map_err(|error| explain(host, error))
+        })
+    }
+}
+
+fn explain(host: &Bound<'_, PyAny>, error: PyErr) -> HostError {
+    let explained = host
+        .call_method1("explain", (error.value(host.py()),))
+        .and_then(|answer| answer.extract::<Explanation>());
+    match explained {
+        Ok((kind, message, traceback, hint)) => {
+            HostError { kind: kind_of(&kind), message, traceback, hint }
+        }
+        Err(second) => HostError::new(HostErrorKind::Internal, format!("{error}; then {second}")),
+    }
+}
+
+fn kind_of(name: &str) -> HostErrorKind {
+    match name {
+        "usage" => HostErrorKind::Usage,
+        "workload" => HostErrorKind::Workload,
+        "capture" => HostErrorKind::Capture,
+        "does_not_fit" => HostErrorKind::DoesNotFit,
+        "interrupted" => HostErrorKind::Interrupted,
+        _ => HostErrorKind::Internal,
+    }
+}
+
+impl Host for PythonHost {
+    fn capture(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+    ) -> Result<Vec<u8>, HostError> {
+        self.ask(|host| host.call_method1("capture", (target, settings.to_vec(), device))?.extract())
+    }
+
+    fn op_seconds(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        trace: &[u8],
+    ) -> Result<String, HostError> {
+        self.ask(|host| {
+            let trace = PyBytes::new(host.py(), trace);
+            host.call_method1("op_seconds", (target, settings.to_vec(), trace))?.extract()
+        })
+    }
+
+    fn device_profile(&mut self) -> Result<String, HostError> {
+        self.ask(|host| host.call_method0("device_profile")?.extract())
+    }
+
+    fn verify(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        plan_json: &str,
+    ) -> Result<String, HostError> {
+        self.ask(|host| host.call_method1("verify", (target, settings.to_vec(), plan_json))?.extract())
+    }
+
+    fn interrupted(&mut self) -> bool {
+        // The handler raises KeyboardInterrupt; asking takes the signal off the list.
+        Python::attach(|py| py.check_signals().is_err())
+    }
+}

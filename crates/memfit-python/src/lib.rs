@@ -1,0 +1,195 @@
+//! The binding: module `memfit._native`.
+//!
+//! Responsible for conversion and error mapping, nothing else: no decision about memory is made here.
+//! Values cross as JSON text or encoded files, so that neither side holds the other's objects. The
+//! interpreter is released around every call into the engine.
+
+mod host;
+
+use pyo3::import_exception;
+use pyo3::prelude::*;
+
+import_exception!(memfit.errors, BudgetError);
+import_exception!(memfit.errors, CaptureError);
+import_exception!(memfit.errors, TraceFileError);
+import_exception!(memfit.errors, UsageError);
+
+/// The native half of memfit; private to the `memfit` package.
+#[pymodule]
+mod _native {
+    use std::ffi::OsString;
+    use std::sync::Arc;
+
+    use memfit_engine::bytes::{Budget, Bytes};
+    use memfit_engine::cost::CostSource;
+    use memfit_engine::plan::{self, Plan, PlanRequest};
+    use memfit_engine::predict::{self, PredictRequest, Prediction};
+    use memfit_engine::trace;
+    use pyo3::prelude::*;
+    use pyo3::types::PyBytes;
+    use serde::Serialize;
+    use serde::de::DeserializeOwned;
+
+    use super::host::PythonHost;
+    use super::{BudgetError, CaptureError, TraceFileError, UsageError};
+
+    /// One recorded step, checked.
+    #[pyclass(frozen, module = "memfit._native")]
+    struct Trace {
+        trace: Arc<trace::Trace>,
+    }
+
+    #[pymethods]
+    impl Trace {
+        /// Makes a trace from its JSON; `second` is the same step at another batch size.
+        #[staticmethod]
+        #[pyo3(signature = (json, second=None))]
+        fn from_json(py: Python<'_>, json: &[u8], second: Option<&[u8]>) -> PyResult<Self> {
+            let trace = py.detach(|| {
+                let first = checked_trace(json)?;
+                let Some(second) = second else {
+                    return Ok(first);
+                };
+                let second = checked_trace(second)?;
+                first.with_second(&second).map_err(|error| CaptureError::new_err(error.to_string()))
+            })?;
+            Ok(Self { trace: Arc::new(trace) })
+        }
+
+        /// Reads an encoded trace.
+        #[staticmethod]
+        fn decode(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+            let trace = py.detach(|| trace::decode(data)).map_err(|error| file_error(&error))?;
+            Ok(Self { trace: Arc::new(trace) })
+        }
+
+        /// The trace as the bytes of a `.memfit` file.
+        fn encode<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+            PyBytes::new(py, &py.detach(|| trace::encode(&self.trace)))
+        }
+
+        /// The trace as JSON.
+        fn json(&self, py: Python<'_>) -> PyResult<String> {
+            py.detach(|| to_json(&*self.trace))
+        }
+
+        /// The trace as `memfit show` prints it.
+        fn text(&self, py: Python<'_>) -> String {
+            py.detach(|| memfit::of_trace(&self.trace))
+        }
+    }
+
+    /// Predicts a step; takes and returns JSON.
+    #[pyfunction]
+    #[pyo3(name = "predict")]
+    fn predict_json(py: Python<'_>, trace: &Trace, request_json: &str) -> PyResult<String> {
+        let request: PredictRequest = from_json("request", request_json)?;
+        let trace = Arc::clone(&trace.trace);
+        py.detach(|| {
+            let prediction = predict::predict(&trace, &request).map_err(|error| match error {
+                predict::PredictError::Budget(error) => BudgetError::new_err(error.to_string()),
+                predict::PredictError::Batch(_) => UsageError::new_err(error.to_string()),
+            })?;
+            to_json(&prediction)
+        })
+    }
+
+    /// Plans a step; takes and returns JSON.
+    #[pyfunction]
+    #[pyo3(name = "plan")]
+    fn plan_json(
+        py: Python<'_>,
+        trace: &Trace,
+        costs_json: &str,
+        request_json: &str,
+    ) -> PyResult<String> {
+        let costs: CostSource = from_json("costs", costs_json)?;
+        let request: PlanRequest = from_json("request", request_json)?;
+        let trace = Arc::clone(&trace.trace);
+        py.detach(|| {
+            let plan = plan::plan(&trace, &costs, &request).map_err(|error| match error {
+                plan::PlanError::Budget(error) => BudgetError::new_err(error.to_string()),
+                error => UsageError::new_err(error.to_string()),
+            })?;
+            to_json(&plan)
+        })
+    }
+
+    /// The text of a prediction, from its JSON.
+    #[pyfunction]
+    fn prediction_text(py: Python<'_>, json: &str) -> PyResult<String> {
+        let prediction: Prediction = from_json("prediction", json)?;
+        Ok(py.detach(|| memfit::of_prediction(&prediction)))
+    }
+
+    /// The text of a plan, from its JSON.
+    #[pyfunction]
+    fn plan_text(py: Python<'_>, json: &str) -> PyResult<String> {
+        let plan: Plan = from_json("plan", json)?;
+        Ok(py.detach(|| memfit::of_plan(&plan)))
+    }
+
+    /// The bytes of a `.memfit` file as plan JSON.
+    #[pyfunction]
+    fn decode_plan(py: Python<'_>, data: &[u8]) -> PyResult<String> {
+        py.detach(|| {
+            let plan = trace::decode_plan(data).map_err(|error| file_error(&error))?;
+            to_json(&plan)
+        })
+    }
+
+    /// Plan JSON as the bytes of a `.memfit` file.
+    #[pyfunction]
+    fn encode_plan<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let plan: Plan = from_json("plan", json)?;
+        Ok(PyBytes::new(py, &py.detach(|| trace::encode_plan(&plan))))
+    }
+
+    /// What the bytes of a `.memfit` file hold: `trace` or `plan`.
+    #[pyfunction]
+    fn file_kind(data: &[u8]) -> PyResult<&'static str> {
+        match trace::peek_kind(data).map_err(|error| file_error(&error))? {
+            trace::FileKind::Trace => Ok("trace"),
+            trace::FileKind::Plan => Ok("plan"),
+        }
+    }
+
+    /// A budget as written, in bytes.
+    #[pyfunction]
+    fn parse_budget(text: &str, unplanned_peak_bytes: u64) -> PyResult<u64> {
+        let budget = Budget::parse(text).map_err(|error| BudgetError::new_err(error.to_string()))?;
+        Ok(budget.resolve(Bytes(unplanned_peak_bytes)).0)
+    }
+
+    /// Runs the program with `argv` and returns its exit code.
+    #[pyfunction]
+    fn run(py: Python<'_>, argv: Vec<OsString>, host: Py<PyAny>) -> u8 {
+        py.detach(|| {
+            let mut host = PythonHost::new(host);
+            let (mut stdout, mut stderr) = (std::io::stdout(), std::io::stderr());
+            let streams = memfit::Streams::process(&mut stdout, &mut stderr);
+            memfit::run(argv, &mut host, streams)
+        })
+    }
+
+    fn checked_trace(json: &[u8]) -> PyResult<trace::Trace> {
+        let trace: trace::Trace = serde_json::from_slice(json)
+            .map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
+        trace.check().map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
+        Ok(trace)
+    }
+
+    fn from_json<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
+        serde_json::from_str(json)
+            .map_err(|error| UsageError::new_err(format!("the {what} is not valid: {error}")))
+    }
+
+    fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
+        serde_json::to_string(value)
+            .map_err(|error| UsageError::new_err(format!("cannot write JSON: {error}")))
+    }
+
+    fn file_error(error: &trace::FileError) -> PyErr {
+        TraceFileError::new_err(error.to_string())
+    }
+}

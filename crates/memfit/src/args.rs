@@ -1,0 +1,300 @@
+//! The command line as typed.
+//!
+//! Responsible for names, help and examples: shell completions, the man page and the reference are
+//! made from these definitions. Not responsible for what the words mean ([`crate::request`]).
+
+use std::path::PathBuf;
+
+use clap::builder::styling::{AnsiColor, Styles};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+const STYLES: Styles = Styles::styled()
+    .header(AnsiColor::Green.on_default().bold())
+    .usage(AnsiColor::Green.on_default().bold())
+    .literal(AnsiColor::Cyan.on_default().bold())
+    .placeholder(AnsiColor::Cyan.on_default());
+
+/// Fit PyTorch training and inference into the memory that is there.
+#[derive(Debug, Parser)]
+#[command(
+    name = "memfit",
+    version,
+    styles = STYLES,
+    max_term_width = 100,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    after_help = "\
+Examples:
+  memfit predict examples/gpt2.py:build                 what the step takes, and where
+  memfit plan    examples/gpt2.py:build --budget 3GiB   how to make it fit
+  memfit verify  examples/gpt2.py:build --budget 3GiB   run it both ways and compare
+  memfit show    step.memfit                            what is in a saved trace or plan
+
+Exit codes:
+  0    it fits, or the work is done
+  1    it does not fit, or `verify` found a difference or an overshoot
+  2    wrong use or bad input
+  101  a bug in memfit
+  130  interrupted"
+)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+
+    #[command(flatten)]
+    pub(crate) output: OutputArguments,
+}
+
+/// Options about output, on every command.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct OutputArguments {
+    /// Form of the report on standard output
+    #[arg(long, global = true, value_enum, default_value_t = Format::Text)]
+    pub(crate) format: Format,
+
+    /// When to use colour
+    #[arg(long, global = true, value_enum, default_value_t = ColorChoice::Auto, value_name = "WHEN")]
+    pub(crate) color: ColorChoice,
+
+    /// Show no progress and no notes
+    #[arg(short, long, global = true)]
+    pub(crate) quiet: bool,
+
+    /// Say on standard error what is being done and how long it took
+    #[arg(short, long, global = true, conflicts_with = "quiet")]
+    pub(crate) verbose: bool,
+}
+
+/// Form of a report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// For people
+    Text,
+    /// For programs; integers are bytes
+    Json,
+}
+
+/// When output is coloured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ColorChoice {
+    /// On a terminal, unless NO_COLOR is set
+    Auto,
+    /// Always
+    Always,
+    /// Never
+    Never,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Say how much memory a step takes, and what takes it, without running it
+    #[command(after_help = "\
+Examples:
+  memfit predict examples/gpt2.py:build
+  memfit predict examples/gpt2.py:build --set batch=8 --set sequence=1024
+  memfit predict examples/gpt2.py:build --budget 6GiB      exit code 1 when it does not fit
+  memfit predict my_project.train:workload --save step.memfit
+  memfit predict step.memfit --batch 32                    the same step with another batch")]
+    Predict(PredictArguments),
+
+    /// Find the fastest way to make a step fit a budget
+    #[command(after_help = "\
+Examples:
+  memfit plan examples/gpt2.py:build --budget 3GiB
+  memfit plan examples/gpt2.py:build --budget 60%          of the unplanned predicted peak
+  memfit plan step.memfit --budget 3GiB                    from a saved trace
+  memfit plan examples/gpt2.py:build --budget 2GiB --allow equivalent --save gpt2.memfit
+  memfit plan examples/gpt2.py:build --budget 3GiB --own-loop")]
+    Plan(PlanArguments),
+
+    /// Run real steps with and without the plan and compare memory, time, loss and gradients
+    #[command(after_help = "\
+Examples:
+  memfit verify examples/gpt2.py:build --budget 50%
+  memfit verify examples/gpt2.py:build --budget 3GiB --format json
+
+The unplanned step really runs: it needs the memory that `memfit predict` says.")]
+    Verify(VerifyArguments),
+
+    /// Print what is in a saved trace or plan
+    #[command(after_help = "\
+Examples:
+  memfit show step.memfit
+  memfit show plan.memfit --format json")]
+    Show(ShowArguments),
+
+    /// Print a completion script for a shell
+    #[command(after_help = "\
+Examples:
+  memfit completions bash > ~/.local/share/bash-completion/completions/memfit
+  memfit completions zsh > ~/.zfunc/_memfit")]
+    Completions(CompletionsArguments),
+
+    /// Print the manual page, of memfit or of one of its commands
+    #[command(after_help = "\
+Examples:
+  memfit man > memfit.1
+  memfit man plan | man -l -")]
+    Man(ManArguments),
+}
+
+/// What to work on.
+#[derive(Debug, Args)]
+pub(crate) struct TargetArguments {
+    /// `FILE.py:FUNCTION`, `package.module:FUNCTION` or a saved `FILE.memfit`
+    ///
+    /// The function returns a `memfit.Workload`.
+    #[arg(value_name = "TARGET")]
+    pub(crate) target: String,
+
+    /// Pass an argument to the target's function (repeatable)
+    #[arg(long = "set", value_name = "NAME=VALUE")]
+    pub(crate) settings: Vec<String>,
+}
+
+/// Which plans are allowed.
+#[derive(Debug, Args)]
+pub(crate) struct PlanChoiceArguments {
+    /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) budget: String,
+
+    /// Loosest class of action to consider even where a stricter one fits
+    #[arg(long, value_enum, default_value_t = ClassChoice::Exact, value_name = "CLASS")]
+    pub(crate) allow: ClassChoice,
+
+    /// Leave a kind of action out (repeatable)
+    #[arg(long, value_enum, value_name = "KIND")]
+    pub(crate) forbid: Vec<KindChoice>,
+
+    /// Only plan what works inside your own training loop: nothing outside the forward pass
+    #[arg(long)]
+    pub(crate) own_loop: bool,
+
+    /// Take op times from one profiled real step instead of a roofline of this machine
+    #[arg(long)]
+    pub(crate) profile: bool,
+}
+
+/// Classes of actions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ClassChoice {
+    /// Loss and every gradient stay bitwise equal
+    Exact,
+    /// Same mathematics; rounding may differ
+    Equivalent,
+    /// Numerics may change
+    Approximate,
+}
+
+/// Kinds of actions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum KindChoice {
+    /// Activation checkpointing: compute activations again in backward
+    Remat,
+    /// Run the optimizer step inside backward
+    #[value(alias = "fuse-optimizer")]
+    FuseOptimizer,
+    /// Split the batch and accumulate gradients
+    #[value(alias = "micro-batch")]
+    MicroBatch,
+}
+
+/// Kinds of devices to capture for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceChoice {
+    /// The processor's memory
+    Cpu,
+    /// A CUDA device; none is needed
+    Cuda,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PredictArguments {
+    #[command(flatten)]
+    pub(crate) target: TargetArguments,
+
+    /// Say whether the step fits these bytes, and which batch would (3GiB, 800MiB, 2GB, bytes, 60%)
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) budget: Option<String>,
+
+    /// Predict for another batch size
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) batch: Option<u64>,
+
+    /// Kind of device to predict for [default: the one the workload is on]
+    #[arg(long, value_enum)]
+    pub(crate) device: Option<DeviceChoice>,
+
+    /// Save the trace, for `memfit plan`, `predict` and `show`
+    #[arg(long, value_name = "FILE.memfit")]
+    pub(crate) save: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArguments {
+    #[command(flatten)]
+    pub(crate) target: TargetArguments,
+
+    #[command(flatten)]
+    pub(crate) choice: PlanChoiceArguments,
+
+    /// Kind of device to plan for [default: the one the workload is on]
+    #[arg(long, value_enum)]
+    pub(crate) device: Option<DeviceChoice>,
+
+    /// Save the plan, for `memfit.load` and `memfit show`
+    #[arg(long, value_name = "FILE.memfit")]
+    pub(crate) save: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArguments {
+    #[command(flatten)]
+    pub(crate) target: TargetArguments,
+
+    #[command(flatten)]
+    pub(crate) choice: PlanChoiceArguments,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ShowArguments {
+    /// A file written with `--save`
+    #[arg(value_name = "FILE.memfit")]
+    pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArguments {
+    /// The shell
+    #[arg(value_enum)]
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ManArguments {
+    /// The command; the whole program when left out
+    pub(crate) command: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_examples() {
+        for command in Arguments::command().get_subcommands() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.starts_with("Examples:"), "{}", command.get_name());
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! The commands, one file each: typed arguments in, a report and an exit code out.
+
+mod completions;
+mod man;
+mod plan;
+mod predict;
+mod show;
+mod verify;
+
+use crate::args::Command;
+use crate::error::Failure;
+use crate::exit::Exit;
+use crate::session::Session;
+
+/// Runs the command that was typed.
+pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    match command {
+        Command::Predict(arguments) => predict::run(arguments, session),
+        Command::Plan(arguments) => plan::run(arguments, session),
+        Command::Verify(arguments) => verify::run(arguments, session),
+        Command::Show(arguments) => show::run(arguments, session),
+        Command::Completions(arguments) => completions::run(arguments, session),
+        Command::Man(arguments) => man::run(arguments, session),
+    }
+}

@@ -1,0 +1,49 @@
+//! `memfit plan`: the fastest way found to make a step fit.
+
+use memfit_engine::plan::Verdict;
+use memfit_engine::predict::PredictRequest;
+use memfit_engine::trace;
+
+use crate::args::{DeviceChoice, Format, PlanArguments};
+use crate::error::Failure;
+use crate::exit::Exit;
+use crate::report::document::PlanDocument;
+use crate::report::{json, text};
+use crate::request::{PlanChoice, Target};
+use crate::save::PendingFile;
+use crate::session::Session;
+
+pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    let target = Target::parse(&arguments.target)?;
+    let choice = PlanChoice::parse(&arguments.choice)?;
+    let save = arguments.save.as_deref().map(PendingFile::create).transpose()?;
+
+    let recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
+    session.tell_notes(&recorded.trace.meta.notes)?;
+    let planned = session.plan(&target, &recorded, &choice)?;
+    let fits = planned.plan.verdict == Verdict::Fits;
+    // A plan that does not fit is no plan to apply: it is shown, not saved.
+    if let Some(file) = save.filter(|_| fits) {
+        file.commit(&trace::encode_plan(&planned.plan))?;
+    }
+
+    let mut document = PlanDocument::of(&planned.plan);
+    document.capture_seconds = recorded.capture_seconds;
+    document.plan_seconds = Some(planned.plan_seconds);
+    let report = match session.format {
+        Format::Text => text::plan(&document, session.printer.report_palette()),
+        Format::Json => {
+            let prediction = session.predict(&recorded.trace, PredictRequest::default())?;
+            document.breakdown = Some(prediction.breakdown);
+            json(&document)?
+        }
+    };
+    session.printer.data(&report)?;
+    if fits {
+        return Ok(Exit::Done);
+    }
+    if let Some(path) = &arguments.save {
+        session.printer.note(&format!("note: `{}` was not written", path.display()))?;
+    }
+    Ok(Exit::No)
+}

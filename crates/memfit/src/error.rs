@@ -1,0 +1,140 @@
+//! Why a command ended without an answer.
+//!
+//! Responsible for turning every failure into a message, hints and an exit code, in one place. Not
+//! responsible for printing them ([`crate::printer`]).
+
+use std::io;
+use std::path::Path;
+
+use memfit_engine::bytes::BudgetError;
+use memfit_engine::plan::PlanError;
+use memfit_engine::predict::PredictError;
+use memfit_engine::trace::FileError;
+
+use crate::exit::Exit;
+use crate::host::{HostError, HostErrorKind};
+
+/// Why a command ended without an answer.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Wrong use or bad input, with hints.
+    Usage { message: String, hints: Vec<String> },
+    /// The Python side failed.
+    Host(HostError),
+    /// Standard output or standard error could not be written.
+    Output(io::Error),
+    /// The user interrupted while the engine worked.
+    Interrupted,
+    /// A bug in memfit.
+    Internal(String),
+}
+
+impl Failure {
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::Usage { message: message.into(), hints: Vec::new() }
+    }
+
+    pub(crate) fn hint(self, hint: impl Into<String>) -> Self {
+        match self {
+            Self::Usage { message, mut hints } => {
+                hints.push(hint.into());
+                Self::Usage { message, hints }
+            }
+            other => other,
+        }
+    }
+
+    /// A file that could not be read as a trace or plan.
+    pub(crate) fn file(path: &Path, error: &FileError) -> Self {
+        let failure = Self::usage(format!("cannot read `{}`: {error}", path.display()));
+        match error {
+            FileError::TooNew { .. } => failure,
+            _ => failure.hint("write it again with `memfit predict TARGET --save FILE.memfit`"),
+        }
+    }
+
+    /// The host answered something that is no answer.
+    pub(crate) fn bad_answer(question: &str, error: impl std::fmt::Display) -> Self {
+        Self::Internal(format!("the Python side's answer to `{question}` is not valid: {error}"))
+    }
+
+    pub(crate) fn exit(&self) -> Exit {
+        match self {
+            Self::Usage { .. } => Exit::Usage,
+            Self::Interrupted => Exit::Interrupted,
+            Self::Internal(_) => Exit::Internal,
+            // Whoever reads our output has seen enough: that is no failure.
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
+            Self::Output(_) => Exit::Usage,
+            Self::Host(error) => match error.kind {
+                HostErrorKind::Usage | HostErrorKind::Workload | HostErrorKind::Capture => {
+                    Exit::Usage
+                }
+                HostErrorKind::DoesNotFit => Exit::No,
+                HostErrorKind::Interrupted => Exit::Interrupted,
+                HostErrorKind::Internal => Exit::Internal,
+            },
+        }
+    }
+
+    /// The one-line message; absent where nothing should be said.
+    pub(crate) fn message(&self) -> Option<String> {
+        match self {
+            Self::Usage { message, .. } => Some(message.clone()),
+            Self::Interrupted => Some("interrupted".to_owned()),
+            Self::Internal(message) => Some(format!("{message} (this is a bug in memfit)")),
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => None,
+            Self::Output(error) => Some(format!("cannot write the output: {error}")),
+            Self::Host(error) => Some(match error.kind {
+                HostErrorKind::Internal => format!("{} (this is a bug in memfit)", error.message),
+                _ => error.message.clone(),
+            }),
+        }
+    }
+
+    pub(crate) fn hints(&self) -> Vec<&str> {
+        match self {
+            Self::Usage { hints, .. } => hints.iter().map(String::as_str).collect(),
+            Self::Host(error) => error.hint.iter().map(String::as_str).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// A traceback to show before the message.
+    pub(crate) fn traceback(&self) -> Option<&str> {
+        match self {
+            Self::Host(error) => error.traceback.as_deref(),
+            _ => None,
+        }
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Output(error)
+    }
+}
+
+impl From<HostError> for Failure {
+    fn from(error: HostError) -> Self {
+        Self::Host(error)
+    }
+}
+
+impl From<BudgetError> for Failure {
+    fn from(error: BudgetError) -> Self {
+        Self::usage(error.to_string())
+    }
+}
+
+impl From<PlanError> for Failure {
+    fn from(error: PlanError) -> Self {
+        Self::usage(error.to_string())
+    }
+}
+
+impl From<PredictError> for Failure {
+    fn from(error: PredictError) -> Self {
+        Self::usage(error.to_string())
+    }
+}

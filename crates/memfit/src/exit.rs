@@ -1,0 +1,33 @@
+//! The exit codes, which are part of the contract with scripts.
+//!
+//! Responsible for the numbers. Not responsible for which outcome a command has: the commands say
+//! that, and [`crate::error::Failure`] says it for failures.
+
+/// What the program tells its caller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// It fits, or the work is done.
+    Done,
+    /// The answer is no: the step does not fit, or `verify` found a difference or an overshoot.
+    No,
+    /// Wrong use, bad input, a failing workload, a file that cannot be read or written.
+    Usage,
+    /// A bug in memfit.
+    Internal,
+    /// Interrupted by the user (Ctrl-C).
+    Interrupted,
+}
+
+impl Exit {
+    /// The process's exit status.
+    #[must_use]
+    pub const fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::No => 1,
+            Self::Usage => 2,
+            Self::Internal => 101,
+            Self::Interrupted => 130,
+        }
+    }
+}

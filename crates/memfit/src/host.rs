@@ -1,0 +1,94 @@
+//! What the program asks of the Python side.
+//!
+//! Responsible for the questions and for the kinds of failure. Not responsible for the answers: only
+//! the Python package imports torch. Tests answer with a fake.
+
+/// Settings of a target's function, as `--set name=value` gave them.
+pub type Settings = [(String, String)];
+
+/// The side that can build a model and run it.
+pub trait Host {
+    /// Records one step of the target and returns the encoded trace.
+    ///
+    /// # Errors
+    ///
+    /// The target is wrong, fails by itself, or cannot be recorded.
+    fn capture(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+    ) -> Result<Vec<u8>, HostError>;
+
+    /// Times the ops of one real step and returns a cost source as JSON.
+    ///
+    /// # Errors
+    ///
+    /// The step fails, or is not the one in the trace.
+    fn op_seconds(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        trace: &[u8],
+    ) -> Result<String, HostError>;
+
+    /// Measures this machine for the roofline and returns a device profile as JSON.
+    ///
+    /// # Errors
+    ///
+    /// The measurement fails.
+    fn device_profile(&mut self) -> Result<String, HostError>;
+
+    /// Runs real steps with and without the plan, compares them, and returns the comparison as JSON.
+    ///
+    /// # Errors
+    ///
+    /// A step fails.
+    fn verify(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        plan_json: &str,
+    ) -> Result<String, HostError>;
+
+    /// Whether the user has asked to stop since the last question. Asked often while the engine works.
+    fn interrupted(&mut self) -> bool;
+}
+
+/// What kind of failure a host reports; decides the exit code and the words around the message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostErrorKind {
+    /// The request is wrong: target, settings, a missing dependency.
+    Usage,
+    /// The user's own code failed.
+    Workload,
+    /// The step ran but could not be recorded.
+    Capture,
+    /// The step does not fit.
+    DoesNotFit,
+    /// The user interrupted.
+    Interrupted,
+    /// A bug in memfit.
+    Internal,
+}
+
+/// A failure of the host.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct HostError {
+    /// What kind.
+    pub kind: HostErrorKind,
+    /// One sentence that names the thing.
+    pub message: String,
+    /// The user's own traceback, where their code failed, or memfit's, where memfit did.
+    pub traceback: Option<String>,
+    /// What to do next.
+    pub hint: Option<String>,
+}
+
+impl HostError {
+    /// A failure with only a message.
+    pub fn new(kind: HostErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), traceback: None, hint: None }
+    }
+}

@@ -1,0 +1,60 @@
+//! Engine work that Ctrl-C can end.
+//!
+//! Responsible for running a pure computation on its own thread while this one asks the host whether
+//! the user wants to stop (Python keeps the signal handler, and only this thread may ask it). Not
+//! responsible for stopping the computation: it is pure, so it is left behind and dies with the
+//! process.
+
+use std::any::Any;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use crate::error::Failure;
+use crate::host::Host;
+
+/// Time between two questions.
+const POLL: Duration = Duration::from_millis(50);
+/// The engine's recursion is bounded, but its candidates are many: the same stack as a main thread.
+const STACK_BYTES: usize = 8 << 20;
+
+/// Runs `job`, or returns early when the user interrupts.
+///
+/// # Errors
+///
+/// [`Failure::Interrupted`]; [`Failure::Internal`] when the job panicked.
+pub(crate) fn interruptible<T: Send + 'static>(
+    host: &mut dyn Host,
+    job: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Failure> {
+    let (sender, receiver) = channel();
+    let thread = std::thread::Builder::new()
+        .name("engine".to_owned())
+        .stack_size(STACK_BYTES)
+        .spawn(move || {
+            // The receiver is gone only after an interruption.
+            let _unwanted = sender.send(job());
+        })
+        .map_err(|error| Failure::Internal(format!("cannot start a thread: {error}")))?;
+    loop {
+        match receiver.recv_timeout(POLL) {
+            Ok(value) => return Ok(value),
+            Err(RecvTimeoutError::Timeout) if host.interrupted() => return Err(Failure::Interrupted),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                let panic = thread.join().err();
+                return Err(Failure::Internal(panic_message(panic.as_deref())));
+            }
+        }
+    }
+}
+
+/// The words of a panic.
+pub(crate) fn panic_message(panic: Option<&(dyn Any + Send)>) -> String {
+    let words = panic.and_then(|payload| {
+        payload
+            .downcast_ref::<&str>()
+            .copied()
+            .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+    });
+    format!("internal error: {}", words.unwrap_or("the engine stopped without a message"))
+}

@@ -1,0 +1,331 @@
+//! The JSON documents: what `--format json` prints. `docs/reference/json.md` describes them.
+//!
+//! Responsible for the shapes, which are a contract: fields are added, never renamed, and
+//! `schema_version` rises when one changes its meaning. Integers are bytes unless the name says
+//! otherwise. Not responsible for how the values come about.
+
+use memfit_engine::bytes::Bytes;
+use memfit_engine::plan::{
+    ActionKind, Bottleneck, Class, NextClass, Plan, Refusal, StopReason, Verdict,
+};
+use memfit_engine::predict::{Breakdown, Prediction};
+use memfit_engine::trace::{Category, Coupling, Phase, Trace};
+use serde::{Deserialize, Serialize};
+
+/// Version of every shape in this file.
+pub(crate) const SCHEMA_VERSION: u32 = 1;
+
+/// `memfit predict --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct PredictDocument {
+    /// Everything the engine says, `schema_version` and `target` first.
+    #[serde(flatten)]
+    pub(crate) prediction: Prediction,
+    /// The budget, when one was given.
+    pub(crate) budget_bytes: Option<Bytes>,
+    /// Whether the unplanned step fits it.
+    pub(crate) verdict: Option<Verdict>,
+    /// The same words as in the other documents.
+    pub(crate) unplanned: PredictedPeak,
+    /// Time the capture took; absent for a saved trace.
+    pub(crate) capture_seconds: Option<f64>,
+}
+
+/// A peak without a measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct PredictedPeak {
+    pub(crate) predicted_peak_bytes: Bytes,
+}
+
+/// `memfit plan --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct PlanDocument {
+    pub(crate) schema_version: u32,
+    pub(crate) target: String,
+    /// Batch size of the step.
+    pub(crate) batch: u64,
+    pub(crate) budget_bytes: Bytes,
+    /// Kept free below the budget for what the prediction is not sure of.
+    pub(crate) margin_bytes: Bytes,
+    pub(crate) verdict: Verdict,
+    pub(crate) unplanned: memfit_engine::plan::Estimate,
+    pub(crate) planned: memfit_engine::plan::Estimate,
+    pub(crate) minimum_peak_bytes: Bytes,
+    pub(crate) plan: PlanSummary,
+    /// Where the costs come from.
+    pub(crate) cost_source: String,
+    pub(crate) stop_reason: StopReason,
+    pub(crate) evaluations: u64,
+    pub(crate) refusals: Vec<Refusal>,
+    pub(crate) next_class: Option<NextClass>,
+    pub(crate) bottleneck: Option<Bottleneck>,
+    pub(crate) notes: Vec<String>,
+    /// Who owns the bytes at the unplanned peak.
+    pub(crate) breakdown: Option<Breakdown>,
+    pub(crate) capture_seconds: Option<f64>,
+    pub(crate) plan_seconds: Option<f64>,
+}
+
+/// A plan without what only the executor needs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct PlanSummary {
+    /// Loosest class among the actions.
+    pub(crate) class: Class,
+    pub(crate) actions: Vec<ActionSummary>,
+    /// Planned over unplanned step time.
+    pub(crate) predicted_step_ratio: f64,
+    /// No allowed plan within the budget can be faster than this.
+    pub(crate) lower_bound_ratio: f64,
+}
+
+/// One action without what only the executor needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct ActionSummary {
+    pub(crate) kind: ActionKind,
+    pub(crate) class: Class,
+    /// Allocations dropped, parameters fused, or pieces of the batch.
+    pub(crate) count: u64,
+    pub(crate) bytes: Bytes,
+}
+
+impl PlanSummary {
+    pub(crate) fn of(plan: &Plan) -> Self {
+        let actions = plan.actions.iter().map(|action| ActionSummary {
+            kind: action.kind,
+            class: action.class,
+            count: action.count,
+            bytes: action.bytes,
+        });
+        Self {
+            class: plan.class,
+            actions: actions.collect(),
+            predicted_step_ratio: plan.predicted_step_ratio,
+            lower_bound_ratio: plan.lower_bound_ratio,
+        }
+    }
+}
+
+impl PlanDocument {
+    pub(crate) fn of(plan: &Plan) -> Self {
+        Self {
+            schema_version: SCHEMA_VERSION,
+            target: plan.target.clone(),
+            batch: plan.batch,
+            budget_bytes: plan.budget_bytes,
+            margin_bytes: plan.margin_bytes,
+            verdict: plan.verdict,
+            unplanned: plan.unplanned,
+            planned: plan.planned,
+            minimum_peak_bytes: plan.minimum_peak_bytes,
+            plan: PlanSummary::of(plan),
+            cost_source: plan.cost_source.clone(),
+            stop_reason: plan.stop_reason,
+            evaluations: plan.evaluations,
+            refusals: plan.refusals.clone(),
+            next_class: plan.next_class.clone(),
+            bottleneck: plan.bottleneck.clone(),
+            notes: plan.notes.clone(),
+            breakdown: None,
+            capture_seconds: None,
+            plan_seconds: None,
+        }
+    }
+}
+
+/// `memfit verify --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct VerifyDocument {
+    pub(crate) schema_version: u32,
+    pub(crate) target: String,
+    pub(crate) budget_bytes: Bytes,
+    /// `fits` when the measured planned peak is within the budget.
+    pub(crate) verdict: Verdict,
+    pub(crate) unplanned: StepFacts,
+    pub(crate) planned: StepFacts,
+    pub(crate) minimum_peak_bytes: Bytes,
+    /// Absent when nothing ran.
+    pub(crate) gradients: Option<Comparison>,
+    /// Absent when nothing ran.
+    pub(crate) loss: Option<Comparison>,
+    pub(crate) plan: PlanSummary,
+    pub(crate) capture_seconds: f64,
+    pub(crate) plan_seconds: f64,
+}
+
+/// One way to run the step: what was predicted and what was measured.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct StepFacts {
+    pub(crate) predicted_peak_bytes: Bytes,
+    /// Absent when nothing ran.
+    pub(crate) measured_peak_bytes: Option<Bytes>,
+    /// Absent when nothing ran.
+    pub(crate) step_cpu_seconds: Option<f64>,
+}
+
+/// The host's answer to `verify`.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(crate) struct Measurement {
+    pub(crate) unplanned: MeasuredStep,
+    pub(crate) planned: MeasuredStep,
+    pub(crate) gradients: Comparison,
+    pub(crate) loss: Comparison,
+}
+
+/// One way to run the step, measured.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+pub(crate) struct MeasuredStep {
+    pub(crate) measured_peak_bytes: Bytes,
+    pub(crate) step_cpu_seconds: f64,
+}
+
+/// How two runs agree.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Comparison {
+    pub(crate) class: Agreement,
+    /// Absent when it is not a number.
+    pub(crate) max_relative_error: Option<f64>,
+}
+
+/// The words for agreement, from strict to none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Agreement {
+    /// Every bit is the same.
+    Bitwise,
+    /// The same up to rounding.
+    Equivalent,
+    /// Not the same.
+    Different,
+}
+
+impl Agreement {
+    /// Whether this is what a plan of `class` promised.
+    pub(crate) const fn keeps(self, class: Class) -> bool {
+        match class {
+            Class::Exact => matches!(self, Self::Bitwise),
+            Class::Equivalent => !matches!(self, Self::Different),
+            Class::Approximate => true,
+        }
+    }
+}
+
+impl VerifyDocument {
+    /// Whether everything that the plan promised was seen.
+    pub(crate) fn holds(&self) -> bool {
+        let kept = |comparison: &Option<Comparison>| {
+            comparison.is_some_and(|comparison| comparison.class.keeps(self.plan.class))
+        };
+        self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss)
+    }
+}
+
+/// `memfit show --format json` on a trace.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct TraceDocument {
+    pub(crate) schema_version: u32,
+    /// Always `trace`.
+    pub(crate) kind: &'static str,
+    pub(crate) target: String,
+    pub(crate) torch_version: String,
+    pub(crate) device_kind: String,
+    pub(crate) optimizer: String,
+    pub(crate) batch: u64,
+    pub(crate) training: bool,
+    /// `fake` or `real`.
+    pub(crate) captured: String,
+    pub(crate) op_count: u64,
+    pub(crate) phases: Vec<PhaseSummary>,
+    pub(crate) categories: Vec<CategorySummary>,
+    pub(crate) value_count: u64,
+    pub(crate) saved_tensor_count: u64,
+    pub(crate) region_count: u64,
+    pub(crate) parameter_update_count: u64,
+    /// Whether the sizes are known at every batch size.
+    pub(crate) batch_law_known: bool,
+    /// Why the batch cannot be split; absent when only one batch size was captured.
+    pub(crate) couplings: Option<Vec<Coupling>>,
+    pub(crate) notes: Vec<String>,
+}
+
+/// One phase of a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct PhaseSummary {
+    pub(crate) phase: Phase,
+    pub(crate) op_count: u64,
+    pub(crate) random_op_count: u64,
+    pub(crate) flops: u64,
+    pub(crate) moved_bytes: Bytes,
+}
+
+/// One category of a trace's allocations. Not all are alive at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct CategorySummary {
+    pub(crate) category: Category,
+    pub(crate) allocation_count: u64,
+    pub(crate) bytes: Bytes,
+}
+
+impl TraceDocument {
+    pub(crate) fn of(trace: &Trace) -> Self {
+        Self {
+            schema_version: SCHEMA_VERSION,
+            kind: "trace",
+            target: trace.meta.target.clone(),
+            torch_version: trace.meta.torch_version.clone(),
+            device_kind: trace.meta.device_kind.clone(),
+            optimizer: trace.meta.optimizer.clone(),
+            batch: trace.meta.batch,
+            training: trace.meta.training,
+            captured: trace.meta.captured.clone(),
+            op_count: trace.ops.len() as u64,
+            phases: phases(trace),
+            categories: categories(trace),
+            value_count: trace.values.len() as u64,
+            saved_tensor_count: trace.saved.len() as u64,
+            region_count: trace.regions.len() as u64,
+            parameter_update_count: trace.updates.len() as u64,
+            batch_law_known: trace.allocations.iter().all(|allocation| allocation.law.is_some()),
+            couplings: trace.couplings.clone(),
+            notes: trace.meta.notes.clone(),
+        }
+    }
+}
+
+fn phases(trace: &Trace) -> Vec<PhaseSummary> {
+    let mut summaries: Vec<PhaseSummary> = Vec::new();
+    for phase in [Phase::Forward, Phase::Backward, Phase::Optimizer] {
+        let empty = PhaseSummary {
+            phase,
+            op_count: 0,
+            random_op_count: 0,
+            flops: 0,
+            moved_bytes: Bytes::ZERO,
+        };
+        let ops = trace.ops.iter().filter(|op| op.phase == phase);
+        let summary = ops.fold(empty, |sum, op| PhaseSummary {
+            phase,
+            op_count: sum.op_count + 1,
+            random_op_count: sum.random_op_count + u64::from(op.random),
+            flops: sum.flops.saturating_add(op.flops),
+            moved_bytes: sum.moved_bytes + op.moved_bytes,
+        });
+        if summary.op_count > 0 {
+            summaries.push(summary);
+        }
+    }
+    summaries
+}
+
+fn categories(trace: &Trace) -> Vec<CategorySummary> {
+    let mut sums: std::collections::BTreeMap<Category, (u64, Bytes)> = std::collections::BTreeMap::new();
+    for allocation in &trace.allocations {
+        let sum = sums.entry(allocation.category).or_default();
+        *sum = (sum.0 + 1, sum.1 + allocation.bytes);
+    }
+    let mut summaries: Vec<CategorySummary> = sums
+        .into_iter()
+        .map(|(category, (allocation_count, bytes))| CategorySummary { category, allocation_count, bytes })
+        .collect();
+    summaries.sort_by_key(|summary| (std::cmp::Reverse(summary.bytes), summary.category));
+    summaries
+}

@@ -1,0 +1,21 @@
+//! What a command says, as structs, and the two ways to print them.
+//!
+//! `document.rs` holds the structs; they are the JSON contract, and the text is printed from them and
+//! from the engine's own types, never the other way round.
+
+pub(crate) mod document;
+mod table;
+pub(crate) mod text;
+pub(crate) mod words;
+
+use serde::Serialize;
+
+use crate::error::Failure;
+
+/// The JSON form: pretty, one trailing newline.
+pub(crate) fn json<T: Serialize>(document: &T) -> Result<String, Failure> {
+    let mut text = serde_json::to_string_pretty(document)
+        .map_err(|error| Failure::Internal(format!("cannot write the report as JSON: {error}")))?;
+    text.push('\n');
+    Ok(text)
+}

@@ -1,0 +1,50 @@
+//! The reports as text, one file each.
+//!
+//! Responsible for what a person reads on standard output. Each is a function from a struct and a
+//! palette to text: no I/O, no width of the terminal, the same text every time.
+
+mod plan;
+mod prediction;
+mod trace;
+mod verify;
+
+pub(crate) use plan::plan;
+pub(crate) use prediction::prediction;
+pub(crate) use trace::trace;
+pub(crate) use verify::verify;
+
+use memfit_engine::plan::Plan;
+use memfit_engine::predict::Prediction;
+use memfit_engine::trace::Trace;
+
+use crate::printer::Palette;
+use crate::report::document::{PlanDocument, TraceDocument};
+
+/// The text of a prediction, as `memfit predict` prints it without a budget.
+#[must_use]
+pub fn of_prediction(value: &Prediction) -> String {
+    prediction(value, None, Palette::PLAIN)
+}
+
+/// The text of a plan, as `memfit plan` prints it.
+#[must_use]
+pub fn of_plan(value: &Plan) -> String {
+    plan(&PlanDocument::of(value), Palette::PLAIN)
+}
+
+/// The text of a trace, as `memfit show` prints it.
+#[must_use]
+pub fn of_trace(value: &Trace) -> String {
+    trace(&TraceDocument::of(value), Palette::PLAIN)
+}
+
+/// A heading and its table or text, set apart by an empty line; nothing when there is no body.
+fn section(text: &mut String, heading: &str, body: &str, palette: Palette) {
+    if body.is_empty() {
+        return;
+    }
+    text.push('\n');
+    text.push_str(&palette.strong(heading));
+    text.push('\n');
+    text.push_str(body);
+}

@@ -1,0 +1,166 @@
+//! The engine's enums in people's words, and numbers as people read them.
+//!
+//! Responsible for wording shared by the text reports. Not responsible for JSON, which uses serde's
+//! names.
+
+use memfit_engine::bytes::Bytes;
+use memfit_engine::plan::{ActionKind, Class, StopReason};
+use memfit_engine::trace::{Category, Phase};
+
+pub(crate) const fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Forward => "forward",
+        Phase::Backward => "backward",
+        Phase::Optimizer => "optimizer",
+    }
+}
+
+pub(crate) const fn category(category: Category) -> &'static str {
+    match category {
+        Category::Parameter => "parameters",
+        Category::ModuleBuffer => "module buffers",
+        Category::Gradient => "gradients",
+        Category::OptimizerState => "optimizer state",
+        Category::Input => "inputs",
+        Category::Activation => "activations",
+        Category::Temporary => "temporaries",
+        Category::Workspace => "workspaces",
+    }
+}
+
+pub(crate) const fn class(class: Class) -> &'static str {
+    match class {
+        Class::Exact => "exact",
+        Class::Equivalent => "equivalent",
+        Class::Approximate => "approximate",
+    }
+}
+
+/// What a class promises.
+pub(crate) const fn promise(class: Class) -> &'static str {
+    match class {
+        Class::Exact => "loss and gradients stay bitwise equal",
+        Class::Equivalent => "same mathematics, rounding may differ",
+        Class::Approximate => "numerics change",
+    }
+}
+
+pub(crate) const fn kind(kind: ActionKind) -> &'static str {
+    match kind {
+        ActionKind::Remat => "activation checkpointing",
+        ActionKind::FuseOptimizer => "optimizer step in backward",
+        ActionKind::MicroBatch => "micro-batches",
+    }
+}
+
+/// What an action does, with its count.
+pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
+    match kind {
+        ActionKind::Remat => format!("{} computed again in backward", counted(count, "tensor")),
+        ActionKind::FuseOptimizer => {
+            format!("{} updated as soon as the gradient is there", counted(count, "parameter"))
+        }
+        ActionKind::MicroBatch => format!("the batch in {}", counted(count, "piece")),
+    }
+}
+
+pub(crate) const fn stop_reason(reason: StopReason) -> &'static str {
+    match reason {
+        StopReason::NothingToDo => "the unplanned step fits",
+        StopReason::ProvedOptimal => "proved optimal under its costs",
+        StopReason::LocalOptimum => "no single change improves it",
+        StopReason::MoveLimit => "the limit on candidates was reached",
+        StopReason::ProvedInfeasible => "proved: no allowed plan can fit",
+        StopReason::NotFound => "no allowed plan that fits was found",
+    }
+}
+
+/// `1 tensor`, `12 tensors`.
+pub(crate) fn counted(count: u64, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}
+
+/// A part of a whole as `54.3 %`.
+pub(crate) fn share(part: Bytes, whole: Bytes) -> String {
+    if whole == Bytes::ZERO {
+        return "-".to_owned();
+    }
+    format!("{:.1} %", 100.0 * part.as_f64() / whole.as_f64())
+}
+
+/// How far a measurement is from a prediction: `+0.02 %`.
+pub(crate) fn deviation(predicted: Bytes, measured: Bytes) -> String {
+    if measured == Bytes::ZERO {
+        return "-".to_owned();
+    }
+    format!("{:+.2} %", 100.0 * (predicted.as_f64() - measured.as_f64()) / measured.as_f64())
+}
+
+/// A factor of time: `1.17 x`.
+pub(crate) fn ratio(ratio: f64) -> String {
+    format!("{ratio:.2} x")
+}
+
+/// A duration: `3.2 s`, `48 ms`.
+pub(crate) fn seconds(seconds: f64) -> String {
+    if seconds >= 1.0 { format!("{seconds:.1} s") } else { format!("{:.0} ms", seconds * 1000.0) }
+}
+
+/// At most `width` characters, cut at the front: the end of a path says more.
+pub(crate) fn tail(text: &str, width: usize) -> String {
+    let length = text.chars().count();
+    if length <= width {
+        return text.to_owned();
+    }
+    let kept: String = text.chars().skip(length - width.saturating_sub(1)).collect();
+    format!("…{kept}")
+}
+
+/// A source line with its file's last two folders: enough to find it, short enough to read.
+pub(crate) fn source(line: &str) -> String {
+    let parts: Vec<&str> = line.rsplitn(4, '/').take(3).collect();
+    let short: Vec<&str> = parts.into_iter().rev().collect();
+    short.join("/")
+}
+
+/// A module path with its layer numbers taken out: `transformer.h.11.mlp` is one of `transformer.h.*.mlp`.
+pub(crate) fn fold_module(path: &str) -> String {
+    if path.is_empty() {
+        return "(outside any module)".to_owned();
+    }
+    let parts = path.split('.').map(|part| {
+        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { part }
+    });
+    parts.collect::<Vec<_>>().join(".")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_paths_keep_their_ends() {
+        assert_eq!(tail("transformer.h.0.mlp", 9), "…h.0.mlp".replace('h', ".h"));
+        assert_eq!(tail("short", 9), "short");
+        assert_eq!(source("/a/site-packages/torch/nn/linear.py:12"), "torch/nn/linear.py:12");
+        assert_eq!(source("train.py:3"), "train.py:3");
+    }
+
+    #[test]
+    fn layers_of_one_kind_fold_together() {
+        assert_eq!(fold_module("transformer.h.11.mlp.c_fc"), "transformer.h.*.mlp.c_fc");
+        assert_eq!(fold_module("layer1.0.conv2"), "layer1.*.conv2");
+        assert_eq!(fold_module(""), "(outside any module)");
+    }
+
+    #[test]
+    fn numbers_as_people_read_them() {
+        assert_eq!(share(Bytes(1), Bytes(3)), "33.3 %");
+        assert_eq!(share(Bytes(0), Bytes(0)), "-");
+        assert_eq!(deviation(Bytes(1001), Bytes(1000)), "+0.10 %");
+        assert_eq!(seconds(0.0481), "48 ms");
+        assert_eq!(seconds(3.21), "3.2 s");
+        assert_eq!(counted(1, "tensor"), "1 tensor");
+        assert_eq!(counted(0, "tensor"), "0 tensors");
+    }
+}

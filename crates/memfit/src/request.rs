@@ -1,0 +1,172 @@
+//! The command line as meant.
+//!
+//! Responsible for turning words into targets, settings and requests, and for refusing what cannot
+//! mean anything before any model is built. Not responsible for whether a target exists: only the
+//! Python side can know.
+
+use std::path::PathBuf;
+
+use memfit_engine::bytes::Budget;
+use memfit_engine::plan::{ActionKind, Class, PlanRequest};
+
+use crate::args::{ClassChoice, DeviceChoice, KindChoice, PlanChoiceArguments, TargetArguments};
+use crate::error::Failure;
+
+/// What a command works on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// A function that builds a workload.
+    Live(LiveTarget),
+    /// A saved trace.
+    Saved(PathBuf),
+}
+
+/// A function that builds a workload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LiveTarget {
+    /// `FILE.py:FUNCTION` or `package.module:FUNCTION`.
+    pub(crate) name: String,
+    /// Arguments for the function, in the order given.
+    pub(crate) settings: Vec<(String, String)>,
+}
+
+impl Target {
+    pub(crate) fn parse(arguments: &TargetArguments) -> Result<Self, Failure> {
+        let text = arguments.target.as_str();
+        if PathBuf::from(text).extension().is_some_and(|extension| extension == "memfit") {
+            if let Some(setting) = arguments.settings.first() {
+                return Err(Failure::usage(format!(
+                    "`--set {setting}` has no meaning for a saved trace: `{text}` builds no model"
+                )));
+            }
+            return Ok(Self::Saved(PathBuf::from(text)));
+        }
+        let forms = "write FILE.py:FUNCTION, package.module:FUNCTION or FILE.memfit";
+        match text.rsplit_once(':') {
+            Some((place, function)) if !place.is_empty() && !function.is_empty() => {
+                let settings = parse_settings(&arguments.settings)?;
+                Ok(Self::Live(LiveTarget { name: text.to_owned(), settings }))
+            }
+            Some(_) => Err(Failure::usage(format!("cannot read `{text}` as a target")).hint(forms)),
+            None => Err(Failure::usage(format!("`{text}` names no function")).hint(forms)),
+        }
+    }
+
+    /// The live target; `command` needs one.
+    pub(crate) fn live(self, command: &str) -> Result<LiveTarget, Failure> {
+        match self {
+            Self::Live(live) => Ok(live),
+            Self::Saved(path) => Err(Failure::usage(format!(
+                "`{command}` needs a live model, and `{}` is a saved trace",
+                path.display()
+            ))
+            .hint("give the function that builds the workload: FILE.py:FUNCTION")),
+        }
+    }
+}
+
+fn parse_settings(texts: &[String]) -> Result<Vec<(String, String)>, Failure> {
+    let mut settings: Vec<(String, String)> = Vec::with_capacity(texts.len());
+    for text in texts {
+        let Some((name, value)) = text.split_once('=') else {
+            return Err(Failure::usage(format!("cannot read `--set {text}`: write NAME=VALUE")));
+        };
+        let name = name.trim();
+        if name.is_empty() {
+            return Err(Failure::usage(format!("cannot read `--set {text}`: the name is empty")));
+        }
+        if settings.iter().any(|(known, _)| known == name) {
+            return Err(Failure::usage(format!("`--set {name}` is given twice")));
+        }
+        settings.push((name.to_owned(), value.to_owned()));
+    }
+    Ok(settings)
+}
+
+/// Which plans are asked for, checked.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct PlanChoice {
+    pub(crate) request: PlanRequest,
+    pub(crate) profile: bool,
+    /// Things to tell the user about the choice itself.
+    pub(crate) notes: Vec<&'static str>,
+}
+
+impl PlanChoice {
+    pub(crate) fn parse(arguments: &PlanChoiceArguments) -> Result<Self, Failure> {
+        Budget::parse(&arguments.budget)?;
+        let mut notes = Vec::new();
+        let allow = match arguments.allow {
+            ClassChoice::Exact => Class::Exact,
+            ClassChoice::Equivalent => Class::Equivalent,
+            ClassChoice::Approximate => {
+                notes.push(
+                    "no approximate action exists yet: `--allow approximate` plans as `--allow equivalent` does",
+                );
+                Class::Approximate
+            }
+        };
+        let forbid = arguments.forbid.iter().map(|kind| kind.meant()).collect();
+        let request = PlanRequest {
+            budget: arguments.budget.clone(),
+            allow,
+            own_loop: arguments.own_loop,
+            forbid,
+        };
+        Ok(Self { request, profile: arguments.profile, notes })
+    }
+}
+
+impl KindChoice {
+    const fn meant(self) -> ActionKind {
+        match self {
+            Self::Remat => ActionKind::Remat,
+            Self::FuseOptimizer => ActionKind::FuseOptimizer,
+            Self::MicroBatch => ActionKind::MicroBatch,
+        }
+    }
+}
+
+impl DeviceChoice {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(target: &str, settings: &[&str]) -> Result<Target, String> {
+        let settings = settings.iter().map(|&text| text.to_owned()).collect();
+        Target::parse(&TargetArguments { target: target.to_owned(), settings })
+            .map_err(|failure| failure.message().unwrap())
+    }
+
+    #[test]
+    fn targets_as_people_write_them() {
+        let live = |name: &str| Target::Live(LiveTarget { name: name.to_owned(), settings: vec![] });
+        assert_eq!(parse("a/b.py:build", &[]), Ok(live("a/b.py:build")));
+        assert_eq!(parse("package.module:build", &[]), Ok(live("package.module:build")));
+        assert_eq!(parse("C:\\x.py:build", &[]), Ok(live("C:\\x.py:build")));
+        assert_eq!(parse("step.memfit", &[]), Ok(Target::Saved("step.memfit".into())));
+        for bad in ["", "build", "a.py", "a.py:", ":build", "step.trace"] {
+            assert!(parse(bad, &[]).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn settings_keep_their_order_and_everything_after_the_first_equals_sign() {
+        let Ok(Target::Live(live)) = parse("a.py:b", &["n=1", "text=a=b", "empty="]) else { panic!() };
+        let expected = [("n", "1"), ("text", "a=b"), ("empty", "")];
+        let expected: Vec<_> = expected.map(|(n, v)| (n.to_owned(), v.to_owned())).into();
+        assert_eq!(live.settings, expected);
+        for bad in [&["n"][..], &["=1"], &["n=1", "n=2"]] {
+            assert!(parse("a.py:b", bad).is_err(), "{bad:?}");
+        }
+        assert!(parse("step.memfit", &["n=1"]).unwrap_err().contains("builds no model"));
+    }
+}

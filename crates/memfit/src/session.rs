@@ -1,0 +1,179 @@
+//! One run of the program: the host, the output, and the steps that several commands share.
+//!
+//! Responsible for getting a trace (captured or read), a prediction, costs and a plan, with progress
+//! and interruption. Not responsible for what a command does with them.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use memfit_engine::cost::CostSource;
+use memfit_engine::plan::{self, Plan};
+use memfit_engine::predict::{self, PredictRequest, Prediction};
+use memfit_engine::trace::{self, Trace};
+
+use crate::args::Format;
+use crate::error::Failure;
+use crate::host::Host;
+use crate::interrupt::interruptible;
+use crate::printer::Printer;
+use crate::progress::Progress;
+use crate::report::document::Measurement;
+use crate::report::words;
+use crate::request::{LiveTarget, PlanChoice, Target};
+
+/// What a command needs to do its work.
+pub(crate) struct Session<'a> {
+    pub(crate) host: &'a mut dyn Host,
+    pub(crate) printer: Printer<'a>,
+    pub(crate) format: Format,
+}
+
+/// A trace and where it came from.
+pub(crate) struct Recorded {
+    pub(crate) trace: Arc<Trace>,
+    /// The trace as encoded.
+    pub(crate) file: Vec<u8>,
+    /// Absent for a saved trace.
+    pub(crate) capture_seconds: Option<f64>,
+}
+
+/// A plan and how long it took.
+pub(crate) struct Planned {
+    pub(crate) plan: Plan,
+    /// The plan's search and the measurement of this machine, without the capture.
+    pub(crate) plan_seconds: f64,
+}
+
+impl Session<'_> {
+    /// Does something slow, with a line on the terminal while it lasts.
+    fn slow<T>(
+        &mut self,
+        what: &str,
+        work: impl FnOnce(&mut dyn Host) -> Result<T, Failure>,
+    ) -> Result<(T, f64), Failure> {
+        let start = Instant::now();
+        let progress = Progress::start(what, self.printer.shows_progress());
+        let result = work(self.host);
+        drop(progress);
+        let seconds = start.elapsed().as_secs_f64();
+        let value = result?;
+        self.printer.detail(&format!("{what}: {}", words::seconds(seconds)))?;
+        Ok((value, seconds))
+    }
+
+    /// Captures a live target or reads a saved trace.
+    pub(crate) fn record(
+        &mut self,
+        target: &Target,
+        device: Option<&str>,
+    ) -> Result<Recorded, Failure> {
+        match target {
+            Target::Saved(path) => {
+                if let Some(device) = device {
+                    return Err(Failure::usage(format!(
+                        "`--device {device}` has no meaning for a saved trace: capture it again"
+                    )));
+                }
+                let file = read(path)?;
+                let trace = trace::decode(&file).map_err(|error| Failure::file(path, &error))?;
+                Ok(Recorded { trace: Arc::new(trace), file, capture_seconds: None })
+            }
+            Target::Live(live) => {
+                let what = format!("capturing {}", live.name);
+                let (file, seconds) = self
+                    .slow(&what, |host| Ok(host.capture(&live.name, &live.settings, device)?))?;
+                let trace =
+                    trace::decode(&file).map_err(|error| Failure::bad_answer("capture", error))?;
+                Ok(Recorded { trace: Arc::new(trace), file, capture_seconds: Some(seconds) })
+            }
+        }
+    }
+
+    /// Passes on what the capture had to say, where the report does not.
+    pub(crate) fn tell_notes(&mut self, notes: &[String]) -> Result<(), Failure> {
+        for note in notes {
+            self.printer.note(&format!("note: {note}"))?;
+        }
+        Ok(())
+    }
+
+    /// Predicts the step.
+    pub(crate) fn predict(
+        &mut self,
+        trace: &Arc<Trace>,
+        request: PredictRequest,
+    ) -> Result<Prediction, Failure> {
+        let trace = Arc::clone(trace);
+        let (prediction, _) = self.slow("predicting", |host| {
+            interruptible(host, move || predict::predict(&trace, &request))
+        })?;
+        Ok(prediction?)
+    }
+
+    /// Plans the step.
+    pub(crate) fn plan(
+        &mut self,
+        target: &Target,
+        recorded: &Recorded,
+        choice: &PlanChoice,
+    ) -> Result<Planned, Failure> {
+        for note in &choice.notes {
+            self.printer.note(&format!("note: {note}"))?;
+        }
+        let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
+        let trace = Arc::clone(&recorded.trace);
+        let request = choice.request.clone();
+        let (plan, seconds) = self.slow("planning", |host| {
+            interruptible(host, move || plan::plan(&trace, &costs, &request))
+        })?;
+        // A profiled step is a run of the model, not part of planning.
+        let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
+        Ok(Planned { plan: plan?, plan_seconds: seconds + cost_seconds })
+    }
+
+    fn costs(
+        &mut self,
+        target: &Target,
+        recorded: &Recorded,
+        choice: &PlanChoice,
+    ) -> Result<(CostSource, f64), Failure> {
+        if !choice.profile {
+            let (json, seconds) =
+                self.slow("measuring this machine", |host| Ok(host.device_profile()?))?;
+            let profile = serde_json::from_str(&json)
+                .map_err(|error| Failure::bad_answer("device_profile", error))?;
+            return Ok((CostSource::Roofline { profile }, seconds));
+        }
+        let Target::Live(live) = target else {
+            return Err(Failure::usage("`--profile` runs the model, and a saved trace has none")
+                .hint("give the function that builds the workload: FILE.py:FUNCTION"));
+        };
+        let (json, seconds) = self.slow("profiling one step", |host| {
+            Ok(host.op_seconds(&live.name, &live.settings, &recorded.file)?)
+        })?;
+        let costs = serde_json::from_str(&json)
+            .map_err(|error| Failure::bad_answer("op_seconds", error))?;
+        Ok((costs, seconds))
+    }
+
+    /// Runs the step with and without the plan.
+    pub(crate) fn measure(
+        &mut self,
+        target: &LiveTarget,
+        plan: &Plan,
+    ) -> Result<Measurement, Failure> {
+        let plan_json = serde_json::to_string(plan)
+            .map_err(|error| Failure::Internal(format!("cannot write the plan as JSON: {error}")))?;
+        let (json, _) = self.slow("running real steps, unplanned and planned", |host| {
+            Ok(host.verify(&target.name, &target.settings, &plan_json)?)
+        })?;
+        serde_json::from_str(&json).map_err(|error| Failure::bad_answer("verify", error))
+    }
+}
+
+/// Reads a file whole.
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Failure> {
+    std::fs::read(path)
+        .map_err(|error| Failure::usage(format!("cannot read `{}`: {error}", path.display())))
+}

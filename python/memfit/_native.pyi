@@ -1,0 +1,86 @@
+"""The native half of memfit. Private: use the ``memfit`` package."""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+@final
+class Trace:
+    """One recorded step, checked."""
+
+    @staticmethod
+    def from_json(json: bytes, second: bytes | None = None) -> Trace:
+        """Make a trace from its JSON.
+
+        Args:
+            json: The trace as the engine's JSON.
+            second: The same step at another batch size; adds the law of sizes and the couplings.
+
+        Raises:
+            CaptureError: The JSON is no valid trace, or the two cannot be aligned op for op.
+        """
+
+    @staticmethod
+    def decode(data: bytes) -> Trace:
+        """Read the bytes of a ``.memfit`` file.
+
+        Raises:
+            TraceFileError: The bytes are no whole, valid trace of a known schema.
+        """
+
+    def encode(self) -> bytes:
+        """The trace as the bytes of a ``.memfit`` file."""
+
+    def json(self) -> str:
+        """The trace as JSON."""
+
+    def text(self) -> str:
+        """The trace as ``memfit show`` prints it."""
+
+def predict(trace: Trace, request_json: str) -> str:
+    """Predict a step.
+
+    Raises:
+        BudgetError: The request's budget cannot be read.
+        UsageError: The trace cannot be scaled to the request's batch.
+    """
+
+def plan(trace: Trace, costs_json: str, request_json: str) -> str:
+    """Plan a step.
+
+    Raises:
+        BudgetError: The request's budget cannot be read.
+        UsageError: The costs are not those of the trace.
+    """
+
+def prediction_text(json: str) -> str:
+    """The text of a prediction, from its JSON."""
+
+def plan_text(json: str) -> str:
+    """The text of a plan, from its JSON."""
+
+def decode_plan(data: bytes) -> str:
+    """The bytes of a ``.memfit`` file as plan JSON.
+
+    Raises:
+        TraceFileError: The bytes are no whole plan of a known schema.
+    """
+
+def encode_plan(json: str) -> bytes:
+    """Plan JSON as the bytes of a ``.memfit`` file."""
+
+def file_kind(data: bytes) -> Literal["trace", "plan"]:
+    """What the bytes of a ``.memfit`` file hold.
+
+    Raises:
+        TraceFileError: They are none, or of a later schema.
+    """
+
+def parse_budget(text: str, unplanned_peak_bytes: int) -> int:
+    """A budget as written, in bytes; a percentage is of ``unplanned_peak_bytes``.
+
+    Raises:
+        BudgetError: The text is no budget.
+    """
+
+def run(argv: Sequence[str], host: object) -> int:
+    """Run the program with ``argv`` and return its exit code."""
