@@ -1,0 +1,195 @@
+"""When each allocation lived.
+
+Responsible for giving every storage an allocation id, for the ranges in which something other than
+a saved tensor holds it, for its in-place version, and for interning values. Not responsible for
+ops, for saved tensors or for what an allocation is for.
+
+A storage is known by its address, which is reused after its death: the weak reference on the
+storage drops the key at once. Several storages may stand for one allocation, one after the other:
+what autograd unpacks is a fresh storage that carries the id of the one it stands for.
+
+```text
+position        0    1    2    3    4    5    6
+first storage        [---------)                     made by op 1, last reference gone before op 3
+fresh storage                            [----)      unpacked before op 5, gone before op 6
+natural ranges       [1,3)               [5,6)       both of one allocation
+```
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+UntypedStorage = torch.UntypedStorage
+
+
+class _StorageRef(weakref.ref[Any]):
+    """Weak reference to a storage that knows what died."""
+
+    __slots__ = ("allocation", "key")
+    key: int
+    allocation: int
+
+
+class Ledger:
+    """Allocations, their lives and their values, in order of first appearance.
+
+    Attributes:
+        now: The current position: index of the next op to be recorded.
+        bytes: Size of each allocation.
+        device: Device of each allocation.
+        producer: Op that created each allocation; ``None`` for what existed before the step.
+        version: In-place writes each allocation has seen.
+        static: Whether each allocation existed before the step.
+        values: One tuple ``(allocation, version, offset, shape, stride, dtype)`` per value.
+        value_bytes: Distinct bytes each value covers.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty ledger at position 0."""
+        self.now = 0
+        self.bytes: list[int] = []
+        self.device: list[str] = []
+        self.producer: list[int | None] = []
+        self.version: list[int] = []
+        self.static: list[bool] = []
+        self.values: list[tuple[Any, ...]] = []
+        self.value_bytes: list[int] = []
+        self.closing = False
+        self._ranges: list[list[list[int]]] = []
+        self._opened: list[int] = []
+        self._holders: list[int] = []
+        self._alive: dict[int, int] = {}
+        self._refs: dict[int, _StorageRef] = {}
+        self._value_ids: dict[tuple[Any, ...], int] = {}
+        self._on_death: list[Any] = []
+
+    def on_death(self, callback: Any) -> None:
+        """Call ``callback(allocation)`` whenever the last storage of an allocation dies."""
+        self._on_death.append(callback)
+
+    def find(self, tensor: Tensor) -> int | None:
+        """The allocation behind a tensor, if it is known."""
+        return self._alive.get(tensor.untyped_storage()._cdata)
+
+    def seen(self, tensor: Tensor, producer: int | None = None) -> int:
+        """The allocation behind a tensor, registered now if it is new.
+
+        Args:
+            tensor: Any tensor with a storage.
+            producer: The op that made it; ``None`` for what existed before the step.
+
+        Returns:
+            The allocation id.
+        """
+        storage = tensor.untyped_storage()
+        found = self._alive.get(storage._cdata)
+        if found is not None:
+            return found
+        allocation = len(self.bytes)
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        self.bytes.append(storage.nbytes())
+        self.device.append(str(device))
+        self.producer.append(producer)
+        self.version.append(0)
+        self.static.append(producer is None)
+        self._ranges.append([])
+        self._opened.append(0)
+        self._holders.append(0)
+        self._hold(storage, allocation, 0 if producer is None else producer)
+        return allocation
+
+    def stand_in(self, storage: UntypedStorage, allocation: int) -> None:
+        """Let a fresh storage carry the id of an allocation whose own storage may be gone.
+
+        Args:
+            storage: The fresh storage.
+            allocation: What it stands for.
+        """
+        self._hold(storage, allocation, self.now)
+
+    def resized(self, tensor: Tensor, allocation: int) -> None:
+        """Take note that an op may have changed the size of a storage; the largest size counts."""
+        self.bytes[allocation] = max(self.bytes[allocation], tensor.untyped_storage().nbytes())
+
+    def value(self, tensor: Tensor, allocation: int) -> int:
+        """The id of a tensor as it is now: its allocation, at its version, through its view.
+
+        Args:
+            tensor: A strided tensor.
+            allocation: Its allocation.
+
+        Returns:
+            The value id.
+        """
+        key = (
+            allocation,
+            self.version[allocation],
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
+        found = self._value_ids.get(key)
+        if found is None:
+            found = self._value_ids[key] = len(self.values)
+            self.values.append(key)
+            elements = 1
+            for size, stride in zip(key[3], key[4], strict=True):
+                if stride != 0:
+                    elements *= size
+            if 0 in key[3]:
+                elements = 0
+            self.value_bytes.append(elements * tensor.itemsize)
+        return found
+
+    def close(self) -> None:
+        """End the step: whatever is still held lives to the end."""
+        self.closing = True
+        for allocation, holders in enumerate(self._holders):
+            if holders > 0:
+                self._end_range(allocation)
+        self._refs.clear()
+        self._alive.clear()
+
+    def ranges(self, allocation: int) -> list[list[int]]:
+        """Natural ranges ``[start, end)`` of an allocation: sorted, disjoint, none empty."""
+        return self._ranges[allocation]
+
+    def _hold(self, storage: UntypedStorage, allocation: int, start: int) -> None:
+        key = storage._cdata
+        ref = _StorageRef(storage, self._died)
+        ref.key = key
+        ref.allocation = allocation
+        self._alive[key] = allocation
+        self._refs[key] = ref
+        if self._holders[allocation] == 0:
+            self._opened[allocation] = start
+        self._holders[allocation] += 1
+
+    def _died(self, ref: Any) -> None:
+        if self.closing:
+            return
+        del self._alive[ref.key]
+        del self._refs[ref.key]
+        allocation = ref.allocation
+        self._holders[allocation] -= 1
+        if self._holders[allocation] == 0:
+            self._end_range(allocation)
+            for callback in self._on_death:
+                callback(allocation)
+
+    def _end_range(self, allocation: int) -> None:
+        start, end = self._opened[allocation], self.now
+        if start >= end:
+            return
+        ranges = self._ranges[allocation]
+        if ranges and ranges[-1][1] >= start:
+            ranges[-1][1] = end
+        else:
+            ranges.append([start, end])

@@ -1,0 +1,455 @@
+"""Writes down every op of a step as the dispatcher sees it.
+
+Responsible for the dispatch mode: one record per op, values read, written and returned, phases,
+autograd nodes, and answering value-dependent control flow from shadows. Not responsible for running
+the step (:mod:`memfit.capture.step`), for lives (:mod:`memfit.capture.ledger`), or for the shape of
+the trace file (:mod:`memfit.capture.emit`).
+
+The forward ops recorded, and their order, are exactly those a dispatch mode sees in the real eager
+forward, because plans address ops by that index. Two things autograd's hooks and torch itself add
+are let through unrecorded: queries in the ``prim`` namespace, and the ``detach`` of what an unpack
+hook returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from memfit.capture.call_shape import Call, describe_call
+from memfit.capture.ledger import Ledger
+from memfit.capture.module_calls import ModuleCalls
+from memfit.capture.saves import SavedTensors
+from memfit.capture.schema import OpFacts, facts_of, reduction_of
+from memfit.capture.shadow import Shadows
+from memfit.capture.source_line import SourceLines
+from memfit.capture.scratch_ops import has_scratch
+from memfit.errors import CaptureError, UsageError
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+_DETACH = torch.ops.aten.detach.default
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
+_INDEX = torch.ops.aten.index.Tensor
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+_FAKE_FAILURES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+class RealStepNeeded(BaseException):  # noqa: N818 - a signal between memfit's own parts
+    """The step cannot be followed on fakes; outside `Exception` so that user code lets it pass."""
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One op, as recorded; indices are those of the ledger.
+
+    Attributes:
+        facts: What the schema says.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        module: Path of the innermost module.
+        source: ``file:line`` that called it.
+        arguments: Arguments that are not tensors, as text.
+        sequence: Sequence number of the autograd node, or ``None``.
+        reads: Values read.
+        writes: Values written, at their version afterwards.
+        outputs: Values returned.
+        flops: Floating-point operations.
+        moved_bytes: Bytes read plus bytes written, each value once; 0 for a view.
+        random: Draws random numbers.
+        view: Only makes a view.
+        replayable: Can be run again with the same result.
+    """
+
+    facts: OpFacts
+    phase: str
+    module: str
+    source: str
+    arguments: str
+    sequence: int | None
+    reads: list[int]
+    writes: list[int]
+    outputs: list[int]
+    flops: int
+    moved_bytes: int
+    random: bool
+    view: bool
+    replayable: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Records a step while it is entered, below a fake mode or on real tensors.
+
+    Attributes:
+        ops: The ops, in execution order.
+        phase: Part of the step that is running.
+        ledger: Allocations and values.
+        saved: What autograd saved.
+        modules: Running modules.
+        notes: Things the reader of the trace should know.
+        reductions: By op index, how an op that may be the loss reduces.
+        scratch_calls: By op index, the call of an op that may need scratch of its own.
+        failure: Why the step cannot be followed on fakes, once that is known.
+        running_sequence: Sequence number of the node that runs, where the autograd engine is not
+            torch's own; ``None`` otherwise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fake_mode: FakeTensorMode | None,
+        *,
+        lean: bool = True,
+        own_parameters: frozenset[int] = frozenset(),
+    ) -> None:
+        """Create a recorder.
+
+        Args:
+            model: The copy of the model that will run.
+            fake_mode: The fake mode the step runs under; ``None`` for a real step.
+            lean: Whether autograd is kept from holding what it saves.
+            own_parameters: ``id`` of the parameters of the user's own model, which must not appear
+                in a step that runs on the copy.
+        """
+        super().__init__()
+        self.ops: list[OpRecord] = []
+        self.phase = FORWARD
+        self.ledger = Ledger()
+        self.saved = SavedTensors(self.ledger, fake_mode, lean=lean)
+        self.modules = ModuleCalls(model, self.ledger)
+        self.sources = SourceLines()
+        self.notes: dict[str, None] = {}
+        self.reductions: dict[int, str] = {}
+        self.scratch_calls: dict[int, Call] = {}
+        self.shadows = Shadows(self.ledger)
+        self.failure: str | None = None
+        self._fake_mode = fake_mode
+        self._own_parameters = own_parameters
+        self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
+        self._last_sequence = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        self._origin: dict[int, tuple[str, str]] = {}
+        self._current_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
+        self._sequence_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+        self.running_sequence: int | None = None
+        self.saved.convert_foreign_with(self._adopt)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op and write it down."""
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        if facts.skipped:
+            return func(*args, **kwargs)
+        unpacked, self.saved.unpacked = self.saved.unpacked, None
+        if func is _DETACH and id(args[0]) == unpacked:
+            return func(*args, **kwargs)
+        ledger = self.ledger
+        index = ledger.now
+        if self._fake_mode is not None and not facts.lift:
+            args, kwargs = self._adopt_arguments(args, kwargs)
+        read_tensors = [] if facts.lift else _tensors_of(args, kwargs)
+        read: list[int] = []
+        reads: list[int] = []
+        for tensor in read_tensors:
+            try:
+                allocation = ledger.seen(tensor)
+                reads.append(ledger.value(tensor, allocation))
+            except (RuntimeError, NotImplementedError):
+                self._note_storageless(facts)
+                continue
+            read.append(allocation)
+        ledger.now = index + 1
+        try:
+            out = self._run(func, facts, args, kwargs, read)
+        except BaseException:
+            ledger.now = index
+            raise
+        self._write_down(index, func, facts, args, kwargs, read, reads, out)
+        return out
+
+    def _run(
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: list[int],
+    ) -> Any:
+        """Run an op, on its shadows where its result depends on values."""
+        if self._fake_mode is None:
+            return func(*args, **kwargs)
+        known = (func is _SCALAR or func is _EQUAL) and self.shadows.knows(read)
+        if known:
+            return self.shadows.compute(func, args, kwargs)
+        if facts.dynamic_shape:
+            if func is _INDEX:
+                args = self._without_masks(args)
+            elif self.shadows.knows(read):
+                return self._as_fakes(self.shadows.compute(func, args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except _FAKE_FAILURES as error:
+            self.failure = (
+                f"`{facts.name}` in `{self.modules.path or 'the loss'}` needs values that only a "
+                f"real step has ({type(error).__name__})"
+            )
+            raise RealStepNeeded(self.failure) from error
+
+    def _write_down(
+        self,
+        index: int,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: list[int],
+        reads: list[int],
+        out: Any,
+    ) -> None:
+        ledger = self.ledger
+        written_tensors = _written(facts, args, kwargs) if facts.written else []
+        written: list[int] = []
+        for tensor in written_tensors:
+            allocation = ledger.seen(tensor)
+            if allocation not in written:
+                written.append(allocation)
+                ledger.version[allocation] += 1
+            if facts.resizes:
+                ledger.resized(tensor, allocation)
+        writes = [ledger.value(t, ledger.seen(t)) for t in written_tensors]
+
+        returned = _returned(out)
+        outputs: list[int] = []
+        fresh: list[tuple[int, Tensor]] = []
+        first_new = len(ledger.bytes)
+        for tensor in returned:
+            try:
+                allocation = ledger.seen(tensor, index)
+                outputs.append(ledger.value(tensor, allocation))
+            except (RuntimeError, NotImplementedError):
+                self._note_storageless(facts)
+                continue
+            if allocation >= first_new and allocation not in (a for a, _ in fresh):
+                fresh.append((allocation, tensor))
+        view = bool(returned) and not fresh and not written
+
+        if self._fake_mode is not None and self.phase is not OPTIMIZER:
+            if facts.lift:
+                for allocation, _ in fresh:
+                    self.shadows.own(allocation, args[0])
+            elif fresh or written:
+                self.shadows.follow(func, facts, args, kwargs, read, written, fresh, returned)
+
+        random = facts.random
+        if random and facts.dropout_argument >= 0:
+            position = facts.dropout_argument
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            random = given != 0.0
+        generator = kwargs.get("generator")
+        module, source, sequence = self._where()
+        flops = 0
+        if facts.flops is not None:
+            flops = int(facts.flops(*args, **kwargs, out_val=out))
+        value_bytes = ledger.value_bytes
+        moved = 0 if view else sum(value_bytes[v] for v in {*reads, *outputs, *writes})
+        if self.phase is FORWARD:
+            reduction = reduction_of(facts, args, kwargs)
+            if reduction:
+                self.reductions[index] = reduction
+        if has_scratch(facts.name):
+            self.scratch_calls[index] = describe_call(func, args, kwargs)
+        self.ops.append(
+            OpRecord(
+                facts=facts,
+                phase=self.phase,
+                module=module,
+                source=source,
+                arguments=_arguments_text(facts, args, kwargs),
+                sequence=sequence,
+                reads=reads,
+                writes=writes,
+                outputs=outputs,
+                flops=flops,
+                moved_bytes=moved,
+                random=random,
+                view=view,
+                replayable=facts.repeatable and generator is None and len(written) <= 1,
+            )
+        )
+
+    def _where(self) -> tuple[str, str, int | None]:
+        """Module path, source line and node of the op that just ran."""
+        modules = self.modules
+        running = self.running_sequence
+        if running is None:
+            node = self._current_node()
+            if node is not None:
+                running = node._sequence_nr()
+        if running is not None:
+            origin = self._origin.get(running)
+            if origin is not None and not modules.inside:
+                return (*origin, running)
+            known = running if origin is not None else None
+            return modules.path, self.sources.current(), known
+        source = self.sources.current()
+        if self.phase is not FORWARD:
+            return "", source, None
+        sequence = self._sequence_number() - 1
+        if sequence == self._last_sequence or not torch.is_grad_enabled():
+            return modules.path, source, None
+        self._last_sequence = sequence
+        self._origin[sequence] = (modules.path, source)
+        return modules.path, source, sequence
+
+    def _adopt_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace real tensors, which come from outside model and batch, by fakes."""
+        if all(isinstance(t, FakeTensor) for t in _tensors_of(args, kwargs)):
+            return args, kwargs
+        return tree_map_only(Tensor, self._adopt, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _adopt(self, tensor: Tensor) -> Tensor:
+        """The fake that stands for a real tensor from outside model and batch."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        known = self._foreign.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if id(tensor) in self._own_parameters:
+            message = (
+                "`loss` uses the model it was written next to instead of the one it is given: "
+                "write it as `lambda model, batch: ...`"
+            )
+            raise UsageError(message)
+        if tensor.requires_grad and tensor.is_leaf:
+            message = (
+                f"a tensor of shape {tuple(tensor.shape)} requires grad and is no parameter of the "
+                "model: register it in the model"
+            )
+            raise CaptureError(message)
+        assert self._fake_mode is not None
+        fake = self._fake_mode.from_tensor(tensor.detach())
+        self._foreign[id(tensor)] = (tensor, fake)
+        allocation = self.ledger.seen(fake)
+        self.shadows.lend(allocation, tensor)
+        return fake
+
+    def _as_fakes(self, real: Any) -> Any:
+        """Fakes like the real results of an op whose result shapes depend on values."""
+        assert self._fake_mode is not None
+        return tree_map_only(Tensor, self._fake_mode.from_tensor, real)
+
+    def _without_masks(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace boolean indices whose values are known by the indices they select."""
+        indices: list[Any] = []
+        for index in args[1]:
+            known = (
+                index is not None
+                and index.dtype in _MASKS
+                and self.shadows.knows([self.ledger.seen(index)])
+            )
+            if known:
+                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                    selected = self.shadows.real(index).nonzero().unbind(1)
+                indices.extend(self._as_fakes([part.contiguous() for part in selected]))
+            else:
+                indices.append(index)
+        return (args[0], indices)
+
+    def _note_storageless(self, facts: OpFacts) -> None:
+        self.notes[
+            f"`{facts.name}` uses a tensor without a plain storage; its memory is not counted"
+        ] = None
+
+
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Every tensor among the arguments of a call, in argument order."""
+    tensors: list[Tensor] = []
+    for argument in args:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors.extend(item for item in argument if isinstance(item, Tensor))
+    for argument in kwargs.values():
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors.extend(item for item in argument if isinstance(item, Tensor))
+    return tensors
+
+
+def _written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Every tensor that a call writes to in place, in argument order."""
+    tensors: list[Tensor] = []
+    for place in facts.written:
+        if isinstance(place, int):
+            name = facts.argument_names[place]
+            argument = args[place] if place < len(args) else kwargs.get(name)
+        else:
+            argument = kwargs.get(place)
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors.extend(item for item in argument if isinstance(item, Tensor))
+    return tensors
+
+
+def _returned(out: Any) -> list[Tensor]:
+    """Every tensor that a call returned, in order."""
+    if isinstance(out, Tensor):
+        return [out]
+    tensors: list[Tensor] = []
+    if isinstance(out, (list, tuple)):
+        for item in out:
+            tensors.extend(_returned(item))
+    return tensors
+
+
+def _arguments_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Arguments that are neither tensors nor at their default, as ``dim=-1, keepdim=True``."""
+    parts: list[str] = []
+    defaults = facts.keyword_defaults
+    names = facts.argument_names
+    for position, argument in enumerate(args):
+        if argument is None or isinstance(argument, Tensor):
+            continue
+        if isinstance(argument, (list, tuple)) and any(isinstance(i, Tensor) for i in argument):
+            continue
+        name = names[position]
+        if name in defaults and argument == defaults[name]:
+            continue
+        parts.append(f"{name}={_text(argument)}")
+    for name, argument in kwargs.items():
+        if argument is None or isinstance(argument, (Tensor, torch.Generator)):
+            continue
+        if name in defaults and argument == defaults[name]:
+            continue
+        parts.append(f"{name}={_text(argument)}")
+    return ", ".join(parts)
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, torch.dtype):
+        return str(argument).removeprefix("torch.")
+    if isinstance(argument, float):
+        return f"{argument:g}"
+    return str(argument).replace(" ", "")
