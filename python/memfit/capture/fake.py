@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from memfit.capture.any_scalar import AnyScalar
 from memfit.capture.recorder import RealStepNeeded
 from memfit.capture.stage import Stage, build_optimizer, resize_batch
 from memfit.errors import MemfitError, WorkloadError
@@ -91,7 +92,8 @@ def initialise_optimizer(stage: Stage) -> None:
     for parameter in stage.trainable():
         parameter.grad = torch.empty_like(parameter)
     try:
-        optimizer.step()
+        with AnyScalar():
+            optimizer.step()
     except Exception as error:
         kind = type(optimizer).__name__
         message = f"`{kind}.step()` failed on tensors without values: {type(error).__name__}: {error}"

@@ -27,6 +27,7 @@ from torch.optim import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.capture.any_scalar import SCALAR, scalar_or_one
 from memfit.capture.emit import Update
 from memfit.capture.schema import facts_of
 from memfit.capture.stage import Stage
@@ -137,7 +138,7 @@ class _Temporaries(TorchDispatchMode):
         inputs = _distinct([*args, *kwargs.values()])
         for tensor in inputs.values():
             self._see(tensor, fresh=False)
-        out = func(*args, **kwargs)
+        out = scalar_or_one(args[0]) if func is SCALAR else func(*args, **kwargs)
         outputs = _distinct([out])
         for tensor in outputs.values():
             self._see(tensor, fresh=True)

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from memfit.capture.any_scalar import SCALAR, scalar_or_one
 from memfit.capture.call_shape import Call, describe_call
 from memfit.capture.ledger import Ledger
 from memfit.capture.module_calls import ModuleCalls
@@ -41,7 +42,6 @@ from memfit.errors import CaptureError, UsageError
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 _DETACH = torch.ops.aten.detach.default
-_SCALAR = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
 _MASKS = frozenset({torch.bool, torch.uint8})
@@ -196,8 +196,9 @@ class Recorder(TorchDispatchMode):
         """Run an op, on its shadows where its result depends on values."""
         if self._fake_mode is None:
             return func(*args, **kwargs)
-        known = (func is _SCALAR or func is _EQUAL) and self.shadows.knows(read)
-        if known:
+        if func is SCALAR and self.phase is OPTIMIZER:
+            return scalar_or_one(args[0])
+        if (func is SCALAR or func is _EQUAL) and self.shadows.knows(read):
             return self.shadows.compute(func, args, kwargs)
         if facts.dynamic_shape:
             if func is _INDEX:

@@ -214,5 +214,6 @@ class SavedTensors:
         key = (allocation, self._ledger.version[allocation])
         contents = self._contents.get(key)
         if contents is None:
-            contents = self._contents[key] = _Contents(storage.clone())
+            with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                contents = self._contents[key] = _Contents(storage.clone())
         return contents

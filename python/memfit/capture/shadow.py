@@ -156,7 +156,8 @@ class Shadows:
         for allocation in written:
             if allocation in self._borrowed:
                 self._borrowed.discard(allocation)
-                self._storages[allocation] = self._storages[allocation].clone()
+                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                    self._storages[allocation] = self._storages[allocation].clone()
         try:
             self.compute(func, args, kwargs)
         except RuntimeError:
