@@ -1,0 +1,131 @@
+"""The optimizer step inside backward: each parameter is updated when its gradient is complete.
+
+Responsible for running any ``torch.optim.Optimizer`` one parameter at a time, with the result the
+ordinary step has, bit for bit, and for leaving the optimizer as it was: parameter groups, learning
+rate schedulers and step hooks see one ordinary step. Not responsible for deciding whether an
+optimizer allows it (capture does).
+
+How it works: while one parameter is updated, every group lists that parameter or none. What an
+optimizer keeps in its groups per step (a step count) is put back after each parameter and moves on
+once at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class OptimizerInBackward:
+    """Runs an optimizer parameter by parameter inside backward."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Prepare; nothing is installed before :meth:`attached`.
+
+        Args:
+            optimizer: The optimizer of the step.
+
+        Raises:
+            UsageError: The optimizer has step hooks that run before the step: they expect every
+                gradient to be there at once.
+        """
+        self._optimizer = optimizer
+        self._refuse_pre_hooks()
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Run the (last) backward of a step inside this; the optimizer step is done on leaving.
+
+        Raises:
+            UsageError: As in the constructor, or the gradient of a parameter became complete more
+                than once.
+        """
+        self._refuse_pre_hooks()
+        update = _Update(self._optimizer)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        handles = [
+            p.register_post_accumulate_grad_hook(update) for p in parameters if p.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        update.finish()
+
+    def _refuse_pre_hooks(self) -> None:
+        if getattr(self._optimizer, "_optimizer_step_pre_hooks", None):
+            message = (
+                f"`{type(self._optimizer).__name__}` has hooks that run before its step, so the "
+                "step cannot run inside backward\nhint: plan again with `fuse_optimizer` forbidden"
+            )
+            raise UsageError(message)
+
+
+class _Update:
+    """One step, taken parameter by parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = _plain_step(optimizer)
+        self._moved_on: list[dict[str, Any]] | None = None
+        self._done: set[int] = set()
+
+    def __call__(self, parameter: nn.Parameter | Tensor) -> None:
+        """Update one parameter and free its gradient."""
+        if id(parameter) in self._done:
+            message = (
+                f"the gradient of a parameter of shape {list(parameter.shape)} became complete "
+                "twice in one step (reentrant checkpointing?), so the optimizer step cannot run "
+                "inside backward\nhint: plan again with `fuse_optimizer` forbidden"
+            )
+            raise UsageError(message)
+        self._done.add(id(parameter))
+        groups = self._optimizer.param_groups
+        before = [_settings(group) for group in groups]
+        with _only(groups, parameter):
+            self._step(self._optimizer)
+        self._moved_on = [_settings(group) for group in groups]
+        for group, settings in zip(groups, before, strict=True):
+            group.update(settings)
+        parameter.grad = None
+
+    def finish(self) -> None:
+        """One ordinary step over no parameter: schedulers and step hooks see it."""
+        groups = self._optimizer.param_groups
+        with _only(groups, None):
+            self._optimizer.step()
+        if self._moved_on is not None:
+            for group, settings in zip(groups, self._moved_on, strict=True):
+                group.update(settings)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+@contextlib.contextmanager
+def _only(groups: list[dict[str, Any]], parameter: nn.Parameter | Tensor | None) -> Iterator[None]:
+    """Groups list ``parameter`` alone, where they listed it."""
+    lists = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p is parameter]
+        yield
+    finally:
+        for group, parameters in zip(groups, lists, strict=True):
+            group["params"] = parameters
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:
+    """The step of the optimizer's class, without the hooks that torch wraps around it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -1,0 +1,238 @@
+"""Rematerialisation of any module, unmodified: the executor of a plan's ``remat`` action.
+
+Responsible for the life of one planned forward: hooks on the module calls that the plan names and
+on no others, the watch inside them, and telling when the model left the plan. What is recorded is
+:mod:`memfit.apply.watch`, what is computed again is :mod:`memfit.apply.replay`, and what both must
+do is ``docs/concepts/transformed-trace.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memfit.apply.replay import Replayer
+from memfit.apply.watch import Observations, Watch
+from memfit.errors import DivergenceWarning, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(slots=True, frozen=True)
+class Region:
+    """A module call that is watched.
+
+    Attributes:
+        module: Module path; empty for the whole forward, the loss included.
+        call: How many times the module had been entered before.
+        start: Index of its first op in forward.
+        end: One past its last.
+    """
+
+    module: str
+    call: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True, frozen=True)
+class Directions:
+    """A plan's ``remat`` action, ready to be followed.
+
+    Attributes:
+        drops: By op of forward: position among the tensors it returns, to elements planned.
+        regions: The module calls to watch.
+        forward: Name of each op of forward.
+    """
+
+    drops: dict[int, dict[int, int]]
+    regions: tuple[Region, ...]
+    forward: tuple[str, ...]
+
+    @staticmethod
+    def read(remat: Mapping[str, Any]) -> Directions:
+        """Read the ``remat`` part of an action.
+
+        Args:
+            remat: ``Remat`` of the plan as parsed JSON.
+
+        Raises:
+            UsageError: It is no such thing.
+        """
+        try:
+            drops: dict[int, dict[int, int]] = {}
+            for drop in remat["drops"]:
+                drops.setdefault(drop["op"], {})[drop["output"]] = math.prod(drop["shape"])
+            names = remat["names"]
+            forward = tuple(sys.intern(names[index]) for index in remat["forward"])
+            regions = tuple(
+                Region(r["module"], r["call"], r["start"], r["end"]) for r in remat["active"]
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            message = f"the plan's `remat` action is malformed: {error!r}"
+            raise UsageError(message) from error
+        if any(not 0 <= r.start <= r.end <= len(forward) for r in regions):
+            raise UsageError("the plan's `remat` action names a region outside forward")
+        return Directions(drops, regions, forward)
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What one planned forward, and the backward after it, did.
+
+    Attributes:
+        observations: What was seen in forward.
+        replayed_ops: Ops run again so far.
+    """
+
+    observations: Observations
+    replayed_ops: int
+
+
+class Rematerialiser:
+    """Carries out a ``remat`` action on a model.
+
+    Attributes:
+        diverged: Whether the last forward left the plan.
+    """
+
+    def __init__(self, model: nn.Module, remat: Mapping[str, Any]) -> None:
+        """Prepare; nothing is installed before :meth:`forward`.
+
+        Args:
+            model: The model the plan was made for.
+            remat: ``Remat`` of the plan as parsed JSON.
+
+        Raises:
+            UsageError: The plan names a module that the model does not have.
+        """
+        self.diverged = False
+        self._directions = Directions.read(remat)
+        self._warned = False
+        self._active: _Forward | None = None
+        self._last: _Forward | None = None
+        self._whole: Region | None = None
+        self._calls: dict[nn.Module, dict[int, Region]] = {}
+        for region in self._directions.regions:
+            if not region.module:
+                self._whole = region
+                continue
+            try:
+                module = model.get_submodule(region.module)
+            except AttributeError as error:
+                message = f"the plan watches `{region.module}`, which the model does not have"
+                raise UsageError(message) from error
+            self._calls.setdefault(module, {})[region.call] = region
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run one forward, the loss included, inside this.
+
+        Raises:
+            UsageError: Another forward of this model is inside already.
+        """
+        if self._active is not None:
+            raise UsageError("a planned forward is already running: they do not nest")
+        self.diverged = False
+        running = _Forward(self._directions, self._on_divergence)
+        self._active = self._last = running
+        handles = [hook for module in self._calls for hook in self._hooks(module, running)]
+        completed = False
+        try:
+            if self._whole is not None:
+                running.enter(self._whole)
+            yield
+            completed = True
+        finally:
+            for handle in handles:
+                handle.remove()
+            running.close(complete=completed)
+            self._active = None
+
+    def outcome(self) -> Outcome | None:
+        """What the last forward did; ``None`` before the first."""
+        if self._last is None:
+            return None
+        return Outcome(self._last.watch.observations, self._last.replayer.replayed)
+
+    def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
+        regions = self._calls[module]
+        calls = 0
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            nonlocal calls
+            if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+                running.enter(None)  # a user's checkpoint runs the module again in backward
+                return
+            region = regions.get(calls)
+            calls += 1
+            running.enter(region)
+
+        def after(_module: nn.Module, _args: Any, _result: Any) -> None:
+            running.leave(complete=sys.exc_info()[0] is None)
+
+        return [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, prepend=True, always_call=True),
+        ]
+
+    def _on_divergence(self, where: str) -> None:
+        self.diverged = True
+        if self._warned:
+            return
+        self._warned = True
+        message = (
+            f"the model left the recorded step: {where}. Results stay right; tensors are kept that "
+            "the plan would drop, so the step may take more memory than planned"
+        )
+        warnings.warn(message, DivergenceWarning, stacklevel=2)
+
+
+class _Forward:
+    """One forward under way: the watch, its replayer, and the regions that are open.
+
+    Attributes:
+        watch: Watches the ops.
+        replayer: Computes again.
+    """
+
+    def __init__(self, directions: Directions, on_divergence: Any) -> None:
+        self.watch = Watch(directions, on_divergence)
+        self.replayer = Replayer()
+        self._open: list[contextlib.ExitStack | None] = []
+
+    def enter(self, region: Region | None) -> None:
+        """A watched module is entered; ``None``, or a region inside a region, watches nothing."""
+        if region is None or any(entered is not None for entered in self._open):
+            self._open.append(None)
+            return
+        entered = contextlib.ExitStack()
+        entered.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self.watch.pack, self.replayer.unpack)
+        )
+        entered.enter_context(self.watch)
+        self._open.append(entered)
+        self.watch.start_region(region.start, region.end)
+
+    def leave(self, *, complete: bool) -> None:
+        """The module entered last is left."""
+        if not self._open:
+            return
+        entered = self._open.pop()
+        if entered is not None:
+            self.watch.end_region(complete=complete)
+            entered.close()
+
+    def close(self, *, complete: bool) -> None:
+        """End the forward, closing what an interrupt left open."""
+        while self._open:
+            self.leave(complete=complete)
+        self.watch.close()

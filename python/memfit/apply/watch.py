@@ -1,0 +1,413 @@
+"""The forward side of rematerialisation: what runs is watched, what the plan drops is recorded.
+
+Responsible for following the ops of forward inside the regions that a plan names, for recording
+ops that make or change a dropped allocation, and for what autograd saves there. Nothing is computed
+differently. Not responsible for computing again (:mod:`memfit.apply.replay`), for which module
+calls are watched (:mod:`memfit.apply.remat`), or for what is worth dropping (the engine).
+
+Correctness does not depend on the plan: a drop that is not what the plan thought is still
+recorded from the op that really ran, and whatever cannot be recorded is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memfit.apply.operators import Operator, operator_of
+from memfit.apply.randomness import GeneratorState
+from memfit.apply.records import (
+    Geometry,
+    Kept,
+    Output,
+    Pin,
+    Record,
+    Ref,
+    ShapeOnly,
+    State,
+    Token,
+    version_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from memfit.apply.remat import Directions
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A dropped allocation while its storage lives in forward.
+
+    Attributes:
+        state: What it holds now.
+        version: The version counter its tensors must show; another one means an unseen write.
+        storage: Its storage, weakly; calls back when it dies, since addresses are used again.
+    """
+
+    state: State
+    version: int
+    storage: weakref.ref[Any]
+
+
+@dataclass(slots=True)
+class Observations:
+    """What happened while one forward was watched.
+
+    Attributes:
+        recorded_ops: Ops recorded.
+        dropped_saves: Tensors for which autograd got a token.
+        kept_drops: Drops of the plan that could not be carried out, each with its reason.
+        divergence: Where the running model left the plan; empty while it follows it.
+    """
+
+    recorded_ops: int = 0
+    dropped_saves: int = 0
+    kept_drops: list[str] = field(default_factory=list)
+    divergence: str = ""
+
+
+class Watch(TorchDispatchMode):
+    """Watches the ops of one forward while entered; entered and left once per active region.
+
+    Attributes:
+        observations: What happened so far.
+        index: Index of the next op of forward.
+    """
+
+    def __init__(self, directions: Directions, on_divergence: Callable[[str], None]) -> None:
+        """Create a watch for one forward.
+
+        Args:
+            directions: What to drop, and the ops to expect.
+            on_divergence: Told once, with a sentence, when the model leaves the plan.
+        """
+        super().__init__()
+        self.observations = Observations()
+        self.index = 0
+        self._end = 0
+        self._following = False
+        self._directions = directions
+        self._on_divergence = on_divergence
+        self._tracked: dict[int, Tracked] = {}
+        self._pins: dict[int, list[weakref.ref[Record]]] = {}
+
+    # Regions
+
+    def start_region(self, start: int, end: int) -> None:
+        """Expect the ops ``[start, end)`` of forward from here on."""
+        self.index = start
+        self._end = end
+        self._following = True
+
+    def end_region(self, *, complete: bool) -> None:
+        """Stop watching.
+
+        Args:
+            complete: Whether the region ran to its end; ``False`` after an exception.
+        """
+        if complete and self._following and self.index != self._end:
+            self._diverge(f"it ended a region at forward op {self.index} instead of {self._end}")
+        self._following = False
+
+    def close(self) -> None:
+        """Let go of everything that only forward needs; tokens and their records live on."""
+        self._tracked.clear()
+        self._pins.clear()
+
+    # Ops
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one op, and record it if the plan needs it again."""
+        kwargs = dict(kwargs) if kwargs else {}
+        operator = operator_of(func)
+        if not operator.counted:
+            return func(*args, **kwargs)
+        index = self.index
+        drops: dict[int, int] | None = None
+        if self._following and self._expected(index, operator):
+            self.index = index + 1
+            drops = self._directions.drops.get(index)
+        if drops is not None:
+            return self._create(index, drops, operator, types, args, kwargs)
+        if operator.writes and (self._tracked or self._pins):
+            return self._write(index, operator, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _expected(self, index: int, operator: Operator) -> bool:
+        """Whether the plan expects this op here; past the region's end nothing is expected."""
+        if index >= self._end:
+            return False
+        expected = self._directions.forward[index]
+        if operator.name == expected:
+            return True
+        if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+            self._diverge(f"it ran `{operator.name}` as forward op {index} instead of `{expected}`")
+        return False
+
+    def _diverge(self, where: str) -> None:
+        self._following = False
+        if not self.observations.divergence:
+            self.observations.divergence = where
+            self._on_divergence(where)
+
+    def _create(
+        self,
+        index: int,
+        drops: dict[int, int],
+        operator: Operator,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an op whose outputs, or some of them, the plan drops."""
+        refusal = operator.refusal or _unfit(types, args, kwargs)
+        self._before_writes(operator, args, kwargs, forget=True)
+        if refusal is not None:
+            self._keep(index, operator, refusal)
+            return operator.func(*args, **kwargs)
+        record = self._record(index, operator, args, kwargs)
+        result = operator.func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        given = {_storage_key(a) for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)}
+        for ordinal, planned_size in sorted(drops.items()):
+            if ordinal >= len(tensors) or tensors[ordinal].layout is not torch.strided:
+                self._keep(index, operator, f"returns no strided tensor {ordinal}")
+                continue
+            made = tensors[ordinal]
+            if _storage_key(made) in given or _storage_key(made) in self._tracked:
+                self._keep(index, operator, "returns a view instead of a new tensor")
+                continue
+            if made.numel() > planned_size and not self.observations.divergence:
+                self.observations.divergence = (
+                    f"forward op {index}, `{operator.name}`, made {made.numel()} elements instead "
+                    f"of {planned_size}"
+                )
+                self._on_divergence(self.observations.divergence)
+            state = State(record)
+            record.outputs.append(Output(ordinal, weakref.ref(state), Geometry.of(made)))
+            self._track(made, state)
+        self.observations.recorded_ops += 1
+        return result
+
+    def _write(
+        self,
+        index: int,
+        operator: Operator,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an op that writes to its arguments; one of them may be dropped or pinned."""
+        written = list(operator.announced_writes(args, kwargs))
+        target = written[0] if len(written) == 1 else None
+        tracked = self._find(target) if target is not None else None
+        recordable = (
+            target is not None
+            and tracked is not None
+            and self._following
+            and operator.refusal is None
+            and not operator.hidden_positions(args)
+            and _unfit(types, args, kwargs) is None
+        )
+        self._before_writes(operator, args, kwargs, forget=not recordable)
+        if not recordable or target is None or tracked is None:
+            return operator.func(*args, **kwargs)
+        size = target.untyped_storage().nbytes()
+        record = self._record(index, operator, args, kwargs)
+        record.target = Ref(tracked.state, Geometry.of(target))
+        version = version_of(target)
+        result = operator.func(*args, **kwargs)
+        key = _storage_key(target)
+        if target.untyped_storage().nbytes() != size:
+            self._tracked.pop(key, None)
+            return result
+        state = State(record)
+        record.outputs.append(Output(0, weakref.ref(state), Geometry.of(target)))
+        tracked.state = state
+        if version >= 0:
+            tracked.version = version + 1  # autograd counts the write after this returns
+        self.observations.recorded_ops += 1
+        return result
+
+    def _before_writes(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *, forget: bool
+    ) -> None:
+        """Make records safe from a write that is about to happen.
+
+        A pinned argument is copied for the records that hold it: a plan avoids this, a model that
+        left its plan may not.
+
+        Args:
+            operator: The op that writes.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            forget: Keep what is written from here on, since the write will not be recorded.
+        """
+        if not operator.writes:
+            return
+        hidden = [args[position] for position in operator.hidden_positions(args)]
+        for tensor in (*operator.announced_writes(args, kwargs), *hidden):
+            if tensor.layout is not torch.strided:
+                continue
+            key = _storage_key(tensor)
+            holders = self._pins.pop(key, None)
+            if holders is not None:
+                _copy_pins(holders, key)
+            if forget:
+                self._tracked.pop(key, None)
+
+    def _keep(self, index: int, operator: Operator, reason: str) -> None:
+        self.observations.kept_drops.append(f"forward op {index}, `{operator.name}`: {reason}")
+
+    # Recording
+
+    def _record(
+        self, index: int, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Record:
+        """Record a call that is about to happen."""
+        record = Record(index, operator)
+        if operator.random:
+            record.generator = GeneratorState.before(args, kwargs)
+        states: dict[State, None] = {}
+        hidden = operator.hidden_positions(args)
+        held: list[Any] = []
+        for position, value in enumerate(args):
+            if position == 0 and operator.shape_only and isinstance(value, Tensor):
+                held.append(_shape_only(value))
+            elif position in hidden:
+                held.append(Pin(_alias(value), None))
+            else:
+                held.append(self._hold(value, record, states))
+        record.args = tuple(held)
+        record.kwargs = {key: self._hold(value, record, states) for key, value in kwargs.items()}
+        record.states = tuple(states)
+        for state in states:
+            state.read_by(record)
+        return record
+
+    def _hold(self, value: Any, record: Record, states: dict[State, None]) -> Any:
+        if isinstance(value, Tensor):
+            tracked = self._find(value)
+            if tracked is not None:
+                states[tracked.state] = None
+                return Ref(tracked.state, Geometry.of(value))
+            self._pins.setdefault(_storage_key(value), []).append(weakref.ref(record))
+            return Pin(_alias(value), version_of(value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._hold(item, record, states) for item in value)
+        return value
+
+    def _track(self, tensor: Tensor, state: State) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        tracked_by_key = self._tracked
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            known = tracked_by_key.get(key)
+            if known is not None and known.storage is reference:
+                del tracked_by_key[key]
+
+        tracked_by_key[key] = Tracked(state, version_of(tensor), weakref.ref(storage, forget))
+
+    def _find(self, tensor: Tensor) -> Tracked | None:
+        """The dropped allocation behind ``tensor``, unless it was written to unseen."""
+        if not self._tracked or tensor.layout is not torch.strided:
+            return None
+        key = _storage_key(tensor)
+        tracked = self._tracked.get(key)
+        if tracked is not None and tracked.version != version_of(tensor):
+            del self._tracked[key]
+            self._diverge("it wrote to a dropped tensor outside the ops that the plan watches")
+            return None
+        return tracked
+
+    # Saved tensors
+
+    def pack(self, tensor: Tensor) -> Token | Kept:
+        """What autograd holds instead of ``tensor``, which it is about to save."""
+        tracked = self._find(tensor) if type(tensor) is Tensor else None
+        if tracked is not None:
+            self.observations.dropped_saves += 1
+            return Token(tracked.state, Geometry.of(tensor))
+        if self._following and self.index >= self._end and tensor.grad_fn is not None:
+            self._diverge(f"it went on after forward op {self._end}, where the plan ends")
+        version = version_of(tensor)
+        if tensor.grad_fn is None or tensor.is_inference():
+            return Kept(tensor, version)
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return Kept(tensor.detach(), version)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _unfit(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call with these arguments cannot be recorded; ``None`` when it can."""
+    if any(kind is not Tensor for kind in types):
+        return "takes a tensor subclass"
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            return f"takes a {value.layout} tensor"
+    return None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same storage and version counter without the autograd graph.
+
+    Below autograd, where a mode runs, ``detach`` would give a version counter of its own; so this
+    goes back above it.
+    """
+    if tensor.is_inference():
+        return tensor
+    with (
+        enable_reentrant_dispatch(),
+        torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
+        torch.no_grad(),
+    ):
+        return tensor.detach()
+
+
+def _shape_only(tensor: Tensor) -> ShapeOnly:
+    meta = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=False
+    )
+    return ShapeOnly(meta, tensor.device)
+
+
+def _copy_pins(holders: list[weakref.ref[Record]], key: int) -> None:
+    """Give the records that hold the storage ``key`` a copy of it, one for all of them."""
+    copies: dict[int, torch.UntypedStorage] = {}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Pin) and value.version is not None:
+            if _storage_key(value.tensor) != key:
+                return value
+            if key not in copies:
+                copies[key] = value.tensor.untyped_storage().clone()
+            anchor = torch.empty(0, dtype=value.tensor.dtype, device=value.tensor.device)
+            anchor.set_(copies[key])  # type: ignore[call-overload]
+            return Pin(Geometry.of(value.tensor).over(anchor), 0)
+        if isinstance(value, (list, tuple)):
+            return type(value)(moved(item) for item in value)
+        return value
+
+    for holder in holders:
+        record = holder()
+        if record is not None and not record.consumed:
+            record.args = tuple(moved(value) for value in record.args)
+            record.kwargs = {name: moved(value) for name, value in record.kwargs.items()}

@@ -1,0 +1,347 @@
+"""A workload that runs by a plan.
+
+Responsible for :class:`Fitted`: one planned step, or a planned forward for people who keep their
+own loop, and for planning again when the model leaves its plan. Not responsible for any single
+technique (:mod:`memfit.apply`) or for making plans (the engine).
+
+Constructing a :class:`Fitted` touches neither parameters nor random state. Hooks exist only while a
+step or forward runs, and only for actions that are in the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memfit.apply.microbatch import REDUCTIONS, Weights, cut
+from memfit.apply.optimizer import OptimizerInBackward
+from memfit.apply.remat import Rematerialiser
+from memfit.errors import UsageError
+from memfit.workload import Workload
+
+Replan = Callable[[Any], Mapping[str, Any] | None]
+"""Captures and plans again for a batch; ``None`` to go on as before."""
+
+MAX_REPLANS = 2
+"""Times the step is planned again for batches of one shape; then its divergence is lived with."""
+
+_KINDS = frozenset({"remat", "fuse_optimizer", "micro_batch"})
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """What the steps so far did.
+
+    Attributes:
+        steps: Steps, or forwards of an own loop, that ran to their end.
+        dropped_saves: Tensors dropped in the last forward.
+        replayed_ops: Ops run again for it.
+        kept_drops: Drops of the plan that were not carried out, each with its reason.
+        diverged: Whether the last step left its plan.
+        divergence: Where, as a sentence; empty if it did not.
+        replans: Times the step was planned again.
+    """
+
+    steps: int
+    dropped_saves: int
+    replayed_ops: int
+    kept_drops: tuple[str, ...]
+    diverged: bool
+    divergence: str
+    replans: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Actions:
+    """A plan taken apart.
+
+    Attributes:
+        plan: The plan.
+        remat: Carries out its rematerialisation; ``None`` without any.
+        pieces: Micro-batches; 1 without.
+        fuse: Whether the optimizer runs inside backward.
+    """
+
+    plan: Mapping[str, Any]
+    remat: Rematerialiser | None
+    pieces: int
+    fuse: bool
+
+
+class Fitted:
+    """A workload that runs by a plan.
+
+    Attributes:
+        workload: The workload.
+        optimizer: Its optimizer; ``None`` when the workload has none.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Mapping[str, Any],
+        *,
+        loss_reduction: str = "",
+        replan: Replan | None = None,
+    ) -> None:
+        """Apply a plan to a workload.
+
+        Args:
+            workload: The workload the plan was made for. Its model is left unmodified.
+            plan: The plan as parsed JSON.
+            loss_reduction: How the loss reduces over the batch, as the trace says; one of
+                ``mean``, ``sum``, ``token_mean``, or empty for watching the loss.
+            replan: Plans again when the running model leaves the plan; ``None`` for never.
+
+        Raises:
+            UsageError: The plan asks for what this workload cannot do.
+        """
+        self.workload = workload
+        self.optimizer = _optimizer(workload)
+        self._replan = replan
+        if loss_reduction not in REDUCTIONS:
+            message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
+            raise UsageError(message)
+        self._loss_reduction = loss_reduction
+        self._actions = self._read(plan)
+        self._by_shape: dict[Any, _Actions] = {}
+        self._diverged: set[Any] = set()
+        self._attempts: dict[Any, int] = {}
+        self._shape: Any = None
+        self._running = self._actions
+        self._steps = 0
+        self._replans = 0
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """The plan that the last step ran by, or the next one will if none ran."""
+        return self._running.plan
+
+    # One step
+
+    def step(self, batch: Any = None) -> Any:
+        """Run one whole step: forward, backward, clipping, optimizer, gradients released.
+
+        Args:
+            batch: The batch; the workload's own by default.
+
+        Returns:
+            The loss, detached. For inference, what the forward returns.
+
+        Raises:
+            UsageError: The plan cannot be carried out with this batch or loss.
+            ReplayError: A dropped tensor was changed behind memfit's back; gradients are gone,
+                parameters are as before unless the plan runs the optimizer inside backward.
+        """
+        batch = self.workload.batch if batch is None else batch
+        actions = self._choose(batch)
+        if not self.workload.training:
+            with torch.no_grad(), self._autocast():
+                result = self.workload.infer(self.workload.model, batch)
+            self._completed(actions)
+            return result
+        try:
+            loss = self._forward_and_backward(actions, batch)
+            self._update(actions)
+        except BaseException:
+            self._release_gradients()
+            raise
+        self._release_gradients()
+        self._completed(actions)
+        return loss
+
+    def _forward_and_backward(self, actions: _Actions, batch: Any) -> Tensor:
+        if actions.pieces == 1:
+            loss = self._loss(actions, batch)
+            with self._optimizer_inside(actions):
+                loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        workload = self.workload
+        pieces = cut(batch, actions.pieces, workload.batch_dim)
+        weights = Weights(pieces, self._loss_reduction, workload.loss_weight)
+        losses: list[Tensor] = []
+        for index, piece in enumerate(pieces):
+            with weights.observe():
+                loss = self._loss(actions, piece.batch)
+            weight = torch.full_like(loss, weights.of(index))
+            if index + 1 < len(pieces):
+                loss.backward(weight)  # type: ignore[no-untyped-call]
+            else:
+                self._scale_gradients(weights.correction())
+                with self._optimizer_inside(actions):
+                    loss.backward(weight)  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            del loss
+        return weights.mean(losses)
+
+    def _loss(self, actions: _Actions, batch: Any) -> Tensor:
+        """The loss of a batch, with its graph."""
+        loss_of = self.workload.loss
+        if loss_of is None:
+            raise UsageError("the workload has no loss: it only infers")
+        with self._autocast(), _planned_forward(actions):
+            return loss_of(self.workload.model, batch)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = self.workload.autocast
+        if dtype is None:
+            return contextlib.nullcontext()
+        device = next((p.device.type for p in self.workload.model.parameters()), "cpu")
+        return torch.autocast(device, dtype)
+
+    def _optimizer_inside(self, actions: _Actions) -> contextlib.AbstractContextManager[None]:
+        if not actions.fuse or self.optimizer is None:
+            return contextlib.nullcontext()
+        return OptimizerInBackward(self.optimizer).attached()
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for parameter in self.workload.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _update(self, actions: _Actions) -> None:
+        if self.workload.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(
+                self.workload.model.parameters(), self.workload.clip_grad_norm
+            )
+        if self.optimizer is not None and not actions.fuse:
+            self.optimizer.step()
+
+    def _release_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.workload.model.zero_grad(set_to_none=True)
+
+    # The user's own loop
+
+    @contextlib.contextmanager
+    def forward(self, batch: Any = None) -> Iterator[None]:
+        """Run your own forward and loss inside this, and ``loss.backward()`` after it.
+
+        Args:
+            batch: The batch about to run, if it differs in shape from the workload's.
+
+        Raises:
+            UsageError: The plan holds an action that lives outside forward.
+        """
+        actions = self._choose(self.workload.batch if batch is None else batch)
+        for kind, present in (
+            ("fuse_optimizer", actions.fuse),
+            ("micro_batch", actions.pieces > 1),
+        ):
+            if present:
+                message = (
+                    f"the plan holds `{kind}`, which needs `Fitted.step`\n"
+                    "hint: plan with `own_loop=True` to keep your own loop"
+                )
+                raise UsageError(message)
+        with _planned_forward(actions):
+            yield
+        self._completed(actions)
+
+    # Plans
+
+    def report(self) -> Report:
+        """What the steps so far did."""
+        remat = self._running.remat
+        outcome = remat.outcome() if remat is not None else None
+        seen = outcome.observations if outcome is not None else None
+        return Report(
+            steps=self._steps,
+            dropped_saves=seen.dropped_saves if seen else 0,
+            replayed_ops=outcome.replayed_ops if outcome else 0,
+            kept_drops=tuple(seen.kept_drops) if seen else (),
+            diverged=remat.diverged if remat is not None else False,
+            divergence=seen.divergence if seen else "",
+            replans=self._replans,
+        )
+
+    def _choose(self, batch: Any) -> _Actions:
+        """The actions for a batch of this shape, planned again if its last step diverged."""
+        if self._replan is None or self._actions.remat is None:
+            return self._actions
+        shape = _shape(batch)
+        actions = self._by_shape.get(shape, self._actions)
+        if shape in self._diverged:
+            self._diverged.discard(shape)
+            plan = self._replan(batch)
+            self._attempts[shape] = self._attempts.get(shape, 0) + 1
+            if plan is not None:
+                self._replans += 1
+                actions = self._by_shape[shape] = self._read(plan)
+        self._shape = shape
+        self._running = actions
+        return actions
+
+    def _completed(self, actions: _Actions) -> None:
+        """Count a step, and remember a divergence for the next one of its shape."""
+        self._steps += 1
+        if actions.remat is None or not actions.remat.diverged or self._replan is None:
+            return
+        if self._attempts.get(self._shape, 0) < MAX_REPLANS:
+            self._diverged.add(self._shape)
+
+    def _read(self, plan: Mapping[str, Any]) -> _Actions:
+        """Take a plan apart and check that this workload can do what it asks."""
+        try:
+            actions = {action["kind"]: action for action in plan["actions"]}
+        except (KeyError, TypeError) as error:
+            message = f"this is not a plan: {error!r}"
+            raise UsageError(message) from error
+        unknown = sorted(actions.keys() - _KINDS)
+        if unknown:
+            message = f"the plan holds `{unknown[0]}`, which this memfit does not know"
+            raise UsageError(message)
+        if actions and not self.workload.training:
+            message = f"the plan holds `{next(iter(actions))}`, and the workload has no loss"
+            raise UsageError(message)
+        fuse = "fuse_optimizer" in actions
+        if fuse and self.optimizer is not None:
+            if self.workload.clip_grad_norm is not None:
+                raise UsageError(
+                    "the plan runs the optimizer inside backward, and `clip_grad_norm` needs all "
+                    "gradients at once\nhint: plan again for this workload"
+                )
+            OptimizerInBackward(self.optimizer)
+        remat = None
+        if "remat" in actions:
+            remat = Rematerialiser(self.workload.model, actions["remat"].get("remat") or {})
+        pieces = int(actions["micro_batch"]["count"]) if "micro_batch" in actions else 1
+        if pieces < 1:
+            message = f"the plan cuts the batch into `{pieces}` pieces"
+            raise UsageError(message)
+        return _Actions(plan, remat, pieces, fuse)
+
+
+def _planned_forward(actions: _Actions) -> contextlib.AbstractContextManager[None]:
+    return actions.remat.forward() if actions.remat is not None else contextlib.nullcontext()
+
+
+def _optimizer(workload: Workload) -> Optimizer | None:
+    """The workload's optimizer over its model's own parameters."""
+    given = workload.optimizer
+    if given is None or isinstance(given, Optimizer):
+        return given
+    optimizer = given(workload.model.parameters())
+    if not isinstance(optimizer, Optimizer):
+        message = (
+            f"`optimizer` must return a `torch.optim.Optimizer`, got `{type(optimizer).__name__}`"
+        )
+        raise UsageError(message)
+    return optimizer
+
+
+def _shape(batch: Any) -> Any:
+    """What of a batch decides which ops run: shapes and types of its tensors."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
+        for leaf in tree_leaves(batch)
+    )
