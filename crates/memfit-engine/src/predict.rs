@@ -214,6 +214,12 @@ pub fn unplanned_peak(trace: &Trace) -> Bytes {
         .peak_bytes
 }
 
+/// What a plan keeps free for what the prediction is not sure of.
+#[must_use]
+pub fn margin(trace: &Trace, peak: Bytes) -> Bytes {
+    interval(trace, trace, peak).0.1 - peak
+}
+
 /// How far the truth may be from the peak predicted, and why.
 ///
 /// Probed workspaces are exact for the shapes probed. What is left: ops that allocate inside and were

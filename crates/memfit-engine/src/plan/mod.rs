@@ -5,6 +5,16 @@
 //! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
 //! out (the Python package).
 
+mod bound;
+mod emit;
+mod outer;
+mod problem;
+mod search;
+mod validate;
+
+pub use outer::{PlanError, plan};
+pub use validate::InvalidPlan;
+
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
@@ -238,6 +248,9 @@ pub struct Plan {
     pub next_class: Option<NextClass>,
     /// What stops the peak from going lower.
     pub bottleneck: Option<Bottleneck>,
+    /// How the loss reduces over the batch, see [`crate::trace::Meta::loss_reduction`].
+    #[serde(default)]
+    pub loss_reduction: String,
     /// Words to the user: fallbacks, warnings (dropout under micro-batches).
     pub notes: Vec<String>,
 }

@@ -1,0 +1,140 @@
+//! What no plan can beat.
+//!
+//! Responsible for a lower bound on replay time under a budget and on the peak itself. Both come from
+//! looking at one moment at a time: at op `i` the unplanned step holds `live(i)`; a plan within the budget
+//! must free the excess from what only autograd holds there and backward has not asked for yet. Freeing
+//! an allocation takes at least one run of the op that made it. So the fractional knapsack at each `i`
+//! bounds the time from below, and the worst `i` is the bound. Pins, replay temporaries and the replays
+//! that a replay needs are ignored, which only lowers it.
+
+use super::problem::Problem;
+use crate::bytes::Bytes;
+use crate::step::Evaluator;
+use crate::trace::AllocationId;
+
+/// The bound for one problem.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Bound {
+    /// Least seconds of replay of any plan within the target; infinite when there is none.
+    pub(super) replay_seconds: f64,
+    /// No plan has a lower peak.
+    pub(super) peak_bytes: Bytes,
+}
+
+/// An allocation that could be freed over a stretch of the step.
+struct Freeable {
+    bytes: u64,
+    seconds: f64,
+    /// Autograd alone holds it during these ops.
+    from: usize,
+    until: usize,
+}
+
+pub(super) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
+    let none = vec![false; problem.trace.allocations.len()];
+    let heights = Evaluator::new(&problem.model).timeline(&none);
+    let mut freeable = freeable(problem);
+    // Most bytes per second first: the order of the fractional knapsack.
+    freeable.sort_by(|a, b| {
+        let (a, b) = (bytes_per_second(a), bytes_per_second(b));
+        b.total_cmp(&a)
+    });
+    let mut result = Bound {
+        replay_seconds: 0.0,
+        peak_bytes: Bytes::ZERO,
+    };
+    for (op, &height) in heights.iter().enumerate() {
+        let there = || freeable.iter().filter(|f| f.from <= op && op < f.until);
+        let removable: Bytes = there().map(|f| Bytes(f.bytes)).sum();
+        result.peak_bytes = result.peak_bytes.max(height - removable);
+        if height > target {
+            let seconds = knapsack_seconds(there(), height - target);
+            result.replay_seconds = result.replay_seconds.max(seconds);
+        }
+    }
+    result
+}
+
+fn knapsack_seconds<'f>(freeable: impl Iterator<Item = &'f Freeable>, excess: Bytes) -> f64 {
+    let (mut left, mut seconds) = (excess.as_f64(), 0.0);
+    for item in freeable {
+        let bytes = Bytes(item.bytes).as_f64();
+        if bytes >= left {
+            return seconds + item.seconds * left / bytes;
+        }
+        left -= bytes;
+        seconds += item.seconds;
+    }
+    f64::INFINITY
+}
+
+fn bytes_per_second(item: &Freeable) -> f64 {
+    Bytes(item.bytes).as_f64() / item.seconds.max(1e-12)
+}
+
+fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
+    let trace = problem.trace;
+    // An op that makes several allocations runs once for all of them.
+    let mut sharers = vec![0_u32; problem.op_seconds.len()];
+    for &id in &problem.candidates {
+        for maker in problem.model.makers(id) {
+            sharers[maker.index()] += 1;
+        }
+    }
+    let mut items = Vec::new();
+    for &id in &problem.candidates {
+        let Some((from, until)) = saved_only(problem, id) else {
+            continue;
+        };
+        let producer = trace.allocations[id.index()]
+            .producer
+            .map_or(0, |op| op.index());
+        let asked_for = problem.first_unpack[id.index()] != usize::MAX;
+        let share = f64::from(sharers.get(producer).copied().unwrap_or(1).max(1));
+        let seconds = problem.op_seconds.get(producer).copied().unwrap_or(0.0) / share;
+        items.push(Freeable {
+            bytes: problem.model.bytes(id).0,
+            seconds: if asked_for { seconds } else { 0.0 },
+            from,
+            until,
+        });
+    }
+    items
+}
+
+/// The ops during which a dropped allocation could be away: after its forward life, before backward
+/// first asks for it.
+fn saved_only(problem: &Problem<'_>, id: AllocationId) -> Option<(usize, usize)> {
+    let forward_end = problem.op_seconds.len();
+    let natural = &problem.trace.allocations[id.index()].natural;
+    let forward_life = natural
+        .iter()
+        .filter(|(start, _)| start.index() < forward_end);
+    let from = forward_life.map(|(_, end)| end.index()).max().unwrap_or(0);
+    let until = problem.first_unpack[id.index()].min(problem.trace.ops.len());
+    (from < until).then_some((from, until))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cost::{CostSource, Costs};
+    use crate::step::Variant;
+    use crate::trace::sample;
+
+    #[test]
+    fn the_bound_of_a_chain_is_what_a_hand_computes() {
+        let trace = sample::chain();
+        let source = CostSource::Profile {
+            op_seconds: vec![1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        };
+        let costs = Costs::new(&trace, &source).unwrap();
+        let problem = Problem::new(&trace, Variant::default(), &costs);
+        // `a` (128 bytes, 1 s) is away during ops 2..6, `b` (128 bytes, 2 s) during ops 3..5. At `mean` and
+        // `cos_backward` the step holds 772 bytes; a 64th of `a` is the cheapest way to 770.
+        let at = bound(&problem, Bytes(770));
+        assert!((at.replay_seconds - 2.0 / 128.0).abs() < 1e-9, "{at:?}");
+        // At `gelu_backward` and `mm` nothing can go: 768 bytes.
+        assert_eq!(at.peak_bytes, Bytes(768));
+    }
+}

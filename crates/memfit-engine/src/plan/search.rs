@@ -1,0 +1,439 @@
+//! The inner search: which allocations to drop, for the least time within a target.
+//!
+//! Responsible for one [`Problem`]. Every candidate is judged by the exact peak of the transformed trace
+//! and the exact replay time, never by saved bytes.
+//!
+//! # How
+//!
+//! 1. *Starts*: nothing dropped; everything without floating-point work dropped; everything but the
+//!    inputs of repeated blocks (and of every second, third, fourth ... block) dropped.
+//! 2. *Descend* from each: find the peak, take what autograd alone holds there, drop the one with the
+//!    most bytes freed per second, with and without recomputing its inputs instead of pinning them.
+//!    Repeat until the target is met or nothing at the peak can go.
+//! 3. *Prune*: keep again whatever the target allows, most seconds first.
+//! 4. *Exchange*: forbid one expensive drop at a time, descend and prune again, accept what is faster.
+//!
+//! Deterministic: ties go to the lower index, and the limit counts evaluations, not seconds.
+
+use super::problem::{Candidate, Problem, Scorer};
+use crate::bytes::Bytes;
+use crate::trace::AllocationId;
+
+/// Evaluations one inner search may spend.
+const EVALUATION_LIMIT: u64 = 12_000;
+/// Exchanges tried without success before the search ends.
+const EXCHANGE_PATIENCE: usize = 12;
+
+/// What an inner search found.
+#[derive(Debug)]
+pub(super) struct Found {
+    /// The fastest candidate within the target, if any.
+    pub(super) best: Option<Candidate>,
+    /// The candidate with the smallest peak.
+    pub(super) lowest: Candidate,
+    /// Evaluations spent.
+    pub(super) evaluations: u64,
+    /// The limit was reached.
+    pub(super) limited: bool,
+}
+
+pub(super) fn search(problem: &Problem<'_>, target: Bytes) -> Found {
+    let mut search = Search::new(problem);
+    let starts = search.starts();
+    let mut lowest: Option<Candidate> = None;
+    let mut best: Option<Candidate> = None;
+    for start in starts {
+        let met = search.descend(start.clone(), target, None);
+        if met.evaluation.peak_bytes <= target {
+            let pruned = search.prune(met, target);
+            if best.as_ref().is_none_or(|best| faster(&pruned, best)) {
+                best = Some(pruned);
+            }
+        }
+        let bottom = search.descend(start, Bytes::ZERO, None);
+        let bottom = search.settle(bottom);
+        if lowest.as_ref().is_none_or(|lowest| lower(&bottom, lowest)) {
+            lowest = Some(bottom);
+        }
+    }
+    let lowest = lowest.expect("there is always the start with nothing dropped");
+    if best.is_none() && lowest.evaluation.peak_bytes <= target {
+        best = Some(search.prune(lowest.clone(), target));
+    }
+    let best = best.map(|best| search.exchange(best, target));
+    let evaluations = search.scorer.evaluations;
+    Found {
+        best,
+        lowest,
+        evaluations,
+        limited: search.exhausted(),
+    }
+}
+
+fn faster(a: &Candidate, b: &Candidate) -> bool {
+    let by_time = a.replay_seconds.total_cmp(&b.replay_seconds);
+    by_time
+        .then(a.evaluation.peak_bytes.cmp(&b.evaluation.peak_bytes))
+        .is_lt()
+}
+
+fn lower(a: &Candidate, b: &Candidate) -> bool {
+    let by_peak = a.evaluation.peak_bytes.cmp(&b.evaluation.peak_bytes);
+    by_peak
+        .then(a.replay_seconds.total_cmp(&b.replay_seconds))
+        .is_lt()
+}
+
+struct Search<'p> {
+    problem: &'p Problem<'p>,
+    scorer: Scorer<'p>,
+}
+
+/// A way to free an allocation: what to add to the dropped set, and an estimate of its worth.
+struct Move {
+    adds: Vec<AllocationId>,
+    bytes_per_second: f64,
+}
+
+impl<'p> Search<'p> {
+    fn new(problem: &'p Problem<'p>) -> Self {
+        Self {
+            problem,
+            scorer: Scorer::new(problem),
+        }
+    }
+
+    fn exhausted(&self) -> bool {
+        self.scorer.evaluations >= EVALUATION_LIMIT
+    }
+
+    fn starts(&mut self) -> Vec<Candidate> {
+        let problem = self.problem;
+        let nothing = vec![false; problem.trace.allocations.len()];
+        let mut cheap = nothing.clone();
+        for &id in &problem.candidates {
+            let no_flops = problem
+                .model
+                .makers(id)
+                .all(|op| problem.trace.ops[op.index()].flops == 0);
+            cheap[id.index()] = no_flops;
+        }
+        let mut sets = vec![nothing.clone(), cheap];
+        for boundaries in block_boundaries(problem) {
+            for stride in 1..=4 {
+                if stride > 1 && boundaries.len() < 2 * stride {
+                    break;
+                }
+                let mut set = nothing.clone();
+                for &id in &problem.candidates {
+                    set[id.index()] = true;
+                }
+                for kept in boundaries.iter().step_by(stride).flatten() {
+                    set[kept.index()] = false;
+                }
+                sets.push(set);
+            }
+        }
+        let mut starts = Vec::new();
+        for mut set in sets {
+            self.repair(&mut set);
+            let start = self.scorer.score(set);
+            if start.evaluation.valid {
+                starts.push(start);
+            }
+        }
+        starts
+    }
+
+    /// Keeps again what cannot be dropped beside what is kept: a pinned input that is overwritten.
+    fn repair(&self, dropped: &mut [bool]) {
+        let model = &self.problem.model;
+        loop {
+            let mut changed = false;
+            for &id in &self.problem.candidates {
+                let fine =
+                    |input: &AllocationId| dropped[input.index()] || model.may_pin(id, *input);
+                if dropped[id.index()] && !model.inputs(id).iter().all(fine) {
+                    dropped[id.index()] = false;
+                    changed = true;
+                }
+            }
+            if !changed {
+                return;
+            }
+        }
+    }
+
+    /// Drops at the peak until the target is met or nothing more can go. Never raises the peak.
+    fn descend(
+        &mut self,
+        mut at: Candidate,
+        target: Bytes,
+        tabu: Option<AllocationId>,
+    ) -> Candidate {
+        while at.evaluation.peak_bytes > target && !self.exhausted() {
+            let moves = self.moves(&at, tabu);
+            let mut next = None;
+            for mv in moves {
+                let mut dropped = at.dropped.clone();
+                for id in &mv.adds {
+                    dropped[id.index()] = true;
+                }
+                let (evaluation, replay_seconds) = self.scorer.peek(&dropped);
+                if evaluation.valid && evaluation.peak_bytes <= at.evaluation.peak_bytes {
+                    next = Some(Candidate {
+                        dropped,
+                        evaluation,
+                        replay_seconds,
+                    });
+                    break;
+                }
+                if self.exhausted() {
+                    break;
+                }
+            }
+            match next {
+                Some(next) => at = next,
+                None => break,
+            }
+        }
+        at
+    }
+
+    /// What could go at the peak, best estimate first.
+    fn moves(&mut self, at: &Candidate, tabu: Option<AllocationId>) -> Vec<Move> {
+        let holdings = self.scorer.evaluator.holdings_at_peak(&at.dropped);
+        let position = at.evaluation.moment.position.index();
+        let mut present = vec![false; at.dropped.len()];
+        for holding in &holdings {
+            present[holding.allocation.index()] = true;
+        }
+        let mut moves = Vec::new();
+        for holding in &holdings {
+            let id = holding.allocation;
+            let free = !at.dropped[id.index()] && self.problem.model.is_droppable(id);
+            let away = self.problem.first_unpack[id.index()] >= position;
+            if !free || !away || holding.natural > 0 || tabu == Some(id) {
+                continue;
+            }
+            for recompute_inputs in [false, true] {
+                let adds = self.drop_set(id, &at.dropped, &present, recompute_inputs, tabu);
+                let Some(adds) = adds else { continue };
+                if recompute_inputs && adds.len() == 1 {
+                    continue;
+                }
+                moves.extend(self.estimate(adds, at, &present, &holdings));
+            }
+        }
+        moves.sort_by(|a, b| b.bytes_per_second.total_cmp(&a.bytes_per_second));
+        moves
+    }
+
+    /// `id` and what must, or with `recompute_inputs` may, go with it: inputs of its makers that would
+    /// otherwise be held anew at the peak.
+    fn drop_set(
+        &self,
+        id: AllocationId,
+        dropped: &[bool],
+        present: &[bool],
+        recompute_inputs: bool,
+        tabu: Option<AllocationId>,
+    ) -> Option<Vec<AllocationId>> {
+        let model = &self.problem.model;
+        let mut adds = vec![id];
+        let mut next = 0;
+        while let Some(&current) = adds.get(next) {
+            next += 1;
+            for input in model.inputs(current) {
+                if dropped[input.index()] || adds.contains(&input) {
+                    continue;
+                }
+                let must = !model.may_pin(current, input);
+                let may = recompute_inputs && !present[input.index()];
+                let can = model.is_droppable(input) && tabu != Some(input);
+                if must && !can {
+                    return None;
+                }
+                if must || (may && can) {
+                    adds.push(input);
+                }
+            }
+        }
+        Some(adds)
+    }
+
+    /// Bytes freed at the peak less bytes pinned anew, per second of replay added.
+    fn estimate(
+        &self,
+        adds: Vec<AllocationId>,
+        at: &Candidate,
+        present: &[bool],
+        holdings: &[crate::step::Holding],
+    ) -> Option<Move> {
+        let model = &self.problem.model;
+        let natural =
+            |id: AllocationId| holdings.iter().any(|h| h.allocation == id && h.natural > 0);
+        let mut gained = 0.0;
+        let mut seconds = 0.0;
+        let mut pinned: Vec<AllocationId> = Vec::new();
+        for &id in &adds {
+            if present[id.index()] && !natural(id) {
+                gained += model.bytes(id).as_f64();
+            }
+            seconds += self.problem.drop_seconds(id);
+            for input in model.inputs(id) {
+                let held = present[input.index()] || at.dropped[input.index()];
+                if !held && !adds.contains(&input) && !pinned.contains(&input) {
+                    gained -= model.bytes(input).as_f64();
+                    pinned.push(input);
+                }
+            }
+        }
+        (gained > 0.0).then(|| Move {
+            adds,
+            bytes_per_second: gained / seconds.max(1e-9),
+        })
+    }
+
+    /// Keeps again whatever the target allows and saves time, most seconds per byte first.
+    fn prune(&mut self, mut at: Candidate, target: Bytes) -> Candidate {
+        loop {
+            let mut order: Vec<AllocationId> = self
+                .problem
+                .candidates
+                .iter()
+                .copied()
+                .filter(|id| at.dropped[id.index()])
+                .collect();
+            let worth = |id: &AllocationId| {
+                self.problem.drop_seconds(*id) / self.problem.model.bytes(*id).as_f64().max(1.0)
+            };
+            order.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(a.cmp(b)));
+            let before = at.replay_seconds;
+            for id in order {
+                if self.exhausted() {
+                    return at;
+                }
+                at.dropped[id.index()] = false;
+                let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
+                let fits = evaluation.valid && evaluation.peak_bytes <= target;
+                if fits && replay_seconds <= at.replay_seconds {
+                    at.evaluation = evaluation;
+                    at.replay_seconds = replay_seconds;
+                } else {
+                    at.dropped[id.index()] = true;
+                }
+            }
+            if at.replay_seconds >= before {
+                return at;
+            }
+        }
+    }
+
+    /// Keeps again whatever lowers the peak further (a drop whose pins cost more than it frees), or
+    /// costs time without lowering it.
+    fn settle(&mut self, mut at: Candidate) -> Candidate {
+        for &id in &self.problem.candidates {
+            if !at.dropped[id.index()] || self.exhausted() {
+                continue;
+            }
+            at.dropped[id.index()] = false;
+            let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
+            if evaluation.valid && evaluation.peak_bytes <= at.evaluation.peak_bytes {
+                at.evaluation = evaluation;
+                at.replay_seconds = replay_seconds;
+            } else {
+                at.dropped[id.index()] = true;
+            }
+        }
+        let peak = at.evaluation.peak_bytes;
+        let deeper = self.descend(at.clone(), Bytes::ZERO, None);
+        if deeper.evaluation.peak_bytes < peak {
+            deeper
+        } else {
+            at
+        }
+    }
+
+    /// Forbids one drop at a time, most seconds first.
+    fn exchange(&mut self, mut at: Candidate, target: Bytes) -> Candidate {
+        let mut order: Vec<AllocationId> = self
+            .problem
+            .candidates
+            .iter()
+            .copied()
+            .filter(|id| at.dropped[id.index()])
+            .collect();
+        order.sort_by(|a, b| {
+            let (x, y) = (self.problem.drop_seconds(*a), self.problem.drop_seconds(*b));
+            y.total_cmp(&x).then(a.cmp(b))
+        });
+        let mut failures = 0;
+        for id in order {
+            if failures >= EXCHANGE_PATIENCE || self.exhausted() {
+                break;
+            }
+            if !at.dropped[id.index()] {
+                continue;
+            }
+            let mut dropped = at.dropped.clone();
+            dropped[id.index()] = false;
+            self.repair(&mut dropped);
+            let start = self.scorer.score(dropped);
+            let met = self.descend(start, target, Some(id));
+            if met.evaluation.valid && met.evaluation.peak_bytes <= target {
+                let pruned = self.prune(met, target);
+                if faster(&pruned, &at) {
+                    at = pruned;
+                    failures = 0;
+                    continue;
+                }
+            }
+            failures += 1;
+        }
+        at
+    }
+}
+
+/// For each kind of repeated block (same module path but for numbers), the allocations alive at the
+/// start of each block that the block or a later op reads.
+fn block_boundaries(problem: &Problem<'_>) -> Vec<Vec<Vec<AllocationId>>> {
+    let trace = problem.trace;
+    let mut kinds: std::collections::BTreeMap<String, Vec<usize>> =
+        std::collections::BTreeMap::new();
+    for region in &trace.regions {
+        let path = trace.string(region.module);
+        if path.bytes().any(|byte| byte.is_ascii_digit()) && region.start < region.end {
+            let kind: String = path
+                .chars()
+                .map(|c| if c.is_ascii_digit() { '#' } else { c })
+                .collect();
+            kinds
+                .entry(kind.replace("##", "#"))
+                .or_default()
+                .push(region.start.index());
+        }
+    }
+    let mut all = Vec::new();
+    for mut starts in kinds.into_values().filter(|starts| starts.len() >= 2) {
+        starts.sort_unstable();
+        starts.dedup();
+        let boundary = |&start: &usize| -> Vec<AllocationId> {
+            let alive = |id: &&AllocationId| {
+                let natural = &trace.allocations[id.index()].natural;
+                natural
+                    .iter()
+                    .any(|(from, until)| from.index() < start && start < until.index())
+            };
+            problem.candidates.iter().filter(alive).copied().collect()
+        };
+        let boundaries: Vec<_> = starts.iter().map(boundary).collect();
+        if !all.contains(&boundaries) {
+            all.push(boundaries);
+        }
+    }
+    // The coarsest kinds (fewest blocks) first; a handful is enough.
+    all.sort_by_key(Vec::len);
+    all.truncate(4);
+    all
+}
