@@ -1,0 +1,53 @@
+"""Natural ranges and saved tensors together are the lives of the ordinary step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from memfit.capture import record
+
+from tests.capture.examples import SMALL, small_example
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(r for r in ranges if r[0] < r[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _unplanned_lives(trace: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    held: list[list[tuple[int, int]]] = [
+        [(start, end) for start, end in allocation["natural"]]
+        for allocation in trace["allocations"]
+    ]
+    for saved in trace["saved"]:
+        allocation = trace["values"][saved["value"]]["allocation"]
+        held[allocation].append((saved["pack"], saved["release"]))
+    return [_merged(ranges) for ranges in held]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_union_of_natural_ranges_and_saves_is_the_ordinary_life(name: str) -> None:
+    workload = small_example(name)
+    lean = record(workload, probe=False)
+    ordinary = record(workload, probe=False, lean=False)
+
+    assert [op["name"] for op in lean["ops"]] == [op["name"] for op in ordinary["ops"]]
+    kept = [_merged([(s, e) for s, e in a["natural"]]) for a in ordinary["allocations"]]
+    assert _unplanned_lives(lean) == kept
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_lean_recording_shows_what_autograd_alone_keeps(name: str) -> None:
+    trace = record(small_example(name), probe=False)
+    lives = _unplanned_lives(trace)
+    shorter = sum(
+        _merged([(s, e) for s, e in allocation["natural"]]) != life
+        for allocation, life in zip(trace["allocations"], lives, strict=True)
+    )
+    assert shorter > 10
