@@ -1,0 +1,20 @@
+"""Measuring what really happens: peaks, step times, op times and this machine's speed.
+
+``peak`` measures the memory of a call, ``step_time`` compares the times of two, ``op_times`` times
+every op of a recorded step, ``calibration`` measures this machine for the roofline cost model. The
+engine only ever sees the numbers.
+"""
+
+from memfit.measure.calibration import calibrate
+from memfit.measure.op_times import profile_ops
+from memfit.measure.peak import Measured, measure_peak, static_tensors
+from memfit.measure.step_time import paired_cpu_seconds
+
+__all__ = [
+    "Measured",
+    "calibrate",
+    "measure_peak",
+    "paired_cpu_seconds",
+    "profile_ops",
+    "static_tensors",
+]

@@ -1,0 +1,102 @@
+"""This machine's speed, for the roofline cost model.
+
+Responsible for a device profile measured in under a second: matrix multiplication rates, memory
+bandwidth, and what an op costs that does nothing. Not responsible for keeping it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MATRIX = 768
+_BANDWIDTH_BYTES = 96 << 20
+_SMALL_OPS = 500
+_SECONDS_EACH = 0.15
+"""Time given to each measurement; the fastest run counts."""
+
+
+def calibrate(device: str = "cpu") -> dict[str, Any]:
+    """Measure a device.
+
+    Args:
+        device: ``cpu`` or a CUDA device.
+
+    Returns:
+        A device profile: ``name``, ``flops_per_second`` by element type, ``bytes_per_second`` and
+        ``op_overhead_seconds``.
+    """
+    place = torch.device(device)
+    with torch.no_grad():
+        flops = {
+            str(dtype).removeprefix("torch."): _matrix_rate(dtype, place)
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        return {
+            "name": _name(place),
+            "flops_per_second": flops,
+            "bytes_per_second": _bandwidth(place),
+            "op_overhead_seconds": _overhead(place),
+        }
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"this machine's CPU, {torch.get_num_threads()} threads"
+
+
+def _fastest(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the fastest of as many calls as fit the time given, at least two."""
+    best = float("inf")
+    start = time.perf_counter()
+    runs = 0
+    while runs < 2 or time.perf_counter() - start < _SECONDS_EACH:  # noqa: PLR2004 - first warms up
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+        runs += 1
+    return max(best, 1e-9)
+
+
+def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations per second of a square product; smaller where the type is slow."""
+    size = _MATRIX if device.type == "cpu" else 8 * _MATRIX
+    trial: Tensor = torch.ones(size // 8, size // 8, dtype=dtype, device=device)
+    seconds = _fastest_once(trial, device)
+    if seconds * 8**3 > _SECONDS_EACH:
+        size //= 4
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _fastest(lambda: matrix @ matrix, device)
+
+
+def _fastest_once(matrix: Tensor, device: torch.device) -> float:
+    _ = matrix @ matrix
+    began = time.perf_counter()
+    _ = matrix @ matrix
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a copy that no cache holds."""
+    source = torch.ones(_BANDWIDTH_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * _BANDWIDTH_BYTES / _fastest(lambda: target.copy_(source), device)
+
+
+def _overhead(device: torch.device) -> float:
+    tiny = torch.ones(1, device=device)
+
+    def many() -> None:
+        for _ in range(_SMALL_OPS):
+            tiny.add(1)
+
+    return _fastest(many, device) / _SMALL_OPS

@@ -1,0 +1,114 @@
+"""The measured peak of a call: what the allocator really handed out.
+
+Responsible for the truth that predictions are held against. On the CPU it is the profiler's
+allocator events, since torch keeps no memory statistics there: live bytes before the call plus the
+largest prefix of what the call allocated and freed. On CUDA it is the caching allocator's own peak.
+Resident set size is never used: the C library keeps freed pages.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memfit.workload import Workload
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """The memory of one call.
+
+    Attributes:
+        peak_bytes: Most bytes allocated at once during the call, live bytes before it included.
+        static_bytes: Bytes of the tensors that lived before it.
+        left_bytes: Bytes the call allocated and did not free, or freed if negative.
+    """
+
+    peak_bytes: int
+    static_bytes: int
+    left_bytes: int
+
+
+def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tensor]:
+    """What is alive before a step: parameters, module buffers, gradients, optimizer state, batch."""
+    parameters = list(workload.model.parameters())
+    tensors: list[Any] = [*parameters, *workload.model.buffers()]
+    tensors += [p.grad for p in parameters if p.grad is not None]
+    if optimizer is not None:
+        tensors += tree_leaves([dict(state) for state in optimizer.state.values()])
+        tensors += tree_leaves(
+            [[v for k, v in group.items() if k != "params"] for group in optimizer.param_groups]
+        )
+    tensors += tree_leaves(workload.batch)
+    return [t for t in tensors if isinstance(t, Tensor)]
+
+
+def storage_bytes(tensors: Iterable[Tensor], device: str = "cpu") -> int:
+    """Bytes of the distinct storages behind tensors on one kind of device."""
+    storages = {}
+    for tensor in tensors:
+        if tensor.device.type == device and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure_peak(call: Callable[[], Any], static: Iterable[Tensor]) -> Measured:
+    """Run ``call`` once and measure its peak.
+
+    Run it once before: kernels, caches and optimizer state are set up on first use.
+
+    Args:
+        call: What to measure; its result is dropped.
+        static: Tensors that live before it, such as :func:`static_tensors`.
+
+    Returns:
+        The measurement; on a machine with CUDA tensors among ``static``, that of CUDA.
+    """
+    static = list(static)
+    cuda = next((t.device for t in static if t.device.type == "cuda"), None)
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        if cuda is not None:
+            return _cuda_peak(call, cuda)
+        return _cpu_peak(call, storage_bytes(static))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _cuda_peak(call: Callable[[], Any], device: torch.device) -> Measured:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_allocated(device)
+    return Measured(torch.cuda.max_memory_allocated(device), before, after - before)
+
+
+def _cpu_peak(call: Callable[[], Any], static_bytes: int) -> Measured:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiled:
+        call()
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    events.sort(key=lambda event: event[0])  # stable: simultaneous events keep their order
+    current = highest = 0
+    for _, size in events:
+        current += size
+        highest = max(highest, current)
+    return Measured(static_bytes + highest, static_bytes, current)
