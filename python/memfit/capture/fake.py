@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import logging
 import random
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -26,14 +28,15 @@ from memfit.errors import MemfitError, WorkloadError
 from memfit.workload import Workload, batch_size
 
 
-def fake_stage(workload: Workload) -> Stage:
+def fake_stage(workload: Workload, device: str | None = None) -> Stage:
     """Copy a workload onto fakes.
 
     Args:
         workload: The workload; nothing of it changes.
+        device: ``cpu`` or ``cuda``; ``None`` for where the model is.
 
     Returns:
-        A stage whose optimizer has its state.
+        A stage; :func:`initialise_optimizer` gives its optimizer state.
 
     Raises:
         RealStepNeeded: The model cannot be copied.
@@ -107,18 +110,35 @@ def ordinary_tensors() -> Iterator[None]:
     """Make libraries that look for fakes take the path they take with real tensors.
 
     transformers treats a fake tensor as a sign of tracing and builds masks that the real step does
-    not build. It is patched only where it is imported already.
+    not build. It is patched only where it is imported already. A failing op is reported by memfit,
+    so torch's own log of it is switched off meanwhile.
     """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     module = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_fake_tensor", None)
-    if module is None or original is None:
-        yield
-        return
-    module.is_fake_tensor = _never  # type: ignore[attr-defined]
+    patched = module is not None and original is not None
+    if patched:
+        module.is_fake_tensor = _never  # type: ignore[union-attr]
     try:
         yield
     finally:
-        module.is_fake_tensor = original  # type: ignore[attr-defined]
+        logger.setLevel(level)
+        if patched:
+            module.is_fake_tensor = original  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the cycle collector from ending lives at moments of its own choice."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _never(_tensor: Any) -> bool:
@@ -140,10 +160,3 @@ def preserved_random_state() -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(array)
 
-
-def copied_module(model: nn.Module) -> nn.Module:
-    """A real copy of a model, without its gradients."""
-    copied = copy.deepcopy(model)
-    for parameter in copied.parameters():
-        parameter.grad = None
-    return copied

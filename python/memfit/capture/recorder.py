@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memfit.capture.any_scalar import SCALAR, scalar_or_one
@@ -150,6 +150,11 @@ class Recorder(TorchDispatchMode):
         self.running_sequence: int | None = None
         self.saved.convert_foreign_with(self._adopt)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for dynamo, which never sees a recorded step: the wrapper costs time."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -209,7 +214,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         except _FAKE_FAILURES as error:
             self.failure = (
-                f"`{facts.name}` in `{self.modules.path or 'the loss'}` needs values that only a "
+                f"`{facts.name}` in `{self.modules.path or 'the model'}` needs values that only a "
                 f"real step has ({type(error).__name__})"
             )
             raise RealStepNeeded(self.failure) from error
@@ -348,7 +353,8 @@ class Recorder(TorchDispatchMode):
             )
             raise CaptureError(message)
         assert self._fake_mode is not None
-        fake = self._fake_mode.from_tensor(tensor.detach())
+        with _disable_current_modes():
+            fake = self._fake_mode.from_tensor(tensor.detach())
         self._foreign[id(tensor)] = (tensor, fake)
         allocation = self.ledger.seen(fake)
         self.shadows.lend(allocation, tensor)

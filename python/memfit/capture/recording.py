@@ -6,6 +6,7 @@ for the second batch size, and for what the engine is handed. Not responsible fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -15,14 +16,17 @@ from memfit.capture.emit import StepFacts, trace_json
 from memfit.capture.fake import (
     fake_stage,
     initialise_optimizer,
+    no_collection,
     ordinary_tensors,
     preserved_random_state,
     set_batch,
 )
 from memfit.capture.optimizer_updates import fused_optimizer_refusal, probe_updates
+from memfit.capture.real import real_stage
 from memfit.capture.recorder import RealStepNeeded, Recorder
 from memfit.capture.stage import Stage
 from memfit.capture.step import StepRunner
+from memfit.capture.workspace import probe_scratch
 from memfit.workload import Workload, batch_size
 
 
@@ -33,11 +37,11 @@ def second_batch_size(batch: int) -> int:
         batch: The batch size given.
 
     Returns:
-        Half of it when that is whole, twice it for 1, else one less.
+        Half of it, or one less when it is odd; twice it where that would be 1, as a batch of one
+        takes paths of its own (nothing to broadcast, nothing to sum).
     """
-    if batch == 1:
-        return 2
-    return batch // 2 if batch % 2 == 0 else batch - 1
+    other = batch // 2 if batch % 2 == 0 else batch - 1
+    return other if other > 1 else 2 * batch
 
 
 def record(
@@ -67,9 +71,12 @@ def record(
         WorkloadError: The user's own code failed.
         CaptureError: The step cannot be recorded.
     """
-    with preserved_random_state():
-        stage = fake_stage(workload)
-        return _record_fake(stage, target, batch_size, probe=probe, updates=True, lean=lean)
+    with preserved_random_state(), no_collection():
+        try:
+            stage = fake_stage(workload, device)
+            return _record(stage, target, batch_size, probe=probe, updates=True, lean=lean)
+        except RealStepNeeded as reason:
+            return _record_real(workload, target, batch_size or 1, str(reason), probe=probe)
 
 
 def capture(
@@ -111,29 +118,60 @@ def record_pair(
     Returns:
         Both traces as JSON; the second is ``None`` when the batch has no batch dimension.
     """
-    with preserved_random_state():
-        stage = fake_stage(workload)
-        first = _record_fake(stage, target, None, probe=probe, updates=True, lean=True)
-        size = first["meta"]["batch"]
-        if size == 0:
-            return first, None
-        other = second_batch_size(size)
-        second = _record_fake(stage, target, other, probe=probe, updates=False, lean=True)
+    with preserved_random_state(), no_collection():
+        try:
+            stage = fake_stage(workload, device)
+            first = _record(stage, target, None, probe=probe, updates=True, lean=True)
+            size = first["meta"]["batch"]
+            if size == 0:
+                return first, None
+            other = second_batch_size(size)
+            second = _record(stage, target, other, probe=False, updates=False, lean=True)
+        except RealStepNeeded as reason:
+            return _record_real_pair(workload, target, str(reason), probe=probe)
     return first, second
 
 
-def _record_fake(
+def _record_real_pair(
+    workload: Workload, target: str, reason: str, *, probe: bool
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Record real steps at the two smallest batch sizes that take the same ops."""
+    first = _record_real(workload, target, 1, reason, probe=probe)
+    if first["meta"]["batch"] == 0:
+        return first, None
+    second = _record_real(workload, target, 2, reason, probe=False)
+    if len(first["ops"]) == len(second["ops"]):
+        return first, second
+    third = _record_real(workload, target, 4, reason, probe=False)
+    return _record_real(workload, target, 2, reason, probe=probe), third
+
+
+def _record_real(
+    workload: Workload, target: str, size: int, reason: str, *, probe: bool
+) -> dict[str, Any]:
+    """Record one real step of a copy of the model."""
+    stage = real_stage(workload, size, reason)
+    trace = _record(stage, target, None, probe=probe, updates=True, lean=True)
+    batch = trace["meta"]["batch"]
+    trace["meta"]["notes"].append(
+        f"captured by one real step at batch {batch}, because {reason}"
+    )
+    return trace
+
+def _record(
     stage: Stage, target: str, size: int | None, *, probe: bool, updates: bool, lean: bool
 ) -> dict[str, Any]:
-    """Record the step of a fake stage."""
+    """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
     if size is not None:
         set_batch(stage, size)
     own = frozenset(id(p) for p in workload.model.parameters())
     recorder = Recorder(stage.model, stage.fake_mode, lean=lean, own_parameters=own)
-    assert stage.fake_mode is not None
-    with stage.fake_mode, ordinary_tensors():
-        initialise_optimizer(stage)
+    with contextlib.ExitStack() as stack:
+        if stage.fake_mode is not None:
+            stack.enter_context(stage.fake_mode)
+            stack.enter_context(ordinary_tensors())
+            initialise_optimizer(stage)
         runner = StepRunner(stage, recorder)
         roles = runner.run()
         if updates:
@@ -146,7 +184,7 @@ def _record_fake(
         optimizer=type(stage.optimizer).__name__ if stage.optimizer is not None else "",
         batch=batch_size(stage.batch, workload.batch_dim),
         training=workload.training,
-        captured="fake",
+        captured="real" if stage.fake_mode is None else "fake",
         parameters=roles.parameters,
         module_buffers=roles.module_buffers,
         inputs=roles.inputs,
@@ -157,4 +195,32 @@ def _record_fake(
         loss=roles.loss,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
     )
+    if probe:
+        scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))
+        facts.workspace = scratch.bytes
+        _correct_results(recorder, scratch.results)
+        facts.probe_threads = scratch.threads
+        facts.notes.extend(scratch.notes)
     return trace_json(recorder, facts)
+
+
+def _result_bytes(recorder: Recorder) -> dict[int, int]:
+    """Bytes of what each op that may need scratch returns, by op index."""
+    sizes = recorder.ledger.value_bytes
+    return {
+        index: sum(sizes[value] for value in recorder.ops[index].outputs)
+        for index in recorder.scratch_calls
+    }
+
+
+def _correct_results(recorder: Recorder, results: dict[int, tuple[int, ...]]) -> None:
+    """Take over the true sizes of storages that fakes know too little about."""
+    ledger = recorder.ledger
+    for index, sizes in results.items():
+        outputs = recorder.ops[index].outputs
+        if len(outputs) != len(sizes):
+            continue
+        for value, size in zip(outputs, sizes, strict=True):
+            allocation = ledger.values[value][0]
+            if ledger.producer[allocation] == index:
+                ledger.bytes[allocation] = size

@@ -11,22 +11,15 @@ from functools import cache
 
 _PACKETS = frozenset(
     {
-        "_adaptive_avg_pool2d_backward",
         "_embedding_bag",
-        "_fused_sdp_choice",
-        "_log_softmax",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "_softmax",
         "_thnn_fused_gru_cell",
         "_thnn_fused_lstm_cell",
         "_unique2",
         "argsort",
-        "baddbmm",
-        "bmm",
         "convolution",
         "convolution_backward",
-        "ctc_loss_nd",
         "cumprod",
         "cumsum",
         "embedding_dense_backward",
@@ -37,7 +30,6 @@ _PACKETS = frozenset(
         "index_put",
         "index_put_",
         "kthvalue",
-        "linalg_vector_norm",
         "logcumsumexp",
         "logsumexp",
         "lstm",
@@ -65,6 +57,8 @@ _PACKETS = frozenset(
     }
 )
 
+_WITHOUT = frozenset({"linalg_vector_norm"})
+
 _PREFIXES = ("_convolution", "mkldnn_", "slow_conv", "thnn_conv", "_upsample", "upsample", "linalg_")
 
 
@@ -79,4 +73,4 @@ def has_scratch(name: str) -> bool:
         Whether it is worth a probe.
     """
     packet = name.split(".")[1]
-    return packet in _PACKETS or packet.startswith(_PREFIXES)
+    return packet in _PACKETS or (packet.startswith(_PREFIXES) and packet not in _WITHOUT)

@@ -8,7 +8,6 @@ what is written down.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.capture.emit import Update
 from memfit.capture.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
@@ -82,11 +80,10 @@ class StepRunner:
             for parameter in self.stage.trainable()
         ]
         try:
-            with _no_collection():
-                result = self._run_phases()
-                self.recorder.ledger.close()
-                self.recorder.saved.close(recorder.ledger.now)
-                del result
+            result = self._run_phases()
+            recorder.ledger.close()
+            recorder.saved.close(recorder.ledger.now)
+            del result
         finally:
             self.recorder.ledger.closing = True
             for handle in handles:
@@ -228,20 +225,3 @@ def _only_fakes_fail(error: Exception) -> bool:
     text = str(error)
     return any(word in text for word in ("FakeTensor", "fake tensor", "meta device", "data pointer"))
 
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the cycle collector from ending lives at moments of its own choice."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor is a fake."""
-    return isinstance(tensor, FakeTensor)
