@@ -4,9 +4,9 @@ Responsible for handing the command line to the program and its exit code back. 
 (``memfit._native``); it asks :class:`memfit.host.Host` whatever needs torch, so that commands which
 need none (``show``, ``predict`` on a saved trace) start at once.
 
-Ctrl-C: Python keeps its handler. Inside the host it raises ``KeyboardInterrupt`` as usual; while the
-engine works, the program asks every 50 ms whether the signal has come. Either way the exit code is
-130 and nothing half-written is left.
+Ctrl-C: Python keeps its handler. Inside the host it raises ``KeyboardInterrupt`` as usual; while
+the engine works, the program asks every 50 ms whether the signal has come. Either way the exit code
+is 130 and nothing half-written is left.
 """
 
 from __future__ import annotations

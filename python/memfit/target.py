@@ -3,9 +3,9 @@
 Responsible for finding the function, for turning ``--set`` texts into its arguments, and for saying
 what is wrong with either. Not responsible for what is done with the workload.
 
-A target is ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``. A file is loaded by its path with its
-folder on ``sys.path``, as ``python FILE.py`` would; a module is imported with the working folder on
-``sys.path``, as ``python -m`` would.
+A target is ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``. A file is loaded by its path with
+its folder on ``sys.path``, as ``python FILE.py`` would; a module is imported with the working
+folder on ``sys.path``, as ``python -m`` would.
 """
 
 from __future__ import annotations

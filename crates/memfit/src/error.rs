@@ -14,6 +14,10 @@ use memfit_engine::trace::FileError;
 use crate::exit::Exit;
 use crate::host::{HostError, HostErrorKind};
 
+/// What to do about a bug in memfit.
+const REPORT_THIS: &str =
+    "this is a bug in memfit; please report it with the command and, if there is one, the saved trace";
+
 /// Why a command ended without an answer.
 #[derive(Debug)]
 pub(crate) enum Failure {
@@ -82,20 +86,19 @@ impl Failure {
         match self {
             Self::Usage { message, .. } => Some(message.clone()),
             Self::Interrupted => Some("interrupted".to_owned()),
-            Self::Internal(message) => Some(format!("{message} (this is a bug in memfit)")),
+            Self::Internal(message) => Some(message.clone()),
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => None,
             Self::Output(error) => Some(format!("cannot write the output: {error}")),
-            Self::Host(error) => Some(match error.kind {
-                HostErrorKind::Internal => format!("{} (this is a bug in memfit)", error.message),
-                _ => error.message.clone(),
-            }),
+            Self::Host(error) => Some(error.message.clone()),
         }
     }
 
     pub(crate) fn hints(&self) -> Vec<&str> {
         match self {
             Self::Usage { hints, .. } => hints.iter().map(String::as_str).collect(),
+            Self::Host(error) if error.kind == HostErrorKind::Internal => vec![REPORT_THIS],
             Self::Host(error) => error.hint.iter().map(String::as_str).collect(),
+            Self::Internal(_) => vec![REPORT_THIS],
             _ => Vec::new(),
         }
     }
@@ -129,7 +132,10 @@ impl From<BudgetError> for Failure {
 
 impl From<PlanError> for Failure {
     fn from(error: PlanError) -> Self {
-        Self::usage(error.to_string())
+        match error {
+            PlanError::Invalid(_) => Self::Internal(error.to_string()),
+            PlanError::Budget(_) | PlanError::Cost(_) => Self::usage(error.to_string()),
+        }
     }
 }
 

@@ -73,12 +73,12 @@ impl Table {
     }
 }
 
-/// A bar of at most `width` characters; anything above nothing shows.
+/// A bar of at most `width` characters.
 pub(crate) fn bar(part: Bytes, whole: Bytes, width: usize) -> String {
     if part == Bytes::ZERO || whole == Bytes::ZERO {
         return String::new();
     }
-    let cells = scaled(part, whole, width).clamp(1, width);
+    let cells = scaled(part, whole, width).min(width);
     "█".repeat(cells)
 }
 
@@ -123,16 +123,16 @@ mod tests {
         let mut table = Table::new(&[Align::Left, Align::Right, Align::Left]).header(["a", "b", "c"]);
         table.row(["wide one".into(), "7".into(), String::new()]);
         table.row(["ü".into(), "123".into(), "end".into()]);
-        insta::assert_snapshot!(table.render(2, Palette::PLAIN), @r"
-          a           b  c
-          wide one    7
-          ü         123  end
+        insta::assert_snapshot!(table.render(2, Palette::PLAIN), @"
+        a           b  c
+        wide one    7
+        ü         123  end
         ");
     }
 
     #[test]
-    fn bars_show_anything_above_nothing() {
-        assert_eq!(bar(Bytes(1), Bytes(1000), 10), "█");
+    fn bars_are_as_long_as_the_share() {
+        assert_eq!(bar(Bytes(49), Bytes(1000), 10), "");
         assert_eq!(bar(Bytes(500), Bytes(1000), 10), "█████");
         assert_eq!(bar(Bytes(2000), Bytes(1000), 10), "██████████");
         assert_eq!(bar(Bytes(0), Bytes(1000), 10), "");

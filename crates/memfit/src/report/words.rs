@@ -15,17 +15,9 @@ pub(crate) const fn phase(phase: Phase) -> &'static str {
     }
 }
 
-pub(crate) const fn category(category: Category) -> &'static str {
-    match category {
-        Category::Parameter => "parameters",
-        Category::ModuleBuffer => "module buffers",
-        Category::Gradient => "gradients",
-        Category::OptimizerState => "optimizer state",
-        Category::Input => "inputs",
-        Category::Activation => "activations",
-        Category::Temporary => "temporaries",
-        Category::Workspace => "workspaces",
-    }
+/// The engine's word for a category, with spaces.
+pub(crate) fn category(category: Category) -> String {
+    category.name().replace('_', " ")
 }
 
 pub(crate) const fn class(class: Class) -> &'static str {
@@ -116,8 +108,14 @@ pub(crate) fn tail(text: &str, width: usize) -> String {
     format!("…{kept}")
 }
 
+/// What the engine calls an owner without a name.
+const UNNAMED: &str = "(none)";
+
 /// A source line with its file's last two folders: enough to find it, short enough to read.
 pub(crate) fn source(line: &str) -> String {
+    if line == UNNAMED {
+        return "(no source line)".to_owned();
+    }
     let parts: Vec<&str> = line.rsplitn(4, '/').take(3).collect();
     let short: Vec<&str> = parts.into_iter().rev().collect();
     short.join("/")
@@ -125,7 +123,7 @@ pub(crate) fn source(line: &str) -> String {
 
 /// A module path with its layer numbers taken out: `transformer.h.11.mlp` is one of `transformer.h.*.mlp`.
 pub(crate) fn fold_module(path: &str) -> String {
-    if path.is_empty() {
+    if path == UNNAMED {
         return "(outside any module)".to_owned();
     }
     let parts = path.split('.').map(|part| {
@@ -150,7 +148,7 @@ mod tests {
     fn layers_of_one_kind_fold_together() {
         assert_eq!(fold_module("transformer.h.11.mlp.c_fc"), "transformer.h.*.mlp.c_fc");
         assert_eq!(fold_module("layer1.0.conv2"), "layer1.*.conv2");
-        assert_eq!(fold_module(""), "(outside any module)");
+        assert_eq!(fold_module("(none)"), "(outside any module)");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! `memfit plan`: the verdict, what to do, what it costs, and what was not possible.
 
+use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{Class, Verdict};
 
 use super::section;
@@ -16,6 +17,18 @@ pub(crate) fn plan(document: &PlanDocument, palette: Palette) -> String {
     };
     let mut text = format!("{}{batch}\n\n", palette.strong(&document.target));
     text.push_str(&estimates(document).render(0, palette));
+    let mut search = Table::new(&[Align::Left, Align::Left]);
+    search.row([
+        "Search".to_owned(),
+        format!(
+            "{}; {}",
+            words::stop_reason(document.stop_reason),
+            words::counted(document.evaluations, "candidate")
+        ),
+    ]);
+    search.row(["Costs".to_owned(), document.cost_source.clone()]);
+    text.push('\n');
+    text.push_str(&search.render(0, palette));
     section(&mut text, "Actions", &actions(&document.plan.actions, palette), palette);
     section(&mut text, "Not possible", &refusals(document, palette), palette);
     section(&mut text, "What stops it going lower", &bottleneck(document, palette), palette);
@@ -55,22 +68,11 @@ fn estimates(document: &PlanDocument) -> Table {
         "Budget".to_owned(),
         String::new(),
         document.budget_bytes.to_string(),
-        if document.margin_bytes.0 == 0 {
+        if document.margin_bytes == Bytes::ZERO {
             String::new()
         } else {
             format!("of which {} is kept free", document.margin_bytes)
         },
-    ]);
-    table.row([
-        "Search".to_owned(),
-        String::new(),
-        String::new(),
-        format!(
-            "{}; {}; costs: {}",
-            words::stop_reason(document.stop_reason),
-            words::counted(document.evaluations, "candidate"),
-            document.cost_source
-        ),
     ]);
     table
 }
@@ -114,7 +116,7 @@ pub(crate) fn bottleneck(document: &PlanDocument, palette: Palette) -> String {
     let place: Vec<String> = place.into_iter().filter(|part| !part.is_empty()).collect();
     let mut table = Table::new(&[Align::Right, Align::Left]);
     for &(category, bytes) in &bottleneck.breakdown {
-        table.row([bytes.to_string(), words::category(category).to_owned()]);
+        table.row([bytes.to_string(), words::category(category)]);
     }
     format!("  {}\n{}", place.join("  "), table.render(2, palette))
 }

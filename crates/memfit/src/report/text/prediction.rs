@@ -27,7 +27,7 @@ pub(crate) fn prediction(
     text.push_str(&head(prediction, palette));
     let peak = prediction.predicted_peak_bytes;
     section(&mut text, "Over the step", &timeline(prediction, palette), palette);
-    let category = shares(&prediction.breakdown.category, peak, usize::MAX, palette);
+    let category = shares(&categories(&prediction.breakdown.category), peak, usize::MAX, palette);
     section(&mut text, "At the peak, by category", &category, palette);
     let module = shares(&fold(&prediction.breakdown.module), peak, MODULE_ROWS, palette);
     section(&mut text, "At the peak, by module", &module, palette);
@@ -124,14 +124,16 @@ fn merge(shares: &[Share], rename: impl Fn(&str) -> String) -> Vec<Share> {
     merged
 }
 
+fn categories(shares: &[Share]) -> Vec<Share> {
+    merge(shares, |name| name.replace('_', " "))
+}
+
 fn fold(shares: &[Share]) -> Vec<Share> {
     merge(shares, words::fold_module)
 }
 
 fn short_sources(shares: &[Share]) -> Vec<Share> {
-    merge(shares, |line| {
-        if line.is_empty() { "(no source line)".to_owned() } else { words::source(line) }
-    })
+    merge(shares, words::source)
 }
 
 fn allocations(prediction: &Prediction, palette: Palette) -> String {
@@ -147,7 +149,7 @@ fn allocations(prediction: &Prediction, palette: Palette) -> String {
         };
         table.row([
             top.bytes.to_string(),
-            words::category(top.category).to_owned(),
+            words::category(top.category),
             shape,
             words::tail(owner.trim(), NAME_WIDTH),
         ]);

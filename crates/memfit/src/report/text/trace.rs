@@ -90,7 +90,7 @@ fn allocations(document: &TraceDocument, palette: Palette) -> String {
         Table::new(&[Align::Left, Align::Right, Align::Right]).header(["category", "count", "bytes"]);
     for category in &document.categories {
         table.row([
-            words::category(category.category).to_owned(),
+            words::category(category.category),
             category.allocation_count.to_string(),
             category.bytes.to_string(),
         ]);

@@ -1,0 +1,76 @@
+"""Fit PyTorch training and inference into the memory that is there.
+
+    prediction = memfit.predict(workload)
+    plan = memfit.plan(workload, budget="3GiB")
+    fitted = memfit.fit(workload, budget="3GiB")
+    loss = fitted.step(batch)
+
+What needs torch is imported at its first use, so that the ``memfit`` command and saved traces do
+not wait for it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from memfit.answers import Plan, Prediction, Trace, load
+from memfit.errors import (
+    BudgetError,
+    CaptureError,
+    DivergenceWarning,
+    DoesNotFit,
+    MemfitError,
+    TraceFileError,
+    UsageError,
+    WorkloadError,
+)
+
+if TYPE_CHECKING:
+    from memfit.fitted import Fitted
+    from memfit.questions import capture, fit, plan, predict
+    from memfit.workload import Workload
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "DivergenceWarning",
+    "DoesNotFit",
+    "Fitted",
+    "MemfitError",
+    "Plan",
+    "Prediction",
+    "Trace",
+    "TraceFileError",
+    "UsageError",
+    "Workload",
+    "WorkloadError",
+    "capture",
+    "fit",
+    "load",
+    "plan",
+    "predict",
+]
+
+_HOMES = {
+    "Fitted": "memfit.fitted",
+    "Workload": "memfit.workload",
+    "capture": "memfit.questions",
+    "fit": "memfit.questions",
+    "plan": "memfit.questions",
+    "predict": "memfit.questions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch at its first use."""
+    home = _HOMES.get(name)
+    if home is None:
+        message = f"module `memfit` has no attribute `{name}`"
+        raise AttributeError(message)
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -1,0 +1,160 @@
+"""What the program asks of Python.
+
+Responsible for the answers to the program's questions (:class:`Host`), for keeping what user code
+prints off standard output, and for saying which exception means what. Not responsible for finding
+the target (:mod:`memfit.target`), nor for capturing, measuring or verifying.
+
+Imports torch only when a question needs it: commands on saved files start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memfit.errors import CaptureError, DoesNotFit, MemfitError, WorkloadError
+
+Settings = Sequence[tuple[str, str]]
+"""Names and texts, as ``--set name=value`` gave them."""
+
+Explanation = tuple[str, str, str | None, str | None]
+"""Kind, message, traceback and hint of a failure."""
+
+
+class Host:
+    """Answers the program. Its methods are called from Rust, by name."""
+
+    def capture(self, target: str, settings: Settings, device: str | None) -> bytes:
+        """Record one step of a target.
+
+        Args:
+            target: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
+            settings: Arguments of the function.
+            device: Kind of device to capture for; ``None`` for the workload's own.
+
+        Returns:
+            The encoded trace.
+        """
+        with _user_output():
+            from memfit.capture import capture
+            from memfit.target import workload_factory
+
+            return capture(workload_factory(target, settings)(), target=target, device=device)
+
+    def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
+        """Time the ops of one real step.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            trace: The encoded trace whose ops are timed.
+
+        Returns:
+            A cost source as JSON.
+        """
+        with _user_output():
+            from memfit._native import Trace
+            from memfit.costs import profiled
+            from memfit.target import workload_factory
+
+            return profiled(workload_factory(target, settings)(), Trace.decode(trace))
+
+    def device_profile(self) -> str:
+        """Measure this machine for the roofline.
+
+        Returns:
+            A device profile as JSON.
+        """
+        with _user_output():
+            from memfit.costs import device_profile
+
+            return json.dumps(device_profile())
+
+    def verify(self, target: str, settings: Settings, plan_json: str) -> str:
+        """Run real steps with and without a plan and compare them.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            plan_json: The plan.
+
+        Returns:
+            The comparison as JSON.
+        """
+        with _user_output():
+            from memfit.target import workload_factory
+            from memfit.verify import verify
+
+            found = verify(workload_factory(target, settings), json.loads(plan_json))
+            return json.dumps(_finite(found), allow_nan=False)
+
+    def explain(self, error: BaseException) -> Explanation:
+        """Say what an exception of the methods above means.
+
+        Args:
+            error: The exception.
+
+        Returns:
+            ``(kind, message, traceback, hint)``; the kinds are those of the program's
+            ``HostErrorKind``. The traceback is the user's own, where their code failed.
+        """
+        hint = "; ".join(getattr(error, "__notes__", ())) or None
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted", "interrupted", None, None
+        if isinstance(error, SystemExit):
+            return "workload", f"the target ended the program (exit {error.code})", None, hint
+        for family, kind in _KINDS:
+            if isinstance(error, family):
+                cause = error.__cause__ if family is WorkloadError else None
+                return kind, str(error), _own_traceback(cause) if cause else None, hint
+        text = "".join(traceback.format_exception(error))
+        return "internal", f"{type(error).__name__}: {error}", text, hint
+
+
+_KINDS: tuple[tuple[type[MemfitError], str], ...] = (
+    (WorkloadError, "workload"),
+    (CaptureError, "capture"),
+    (DoesNotFit, "does_not_fit"),
+    (MemfitError, "usage"),
+)
+"""What memfit's errors are to the program, special ones first."""
+
+
+@contextlib.contextmanager
+def _user_output() -> Iterator[None]:
+    """Send what user code prints to standard error: standard output is for the report."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback of the user's exception without memfit's own frames before the user's code."""
+    frames = error.__traceback__
+    while frames is not None and _is_memfit(frames):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _is_memfit(frame: TracebackType) -> bool:
+    file = Path(frame.tb_frame.f_code.co_filename)
+    # Loading a file or module passes through the import machinery first.
+    frozen = str(file).startswith("<frozen importlib")
+    return frozen or Path(__file__).parent in file.parents
+
+
+def _finite(value: Any) -> Any:
+    """The same value with ``None`` in place of numbers that JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,189 @@
+"""The questions a person asks of memfit: capture, predict, plan, fit.
+
+Responsible for the public functions and their defaults. Not responsible for recording
+(:mod:`memfit.capture`), for the numbers (the engine), or for running a planned step
+(:mod:`memfit.fitted`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from memfit import _native
+from memfit.answers import Plan, Prediction, Trace
+from memfit.capture import capture as _capture
+from memfit.costs import profiled, roofline
+from memfit.errors import DoesNotFit, UsageError
+from memfit.fitted import Fitted
+from memfit.workload import Workload
+
+Allowed = Literal["exact", "equivalent", "approximate"]
+"""The loosest class of action that may be considered where a stricter one fits."""
+
+Kind = Literal["remat", "fuse_optimizer", "micro_batch"]
+"""A technique."""
+
+
+def capture(
+    workload: Workload, *, target: str = "", device: Literal["cpu", "cuda"] | None = None
+) -> Trace:
+    """Record what one step does to memory, without running it where that is possible.
+
+    Args:
+        workload: The step; its model, gradients and the random state stay as they are.
+        target: A name for reports.
+        device: Kind of device to capture for; ``None`` for the one the model is on.
+
+    Returns:
+        The trace.
+
+    Raises:
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    return Trace.decode(_capture(workload, target=target, device=device))
+
+
+def predict(
+    subject: Workload | Trace, *, budget: str | int | None = None, batch: int | None = None
+) -> Prediction:
+    """Say how much memory a step takes, and what takes it.
+
+    Args:
+        subject: The step, or a trace of it.
+        budget: ``"3GiB"``, ``"60%"`` or bytes: asks for the largest batch that fits.
+        batch: Another batch size than the captured one.
+
+    Returns:
+        The prediction; ``print`` shows the report.
+
+    Raises:
+        BudgetError: The budget cannot be read.
+        UsageError: The trace cannot be scaled to the batch.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    request = {"batch": batch, "budget": None if budget is None else str(budget)}
+    return Prediction(_native.predict(_trace(subject).native, json.dumps(request)))
+
+
+def plan(
+    subject: Workload | Trace,
+    budget: str | int,
+    *,
+    allow: Allowed = "exact",
+    own_loop: bool = False,
+    forbid: Sequence[Kind] = (),
+    profile: bool = False,
+) -> Plan:
+    """Find the fastest way to make a step fit a budget.
+
+    Args:
+        subject: The step, or a trace of it.
+        budget: ``"3GiB"``, ``"800MiB"``, ``"2GB"``, ``"60%"`` of the unplanned peak, or bytes.
+        allow: Loosest class to consider even where a stricter one fits.
+        own_loop: Only plan what works inside the caller's own loop.
+        forbid: Kinds of action to leave out.
+        profile: Take op times from one real step; the subject must be a workload.
+
+    Returns:
+        The plan, whether it fits or not: see ``fits`` and ``minimum_peak_bytes``.
+
+    Raises:
+        BudgetError: The budget cannot be read.
+        UsageError: ``profile`` without a workload.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    trace = _trace(subject)
+    if not profile:
+        costs = roofline()
+    elif isinstance(subject, Workload):
+        costs = profiled(subject, trace.native)
+    else:
+        raise UsageError("`profile=True` runs the model: give the workload, not its trace")
+    return _plan(trace, costs, budget, _Choice(allow, own_loop, tuple(forbid)))
+
+
+def fit(
+    workload: Workload,
+    budget: str | int,
+    *,
+    allow: Allowed = "exact",
+    own_loop: bool = False,
+    forbid: Sequence[Kind] = (),
+    profile: bool = False,
+) -> Fitted:
+    """Plan a step and apply the plan.
+
+    Args:
+        workload: The step; the model is used as it is.
+        budget: As in :func:`plan`.
+        allow: As in :func:`plan`.
+        own_loop: As in :func:`plan`; then use ``with fitted.forward():``.
+        forbid: As in :func:`plan`.
+        profile: As in :func:`plan`.
+
+    Returns:
+        The fitted workload: ``fitted.step(batch)`` runs one step inside the budget.
+
+    Raises:
+        DoesNotFit: No allowed plan brings the step under the budget.
+        BudgetError: The budget cannot be read.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    trace = capture(workload)
+    costs = profiled(workload, trace.native) if profile else roofline()
+    choice = _Choice(allow, own_loop, tuple(forbid))
+    made = _plan(trace, costs, budget, choice)
+    if not made.fits:
+        message = (
+            f"no allowed plan brings the step under {made.budget_bytes} bytes: "
+            f"the smallest peak found is {made.minimum_peak_bytes} bytes"
+        )
+        raise DoesNotFit(message, minimum_peak_bytes=made.minimum_peak_bytes, plan=made)
+
+    def replan(batch: Any) -> dict[str, Any] | None:
+        """Plan again for a batch that the step was not captured with.
+
+        The budget stays the same number of bytes, also where it was given as a percentage.
+        """
+        moved = capture(replace(workload, batch=batch))
+        again = _plan(moved, roofline(), made.budget_bytes, choice)
+        return again.as_dict() if again.fits else None
+
+    reduction = json.loads(trace.json())["meta"]["loss_reduction"]
+    return Fitted(workload, made.as_dict(), loss_reduction=reduction, replan=replan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which plans are allowed."""
+
+    allow: Allowed
+    own_loop: bool
+    forbid: tuple[Kind, ...]
+
+
+def _plan(trace: Trace, costs: str, budget: str | int, choice: _Choice) -> Plan:
+    request = {"budget": str(budget), **asdict(choice)}
+    return Plan(_native.plan(trace.native, costs, json.dumps(request)))
+
+
+def _trace(subject: Workload | Trace) -> Trace:
+    if isinstance(subject, Trace):
+        return subject
+    if isinstance(subject, Workload):
+        return capture(subject)
+    message = f"expected a `memfit.Workload` or a `memfit.Trace`, got `{type(subject).__name__}`"
+    raise UsageError(message)
+
+
+# `memfit.capture` is this function. Importing the subpackage of that name, as this module just did,
+# put the subpackage there.
+sys.modules["memfit"].capture = capture  # type: ignore[attr-defined]
