@@ -194,7 +194,8 @@ fn roofline(trace: &Trace, profile: &DeviceProfile) -> Vec<f64> {
             .unwrap_or(fallback)
     };
     let seconds = trace.ops.iter().map(|op| {
-        if op.view {
+        let only_reserves = trace.string(op.name).contains("empty");
+        if op.view || only_reserves {
             return profile.op_overhead_seconds;
         }
         let dtype = op

@@ -10,7 +10,7 @@
 use super::problem::Problem;
 use crate::bytes::Bytes;
 use crate::step::Evaluator;
-use crate::trace::AllocationId;
+use crate::trace::OpIndex;
 
 /// The bound for one problem.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,7 +73,6 @@ fn bytes_per_second(item: &Freeable) -> f64 {
 }
 
 fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
-    let trace = problem.trace;
     // An op that makes several allocations runs once for all of them.
     let mut sharers = vec![0_u32; problem.op_seconds.len()];
     for &id in &problem.candidates {
@@ -83,15 +82,15 @@ fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
     }
     let mut items = Vec::new();
     for &id in &problem.candidates {
-        let Some((from, until)) = saved_only(problem, id) else {
+        let Some((from, until)) = problem.away(id) else {
             continue;
         };
-        let producer = trace.allocations[id.index()]
-            .producer
-            .map_or(0, |op| op.index());
         let asked_for = problem.first_unpack[id.index()] != usize::MAX;
-        let share = f64::from(sharers.get(producer).copied().unwrap_or(1).max(1));
-        let seconds = problem.op_seconds.get(producer).copied().unwrap_or(0.0) / share;
+        let share = |op: OpIndex| {
+            let sharers = f64::from(sharers.get(op.index()).copied().unwrap_or(1).max(1));
+            problem.op_seconds.get(op.index()).copied().unwrap_or(0.0) / sharers
+        };
+        let seconds: f64 = problem.needed_makers(id).map(share).sum();
         items.push(Freeable {
             bytes: problem.model.bytes(id).0,
             seconds: if asked_for { seconds } else { 0.0 },
@@ -100,19 +99,6 @@ fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
         });
     }
     items
-}
-
-/// The ops during which a dropped allocation could be away: after its forward life, before backward
-/// first asks for it.
-fn saved_only(problem: &Problem<'_>, id: AllocationId) -> Option<(usize, usize)> {
-    let forward_end = problem.op_seconds.len();
-    let natural = &problem.trace.allocations[id.index()].natural;
-    let forward_life = natural
-        .iter()
-        .filter(|(start, _)| start.index() < forward_end);
-    let from = forward_life.map(|(_, end)| end.index()).max().unwrap_or(0);
-    let until = problem.first_unpack[id.index()].min(problem.trace.ops.len());
-    (from < until).then_some((from, until))
 }
 
 #[cfg(test)]

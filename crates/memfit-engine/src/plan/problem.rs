@@ -6,7 +6,7 @@
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Evaluation, Evaluator, StepModel, Variant};
-use crate::trace::{AllocationId, Trace};
+use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// The inner problem. Everything is indexed like the trace.
 #[derive(Debug)]
@@ -15,8 +15,14 @@ pub(super) struct Problem<'t> {
     pub(super) model: StepModel,
     /// Seconds of each op of forward.
     pub(super) op_seconds: Vec<f64>,
-    /// Position at which backward first asks for an allocation; the end when it never does.
+    /// Position at which backward first asks for an allocation; `usize::MAX` when it never does.
     pub(super) first_unpack: Vec<usize>,
+    /// Position at which autograd lets go of an allocation for good; 0 when it never saved it.
+    last_release: Vec<usize>,
+    /// What the makers of each allocation read, see [`StepModel::inputs`].
+    pub(super) inputs: Vec<Vec<AllocationId>>,
+    /// Lowest version of an allocation that backward asks for; `usize::MAX` when it asks for none.
+    needed_versions: Vec<usize>,
     /// What may be dropped and is worth a thought: it is saved, or read by something that may be dropped.
     pub(super) candidates: Vec<AllocationId>,
 }
@@ -25,12 +31,23 @@ impl<'t> Problem<'t> {
     pub(super) fn new(trace: &'t Trace, variant: Variant, costs: &Costs) -> Self {
         let model = StepModel::new(trace, variant);
         let mut first_unpack = vec![usize::MAX; trace.allocations.len()];
+        let mut last_release = vec![0; trace.allocations.len()];
         for saved in &trace.saved {
             let allocation = trace.allocation_of(saved.value).index();
             let unpack = saved.unpack.map_or(usize::MAX, |unpack| unpack.index());
             first_unpack[allocation] = first_unpack[allocation].min(unpack);
+            last_release[allocation] = last_release[allocation].max(saved.release.index());
+        }
+        let mut needed_versions = vec![usize::MAX; trace.allocations.len()];
+        for saved in trace.saved.iter().filter(|saved| saved.unpack.is_some()) {
+            let value = &trace.values[saved.value.index()];
+            let least = &mut needed_versions[value.allocation.index()];
+            *least = (*least).min(value.version as usize);
         }
         let candidates = candidates(trace, &model);
+        let ids = (0..trace.allocations.len())
+            .map(|index| AllocationId(u32::try_from(index).unwrap_or(u32::MAX)));
+        let inputs = ids.map(|id| model.inputs(id)).collect();
         let op_seconds = (0..trace.forward_end().index())
             .map(|op| costs.seconds(op))
             .collect();
@@ -39,8 +56,31 @@ impl<'t> Problem<'t> {
             model,
             op_seconds,
             first_unpack,
+            last_release,
+            inputs,
+            needed_versions,
             candidates,
         }
+    }
+
+    /// The ops during which autograd alone holds an allocation, so that dropping it frees it: after its
+    /// forward life, before backward first asks for it.
+    pub(super) fn away(&self, id: AllocationId) -> Option<(usize, usize)> {
+        let forward_end = self.op_seconds.len();
+        let natural = &self.trace.allocations[id.index()].natural;
+        let forward_life = natural
+            .iter()
+            .filter(|(start, _)| start.index() < forward_end);
+        let from = forward_life.map(|(_, end)| end.index()).max().unwrap_or(0);
+        let until = self.first_unpack[id.index()].min(self.last_release[id.index()]);
+        (from < until).then_some((from, until))
+    }
+
+    /// The ops that must run again if an allocation is dropped, at least.
+    pub(super) fn needed_makers(&self, id: AllocationId) -> impl Iterator<Item = OpIndex> + '_ {
+        self.model
+            .makers(id)
+            .take(self.needed_versions[id.index()].saturating_add(1))
     }
 
     /// Seconds that dropping one allocation costs, if nothing else were dropped.

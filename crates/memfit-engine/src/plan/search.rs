@@ -6,23 +6,31 @@
 //! # How
 //!
 //! 1. *Starts*: nothing dropped; everything without floating-point work dropped; everything but the
-//!    inputs of repeated blocks (and of every second, third, fourth ... block) dropped.
-//! 2. *Descend* from each: find the peak, take what autograd alone holds there, drop the one with the
-//!    most bytes freed per second, with and without recomputing its inputs instead of pinning them.
-//!    Repeat until the target is met or nothing at the peak can go.
+//!    inputs of repeated blocks (and of every second or third block) dropped.
+//! 2. *Descend* from each: find the peak, take what autograd alone holds there, drop what frees the most
+//!    bytes per second, with and without recomputing its inputs instead of pinning them; several at
+//!    once while the target is far. Repeat until it is met or nothing at the peak can go.
 //! 3. *Prune*: keep again whatever the target allows, most seconds first.
 //! 4. *Exchange*: forbid one expensive drop at a time, descend and prune again, accept what is faster.
 //!
 //! Deterministic: ties go to the lower index, and the limit counts evaluations, not seconds.
+
+use std::collections::BTreeMap;
 
 use super::problem::{Candidate, Problem, Scorer};
 use crate::bytes::Bytes;
 use crate::trace::AllocationId;
 
 /// Evaluations one inner search may spend.
-const EVALUATION_LIMIT: u64 = 12_000;
+const EVALUATION_LIMIT: u64 = 10_000;
 /// Exchanges tried without success before the search ends.
-const EXCHANGE_PATIENCE: usize = 12;
+const EXCHANGE_PATIENCE: usize = 32;
+/// Single moves tried at one peak before it counts as stuck.
+const MOVE_PATIENCE: usize = 24;
+/// Moves taken at once while the target is far.
+const MOVES_AT_ONCE: usize = 48;
+/// Bottoms that are polished further.
+const BOTTOMS: usize = 2;
 
 /// What an inner search found.
 #[derive(Debug)]
@@ -39,24 +47,19 @@ pub(super) struct Found {
 
 pub(super) fn search(problem: &Problem<'_>, target: Bytes) -> Found {
     let mut search = Search::new(problem);
-    let starts = search.starts();
-    let mut lowest: Option<Candidate> = None;
     let mut best: Option<Candidate> = None;
-    for start in starts {
-        let met = search.descend(start.clone(), target, None);
+    let mut bottoms = Vec::new();
+    for start in search.starts() {
+        let met = search.descend(start, target, None);
+        bottoms.push(search.descend(met.clone(), Bytes::ZERO, None));
         if met.evaluation.peak_bytes <= target {
             let pruned = search.prune(met, target);
             if best.as_ref().is_none_or(|best| faster(&pruned, best)) {
                 best = Some(pruned);
             }
         }
-        let bottom = search.descend(start, Bytes::ZERO, None);
-        let bottom = search.settle(bottom);
-        if lowest.as_ref().is_none_or(|lowest| lower(&bottom, lowest)) {
-            lowest = Some(bottom);
-        }
     }
-    let lowest = lowest.expect("there is always the start with nothing dropped");
+    let lowest = search.lowest(bottoms);
     if best.is_none() && lowest.evaluation.peak_bytes <= target {
         best = Some(search.prune(lowest.clone(), target));
     }
@@ -92,6 +95,8 @@ struct Search<'p> {
 /// A way to free an allocation: what to add to the dropped set, and an estimate of its worth.
 struct Move {
     adds: Vec<AllocationId>,
+    /// Bytes freed at the peak, less what is pinned anew there.
+    bytes: f64,
     bytes_per_second: f64,
 }
 
@@ -120,7 +125,7 @@ impl<'p> Search<'p> {
         }
         let mut sets = vec![nothing.clone(), cheap];
         for boundaries in block_boundaries(problem) {
-            for stride in 1..=4 {
+            for stride in 1..=3 {
                 if stride > 1 && boundaries.len() < 2 * stride {
                     break;
                 }
@@ -153,7 +158,7 @@ impl<'p> Search<'p> {
             for &id in &self.problem.candidates {
                 let fine =
                     |input: &AllocationId| dropped[input.index()] || model.may_pin(id, *input);
-                if dropped[id.index()] && !model.inputs(id).iter().all(fine) {
+                if dropped[id.index()] && !self.problem.inputs[id.index()].iter().all(fine) {
                     dropped[id.index()] = false;
                     changed = true;
                 }
@@ -173,26 +178,8 @@ impl<'p> Search<'p> {
     ) -> Candidate {
         while at.evaluation.peak_bytes > target && !self.exhausted() {
             let moves = self.moves(&at, tabu);
-            let mut next = None;
-            for mv in moves {
-                let mut dropped = at.dropped.clone();
-                for id in &mv.adds {
-                    dropped[id.index()] = true;
-                }
-                let (evaluation, replay_seconds) = self.scorer.peek(&dropped);
-                if evaluation.valid && evaluation.peak_bytes <= at.evaluation.peak_bytes {
-                    next = Some(Candidate {
-                        dropped,
-                        evaluation,
-                        replay_seconds,
-                    });
-                    break;
-                }
-                if self.exhausted() {
-                    break;
-                }
-            }
-            match next {
+            let next = self.several(&at, &moves, target);
+            match next.or_else(|| self.single(&at, &moves)) {
                 Some(next) => at = next,
                 None => break,
             }
@@ -200,13 +187,52 @@ impl<'p> Search<'p> {
         at
     }
 
+    /// The best few moves at once, fewer and fewer until they lower the peak.
+    fn several(&mut self, at: &Candidate, moves: &[Move], target: Bytes) -> Option<Candidate> {
+        let excess = (at.evaluation.peak_bytes - target).as_f64();
+        let mut freed = 0.0;
+        let far = |mv: &&Move| {
+            freed += mv.bytes;
+            freed < excess * 0.8
+        };
+        let mut count = moves.iter().take_while(far).count().min(MOVES_AT_ONCE);
+        while count > 1 {
+            let next = self.taking(at, &moves[..count]);
+            if next.evaluation.valid && next.evaluation.peak_bytes < at.evaluation.peak_bytes {
+                return Some(next);
+            }
+            count /= 4;
+        }
+        None
+    }
+
+    /// The first single move that does not raise the peak.
+    fn single(&mut self, at: &Candidate, moves: &[Move]) -> Option<Candidate> {
+        for mv in moves.iter().take(MOVE_PATIENCE) {
+            let next = self.taking(at, std::slice::from_ref(mv));
+            if next.evaluation.valid && next.evaluation.peak_bytes <= at.evaluation.peak_bytes {
+                return Some(next);
+            }
+        }
+        None
+    }
+
+    fn taking(&mut self, at: &Candidate, moves: &[Move]) -> Candidate {
+        let mut dropped = at.dropped.clone();
+        for id in moves.iter().flat_map(|mv| &mv.adds) {
+            dropped[id.index()] = true;
+        }
+        self.scorer.score(dropped)
+    }
+
     /// What could go at the peak, best estimate first.
     fn moves(&mut self, at: &Candidate, tabu: Option<AllocationId>) -> Vec<Move> {
         let holdings = self.scorer.evaluator.holdings_at_peak(&at.dropped);
         let position = at.evaluation.moment.position.index();
-        let mut present = vec![false; at.dropped.len()];
+        // Whether each allocation is alive at the peak, and whether more than autograd holds it.
+        let mut present = vec![(false, false); at.dropped.len()];
         for holding in &holdings {
-            present[holding.allocation.index()] = true;
+            present[holding.allocation.index()] = (true, holding.natural > 0);
         }
         let mut moves = Vec::new();
         for holding in &holdings {
@@ -222,7 +248,7 @@ impl<'p> Search<'p> {
                 if recompute_inputs && adds.len() == 1 {
                     continue;
                 }
-                moves.extend(self.estimate(adds, at, &present, &holdings));
+                moves.extend(self.estimate(adds, at, &present));
             }
         }
         moves.sort_by(|a, b| b.bytes_per_second.total_cmp(&a.bytes_per_second));
@@ -235,7 +261,7 @@ impl<'p> Search<'p> {
         &self,
         id: AllocationId,
         dropped: &[bool],
-        present: &[bool],
+        present: &[(bool, bool)],
         recompute_inputs: bool,
         tabu: Option<AllocationId>,
     ) -> Option<Vec<AllocationId>> {
@@ -244,12 +270,12 @@ impl<'p> Search<'p> {
         let mut next = 0;
         while let Some(&current) = adds.get(next) {
             next += 1;
-            for input in model.inputs(current) {
+            for &input in &self.problem.inputs[current.index()] {
                 if dropped[input.index()] || adds.contains(&input) {
                     continue;
                 }
                 let must = !model.may_pin(current, input);
-                let may = recompute_inputs && !present[input.index()];
+                let may = recompute_inputs && !present[input.index()].0;
                 let can = model.is_droppable(input) && tabu != Some(input);
                 if must && !can {
                     return None;
@@ -267,52 +293,49 @@ impl<'p> Search<'p> {
         &self,
         adds: Vec<AllocationId>,
         at: &Candidate,
-        present: &[bool],
-        holdings: &[crate::step::Holding],
+        present: &[(bool, bool)],
     ) -> Option<Move> {
         let model = &self.problem.model;
-        let natural =
-            |id: AllocationId| holdings.iter().any(|h| h.allocation == id && h.natural > 0);
         let mut gained = 0.0;
         let mut seconds = 0.0;
         let mut pinned: Vec<AllocationId> = Vec::new();
         for &id in &adds {
-            if present[id.index()] && !natural(id) {
+            if present[id.index()] == (true, false) {
                 gained += model.bytes(id).as_f64();
             }
             seconds += self.problem.drop_seconds(id);
-            for input in model.inputs(id) {
-                let held = present[input.index()] || at.dropped[input.index()];
+            for &input in &self.problem.inputs[id.index()] {
+                let held = present[input.index()].0 || at.dropped[input.index()];
                 if !held && !adds.contains(&input) && !pinned.contains(&input) {
                     gained -= model.bytes(input).as_f64();
                     pinned.push(input);
                 }
             }
         }
-        (gained > 0.0).then(|| Move {
+        let bytes_per_second = gained / seconds.max(1e-9);
+        (gained > 0.0).then_some(Move {
             adds,
-            bytes_per_second: gained / seconds.max(1e-9),
+            bytes: gained,
+            bytes_per_second,
         })
     }
 
     /// Keeps again whatever the target allows and saves time, most seconds per byte first.
     fn prune(&mut self, mut at: Candidate, target: Bytes) -> Candidate {
         loop {
-            let mut order: Vec<AllocationId> = self
-                .problem
-                .candidates
-                .iter()
-                .copied()
-                .filter(|id| at.dropped[id.index()])
-                .collect();
             let worth = |id: &AllocationId| {
                 self.problem.drop_seconds(*id) / self.problem.model.bytes(*id).as_f64().max(1.0)
             };
+            let mut order = self.dropped_ids(&at);
             order.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(a.cmp(b)));
             let before = at.replay_seconds;
+            let mut heights = self.scorer.evaluator.timeline(&at.dropped);
             for id in order {
                 if self.exhausted() {
                     return at;
+                }
+                if !self.has_room(id, &at.dropped, &heights, target) {
+                    continue;
                 }
                 at.dropped[id.index()] = false;
                 let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
@@ -320,6 +343,7 @@ impl<'p> Search<'p> {
                 if fits && replay_seconds <= at.replay_seconds {
                     at.evaluation = evaluation;
                     at.replay_seconds = replay_seconds;
+                    heights = self.scorer.evaluator.timeline(&at.dropped);
                 } else {
                     at.dropped[id.index()] = true;
                 }
@@ -328,6 +352,47 @@ impl<'p> Search<'p> {
                 return at;
             }
         }
+    }
+
+    /// Whether keeping `id` could fit, judged by the heights of the step as planned now: while only
+    /// autograd holds it, its bytes come on top, less what its records no longer pin.
+    fn has_room(
+        &self,
+        id: AllocationId,
+        dropped: &[bool],
+        heights: &[Bytes],
+        target: Bytes,
+    ) -> bool {
+        let Some((from, until)) = self.problem.away(id) else {
+            return true;
+        };
+        let top = heights[from.min(until)..until.min(heights.len())]
+            .iter()
+            .max()
+            .copied();
+        let model = &self.problem.model;
+        let inputs = self.problem.inputs[id.index()].iter();
+        let pinned = inputs.filter(|input| !dropped[input.index()]);
+        let pinned: Bytes = pinned.map(|&input| model.bytes(input)).sum();
+        top.unwrap_or(Bytes::ZERO) + model.bytes(id) <= target + pinned
+    }
+
+    fn dropped_ids(&self, at: &Candidate) -> Vec<AllocationId> {
+        let candidates = self.problem.candidates.iter().copied();
+        candidates.filter(|id| at.dropped[id.index()]).collect()
+    }
+
+    /// The lowest of the bottoms, after polishing the few lowest.
+    fn lowest(&mut self, mut bottoms: Vec<Candidate>) -> Candidate {
+        bottoms.sort_by_key(|bottom| bottom.evaluation.peak_bytes);
+        let polished = bottoms
+            .iter()
+            .take(BOTTOMS)
+            .map(|bottom| self.settle(bottom.clone()));
+        let polished: Vec<Candidate> = polished.collect();
+        let all = polished.into_iter().chain(bottoms);
+        let lowest = all.reduce(|a, b| if lower(&b, &a) { b } else { a });
+        lowest.expect("there is always the start with nothing dropped")
     }
 
     /// Keeps again whatever lowers the peak further (a drop whose pins cost more than it frees), or
@@ -357,13 +422,7 @@ impl<'p> Search<'p> {
 
     /// Forbids one drop at a time, most seconds first.
     fn exchange(&mut self, mut at: Candidate, target: Bytes) -> Candidate {
-        let mut order: Vec<AllocationId> = self
-            .problem
-            .candidates
-            .iter()
-            .copied()
-            .filter(|id| at.dropped[id.index()])
-            .collect();
+        let mut order = self.dropped_ids(&at);
         order.sort_by(|a, b| {
             let (x, y) = (self.problem.drop_seconds(*a), self.problem.drop_seconds(*b));
             y.total_cmp(&x).then(a.cmp(b))
@@ -399,8 +458,7 @@ impl<'p> Search<'p> {
 /// start of each block that the block or a later op reads.
 fn block_boundaries(problem: &Problem<'_>) -> Vec<Vec<Vec<AllocationId>>> {
     let trace = problem.trace;
-    let mut kinds: std::collections::BTreeMap<String, Vec<usize>> =
-        std::collections::BTreeMap::new();
+    let mut kinds: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for region in &trace.regions {
         let path = trace.string(region.module);
         if path.bytes().any(|byte| byte.is_ascii_digit()) && region.start < region.end {
@@ -434,6 +492,6 @@ fn block_boundaries(problem: &Problem<'_>) -> Vec<Vec<Vec<AllocationId>>> {
     }
     // The coarsest kinds (fewest blocks) first; a handful is enough.
     all.sort_by_key(Vec::len);
-    all.truncate(4);
+    all.truncate(3);
     all
 }

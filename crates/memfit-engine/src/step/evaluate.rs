@@ -6,8 +6,8 @@
 //!
 //! # Invariant
 //!
-//! `live` is the sum over kept allocations with a holder, plus materialised slots with a reference, plus
-//! the model's constant. Checked against `naive.rs` on random traces.
+//! `live` is the sum over kept mobile allocations with a holder, plus materialised slots with a reference;
+//! the model's ground is added at each look. Checked against `naive.rs` on random traces.
 
 use super::model::{Event, StepModel};
 use crate::bytes::Bytes;
@@ -139,22 +139,21 @@ impl<'m> Evaluator<'m> {
         let tick = self.state.peak_tick;
         self.sweep(dropped, tick);
         let (model, state) = (self.model, &self.state);
+        let (position, replay) = state.peak_at.unwrap_or((0, None));
         let mut holdings = Vec::new();
         for (i, &bytes) in model.bytes.iter().enumerate() {
-            let copies = if dropped[i] {
-                model
-                    .slots_of(i)
-                    .filter(|&slot| state.occupies(slot))
-                    .count() as u64
-            } else {
-                0
+            let occupied = |&slot: &usize| dropped[i] && state.occupies(slot);
+            let copies = model.slots_of(i).filter(occupied).count() as u64;
+            let fixed = |&(start, stop): &(usize, usize)| {
+                start < position + usize::from(replay.is_none()) && position < stop
             };
-            let original = u64::from(state.held(i));
+            let grounded = model.fixed_ranges[i].iter().any(fixed);
+            let original = u64::from(state.held(i) || grounded);
             if copies + original > 0 && bytes > 0 {
                 holdings.push(Holding {
                     allocation: AllocationId(u32::try_from(i).unwrap_or(u32::MAX)),
                     bytes: Bytes(bytes.saturating_mul(copies + original)),
-                    natural: state.natural[i],
+                    natural: state.natural[i] + u32::from(grounded),
                     saved: state.saved[i],
                     pins: state.pins[i],
                     materialised: copies > 0,
@@ -168,12 +167,20 @@ impl<'m> Evaluator<'m> {
     /// Bytes alive during each op, the largest replay before it included, and the op's own workspace.
     pub fn timeline(&mut self, dropped: &[bool]) -> Vec<Bytes> {
         let model = self.model;
-        let mut heights = vec![Bytes::ZERO; model.workspace.len()];
+        let mut heights = vec![Bytes::ZERO; model.ground.len()];
         self.begin(dropped);
         for &(position, event) in &model.events {
+            if let Event::Run { until, .. } = event {
+                for op in position..until {
+                    let height = Bytes(self.state.live) + Bytes(model.ground[op]);
+                    heights[op] = heights[op].max(height);
+                }
+            }
             self.state.peak = 0;
             self.apply(dropped, position, event);
-            if let Some(height) = heights.get_mut(position) {
+            if let Some(height) = heights.get_mut(position)
+                && !matches!(event, Event::Run { .. })
+            {
                 *height = (*height).max(Bytes(self.state.peak));
             }
         }
@@ -183,7 +190,7 @@ impl<'m> Evaluator<'m> {
     fn begin(&mut self, dropped: &[bool]) {
         let model = self.model;
         let state = &mut self.state;
-        state.live = model.constant;
+        state.live = 0;
         reset(&mut state.natural, model.bytes.len());
         reset(&mut state.saved, model.bytes.len());
         reset(&mut state.pins, model.bytes.len());
@@ -257,18 +264,11 @@ impl<'m> Evaluator<'m> {
                     }
                 }
             },
-            Event::Update { update, gradient } => {
-                state.observe(model.update_bytes[update], position, None);
-                if !state.stopped()
-                    && let Some(gradient) = gradient
-                {
-                    state.let_go(model, gradient, Hold::Natural);
-                }
-            }
-            Event::Run(op) => {
-                state.observe(model.workspace[op], op, None);
-                if op < model.forward_end {
-                    state.record(model, dropped, op);
+            Event::Update { height } => state.observe(height, position, None),
+            Event::Run { highest, .. } => {
+                state.observe(model.ground[highest], highest, None);
+                if position < model.forward_end {
+                    state.record(model, dropped, position);
                 }
             }
         }
@@ -475,7 +475,9 @@ impl State {
                 made = made.saturating_add(model.bytes[allocation]);
             }
         }
-        self.observe(made.saturating_add(record.workspace), position, Some(op));
+        let ground = model.ground_between.get(position).copied().unwrap_or(0);
+        let extra = made.saturating_add(record.workspace).saturating_add(ground);
+        self.observe(extra, position, Some(op));
         for &slot in &record.makes {
             let allocation = model.slots[slot].allocation;
             if dropped[allocation] && self.slot_refs[slot] > 0 {

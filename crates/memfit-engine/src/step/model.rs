@@ -3,9 +3,17 @@
 //! Responsible for deriving, once per trace and variant, what the sweep needs: events in order, which
 //! op makes which version of which allocation, and what may be dropped at all. Not responsible for the
 //! sweep itself.
+//!
+//! Most allocations no set of drops can touch: gradients, optimizer temporaries, parameters. Their bytes
+//! are summed per op once (the *ground*), and ops between two events that matter collapse into one
+//! stretch of which only the highest counts. A GPT-2 step of 3,580 ops sweeps in a third of the time.
+
+use std::collections::BTreeMap;
 
 use crate::bytes::Bytes;
-use crate::trace::{Allocation, AllocationId, Category, Op, OpIndex, Phase, Trace};
+use crate::trace::{
+    Allocation, AllocationId, Category, Op, OpIndex, ParameterUpdate, Phase, Trace,
+};
 
 /// The global choices that change the events themselves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -27,7 +35,7 @@ pub(super) struct Slot {
 /// What a record of a forward op would hold.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Record {
-    /// Allocations read, distinct, with the slot where the allocation was made in forward.
+    /// Mobile allocations read, distinct, with the slot where the allocation was made in forward.
     pub(super) reads: Vec<(usize, Option<usize>)>,
     /// Slots it makes.
     pub(super) makes: Vec<usize>,
@@ -50,6 +58,8 @@ pub(super) enum Event {
     },
     /// The node of saved tensor `.0` lets go.
     Release(usize),
+    /// Fused updates, of which the highest reaches `height` above what may be dropped.
+    Update { height: u64 },
     /// Backward asks for saved tensor `.0`.
     Unpack(usize),
     /// Natural range starts.
@@ -57,13 +67,8 @@ pub(super) enum Event {
         allocation: usize,
         slot: Option<usize>,
     },
-    /// A fused update of one parameter: its temporaries exist for a moment, then its gradient goes.
-    Update {
-        update: usize,
-        gradient: Option<usize>,
-    },
-    /// The op runs: records are made, the peak is looked at.
-    Run(usize),
+    /// Ops from here to before `until` run with no other event; `highest` is the one of most ground.
+    Run { until: usize, highest: usize },
 }
 
 impl Event {
@@ -79,7 +84,7 @@ impl Event {
             Self::Update { .. } => 3,
             Self::Unpack(_) => 4,
             Self::Start { .. } => 5,
-            Self::Run(_) => 6,
+            Self::Run { .. } => 6,
         }
     }
 }
@@ -114,12 +119,14 @@ pub struct StepModel {
     pub(super) saved: Vec<(usize, Option<usize>)>,
     /// Per allocation: last op in forward or backward that writes to it in place.
     pub(super) last_write: Vec<Option<usize>>,
-    /// Workspace per op.
-    pub(super) workspace: Vec<u64>,
-    /// Temporaries of each fused update.
-    pub(super) update_bytes: Vec<u64>,
-    /// Alive throughout on top of everything else.
-    pub(super) constant: u64,
+    /// Some set of drops changes when it is alive: it may be dropped, or be pinned by what is.
+    pub(super) mobile: Vec<bool>,
+    /// Per op: bytes of everything else while it runs, its workspace included.
+    pub(super) ground: Vec<u64>,
+    /// Per position: bytes of everything else just before the op, after what ends there.
+    pub(super) ground_between: Vec<u64>,
+    /// What everything else is alive in, for reports: ranges per allocation.
+    pub(super) fixed_ranges: Vec<Vec<(usize, usize)>>,
     pub(super) forward_end: usize,
 }
 
@@ -138,14 +145,16 @@ impl StepModel {
             events: Vec::new(),
             saved: Vec::new(),
             last_write: last_writes(trace),
-            workspace: trace.ops.iter().map(|op| op.workspace_bytes.0).collect(),
-            update_bytes: trace.updates.iter().map(|u| u.temporary_bytes.0).collect(),
-            constant: 0,
+            mobile: vec![false; trace.allocations.len()],
+            ground: Vec::new(),
+            ground_between: Vec::new(),
+            fixed_ranges: vec![Vec::new(); trace.allocations.len()],
             forward_end,
         };
         model.lay_out_slots(trace);
         model.lay_out_records(trace);
         model.find_undroppable(trace);
+        model.find_mobile(trace);
         model.lay_out_events(trace);
         model
     }
@@ -333,6 +342,27 @@ impl StepModel {
         None
     }
 
+    fn find_mobile(&mut self, trace: &Trace) {
+        let throughout = |allocation: usize| {
+            trace.allocations[allocation].natural.first() == Some(&(OpIndex(0), trace.end()))
+        };
+        for allocation in 0..self.bytes.len() {
+            if self.undroppable[allocation].is_some() {
+                continue;
+            }
+            self.mobile[allocation] = true;
+            for slot in self.slots_of(allocation) {
+                for &(read, _) in &self.records[self.slots[slot].maker].reads {
+                    self.mobile[read] |= !throughout(read);
+                }
+            }
+        }
+        let mobile = &self.mobile;
+        for record in &mut self.records {
+            record.reads.retain(|&(read, _)| mobile[read]);
+        }
+    }
+
     fn lay_out_events(&mut self, trace: &Trace) {
         // With the optimizer inside backward its phase is empty, so the step ends where it would start.
         let end = if self.variant.fuse_optimizer {
@@ -340,26 +370,31 @@ impl StepModel {
         } else {
             trace.ops.len()
         };
+        let cuts = self.gradient_cuts(trace);
         let mut events: Vec<(usize, Event)> = Vec::new();
         for (i, saved) in trace.saved.iter().enumerate() {
             let value = &trace.values[saved.value.index()];
             let allocation = value.allocation.index();
             self.saved
                 .push((allocation, self.slot(allocation, value.version)));
+            if !self.mobile[allocation] {
+                self.fixed_ranges[allocation].push((saved.pack.index(), saved.release.index()));
+                continue;
+            }
             events.push((saved.pack.index(), Event::Pack(i)));
             events.push((saved.release.index(), Event::Release(i)));
             if let Some(unpack) = saved.unpack {
                 events.push((unpack.index(), Event::Unpack(i)));
             }
         }
-        let complete = self.gradient_ends(trace);
         for (i, allocation) in trace.allocations.iter().enumerate() {
-            if self.variant.accumulate && complete[i].is_some() {
-                self.constant = self.constant.saturating_add(allocation.bytes.0);
-            }
             for &(start, stop) in &allocation.natural {
-                let (start, stop) = (start.index(), complete[i].unwrap_or(stop.index()).min(end));
+                let (start, stop) = (start.index(), stop.index().min(cuts[i]).min(end));
                 if start >= stop {
+                    continue;
+                }
+                if !self.mobile[i] {
+                    self.fixed_ranges[i].push((start, stop));
                     continue;
                 }
                 let slot = self.backward_slot(trace, i, start);
@@ -370,52 +405,130 @@ impl StepModel {
                         slot,
                     },
                 ));
-                if !(self.variant.fuse_optimizer && complete[i] == Some(stop)) {
-                    events.push((
-                        stop,
-                        Event::End {
-                            allocation: i,
-                            slot,
-                        },
-                    ));
-                }
-            }
-        }
-        if self.variant.fuse_optimizer {
-            for (i, update) in trace.updates.iter().enumerate() {
-                let gradient = update.gradient.index();
-                let alive = |&(start, end): &(OpIndex, OpIndex)| {
-                    start < update.ready && update.ready <= end
-                };
-                let held = complete[gradient].is_some()
-                    && trace.allocations[gradient].natural.iter().any(alive);
-                let gradient = held.then_some(gradient);
                 events.push((
-                    update.ready.index(),
-                    Event::Update {
-                        update: i,
-                        gradient,
+                    stop,
+                    Event::End {
+                        allocation: i,
+                        slot,
                     },
                 ));
             }
         }
-        events.extend((0..end).map(|i| (i, Event::Run(i))));
+        self.lay_out_ground(trace, end);
+        if self.variant.fuse_optimizer {
+            events.extend(self.update_events(trace, &cuts));
+        }
+        self.lay_out_runs(&mut events, end);
         events.sort_by_key(|&(position, event)| (position, event.rank(), event));
         self.events = events;
     }
 
     /// Where the gradient of each allocation stops being needed under this variant, if it is one.
-    fn gradient_ends(&self, trace: &Trace) -> Vec<Option<usize>> {
-        let mut ends = vec![None; trace.allocations.len()];
+    fn gradient_cuts(&self, trace: &Trace) -> Vec<usize> {
+        let mut cuts = vec![usize::MAX; trace.allocations.len()];
         if self.variant.fuse_optimizer || self.variant.accumulate {
             for update in &trace.updates {
                 let gradient = update.gradient.index();
                 if trace.allocations[gradient].category == Category::Gradient {
-                    ends[gradient] = Some(update.ready.index());
+                    cuts[gradient] = update.ready.index();
                 }
             }
         }
-        ends
+        cuts
+    }
+
+    fn lay_out_ground(&mut self, trace: &Trace, end: usize) {
+        let mut constant: u64 = 0;
+        if self.variant.accumulate {
+            let mut seen = vec![false; trace.allocations.len()];
+            for update in &trace.updates {
+                let gradient = update.gradient.index();
+                let is_gradient = trace.allocations[gradient].category == Category::Gradient;
+                if is_gradient && !std::mem::replace(&mut seen[gradient], true) {
+                    constant = constant.saturating_add(self.bytes[gradient]);
+                }
+            }
+        }
+        let mut during = Heights::new(end);
+        let mut between = Heights::new(end + 1);
+        for (allocation, ranges) in self.fixed_ranges.iter_mut().enumerate() {
+            merge(ranges);
+            for &(start, stop) in ranges.iter() {
+                during.add(start, stop, self.bytes[allocation]);
+                // Just before op `p`: what started before it and has not ended.
+                between.add(start + 1, stop, self.bytes[allocation]);
+            }
+        }
+        let workspace = trace.ops.iter().map(|op| op.workspace_bytes.0);
+        let during = during.sums(constant);
+        self.ground = during
+            .into_iter()
+            .zip(workspace)
+            .map(|(g, w)| g.saturating_add(w))
+            .collect();
+        self.ground_between = between.sums(constant);
+    }
+
+    /// One event for each position at which parameters are updated. Each update sees the gradients that
+    /// still wait for theirs and its own temporaries, and frees its gradient.
+    fn update_events(&self, trace: &Trace, cuts: &[usize]) -> Vec<(usize, Event)> {
+        let mut due: BTreeMap<usize, Vec<&ParameterUpdate>> = BTreeMap::new();
+        for update in &trace.updates {
+            due.entry(update.ready.index()).or_default().push(update);
+        }
+        let height = |position: usize, updates: &[&ParameterUpdate]| -> u64 {
+            let mut waiting: Vec<usize> = Vec::new();
+            let mut highest = 0;
+            for update in updates.iter().rev() {
+                let gradient = update.gradient.index();
+                let alive = |&(start, end): &(OpIndex, OpIndex)| {
+                    start.index() < position && position <= end.index()
+                };
+                let held = cuts[gradient] == position
+                    && trace.allocations[gradient].natural.iter().any(alive);
+                if held && !waiting.contains(&gradient) {
+                    waiting.push(gradient);
+                }
+                let gradients: u64 = waiting.iter().map(|&g| self.bytes[g]).sum();
+                highest = highest.max(gradients.saturating_add(update.temporary_bytes.0));
+            }
+            highest.saturating_add(self.ground_between.get(position).copied().unwrap_or(0))
+        };
+        due.iter()
+            .map(|(&position, updates)| {
+                (
+                    position,
+                    Event::Update {
+                        height: height(position, updates),
+                    },
+                )
+            })
+            .collect()
+    }
+
+    /// Ops that make no slot and have no event of their own join the stretch before them.
+    fn lay_out_runs(&self, events: &mut Vec<(usize, Event)>, end: usize) {
+        let mut busy = vec![false; end + 1];
+        for &(position, _) in events.iter().filter(|(position, _)| *position < end) {
+            busy[position] = true;
+        }
+        for (op, record) in self.records.iter().enumerate() {
+            if !record.makes.is_empty() {
+                // A record exists once its op has run, so the next op starts a stretch of its own.
+                busy[op] = true;
+                busy[op + 1] = true;
+            }
+        }
+        let mut from = 0;
+        while from < end {
+            let until = (from + 1..end).find(|&op| busy[op]).unwrap_or(end);
+            let highest = (from..until)
+                .rev()
+                .max_by_key(|&op| self.ground[op])
+                .unwrap_or(from);
+            events.push((from, Event::Run { until, highest }));
+            from = until;
+        }
     }
 
     /// A natural range that starts in backward on an allocation of forward was opened by an unpack:
@@ -438,6 +551,47 @@ impl StepModel {
 
 fn op_index(index: usize) -> OpIndex {
     OpIndex(u32::try_from(index).unwrap_or(u32::MAX))
+}
+
+/// Sums over half-open ranges, by differences.
+struct Heights(Vec<i128>);
+
+impl Heights {
+    fn new(length: usize) -> Self {
+        Self(vec![0; length + 1])
+    }
+
+    fn add(&mut self, start: usize, stop: usize, bytes: u64) {
+        let last = self.0.len() - 1;
+        if start < stop.min(last) {
+            self.0[start] += i128::from(bytes);
+            self.0[stop.min(last)] -= i128::from(bytes);
+        }
+    }
+
+    fn sums(mut self, constant: u64) -> Vec<u64> {
+        self.0.pop();
+        let mut height = i128::from(constant);
+        let sum = |rise: i128| {
+            height += rise;
+            u64::try_from(height).unwrap_or(u64::MAX)
+        };
+        self.0.into_iter().map(sum).collect()
+    }
+}
+
+/// Sorts ranges and joins those that overlap or touch.
+fn merge(ranges: &mut Vec<(usize, usize)>) {
+    ranges.retain(|&(start, end)| start < end);
+    ranges.sort_unstable();
+    let mut merged: Vec<(usize, usize)> = Vec::with_capacity(ranges.len());
+    for &(start, end) in ranges.iter() {
+        match merged.last_mut() {
+            Some(last) if start <= last.1 => last.1 = last.1.max(end),
+            _ => merged.push((start, end)),
+        }
+    }
+    *ranges = merged;
 }
 
 fn backward_end(trace: &Trace) -> usize {

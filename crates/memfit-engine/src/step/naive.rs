@@ -27,6 +27,8 @@ struct Record {
     op: usize,
     reads_versions: Vec<usize>,
     pins: Vec<usize>,
+    /// The versions it makes.
+    made: std::ops::Range<usize>,
     consumed: bool,
 }
 
@@ -48,6 +50,9 @@ struct Twin<'t> {
     forward_end: usize,
     versions: Vec<Version>,
     records: Vec<Record>,
+    /// Saved tensors of each allocation, and versions of each dropped allocation.
+    saved_of: Vec<Vec<usize>>,
+    versions_of: Vec<Vec<usize>>,
     constant: u64,
     result: NaiveEvaluation,
 }
@@ -71,6 +76,10 @@ pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvalu
         replayed: Vec::new(),
         stale: None,
     };
+    let mut saved_of = vec![Vec::new(); trace.allocations.len()];
+    for (i, saved) in trace.saved.iter().enumerate() {
+        saved_of[trace.allocation_of(saved.value).index()].push(i);
+    }
     let mut twin = Twin {
         trace,
         variant,
@@ -78,6 +87,8 @@ pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvalu
         forward_end,
         versions: Vec::new(),
         records: Vec::new(),
+        saved_of,
+        versions_of: vec![Vec::new(); trace.allocations.len()],
         constant,
         result,
     };
@@ -121,21 +132,21 @@ impl Twin<'_> {
     /// The range in which a natural range really holds, under the variant.
     fn natural_ranges(&self, a: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
         let allocation = &self.trace.allocations[a];
-        let cut = (self.variant.fuse_optimizer || self.variant.accumulate)
-            .then(|| {
-                self.trace
-                    .updates
-                    .iter()
-                    .filter(|u| u.gradient.index() == a)
-                    .last()
-            })
+        let ready = || {
+            self.trace
+                .updates
+                .iter()
+                .rfind(|update| update.gradient.index() == a)
+        };
+        let shortened = self.variant.fuse_optimizer || self.variant.accumulate;
+        let cut = (shortened && allocation.category == Category::Gradient)
+            .then(ready)
             .flatten()
-            .filter(|_| allocation.category == Category::Gradient)
-            .map(|update| update.ready.index());
+            .map_or(usize::MAX, |update| update.ready.index());
         allocation
             .natural
             .iter()
-            .map(move |&(s, e)| (s.index(), cut.map_or(e.index(), |cut| cut.min(e.index()))))
+            .map(move |&(s, e)| (s.index(), e.index().min(cut)))
     }
 
     /// Is allocation `a` naturally alive? `running`: while op `p` runs; otherwise just before it.
@@ -157,13 +168,11 @@ impl Twin<'_> {
     }
 
     fn version_of(&self, a: usize, number: u32) -> Option<usize> {
-        self.versions
-            .iter()
-            .position(|v| v.allocation == a && v.number == number)
+        self.versions_of[a].get(number as usize).copied()
     }
 
     fn latest(&self, a: usize) -> Option<usize> {
-        self.versions.iter().rposition(|v| v.allocation == a)
+        self.versions_of[a].last().copied()
     }
 
     /// Which versions and records are reachable, as if record `without` did not exist.
@@ -192,10 +201,10 @@ impl Twin<'_> {
                 } else {
                     s < p && p < e
                 };
-                let by = self.trace.saved.iter().find(|saved| {
-                    saved.unpack.is_some_and(|u| u.index() == s)
-                        && self.trace.allocation_of(saved.value).index() == a
-                });
+                let by = self.saved_of[a]
+                    .iter()
+                    .map(|&i| &self.trace.saved[i])
+                    .find(|saved| saved.unpack.is_some_and(|u| u.index() == s));
                 let version = by
                     .and_then(|saved| {
                         self.version_of(a, self.trace.values[saved.value.index()].version)
@@ -211,8 +220,7 @@ impl Twin<'_> {
             if self.records[r].consumed || without == Some(r) {
                 continue;
             }
-            let made = (0..self.versions.len()).filter(|&v| self.versions[v].record == r);
-            if made.into_iter().any(|v| versions[v]) {
+            if self.records[r].made.clone().any(|v| versions[v]) {
                 records[r] = true;
                 for &v in &self.records[r].reads_versions {
                     versions[v] = true;
@@ -225,17 +233,18 @@ impl Twin<'_> {
     /// Bytes alive, plus `extra`.
     fn height(&self, p: usize, running: bool, extra: u64) -> u64 {
         let (versions, records) = self.reach(p, running, None);
+        let mut pinned = vec![false; self.dropped.len()];
+        for r in (0..self.records.len()).filter(|&r| records[r]) {
+            for &a in &self.records[r].pins {
+                pinned[a] = true;
+            }
+        }
         let mut total = self.constant + extra;
         for (a, allocation) in self.trace.allocations.iter().enumerate() {
-            let saved = !self.dropped[a]
-                && (0..self.trace.saved.len()).any(|i| {
-                    self.trace.allocation_of(self.trace.saved[i].value).index() == a
-                        && self.token_alive(i, p)
-                });
-            let pinned =
-                (0..self.records.len()).any(|r| records[r] && self.records[r].pins.contains(&a));
+            let saved =
+                !self.dropped[a] && self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
             let forward_only = self.dropped[a] && self.latest(a).is_some();
-            if saved || pinned || self.natural(a, p, running, forward_only) {
+            if saved || pinned[a] || self.natural(a, p, running, forward_only) {
                 total += allocation.bytes.0;
             }
         }
@@ -290,20 +299,26 @@ impl Twin<'_> {
             }
         }
         let record = self.records.len();
+        let first = self.versions.len();
+        for (allocation, number) in makes {
+            self.versions_of[allocation].push(self.versions.len());
+            let (materialised, stolen) = (false, false);
+            self.versions.push(Version {
+                allocation,
+                number,
+                record,
+                materialised,
+                stolen,
+            });
+        }
+        let made = first..self.versions.len();
         self.records.push(Record {
             op,
             reads_versions,
             pins,
+            made,
             consumed: false,
         });
-        self.versions
-            .extend(makes.into_iter().map(|(allocation, number)| Version {
-                allocation,
-                number,
-                record,
-                materialised: false,
-                stolen: false,
-            }));
     }
 
     fn unpack(&mut self, saved: usize, p: usize) {

@@ -145,15 +145,11 @@ proptest! {
             prop_assert_eq!(fast.peak_bytes, slow.peak_bytes);
             let timeline = evaluator.timeline(&dropped);
             prop_assert_eq!(timeline.into_iter().max().unwrap(), slow.peak_bytes);
-            let workspace = match fast.moment.replay {
-                Some(op) => trace.ops[op.index()].workspace_bytes,
-                None => trace.ops[fast.moment.position.index()].workspace_bytes,
-            };
             let held: Bytes = evaluator.holdings_at_peak(&dropped).iter().map(|h| h.bytes).sum();
-            let constant = Bytes(model.constant);
-            // An update's temporaries and a replay's unwanted outputs belong to no allocation held.
-            prop_assert!(held + constant <= fast.peak_bytes);
-            prop_assert!(held + constant + workspace + Bytes(80) >= fast.peak_bytes);
+            // Workspaces, an update's temporaries, a replay's unwanted outputs and the gradients of earlier
+            // pieces are no allocation held.
+            prop_assert!(held <= fast.peak_bytes);
+            prop_assert!(held + Bytes(120) >= fast.peak_bytes);
         }
     }
 }
