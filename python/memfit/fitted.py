@@ -170,16 +170,24 @@ class Fitted:
         for index, piece in enumerate(pieces):
             with weights.observe():
                 loss = self._loss(actions, piece.batch)
-            weight = torch.full_like(loss, weights.of(index))
-            if index + 1 < len(pieces):
-                loss.backward(weight)  # type: ignore[no-untyped-call]
-            else:
+            last = index + 1 == len(pieces)
+            if last:
                 self._scale_gradients(weights.correction())
-                with self._optimizer_inside(actions):
-                    loss.backward(weight)  # type: ignore[no-untyped-call]
+            self._weighted_backward(actions, loss, weights.of(index), last=last)
             losses.append(loss.detach())
             del loss
         return weights.mean(losses)
+
+    def _weighted_backward(
+        self, actions: _Actions, loss: Tensor, weight: float, *, last: bool
+    ) -> None:
+        """Add a piece's gradients; one without any target has none, and its mean is no number."""
+        inside = self._optimizer_inside(actions) if last else contextlib.nullcontext()
+        if weight > 0:
+            with inside:
+                loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+        elif last and actions.fuse and self.optimizer is not None:
+            self.optimizer.step()
 
     def _loss(self, actions: _Actions, batch: Any) -> Tensor:
         """The loss of a batch, with its graph."""

@@ -131,9 +131,10 @@ class Weights:
             weights = [weight / self._total for weight in self._weights]
         else:
             weights = [count / sum(counts) for count in counts]
-        total = losses[0] * weights[0]
-        for loss, weight in zip(losses[1:], weights[1:], strict=True):
-            total = total + loss * weight
+        total = torch.zeros_like(losses[0])
+        for loss, weight in zip(losses, weights, strict=True):
+            if weight > 0:  # the mean over no target is no number
+                total = total + loss * weight
         return total
 
     def _expected(self, counts: list[float]) -> float:

@@ -99,6 +99,11 @@ class Watch(TorchDispatchMode):
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to wrap every call for a compiler that never sees this mode."""
+        return False
+
     # Regions
 
     def start_region(self, start: int, end: int) -> None:

@@ -49,6 +49,11 @@ class _Stopwatch(TorchDispatchMode):
         self._events: list[tuple[Any, Any]] = []
         self._cuda = device.type == "cuda"
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to wrap every call for a compiler that never sees this mode."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -1,0 +1,185 @@
+"""The optimizer inside backward: the same bits as the ordinary step, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from memfit.errors import UsageError
+from memfit.fitted import Fitted
+from memfit.measure import measure_peak, static_tensors
+from memfit.workload import Workload
+from torch import nn
+
+FUSE = {"actions": [{"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0}]}
+NOTHING = {"actions": []}
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Keeps a step count in the parameter group, as some optimizers do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["step"])
+
+
+OPTIMIZERS["counts_in_its_group"] = CountsInItsGroup
+
+
+def model_and_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 3))
+    model[3].bias.requires_grad_(False)  # noqa: FBT003
+    return model, torch.randn(9, 6)
+
+
+def square(model, batch):
+    return model(batch).pow(2).mean()
+
+
+def state_of(fitted):
+    state = fitted.optimizer.state
+    return [
+        {k: v for k, v in state[p].items()} if p in state else {}
+        for group in fitted.optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_parameters_and_state_are_bitwise_after_three_steps(make):
+    model, batch = model_and_batch()
+    twin = copy.deepcopy(model)
+    ordinary = Fitted(Workload(model, batch, square, make), NOTHING)
+    fused = Fitted(Workload(twin, batch, square, make), FUSE)
+    for _ in range(3):
+        assert torch.equal(ordinary.step(), fused.step())
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert b.grad is None
+    for a, b in zip(state_of(ordinary), state_of(fused), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+    assert not any(p._post_accumulate_grad_hooks for p in twin.parameters())
+    for a, b in zip(
+        ordinary.optimizer.param_groups, fused.optimizer.param_groups, strict=True
+    ):
+        assert len(a["params"]) == len(b["params"])
+        assert {k: v for k, v in a.items() if k != "params"} == {
+            k: v for k, v in b.items() if k != "params"
+        }
+
+
+def test_groups_schedulers_and_step_hooks_see_one_step():
+    def make(model):
+        optimizer = torch.optim.SGD(
+            [
+                {"params": model[0].parameters(), "lr": 0.5},
+                {"params": model[2].parameters(), "lr": 0.1},
+            ],
+            lr=1.0,
+            momentum=0.9,
+        )
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    results = []
+    for plan in (NOTHING, FUSE):
+        model, batch = model_and_batch()
+        optimizer, scheduler = make(model)
+        steps = []
+        optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+        fitted = Fitted(Workload(model, batch, square, optimizer), plan)
+        for _ in range(3):
+            fitted.step()
+            scheduler.step()
+        assert len(steps) == 3
+        results.append([*model.parameters(), torch.tensor(scheduler.get_last_lr())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_shared_parameters_are_updated_once():
+    results = []
+    for plan in (NOTHING, FUSE):
+        torch.manual_seed(0)
+        first = nn.Linear(5, 5)
+        model = nn.Sequential(first, nn.Tanh(), first)
+        workload = Workload(
+            model, torch.randn(4, 5), square, lambda p: torch.optim.AdamW(p, lr=0.1)
+        )
+        fitted = Fitted(workload, plan)
+        fitted.step()
+        fitted.step()
+        results.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_do_not_pile_up():
+    torch.manual_seed(0)
+    width, layers = 256, 8
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    weight = width * width * 4
+    batch = torch.randn(2, width)
+    peaks = []
+    for plan in (NOTHING, FUSE):
+        workload = Workload(model, batch, square, lambda p: torch.optim.SGD(p, lr=0.1))
+        fitted = Fitted(workload, plan)
+        fitted.step()
+        static = static_tensors(workload, fitted.optimizer)
+        measured = measure_peak(fitted.step, static)
+        assert measured.left_bytes == 0
+        peaks.append(measured.peak_bytes - measured.static_bytes)
+    assert peaks[0] >= layers * weight
+    assert peaks[1] < 2 * weight
+
+
+def test_what_needs_all_gradients_at_once_is_refused():
+    model, batch = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="clip_grad_norm"):
+        Fitted(Workload(model, batch, square, optimizer, clip_grad_norm=1.0), FUSE)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="hooks that run before"):
+        Fitted(Workload(model, batch, square, optimizer), FUSE)
+
+
+def test_an_exception_in_backward_leaves_groups_and_hooks_as_they_were():
+    model, batch = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("mine")
+
+    fitted = Fitted(
+        Workload(model, batch, lambda m, b: m[2](Fails.apply(m[0](b))).sum(), optimizer), FUSE
+    )
+    with pytest.raises(ValueError, match="mine"):
+        fitted.step()
+    assert [len(g["params"]) for g in optimizer.param_groups] == [6]
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())

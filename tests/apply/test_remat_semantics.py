@@ -1,0 +1,430 @@
+"""What user code may do inside a planned forward: results stay right, nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from handmade import record
+from memfit.apply.remat import Rematerialiser
+from memfit.apply.replay import ReplayError
+from memfit.errors import DivergenceWarning, UsageError
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """A small pre-norm feed-forward block with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = nn.functional.gelu(self.up(self.norm(x)))
+        return x + nn.functional.dropout(self.down(h), 0.25)
+
+
+class Stack(nn.Module):
+    """Three blocks; the second is called twice."""
+
+    def __init__(self, wrap=lambda block, x: block(x)):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.wrap = wrap
+
+    def forward(self, x):
+        for index in (0, 1, 1, 2):
+            x = self.wrap(self.blocks[index], x)
+        return x.pow(2).mean()
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def compare(model, forward, remat=None, backward=lambda loss: loss.backward(), drop=lambda _: True):
+    """Gradients and loss with and without the plan are the same bits."""
+
+    def once(context):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with context:
+            loss = forward()
+        backward(loss)
+        return [loss.detach(), *gradients(model), torch.get_rng_state()]
+
+    expected = once(contextlib.nullcontext())
+    remat = remat or Rematerialiser(model, record(model, forward).remat(drop))
+    got = once(remat.forward())
+    for a, b in zip(expected, got, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    return remat.outcome()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(5, 8)
+
+
+def test_a_module_called_twice(x):
+    model = Stack()
+    assert compare(model, lambda: model(x)).observations.dropped_saves > 10
+
+
+def test_one_call_of_a_module_called_twice(x):
+    model = Stack()
+    ops = record(model, lambda: model(x))
+    remat = Rematerialiser(model, ops.remat(regions=[("blocks.1", 1)]))
+    outcome = compare(model, lambda: model(x), remat)
+    assert 0 < outcome.observations.dropped_saves < 10
+    assert outcome.observations.divergence == ""
+
+
+def test_shared_parameters(x):
+    model = Stack()
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    compare(model, lambda: model(x))
+
+
+def test_retain_graph_and_a_second_backward(x):
+    model = Stack()
+
+    def twice(loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    outcome = compare(model, lambda: model(x), backward=twice)
+    assert outcome.replayed_ops == outcome.observations.recorded_ops or outcome.replayed_ops > 0
+
+
+def test_backward_of_two_losses_that_share_a_graph(x):
+    model = nn.Linear(8, 8)
+
+    def forward():
+        h = model(x).sin()
+        forward.second = h.tanh().sum()
+        return h.exp().sum()
+
+    def both(loss):
+        loss.backward(retain_graph=True)
+        forward.second.backward()
+
+    compare(model, forward, backward=both)
+
+
+def test_gradients_of_gradients(x):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def twice(loss):
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(g.pow(2).sum() for g in first).backward()
+
+    compare(model, lambda: model(x).pow(2).mean(), backward=twice)
+
+
+def test_a_gradient_taken_inside_forward(x):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward():
+        inputs = x.clone().requires_grad_()
+        energy = model(inputs).sum()
+        (force,) = torch.autograd.grad(energy, inputs, create_graph=True)
+        return force.pow(2).sum() + energy
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DivergenceWarning)
+        compare(model, forward)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_user_checkpointing_inside(x, reentrant):
+    model = Stack(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    x.requires_grad_()
+    outcome = compare(model, lambda: model(x))
+    assert outcome.observations.divergence == ""
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_user_checkpointing_inside_watched_modules(x, reentrant):
+    model = Stack(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    x.requires_grad_()
+    ops = record(model, lambda: model(x))
+    regions = [("blocks.0", 0), ("blocks.1", 0), ("blocks.1", 1)]
+    remat = Rematerialiser(model, ops.remat(regions=regions))
+    assert compare(model, lambda: model(x), remat).observations.divergence == ""
+
+
+def test_checkpointing_beside_dropped_values(x):
+    model = Stack()
+    model.wrap = lambda block, x: (
+        checkpoint(block, x, use_reentrant=False) if block is model.blocks[1] else block(x)
+    )
+    outcome = compare(model, lambda: model(x))
+    assert outcome.observations.dropped_saves > 5
+
+
+def test_custom_autograd_functions(x):
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            y = t * t
+            ctx.save_for_backward(t, y)
+            return y * t
+
+        @staticmethod
+        def backward(ctx, gradient):
+            t, y = ctx.saved_tensors
+            assert torch.equal(t * t, y)
+            return gradient * 3 * y
+
+    model = nn.Linear(8, 8)
+    outcome = compare(model, lambda: Cube.apply(model(x).sin()).sum())
+    assert outcome.observations.dropped_saves >= 2
+
+
+def test_the_users_own_saved_tensor_hooks_win(x):
+    model = Stack()
+    seen = []
+
+    def pack(t):
+        seen.append(t)
+        return t.clone()
+
+    def wrap(block, x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return block(x)
+
+    model.wrap = wrap
+    compare(model, lambda: model(x))
+    assert seen
+
+
+def test_the_users_own_dispatch_mode_around_backward(x):
+    class Counts(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counts.ops += 1
+            return func(*args, **(kwargs or {}))
+
+    def counted(loss):
+        with Counts():
+            loss.backward()
+
+    model = Stack()
+    compare(model, lambda: model(x), backward=counted)
+    planned = Counts.ops
+    assert planned > 0
+
+
+def test_hooks_on_modules_stay_in_order(x):
+    model = Stack()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _m, args: (args[0] * 1.01,))
+        block.register_forward_hook(lambda _m, _a, out: out.tanh())
+    ops = record(model, lambda: model(x))
+    remat = Rematerialiser(model, ops.remat(regions=[("blocks.0", 0), ("blocks.2", 0)]))
+    assert compare(model, lambda: model(x), remat).observations.divergence == ""
+
+
+def test_autocast_around_backward_does_not_touch_replays(x):
+    model = Stack()
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    def under_autocast(loss):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+
+    compare(model, forward, backward=under_autocast)
+
+
+def test_an_exception_in_forward_leaves_nothing_installed(x):
+    model = Stack()
+    ops = record(model, lambda: model(x))
+    regions = [("blocks.0", 0), ("blocks.1", 1)]
+    for plan in (ops.remat(), ops.remat(regions=regions)):
+        for error in (ValueError("mine"), KeyboardInterrupt()):
+            remat = Rematerialiser(model, plan)
+
+            def fail(_module, _args, error=error):
+                raise error
+
+            handle = model.blocks[1].up.register_forward_pre_hook(fail)
+            with pytest.raises(type(error)), remat.forward():
+                model(x)
+            handle.remove()
+            assert torch._C._len_torch_dispatch_stack() == 0
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+            assert not torch._C._autograd._top_saved_tensors_default_hooks(False)
+            compare(model, lambda: model(x), remat)
+
+
+class Branches(nn.Module):
+    """Takes another branch when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.other = False
+
+    def forward(self, x):
+        x = self.first(x).sigmoid()
+        x = self.middle(x)
+        x = x.sin().mul_(2.0).tanh() if self.other else x.cos().mul_(3.0).sigmoid()
+        return self.last(x).tanh().sum()
+
+
+@pytest.mark.parametrize("watched", [None, [("first", 0), ("last", 0)]])
+def test_another_branch_gives_right_gradients_and_one_warning(x, watched):
+    model = Branches()
+    remat = Rematerialiser(model, record(model, lambda: model(x)).remat(regions=watched))
+    model.other = True
+    if watched is None:
+        with pytest.warns(DivergenceWarning, match=r"aten\.sin\.default"):
+            compare(model, lambda: model(x), remat)
+        assert remat.diverged
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compare(model, lambda: model(x), remat)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compare(model, lambda: model(x), remat)
+        assert not remat.diverged
+    model.other = False
+    compare(model, lambda: model(x), remat)
+    assert not remat.diverged
+
+
+def test_watching_resumes_at_the_next_region(x):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = Branches()
+            self.b = Branches()
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    model = Two()
+    ops = record(model, lambda: model(x))
+    remat = Rematerialiser(model, ops.remat(regions=[("a", 0), ("b", 0)]))
+    whole = compare(model, lambda: model(x), remat).observations.dropped_saves
+    model.a.other = True
+    with pytest.warns(DivergenceWarning):
+        partly = compare(model, lambda: model(x), remat).observations.dropped_saves
+    assert whole > partly > whole / 2
+
+
+def test_a_larger_batch_is_still_dropped_and_told(x):
+    model = Stack()
+    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
+    smaller = x[:3]
+    compare(model, lambda: model(smaller), remat)
+    assert not remat.diverged
+    larger = torch.cat([x, x])
+    with pytest.warns(DivergenceWarning, match="elements instead"):
+        outcome = compare(model, lambda: model(larger), remat)
+    assert remat.diverged
+    assert outcome.observations.dropped_saves > 10
+
+
+def test_a_write_outside_the_watched_regions_is_noticed(x):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Sequential(nn.Linear(8, 8), nn.Identity())
+            self.b = nn.Sequential(nn.Tanh(), nn.Linear(8, 1))
+            self.write = False
+
+        def forward(self, x):
+            h = self.a(x)
+            if self.write:
+                h.mul_(3.0)
+            return self.b(h).sum()
+
+    model = Writes()
+    ops = record(model, lambda: model(x))
+    remat = Rematerialiser(model, ops.remat(regions=[("a", 0), ("b", 0)]))
+    compare(model, lambda: model(x), remat)
+    model.write = True
+    with pytest.warns(DivergenceWarning, match="outside the ops"):
+        compare(model, lambda: model(x), remat)
+
+
+def test_a_parameter_changed_before_backward_is_refused(x):
+    model = Stack()
+    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
+    with remat.forward():
+        loss = model(x)
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2.0)
+    with pytest.raises((ReplayError, RuntimeError), match=r"written to|modified by an inplace"):
+        loss.backward()
+
+
+def test_an_illegal_in_place_change_is_refused_as_without_a_plan(x):
+    model = nn.Linear(8, 8)
+
+    def forward():
+        h = model(x).exp()
+        y = h * 2.0
+        h.add_(1.0)
+        return y.sum() + h.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        forward().backward()
+    ops = record(model, forward)
+    remat = Rematerialiser(model, ops.remat(lambda m: "mul" in m.name))
+    with remat.forward():
+        loss = forward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_forwards_do_not_nest(x):
+    model = Stack()
+    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
+    with remat.forward():
+        with pytest.raises(UsageError, match="nest"), remat.forward():
+            pass
+        model(x)
+
+
+def test_a_plan_for_another_model_is_refused():
+    remat = {
+        "drops": [],
+        "names": ["aten.add.Tensor"],
+        "forward": [0],
+        "active": [{"module": "encoder.0", "call": 0, "start": 0, "end": 1}],
+    }
+    with pytest.raises(UsageError, match=r"encoder\.0"):
+        Rematerialiser(nn.Linear(2, 2), remat)
+    with pytest.raises(UsageError, match="malformed"):
+        Rematerialiser(nn.Linear(2, 2), {"drops": []})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(x):
+    model = Stack().cuda()
+    inputs = x.cuda()
+    state = torch.cuda.get_rng_state()
+
+    def forward():
+        torch.cuda.set_rng_state(state)
+        return model(inputs)
+
+    compare(model, forward)
