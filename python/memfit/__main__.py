@@ -11,6 +11,7 @@ is 130 and nothing half-written is left.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from memfit import _native
@@ -19,6 +20,9 @@ from memfit.host import Host
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
+_PROFILER_LOG = "KINETO_LOG_LEVEL"
+"""Torch's profiler, which measures the peaks, talks on standard error below a high level."""
+
 
 def main() -> int:
     """Run the program on this process's arguments.
@@ -26,6 +30,7 @@ def main() -> int:
     Returns:
         The exit code, for ``sys.exit``.
     """
+    os.environ.setdefault(_PROFILER_LOG, "99")
     try:
         return _native.run(["memfit", *sys.argv[1:]], Host())
     except KeyboardInterrupt:

@@ -15,11 +15,15 @@ import math
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import CaptureError, DoesNotFit, MemfitError, WorkloadError
+
+if TYPE_CHECKING:
+    from memfit.workload import Workload
 
 Settings = Sequence[tuple[str, str]]
 """Names and texts, as ``--set name=value`` gave them."""
@@ -30,6 +34,32 @@ Explanation = tuple[str, str, str | None, str | None]
 
 class Host:
     """Answers the program. Its methods are called from Rust, by name."""
+
+    def __init__(self) -> None:
+        """Make a host that has built nothing yet."""
+        self._built: tuple[str, Settings, Workload] | None = None
+
+    def build(self, target: str, settings: Settings) -> None:
+        """Import what a target needs and build its workload for the capture that follows.
+
+        Args:
+            target: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
+            settings: Arguments of the function.
+        """
+        with _user_output():
+            from memfit.target import workload_factory
+
+            import_module("memfit.capture")  # so that the capture's time holds no imports
+            self._built = (target, settings, workload_factory(target, settings)())
+
+    def _take(self, target: str, settings: Settings) -> Workload:
+        """The workload built before, given up; one built afresh when there is none."""
+        built, self._built = self._built, None
+        if built is not None and built[:2] == (target, settings):
+            return built[2]
+        from memfit.target import workload_factory
+
+        return workload_factory(target, settings)()
 
     def capture(self, target: str, settings: Settings, device: str | None) -> bytes:
         """Record one step of a target.
@@ -44,9 +74,8 @@ class Host:
         """
         with _user_output():
             from memfit.capture import capture
-            from memfit.target import workload_factory
 
-            return capture(workload_factory(target, settings)(), target=target, device=device)
+            return capture(self._take(target, settings), target=target, device=device)
 
     def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
         """Time the ops of one real step.

@@ -26,19 +26,22 @@ impl PythonHost {
     ) -> Result<T, HostError> {
         Python::attach(|py| {
             let host = self.host.bind(py);
-            question(host).map_err(|error| explain(host, error))
+            question(host).map_err(|error| explain(host, &error))
         })
     }
 }
 
-fn explain(host: &Bound<'_, PyAny>, error: PyErr) -> HostError {
+fn explain(host: &Bound<'_, PyAny>, error: &PyErr) -> HostError {
     let explained = host
         .call_method1("explain", (error.value(host.py()),))
         .and_then(|answer| answer.extract::<Explanation>());
     match explained {
-        Ok((kind, message, traceback, hint)) => {
-            HostError { kind: kind_of(&kind), message, traceback, hint }
-        }
+        Ok((kind, message, traceback, hint)) => HostError {
+            kind: kind_of(&kind),
+            message,
+            traceback,
+            hint,
+        },
         Err(second) => HostError::new(HostErrorKind::Internal, format!("{error}; then {second}")),
     }
 }
@@ -55,13 +58,23 @@ fn kind_of(name: &str) -> HostErrorKind {
 }
 
 impl Host for PythonHost {
+    fn build(&mut self, target: &str, settings: &Settings) -> Result<(), HostError> {
+        self.ask(|host| {
+            host.call_method1("build", (target, settings.to_vec()))
+                .map(drop)
+        })
+    }
+
     fn capture(
         &mut self,
         target: &str,
         settings: &Settings,
         device: Option<&str>,
     ) -> Result<Vec<u8>, HostError> {
-        self.ask(|host| host.call_method1("capture", (target, settings.to_vec(), device))?.extract())
+        self.ask(|host| {
+            host.call_method1("capture", (target, settings.to_vec(), device))?
+                .extract()
+        })
     }
 
     fn op_seconds(
@@ -72,7 +85,8 @@ impl Host for PythonHost {
     ) -> Result<String, HostError> {
         self.ask(|host| {
             let trace = PyBytes::new(host.py(), trace);
-            host.call_method1("op_seconds", (target, settings.to_vec(), trace))?.extract()
+            host.call_method1("op_seconds", (target, settings.to_vec(), trace))?
+                .extract()
         })
     }
 
@@ -86,7 +100,10 @@ impl Host for PythonHost {
         settings: &Settings,
         plan_json: &str,
     ) -> Result<String, HostError> {
-        self.ask(|host| host.call_method1("verify", (target, settings.to_vec(), plan_json))?.extract())
+        self.ask(|host| {
+            host.call_method1("verify", (target, settings.to_vec(), plan_json))?
+                .extract()
+        })
     }
 
     fn interrupted(&mut self) -> bool {

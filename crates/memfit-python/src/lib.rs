@@ -51,16 +51,24 @@ mod _native {
                     return Ok(first);
                 };
                 let second = checked_trace(second)?;
-                first.with_second(&second).map_err(|error| CaptureError::new_err(error.to_string()))
+                first
+                    .with_second(&second)
+                    .map_err(|error| CaptureError::new_err(error.to_string()))
             })?;
-            Ok(Self { trace: Arc::new(trace) })
+            Ok(Self {
+                trace: Arc::new(trace),
+            })
         }
 
         /// Reads an encoded trace.
         #[staticmethod]
         fn decode(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-            let trace = py.detach(|| trace::decode(data)).map_err(|error| file_error(&error))?;
-            Ok(Self { trace: Arc::new(trace) })
+            let trace = py
+                .detach(|| trace::decode(data))
+                .map_err(|error| file_error(&error))?;
+            Ok(Self {
+                trace: Arc::new(trace),
+            })
         }
 
         /// The trace as the bytes of a `.memfit` file.
@@ -157,7 +165,8 @@ mod _native {
     /// A budget as written, in bytes.
     #[pyfunction]
     fn parse_budget(text: &str, unplanned_peak_bytes: u64) -> PyResult<u64> {
-        let budget = Budget::parse(text).map_err(|error| BudgetError::new_err(error.to_string()))?;
+        let budget =
+            Budget::parse(text).map_err(|error| BudgetError::new_err(error.to_string()))?;
         Ok(budget.resolve(Bytes(unplanned_peak_bytes)).0)
     }
 
@@ -175,7 +184,9 @@ mod _native {
     fn checked_trace(json: &[u8]) -> PyResult<trace::Trace> {
         let trace: trace::Trace = serde_json::from_slice(json)
             .map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
-        trace.check().map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
+        trace
+            .check()
+            .map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
         Ok(trace)
     }
 

@@ -78,7 +78,7 @@ pub(crate) enum Format {
 /// When output is coloured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ColorChoice {
-    /// On a terminal, unless NO_COLOR is set
+    /// On a terminal, unless the environment says `NO_COLOR`
     Auto,
     /// Always
     Always,
@@ -293,7 +293,10 @@ mod tests {
     #[test]
     fn every_command_has_examples() {
         for command in Arguments::command().get_subcommands() {
-            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let help = command
+                .get_after_help()
+                .map(ToString::to_string)
+                .unwrap_or_default();
             assert!(help.starts_with("Examples:"), "{}", command.get_name());
         }
     }

@@ -15,8 +15,7 @@ use crate::exit::Exit;
 use crate::host::{HostError, HostErrorKind};
 
 /// What to do about a bug in memfit.
-const REPORT_THIS: &str =
-    "this is a bug in memfit; please report it with the command and, if there is one, the saved trace";
+const REPORT_THIS: &str = "this is a bug in memfit; please report it with the command and, if there is one, the saved trace";
 
 /// Why a command ended without an answer.
 #[derive(Debug)]
@@ -35,7 +34,10 @@ pub(crate) enum Failure {
 
 impl Failure {
     pub(crate) fn usage(message: impl Into<String>) -> Self {
-        Self::Usage { message: message.into(), hints: Vec::new() }
+        Self::Usage {
+            message: message.into(),
+            hints: Vec::new(),
+        }
     }
 
     pub(crate) fn hint(self, hint: impl Into<String>) -> Self {
@@ -59,17 +61,18 @@ impl Failure {
 
     /// The host answered something that is no answer.
     pub(crate) fn bad_answer(question: &str, error: impl std::fmt::Display) -> Self {
-        Self::Internal(format!("the Python side's answer to `{question}` is not valid: {error}"))
+        Self::Internal(format!(
+            "the Python side's answer to `{question}` is not valid: {error}"
+        ))
     }
 
     pub(crate) fn exit(&self) -> Exit {
         match self {
-            Self::Usage { .. } => Exit::Usage,
             Self::Interrupted => Exit::Interrupted,
             Self::Internal(_) => Exit::Internal,
             // Whoever reads our output has seen enough: that is no failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
-            Self::Output(_) => Exit::Usage,
+            Self::Usage { .. } | Self::Output(_) => Exit::Usage,
             Self::Host(error) => match error.kind {
                 HostErrorKind::Usage | HostErrorKind::Workload | HostErrorKind::Capture => {
                     Exit::Usage
@@ -84,9 +87,8 @@ impl Failure {
     /// The one-line message; absent where nothing should be said.
     pub(crate) fn message(&self) -> Option<String> {
         match self {
-            Self::Usage { message, .. } => Some(message.clone()),
             Self::Interrupted => Some("interrupted".to_owned()),
-            Self::Internal(message) => Some(message.clone()),
+            Self::Usage { message, .. } | Self::Internal(message) => Some(message.clone()),
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => None,
             Self::Output(error) => Some(format!("cannot write the output: {error}")),
             Self::Host(error) => Some(error.message.clone()),

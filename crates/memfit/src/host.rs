@@ -8,6 +8,13 @@ pub type Settings = [(String, String)];
 
 /// The side that can build a model and run it.
 pub trait Host {
+    /// Imports what the target needs and builds its workload, so that neither counts as capture.
+    ///
+    /// # Errors
+    ///
+    /// The target is wrong or fails by itself while it is built.
+    fn build(&mut self, target: &str, settings: &Settings) -> Result<(), HostError>;
+
     /// Records one step of the target and returns the encoded trace.
     ///
     /// # Errors
@@ -89,6 +96,11 @@ pub struct HostError {
 impl HostError {
     /// A failure with only a message.
     pub fn new(kind: HostErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), traceback: None, hint: None }
+        Self {
+            kind,
+            message: message.into(),
+            traceback: None,
+            hint: None,
+        }
     }
 }

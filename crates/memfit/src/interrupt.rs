@@ -38,7 +38,9 @@ pub(crate) fn interruptible<T: Send + 'static>(
     loop {
         match receiver.recv_timeout(POLL) {
             Ok(value) => return Ok(value),
-            Err(RecvTimeoutError::Timeout) if host.interrupted() => return Err(Failure::Interrupted),
+            Err(RecvTimeoutError::Timeout) if host.interrupted() => {
+                return Err(Failure::Interrupted);
+            }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
                 let panic = thread.join().err();
@@ -56,5 +58,8 @@ pub(crate) fn panic_message(panic: Option<&(dyn Any + Send)>) -> String {
             .copied()
             .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
     });
-    format!("internal error: {}", words.unwrap_or("the engine stopped without a message"))
+    format!(
+        "internal error: {}",
+        words.unwrap_or("the engine stopped without a message")
+    )
 }

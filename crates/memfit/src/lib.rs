@@ -50,10 +50,16 @@ pub fn run<'a>(
     };
     let output = &typed.output;
     printer.configure(output.color, output.quiet, output.verbose);
-    let mut session = Session { host, printer, format: output.format };
-    let result = catch_unwind(AssertUnwindSafe(|| commands::run(&typed.command, &mut session)));
-    let result = result
-        .unwrap_or_else(|panic| Err(Failure::Internal(panic_message(Some(panic.as_ref())))));
+    let mut session = Session {
+        host,
+        printer,
+        format: output.format,
+    };
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        commands::run(&typed.command, &mut session)
+    }));
+    let result =
+        result.unwrap_or_else(|panic| Err(Failure::Internal(panic_message(Some(panic.as_ref())))));
     match result {
         Ok(exit) => exit.code(),
         Err(failure) => {
@@ -70,11 +76,19 @@ fn explain(error: &clap::Error, printer: &mut Printer<'_>) -> Exit {
     let rendered = error.render();
     let written = if error.use_stderr() {
         let plain = printer.message_palette().is_plain();
-        let text = if plain { rendered.to_string() } else { rendered.ansi().to_string() };
+        let text = if plain {
+            rendered.to_string()
+        } else {
+            rendered.ansi().to_string()
+        };
         printer.stderr(&text)
     } else {
         let plain = printer.report_palette().is_plain();
-        let text = if plain { rendered.to_string() } else { rendered.ansi().to_string() };
+        let text = if plain {
+            rendered.to_string()
+        } else {
+            rendered.ansi().to_string()
+        };
         printer.data(&text)
     };
     match written {

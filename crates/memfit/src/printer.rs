@@ -28,8 +28,15 @@ impl<'a> Streams<'a> {
     pub fn process(stdout: &'a mut io::Stdout, stderr: &'a mut io::Stderr) -> Self {
         let (stdout_is_terminal, stderr_is_terminal) = (stdout.is_terminal(), stderr.is_terminal());
         // https://no-color.org: present and not empty, whatever the value.
-        let no_color = std::env::var_os("NO_COLOR").is_some_and(|value: OsString| !value.is_empty());
-        Self { stdout, stderr, stdout_is_terminal, stderr_is_terminal, no_color }
+        let no_color =
+            std::env::var_os("NO_COLOR").is_some_and(|value: OsString| !value.is_empty());
+        Self {
+            stdout,
+            stderr,
+            stdout_is_terminal,
+            stderr_is_terminal,
+            no_color,
+        }
     }
 }
 
@@ -86,7 +93,12 @@ pub(crate) struct Printer<'a> {
 
 impl<'a> Printer<'a> {
     pub(crate) fn new(streams: Streams<'a>) -> Self {
-        Self { streams, color: ColorChoice::Auto, quiet: false, verbose: false }
+        Self {
+            streams,
+            color: ColorChoice::Auto,
+            quiet: false,
+            verbose: false,
+        }
     }
 
     pub(crate) fn configure(&mut self, color: ColorChoice, quiet: bool, verbose: bool) {
@@ -162,10 +174,10 @@ impl<'a> Printer<'a> {
             text.push('\n');
         }
         if let Some(message) = failure.message() {
-            text.push_str(&format!("{} {message}\n", palette.bad("error:")));
+            text.extend([&palette.bad("error:"), " ", &message, "\n"]);
         }
         for hint in failure.hints() {
-            text.push_str(&format!("{} {hint}\n", palette.hint("hint:")));
+            text.extend([&palette.hint("hint:"), " ", hint, "\n"]);
         }
         let _gone = self.streams.stderr.write_all(text.as_bytes());
     }

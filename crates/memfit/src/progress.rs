@@ -28,7 +28,9 @@ impl Progress {
         let (stop, stopped) = channel();
         let what = what.to_owned();
         let thread = std::thread::spawn(move || draw(&what, &stopped));
-        Self { running: Some((stop, thread)) }
+        Self {
+            running: Some((stop, thread)),
+        }
     }
 }
 

@@ -33,7 +33,10 @@ pub(crate) struct LiveTarget {
 impl Target {
     pub(crate) fn parse(arguments: &TargetArguments) -> Result<Self, Failure> {
         let text = arguments.target.as_str();
-        if PathBuf::from(text).extension().is_some_and(|extension| extension == "memfit") {
+        if PathBuf::from(text)
+            .extension()
+            .is_some_and(|extension| extension == "memfit")
+        {
             if let Some(setting) = arguments.settings.first() {
                 return Err(Failure::usage(format!(
                     "`--set {setting}` has no meaning for a saved trace: `{text}` builds no model"
@@ -45,7 +48,10 @@ impl Target {
         match text.rsplit_once(':') {
             Some((place, function)) if !place.is_empty() && !function.is_empty() => {
                 let settings = parse_settings(&arguments.settings)?;
-                Ok(Self::Live(LiveTarget { name: text.to_owned(), settings }))
+                Ok(Self::Live(LiveTarget {
+                    name: text.to_owned(),
+                    settings,
+                }))
             }
             Some(_) => Err(Failure::usage(format!("cannot read `{text}` as a target")).hint(forms)),
             None => Err(Failure::usage(format!("`{text}` names no function")).hint(forms)),
@@ -69,11 +75,15 @@ fn parse_settings(texts: &[String]) -> Result<Vec<(String, String)>, Failure> {
     let mut settings: Vec<(String, String)> = Vec::with_capacity(texts.len());
     for text in texts {
         let Some((name, value)) = text.split_once('=') else {
-            return Err(Failure::usage(format!("cannot read `--set {text}`: write NAME=VALUE")));
+            return Err(Failure::usage(format!(
+                "cannot read `--set {text}`: write NAME=VALUE"
+            )));
         };
         let name = name.trim();
         if name.is_empty() {
-            return Err(Failure::usage(format!("cannot read `--set {text}`: the name is empty")));
+            return Err(Failure::usage(format!(
+                "cannot read `--set {text}`: the name is empty"
+            )));
         }
         if settings.iter().any(|(known, _)| known == name) {
             return Err(Failure::usage(format!("`--set {name}` is given twice")));
@@ -113,7 +123,11 @@ impl PlanChoice {
             own_loop: arguments.own_loop,
             forbid,
         };
-        Ok(Self { request, profile: arguments.profile, notes })
+        Ok(Self {
+            request,
+            profile: arguments.profile,
+            notes,
+        })
     }
 }
 
@@ -142,17 +156,31 @@ mod tests {
 
     fn parse(target: &str, settings: &[&str]) -> Result<Target, String> {
         let settings = settings.iter().map(|&text| text.to_owned()).collect();
-        Target::parse(&TargetArguments { target: target.to_owned(), settings })
-            .map_err(|failure| failure.message().unwrap())
+        Target::parse(&TargetArguments {
+            target: target.to_owned(),
+            settings,
+        })
+        .map_err(|failure| failure.message().unwrap())
     }
 
     #[test]
     fn targets_as_people_write_them() {
-        let live = |name: &str| Target::Live(LiveTarget { name: name.to_owned(), settings: vec![] });
+        let live = |name: &str| {
+            Target::Live(LiveTarget {
+                name: name.to_owned(),
+                settings: vec![],
+            })
+        };
         assert_eq!(parse("a/b.py:build", &[]), Ok(live("a/b.py:build")));
-        assert_eq!(parse("package.module:build", &[]), Ok(live("package.module:build")));
+        assert_eq!(
+            parse("package.module:build", &[]),
+            Ok(live("package.module:build"))
+        );
         assert_eq!(parse("C:\\x.py:build", &[]), Ok(live("C:\\x.py:build")));
-        assert_eq!(parse("step.memfit", &[]), Ok(Target::Saved("step.memfit".into())));
+        assert_eq!(
+            parse("step.memfit", &[]),
+            Ok(Target::Saved("step.memfit".into()))
+        );
         for bad in ["", "build", "a.py", "a.py:", ":build", "step.trace"] {
             assert!(parse(bad, &[]).is_err(), "{bad}");
         }
@@ -160,13 +188,19 @@ mod tests {
 
     #[test]
     fn settings_keep_their_order_and_everything_after_the_first_equals_sign() {
-        let Ok(Target::Live(live)) = parse("a.py:b", &["n=1", "text=a=b", "empty="]) else { panic!() };
+        let Ok(Target::Live(live)) = parse("a.py:b", &["n=1", "text=a=b", "empty="]) else {
+            panic!()
+        };
         let expected = [("n", "1"), ("text", "a=b"), ("empty", "")];
         let expected: Vec<_> = expected.map(|(n, v)| (n.to_owned(), v.to_owned())).into();
         assert_eq!(live.settings, expected);
         for bad in [&["n"][..], &["=1"], &["n=1", "n=2"]] {
             assert!(parse("a.py:b", bad).is_err(), "{bad:?}");
         }
-        assert!(parse("step.memfit", &["n=1"]).unwrap_err().contains("builds no model"));
+        assert!(
+            parse("step.memfit", &["n=1"])
+                .unwrap_err()
+                .contains("builds no model")
+        );
     }
 }

@@ -41,7 +41,11 @@ impl PendingFile {
             .truncate(true)
             .open(&temporary)
             .map_err(|error| fail(&error))?;
-        Ok(Self { target: target.to_owned(), temporary, file: Some(file) })
+        Ok(Self {
+            target: target.to_owned(),
+            temporary,
+            file: Some(file),
+        })
     }
 
     /// Writes the bytes and puts the file in its place.
@@ -89,7 +93,10 @@ mod tests {
     fn the_file_appears_whole() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("step.memfit");
-        PendingFile::create(&path).unwrap().commit(b"whole").unwrap();
+        PendingFile::create(&path)
+            .unwrap()
+            .commit(b"whole")
+            .unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"whole");
         assert_eq!(names(folder.path()), ["step.memfit"]);
     }
@@ -107,9 +114,15 @@ mod tests {
     #[test]
     fn folders_and_missing_folders_are_refused_at_once() {
         let folder = tempfile::tempdir().unwrap();
-        for path in [folder.path().to_owned(), folder.path().join("absent").join("step.memfit")] {
+        for path in [
+            folder.path().to_owned(),
+            folder.path().join("absent").join("step.memfit"),
+        ] {
             let failure = PendingFile::create(&path).unwrap_err();
-            assert!(failure.message().unwrap().starts_with("cannot write `"), "{failure:?}");
+            assert!(
+                failure.message().unwrap().starts_with("cannot write `"),
+                "{failure:?}"
+            );
         }
     }
 }

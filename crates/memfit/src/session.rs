@@ -58,7 +58,8 @@ impl Session<'_> {
         drop(progress);
         let seconds = start.elapsed().as_secs_f64();
         let value = result?;
-        self.printer.detail(&format!("{what}: {}", words::seconds(seconds)))?;
+        self.printer
+            .detail(&format!("{what}: {}", words::seconds(seconds)))?;
         Ok((value, seconds))
     }
 
@@ -77,15 +78,26 @@ impl Session<'_> {
                 }
                 let file = read(path)?;
                 let trace = trace::decode(&file).map_err(|error| Failure::file(path, &error))?;
-                Ok(Recorded { trace: Arc::new(trace), file, capture_seconds: None })
+                Ok(Recorded {
+                    trace: Arc::new(trace),
+                    file,
+                    capture_seconds: None,
+                })
             }
             Target::Live(live) => {
+                let what = format!("building {}", live.name);
+                self.slow(&what, |host| Ok(host.build(&live.name, &live.settings)?))?;
                 let what = format!("capturing {}", live.name);
-                let (file, seconds) = self
-                    .slow(&what, |host| Ok(host.capture(&live.name, &live.settings, device)?))?;
+                let (file, seconds) = self.slow(&what, |host| {
+                    Ok(host.capture(&live.name, &live.settings, device)?)
+                })?;
                 let trace =
                     trace::decode(&file).map_err(|error| Failure::bad_answer("capture", error))?;
-                Ok(Recorded { trace: Arc::new(trace), file, capture_seconds: Some(seconds) })
+                Ok(Recorded {
+                    trace: Arc::new(trace),
+                    file,
+                    capture_seconds: Some(seconds),
+                })
             }
         }
     }
@@ -129,7 +141,10 @@ impl Session<'_> {
         })?;
         // A profiled step is a run of the model, not part of planning.
         let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
-        Ok(Planned { plan: plan?, plan_seconds: seconds + cost_seconds })
+        Ok(Planned {
+            plan: plan?,
+            plan_seconds: seconds + cost_seconds,
+        })
     }
 
     fn costs(
@@ -146,8 +161,10 @@ impl Session<'_> {
             return Ok((CostSource::Roofline { profile }, seconds));
         }
         let Target::Live(live) = target else {
-            return Err(Failure::usage("`--profile` runs the model, and a saved trace has none")
-                .hint("give the function that builds the workload: FILE.py:FUNCTION"));
+            return Err(
+                Failure::usage("`--profile` runs the model, and a saved trace has none")
+                    .hint("give the function that builds the workload: FILE.py:FUNCTION"),
+            );
         };
         let (json, seconds) = self.slow("profiling one step", |host| {
             Ok(host.op_seconds(&live.name, &live.settings, &recorded.file)?)
@@ -163,8 +180,9 @@ impl Session<'_> {
         target: &LiveTarget,
         plan: &Plan,
     ) -> Result<Measurement, Failure> {
-        let plan_json = serde_json::to_string(plan)
-            .map_err(|error| Failure::Internal(format!("cannot write the plan as JSON: {error}")))?;
+        let plan_json = serde_json::to_string(plan).map_err(|error| {
+            Failure::Internal(format!("cannot write the plan as JSON: {error}"))
+        })?;
         let (json, _) = self.slow("running real steps, unplanned and planned", |host| {
             Ok(host.verify(&target.name, &target.settings, &plan_json)?)
         })?;

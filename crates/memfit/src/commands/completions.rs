@@ -12,7 +12,12 @@ pub(crate) fn run(
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
     let mut script = Vec::new();
-    clap_complete::generate(arguments.shell, &mut Arguments::command(), "memfit", &mut script);
+    clap_complete::generate(
+        arguments.shell,
+        &mut Arguments::command(),
+        "memfit",
+        &mut script,
+    );
     session.printer.bytes(&script)?;
     Ok(Exit::Done)
 }

@@ -15,7 +15,10 @@ pub(crate) fn run(arguments: &ManArguments, session: &mut Session<'_>) -> Result
     let command = match &arguments.command {
         None => program,
         Some(name) => {
-            let found = program.find_subcommand(name).cloned().ok_or_else(|| unknown(name))?;
+            let found = program
+                .find_subcommand(name)
+                .cloned()
+                .ok_or_else(|| unknown(name))?;
             let full = format!("memfit-{name}");
             found.display_name(full)
         }
@@ -28,7 +31,10 @@ pub(crate) fn run(arguments: &ManArguments, session: &mut Session<'_>) -> Result
 
 fn unknown(name: &str) -> Failure {
     let program = Arguments::command();
-    let names: Vec<&str> = program.get_subcommands().map(clap::Command::get_name).collect();
+    let names: Vec<&str> = program
+        .get_subcommands()
+        .map(clap::Command::get_name)
+        .collect();
     Failure::usage(format!("memfit has no command `{name}`"))
         .hint(format!("the commands are {}", names.join(", ")))
 }

@@ -16,7 +16,11 @@ use crate::session::Session;
 pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
     let choice = PlanChoice::parse(&arguments.choice)?;
-    let save = arguments.save.as_deref().map(PendingFile::create).transpose()?;
+    let save = arguments
+        .save
+        .as_deref()
+        .map(PendingFile::create)
+        .transpose()?;
 
     let recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
     session.tell_notes(&recorded.trace.meta.notes)?;
@@ -43,7 +47,9 @@ pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Resul
         return Ok(Exit::Done);
     }
     if let Some(path) = &arguments.save {
-        session.printer.note(&format!("note: `{}` was not written", path.display()))?;
+        session
+            .printer
+            .note(&format!("note: `{}` was not written", path.display()))?;
     }
     Ok(Exit::No)
 }

@@ -19,10 +19,17 @@ pub(crate) fn run(
 ) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
     let budget = arguments.budget.as_deref().map(Budget::parse).transpose()?;
-    let save = arguments.save.as_deref().map(PendingFile::create).transpose()?;
+    let save = arguments
+        .save
+        .as_deref()
+        .map(PendingFile::create)
+        .transpose()?;
 
     let recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
-    let request = PredictRequest { batch: arguments.batch, budget: arguments.budget.clone() };
+    let request = PredictRequest {
+        batch: arguments.batch,
+        budget: arguments.budget.clone(),
+    };
     let prediction = session.predict(&recorded.trace, request)?;
     if let Some(file) = save {
         file.commit(&recorded.file)?;
@@ -31,14 +38,23 @@ pub(crate) fn run(
     let peak = prediction.predicted_peak_bytes;
     let answer = budget.map(|budget| {
         let budget = budget.resolve(peak);
-        (budget, if peak <= budget { Verdict::Fits } else { Verdict::DoesNotFit })
+        (
+            budget,
+            if peak <= budget {
+                Verdict::Fits
+            } else {
+                Verdict::DoesNotFit
+            },
+        )
     });
     let report = match session.format {
         Format::Text => text::prediction(&prediction, answer, session.printer.report_palette()),
         Format::Json => json(&PredictDocument {
             budget_bytes: answer.map(|(budget, _)| budget),
             verdict: answer.map(|(_, verdict)| verdict),
-            unplanned: PredictedPeak { predicted_peak_bytes: peak },
+            unplanned: PredictedPeak {
+                predicted_peak_bytes: peak,
+            },
             capture_seconds: recorded.capture_seconds,
             prediction,
         })?,

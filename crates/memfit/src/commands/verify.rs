@@ -47,7 +47,11 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     };
     session.printer.data(&report)?;
     session.tell_notes(&planned.plan.notes)?;
-    Ok(if document.holds() { Exit::Done } else { Exit::No })
+    Ok(if document.holds() {
+        Exit::Done
+    } else {
+        Exit::No
+    })
 }
 
 /// The document before anything ran.

@@ -284,7 +284,10 @@ impl TraceDocument {
             saved_tensor_count: trace.saved.len() as u64,
             region_count: trace.regions.len() as u64,
             parameter_update_count: trace.updates.len() as u64,
-            batch_law_known: trace.allocations.iter().all(|allocation| allocation.law.is_some()),
+            batch_law_known: trace
+                .allocations
+                .iter()
+                .all(|allocation| allocation.law.is_some()),
             couplings: trace.couplings.clone(),
             notes: trace.meta.notes.clone(),
         }
@@ -317,14 +320,19 @@ fn phases(trace: &Trace) -> Vec<PhaseSummary> {
 }
 
 fn categories(trace: &Trace) -> Vec<CategorySummary> {
-    let mut sums: std::collections::BTreeMap<Category, (u64, Bytes)> = std::collections::BTreeMap::new();
+    let mut sums: std::collections::BTreeMap<Category, (u64, Bytes)> =
+        std::collections::BTreeMap::new();
     for allocation in &trace.allocations {
         let sum = sums.entry(allocation.category).or_default();
         *sum = (sum.0 + 1, sum.1 + allocation.bytes);
     }
     let mut summaries: Vec<CategorySummary> = sums
         .into_iter()
-        .map(|(category, (allocation_count, bytes))| CategorySummary { category, allocation_count, bytes })
+        .map(|(category, (allocation_count, bytes))| CategorySummary {
+            category,
+            allocation_count,
+            bytes,
+        })
         .collect();
     summaries.sort_by_key(|summary| (std::cmp::Reverse(summary.bytes), summary.category));
     summaries

@@ -25,7 +25,11 @@ const GAP: &str = "  ";
 
 impl Table {
     pub(crate) fn new(columns: &[Align]) -> Self {
-        Self { columns: columns.to_vec(), header: None, rows: Vec::new() }
+        Self {
+            columns: columns.to_vec(),
+            header: None,
+            rows: Vec::new(),
+        }
     }
 
     pub(crate) fn header<const N: usize>(mut self, cells: [&str; N]) -> Self {
@@ -45,7 +49,11 @@ impl Table {
     pub(crate) fn render(&self, indent: usize, palette: Palette) -> String {
         let widths: Vec<usize> = (0..self.columns.len())
             .map(|column| {
-                let cells = self.header.iter().chain(&self.rows).filter_map(|row| row.get(column));
+                let cells = self
+                    .header
+                    .iter()
+                    .chain(&self.rows)
+                    .filter_map(|row| row.get(column));
                 cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
             })
             .collect();
@@ -97,11 +105,14 @@ pub(crate) fn sparkline(points: &[(u32, Bytes)], length: u32, peak: Bytes, width
     for (i, &(op, bytes)) in points.iter().enumerate() {
         let next = points.get(i + 1).map_or(length, |&(next, _)| next);
         let last = next.saturating_sub(1).max(op);
-        for column in column_of(op)..=column_of(last) {
-            highest[column] = highest[column].max(bytes);
+        for cell in &mut highest[column_of(op)..=column_of(last)] {
+            *cell = (*cell).max(bytes);
         }
     }
-    highest.into_iter().map(|bytes| LEVELS[scaled(bytes, peak, 8).clamp(1, 8) - 1]).collect()
+    highest
+        .into_iter()
+        .map(|bytes| LEVELS[scaled(bytes, peak, 8).clamp(1, 8) - 1])
+        .collect()
 }
 
 #[expect(
@@ -120,7 +131,8 @@ mod tests {
 
     #[test]
     fn columns_line_up_and_lines_do_not_trail() {
-        let mut table = Table::new(&[Align::Left, Align::Right, Align::Left]).header(["a", "b", "c"]);
+        let mut table =
+            Table::new(&[Align::Left, Align::Right, Align::Left]).header(["a", "b", "c"]);
         table.row(["wide one".into(), "7".into(), String::new()]);
         table.row(["ü".into(), "123".into(), "end".into()]);
         insta::assert_snapshot!(table.render(2, Palette::PLAIN), @"
@@ -140,7 +152,12 @@ mod tests {
 
     #[test]
     fn a_sparkline_keeps_the_highest_of_each_stretch() {
-        let points = [(0, Bytes(10)), (5, Bytes(80)), (6, Bytes(20)), (9, Bytes(40))];
+        let points = [
+            (0, Bytes(10)),
+            (5, Bytes(80)),
+            (6, Bytes(20)),
+            (9, Bytes(40)),
+        ];
         assert_eq!(sparkline(&points, 10, Bytes(80), 5), "▁▁█▂▄");
         assert_eq!(sparkline(&points, 0, Bytes(80), 5), "");
         assert_eq!(sparkline(&[(0, Bytes(8))], 2, Bytes(8), 60), "██");

@@ -50,7 +50,10 @@ pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
     match kind {
         ActionKind::Remat => format!("{} computed again in backward", counted(count, "tensor")),
         ActionKind::FuseOptimizer => {
-            format!("{} updated as soon as the gradient is there", counted(count, "parameter"))
+            format!(
+                "{} updated as soon as the gradient is there",
+                counted(count, "parameter")
+            )
         }
         ActionKind::MicroBatch => format!("the batch in {}", counted(count, "piece")),
     }
@@ -69,7 +72,11 @@ pub(crate) const fn stop_reason(reason: StopReason) -> &'static str {
 
 /// `1 tensor`, `12 tensors`.
 pub(crate) fn counted(count: u64, noun: &str) -> String {
-    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+    if count == 1 {
+        format!("1 {noun}")
+    } else {
+        format!("{count} {noun}s")
+    }
 }
 
 /// A part of a whole as `54.3 %`.
@@ -85,7 +92,10 @@ pub(crate) fn deviation(predicted: Bytes, measured: Bytes) -> String {
     if measured == Bytes::ZERO {
         return "-".to_owned();
     }
-    format!("{:+.2} %", 100.0 * (predicted.as_f64() - measured.as_f64()) / measured.as_f64())
+    format!(
+        "{:+.2} %",
+        100.0 * (predicted.as_f64() - measured.as_f64()) / measured.as_f64()
+    )
 }
 
 /// A factor of time: `1.17 x`.
@@ -95,7 +105,11 @@ pub(crate) fn ratio(ratio: f64) -> String {
 
 /// A duration: `3.2 s`, `48 ms`.
 pub(crate) fn seconds(seconds: f64) -> String {
-    if seconds >= 1.0 { format!("{seconds:.1} s") } else { format!("{:.0} ms", seconds * 1000.0) }
+    if seconds >= 1.0 {
+        format!("{seconds:.1} s")
+    } else {
+        format!("{:.0} ms", seconds * 1000.0)
+    }
 }
 
 /// At most `width` characters, cut at the front: the end of a path says more.
@@ -104,7 +118,10 @@ pub(crate) fn tail(text: &str, width: usize) -> String {
     if length <= width {
         return text.to_owned();
     }
-    let kept: String = text.chars().skip(length - width.saturating_sub(1)).collect();
+    let kept: String = text
+        .chars()
+        .skip(length - width.saturating_sub(1))
+        .collect();
     format!("…{kept}")
 }
 
@@ -127,7 +144,11 @@ pub(crate) fn fold_module(path: &str) -> String {
         return "(outside any module)".to_owned();
     }
     let parts = path.split('.').map(|part| {
-        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { part }
+        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) {
+            "*"
+        } else {
+            part
+        }
     });
     parts.collect::<Vec<_>>().join(".")
 }
@@ -138,15 +159,24 @@ mod tests {
 
     #[test]
     fn long_paths_keep_their_ends() {
-        assert_eq!(tail("transformer.h.0.mlp", 9), "…h.0.mlp".replace('h', ".h"));
+        assert_eq!(
+            tail("transformer.h.0.mlp", 9),
+            "…h.0.mlp".replace('h', ".h")
+        );
         assert_eq!(tail("short", 9), "short");
-        assert_eq!(source("/a/site-packages/torch/nn/linear.py:12"), "torch/nn/linear.py:12");
+        assert_eq!(
+            source("/a/site-packages/torch/nn/linear.py:12"),
+            "torch/nn/linear.py:12"
+        );
         assert_eq!(source("train.py:3"), "train.py:3");
     }
 
     #[test]
     fn layers_of_one_kind_fold_together() {
-        assert_eq!(fold_module("transformer.h.11.mlp.c_fc"), "transformer.h.*.mlp.c_fc");
+        assert_eq!(
+            fold_module("transformer.h.11.mlp.c_fc"),
+            "transformer.h.*.mlp.c_fc"
+        );
         assert_eq!(fold_module("layer1.0.conv2"), "layer1.*.conv2");
         assert_eq!(fold_module("(none)"), "(outside any module)");
     }

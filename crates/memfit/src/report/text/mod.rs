@@ -48,3 +48,12 @@ fn section(text: &mut String, heading: &str, body: &str, palette: Palette) {
     text.push('\n');
     text.push_str(body);
 }
+
+/// One indented line for each sentence.
+fn indented(sentences: &[String]) -> String {
+    let mut text = String::new();
+    for sentence in sentences {
+        text.extend(["  ", sentence, "\n"]);
+    }
+    text
+}

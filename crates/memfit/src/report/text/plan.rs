@@ -3,7 +3,7 @@
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{Class, Verdict};
 
-use super::section;
+use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::document::{ActionSummary, PlanDocument};
 use crate::report::table::{Align, Table};
@@ -29,10 +29,25 @@ pub(crate) fn plan(document: &PlanDocument, palette: Palette) -> String {
     search.row(["Costs".to_owned(), document.cost_source.clone()]);
     text.push('\n');
     text.push_str(&search.render(0, palette));
-    section(&mut text, "Actions", &actions(&document.plan.actions, palette), palette);
-    section(&mut text, "Not possible", &refusals(document, palette), palette);
-    section(&mut text, "What stops it going lower", &bottleneck(document, palette), palette);
-    let notes: String = document.notes.iter().map(|note| format!("  {note}\n")).collect();
+    section(
+        &mut text,
+        "Actions",
+        &actions(&document.plan.actions, palette),
+        palette,
+    );
+    section(
+        &mut text,
+        "Not possible",
+        &refusals(document, palette),
+        palette,
+    );
+    section(
+        &mut text,
+        "What stops it going lower",
+        &bottleneck(document, palette),
+        palette,
+    );
+    let notes = indented(&document.notes);
     section(&mut text, "Notes", &notes, palette);
     text.push('\n');
     text.push_str(&answer(document, palette));
@@ -41,11 +56,17 @@ pub(crate) fn plan(document: &PlanDocument, palette: Palette) -> String {
 }
 
 fn estimates(document: &PlanDocument) -> Table {
-    let (unplanned, planned) =
-        (document.unplanned.predicted_peak_bytes, document.planned.predicted_peak_bytes);
+    let (unplanned, planned) = (
+        document.unplanned.predicted_peak_bytes,
+        document.planned.predicted_peak_bytes,
+    );
     let plan = &document.plan;
-    let mut table = Table::new(&[Align::Left, Align::Right, Align::Right, Align::Left])
-        .header(["", "unplanned", "planned", ""]);
+    let mut table = Table::new(&[Align::Left, Align::Right, Align::Right, Align::Left]).header([
+        "",
+        "unplanned",
+        "planned",
+        "",
+    ]);
     table.row([
         "Predicted peak".to_owned(),
         unplanned.to_string(),
@@ -56,7 +77,10 @@ fn estimates(document: &PlanDocument) -> Table {
         "Step time".to_owned(),
         words::ratio(1.0),
         words::ratio(plan.predicted_step_ratio),
-        format!("at least {} under this budget", words::ratio(plan.lower_bound_ratio)),
+        format!(
+            "at least {} under this budget",
+            words::ratio(plan.lower_bound_ratio)
+        ),
     ]);
     table.row([
         "Lowest peak".to_owned(),

@@ -4,7 +4,7 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::{Prediction, Share};
 
-use super::section;
+use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table, bar, sparkline};
 use crate::report::words;
@@ -26,18 +26,48 @@ pub(crate) fn prediction(
     let mut text = String::new();
     text.push_str(&head(prediction, palette));
     let peak = prediction.predicted_peak_bytes;
-    section(&mut text, "Over the step", &timeline(prediction, palette), palette);
-    let category = shares(&categories(&prediction.breakdown.category), peak, usize::MAX, palette);
+    section(
+        &mut text,
+        "Over the step",
+        &timeline(prediction, palette),
+        palette,
+    );
+    let category = shares(
+        &categories(&prediction.breakdown.category),
+        peak,
+        usize::MAX,
+        palette,
+    );
     section(&mut text, "At the peak, by category", &category, palette);
-    let module = shares(&fold(&prediction.breakdown.module), peak, MODULE_ROWS, palette);
+    let module = shares(
+        &fold(&prediction.breakdown.module),
+        peak,
+        MODULE_ROWS,
+        palette,
+    );
     section(&mut text, "At the peak, by module", &module, palette);
-    let source = shares(&short_sources(&prediction.breakdown.source), peak, SOURCE_ROWS, palette);
+    let source = shares(
+        &short_sources(&prediction.breakdown.source),
+        peak,
+        SOURCE_ROWS,
+        palette,
+    );
     section(&mut text, "At the peak, by source line", &source, palette);
-    section(&mut text, "Largest allocations at the peak", &allocations(prediction, palette), palette);
-    section(&mut text, "Fits unplanned on", &devices(prediction, palette), palette);
-    let sure: String = prediction.uncertainty.iter().map(|line| format!("  {line}\n")).collect();
+    section(
+        &mut text,
+        "Largest allocations at the peak",
+        &allocations(prediction, palette),
+        palette,
+    );
+    section(
+        &mut text,
+        "Fits unplanned on",
+        &devices(prediction, palette),
+        palette,
+    );
+    let sure = indented(&prediction.uncertainty);
     section(&mut text, "Not certain", &sure, palette);
-    let notes: String = prediction.notes.iter().map(|note| format!("  {note}\n")).collect();
+    let notes = indented(&prediction.notes);
     section(&mut text, "Notes", &notes, palette);
     if let Some((budget, verdict)) = budget {
         text.push('\n');
@@ -49,22 +79,36 @@ pub(crate) fn prediction(
 fn head(prediction: &Prediction, palette: Palette) -> String {
     let peak = prediction.predicted_peak_bytes;
     let (low, high) = prediction.interval_bytes;
-    let interval = if low == high { String::new() } else { format!("  ({low} to {high})") };
+    let same = low.to_string() == high.to_string();
+    let interval = if same {
+        String::new()
+    } else {
+        format!("  ({low} to {high})")
+    };
     let batch = match prediction.batch {
         0 => String::new(),
         batch => format!(", batch {batch}"),
     };
     let at = &prediction.peak;
-    let place = [words::tail(&at.module, NAME_WIDTH), words::source(&at.source)];
+    let place = [
+        words::tail(&at.module, NAME_WIDTH),
+        words::source(&at.source),
+    ];
     let place: Vec<String> = place.into_iter().filter(|part| !part.is_empty()).collect();
     let mut lines = Table::new(&[Align::Left, Align::Left]);
     lines.row(["Predicted peak".to_owned(), format!("{peak}{interval}")]);
-    lines.row(["Reached in".to_owned(), format!("{}, at {}", words::phase(at.phase), at.op)]);
+    lines.row([
+        "Reached in".to_owned(),
+        format!("{}, at {}", words::phase(at.phase), at.op),
+    ]);
     if !place.is_empty() {
         lines.row([String::new(), place.join("  ")]);
     }
     if let Some(batch) = prediction.largest_batch {
-        lines.row(["Largest batch".to_owned(), format!("{batch} fits the budget unplanned")]);
+        lines.row([
+            "Largest batch".to_owned(),
+            format!("{batch} fits the budget unplanned"),
+        ]);
     }
     format!(
         "{}  {}{batch}\n\n{}",
@@ -75,10 +119,18 @@ fn head(prediction: &Prediction, palette: Palette) -> String {
 }
 
 fn timeline(prediction: &Prediction, palette: Palette) -> String {
-    let points: Vec<(u32, Bytes)> =
-        prediction.timeline.iter().map(|point| (point.op_index, point.bytes)).collect();
+    let points: Vec<(u32, Bytes)> = prediction
+        .timeline
+        .iter()
+        .map(|point| (point.op_index, point.bytes))
+        .collect();
     let length = points.last().map_or(0, |&(op, _)| op + 1);
-    let chart = sparkline(&points, length, prediction.predicted_peak_bytes, CHART_WIDTH);
+    let chart = sparkline(
+        &points,
+        length,
+        prediction.predicted_peak_bytes,
+        CHART_WIDTH,
+    );
     if chart.is_empty() {
         return String::new();
     }
@@ -87,7 +139,10 @@ fn timeline(prediction: &Prediction, palette: Palette) -> String {
         .iter()
         .map(|&(phase, bytes)| format!("{} {bytes}", words::phase(phase)))
         .collect();
-    format!("  {chart}\n  {}\n", palette.faint(&format!("peaks: {}", phases.join(", "))))
+    format!(
+        "  {chart}\n  {}\n",
+        palette.faint(&format!("peaks: {}", phases.join(", ")))
+    )
 }
 
 /// Owners as rows, the smaller ones summed up in a last row.
@@ -96,29 +151,44 @@ fn shares(shares: &[Share], whole: Bytes, limit: usize, palette: Palette) -> Str
     let mut row = |name: &str, bytes: Bytes| {
         let name = words::tail(name, NAME_WIDTH);
         let percent = words::share(bytes, whole);
-        table.row([name, bytes.to_string(), percent, bar(bytes, whole, BAR_WIDTH)]);
+        table.row([
+            name,
+            bytes.to_string(),
+            percent,
+            bar(bytes, whole, BAR_WIDTH),
+        ]);
     };
     // One row more than the limit is shown rather than summed up as "1 more".
-    let shown = if shares.len() <= limit.saturating_add(1) { shares.len() } else { limit };
+    let shown = if shares.len() <= limit.saturating_add(1) {
+        shares.len()
+    } else {
+        limit
+    };
     for share in &shares[..shown] {
         row(&share.name, share.bytes);
     }
     let rest = &shares[shown..];
     if !rest.is_empty() {
-        row(&format!("({} more)", rest.len()), rest.iter().map(|share| share.bytes).sum());
+        row(
+            &format!("({} more)", rest.len()),
+            rest.iter().map(|share| share.bytes).sum(),
+        );
     }
     table.render(2, palette)
 }
 
 /// Adds up owners whose names become the same, largest first.
 fn merge(shares: &[Share], rename: impl Fn(&str) -> String) -> Vec<Share> {
-    let mut sums: std::collections::BTreeMap<String, (Bytes, u64)> = std::collections::BTreeMap::new();
+    let mut sums: std::collections::BTreeMap<String, (Bytes, u64)> =
+        std::collections::BTreeMap::new();
     for share in shares {
         let sum = sums.entry(rename(&share.name)).or_default();
         *sum = (sum.0 + share.bytes, sum.1 + share.count);
     }
-    let mut merged: Vec<Share> =
-        sums.into_iter().map(|(name, (bytes, count))| Share { name, bytes, count }).collect();
+    let mut merged: Vec<Share> = sums
+        .into_iter()
+        .map(|(name, (bytes, count))| Share { name, bytes, count })
+        .collect();
     // The map is sorted by name and the sort is stable: equal sizes stay in the order of their names.
     merged.sort_by_key(|share| std::cmp::Reverse(share.bytes));
     merged
@@ -159,8 +229,14 @@ fn allocations(prediction: &Prediction, palette: Palette) -> String {
 
 fn devices(prediction: &Prediction, palette: Palette) -> String {
     let names = |fits: bool| {
-        let devices = prediction.devices.iter().filter(|device| device.fits == fits);
-        devices.map(|device| device.device.as_str()).collect::<Vec<_>>().join(", ")
+        let devices = prediction
+            .devices
+            .iter()
+            .filter(|device| device.fits == fits);
+        devices
+            .map(|device| device.device.as_str())
+            .collect::<Vec<_>>()
+            .join(", ")
     };
     let mut table = Table::new(&[Align::Left, Align::Left]);
     for (label, fits) in [("yes", true), ("no", false)] {

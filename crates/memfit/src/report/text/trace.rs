@@ -1,6 +1,6 @@
 //! `memfit show` on a trace: what was recorded and what is in it.
 
-use super::section;
+use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::document::TraceDocument;
 use crate::report::table::{Align, Table};
@@ -23,8 +23,14 @@ pub(crate) fn trace(document: &TraceDocument, palette: Palette) -> String {
         0 => String::new(),
         batch => format!(", batch {batch}"),
     };
-    facts.row(["Step".to_owned(), format!("{step}{batch}, on {}", document.device_kind)]);
-    facts.row(["Captured".to_owned(), format!("{captured}, torch {}", document.torch_version)]);
+    facts.row([
+        "Step".to_owned(),
+        format!("{step}{batch}, on {}", document.device_kind),
+    ]);
+    facts.row([
+        "Captured".to_owned(),
+        format!("{captured}, torch {}", document.torch_version),
+    ]);
     facts.row(["Other batch sizes".to_owned(), batches(document)]);
     facts.row(["Splitting the batch".to_owned(), splitting(document)]);
     let mut text = format!(
@@ -34,14 +40,30 @@ pub(crate) fn trace(document: &TraceDocument, palette: Palette) -> String {
         facts.render(0, Palette::PLAIN)
     );
     section(&mut text, "Ops", &ops(document, palette), palette);
-    section(&mut text, "Allocations of the whole step", &allocations(document, palette), palette);
+    section(
+        &mut text,
+        "Allocations of the whole step",
+        &allocations(document, palette),
+        palette,
+    );
     let mut rest = Table::new(&[Align::Right, Align::Left]);
     rest.row([document.value_count.to_string(), "values".to_owned()]);
-    rest.row([document.saved_tensor_count.to_string(), "saved tensors".to_owned()]);
+    rest.row([
+        document.saved_tensor_count.to_string(),
+        "saved tensors".to_owned(),
+    ]);
     rest.row([document.region_count.to_string(), "module calls".to_owned()]);
-    rest.row([document.parameter_update_count.to_string(), "trainable parameters".to_owned()]);
-    section(&mut text, "Also recorded", &rest.render(2, palette), palette);
-    let notes: String = document.notes.iter().map(|note| format!("  {note}\n")).collect();
+    rest.row([
+        document.parameter_update_count.to_string(),
+        "trainable parameters".to_owned(),
+    ]);
+    section(
+        &mut text,
+        "Also recorded",
+        &rest.render(2, palette),
+        palette,
+    );
+    let notes = indented(&document.notes);
     section(&mut text, "Notes", &notes, palette);
     text
 }
@@ -50,7 +72,8 @@ fn batches(document: &TraceDocument) -> String {
     if document.batch_law_known {
         "can be predicted from this trace".to_owned()
     } else {
-        "cannot be predicted: the sizes of some allocations are known for this batch only".to_owned()
+        "cannot be predicted: the sizes of some allocations are known for this batch only"
+            .to_owned()
     }
 }
 
@@ -68,7 +91,13 @@ fn splitting(document: &TraceDocument) -> String {
 }
 
 fn ops(document: &TraceDocument, palette: Palette) -> String {
-    let columns = [Align::Left, Align::Right, Align::Right, Align::Right, Align::Right];
+    let columns = [
+        Align::Left,
+        Align::Right,
+        Align::Right,
+        Align::Right,
+        Align::Right,
+    ];
     let mut table =
         Table::new(&columns).header(["phase", "ops", "random", "GFLOPs", "bytes moved"]);
     for phase in &document.phases {
@@ -82,12 +111,16 @@ fn ops(document: &TraceDocument, palette: Palette) -> String {
             phase.moved_bytes.to_string(),
         ]);
     }
-    if table.is_empty() { String::new() } else { table.render(2, palette) }
+    if table.is_empty() {
+        String::new()
+    } else {
+        table.render(2, palette)
+    }
 }
 
 fn allocations(document: &TraceDocument, palette: Palette) -> String {
-    let mut table =
-        Table::new(&[Align::Left, Align::Right, Align::Right]).header(["category", "count", "bytes"]);
+    let mut table = Table::new(&[Align::Left, Align::Right, Align::Right])
+        .header(["category", "count", "bytes"]);
     for category in &document.categories {
         table.row([
             words::category(category.category),
@@ -95,5 +128,9 @@ fn allocations(document: &TraceDocument, palette: Palette) -> String {
             category.bytes.to_string(),
         ]);
     }
-    if table.is_empty() { String::new() } else { table.render(2, palette) }
+    if table.is_empty() {
+        String::new()
+    } else {
+        table.render(2, palette)
+    }
 }

@@ -12,21 +12,34 @@ use crate::report::words;
 
 /// The whole report of a verification that ran.
 pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
-    let share = words::share(document.budget_bytes, document.unplanned.predicted_peak_bytes);
+    let share = words::share(
+        document.budget_bytes,
+        document.unplanned.predicted_peak_bytes,
+    );
     let mut text = format!(
         "{}  budget {} ({share} of the unplanned peak)\n\n",
         palette.strong(&document.target),
         document.budget_bytes
     );
     text.push_str(&facts(document).render(0, palette));
-    section(&mut text, "Actions", &actions(&document.plan.actions, palette), palette);
+    section(
+        &mut text,
+        "Actions",
+        &actions(&document.plan.actions, palette),
+        palette,
+    );
     let mut agreement = Table::new(&[Align::Left, Align::Left]);
     for (name, comparison) in [("loss", &document.loss), ("gradients", &document.gradients)] {
         if let Some(comparison) = comparison {
             agreement.row([name.to_owned(), agreement_words(*comparison)]);
         }
     }
-    section(&mut text, "Planned against unplanned", &agreement.render(2, palette), palette);
+    section(
+        &mut text,
+        "Planned against unplanned",
+        &agreement.render(2, palette),
+        palette,
+    );
     text.push('\n');
     text.push_str(&answer(document, palette));
     text
@@ -35,28 +48,47 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
 fn facts(document: &VerifyDocument) -> Table {
     let (unplanned, planned) = (&document.unplanned, &document.planned);
     let bytes = |bytes: Option<Bytes>| bytes.map_or_else(|| "-".to_owned(), |b| b.to_string());
-    let mut table = Table::new(&[Align::Left, Align::Right, Align::Right, Align::Right])
-        .header(["", "unplanned", "planned", "planned / unplanned"]);
+    let mut table = Table::new(&[Align::Left, Align::Right, Align::Right, Align::Right]).header([
+        "",
+        "unplanned",
+        "planned",
+        "planned / unplanned",
+    ]);
     table.row([
         "Peak, predicted".to_owned(),
         unplanned.predicted_peak_bytes.to_string(),
         planned.predicted_peak_bytes.to_string(),
         words::share(planned.predicted_peak_bytes, unplanned.predicted_peak_bytes),
     ]);
-    let measured = unplanned.measured_peak_bytes.zip(planned.measured_peak_bytes);
+    let measured = unplanned
+        .measured_peak_bytes
+        .zip(planned.measured_peak_bytes);
     table.row([
         "Peak, measured".to_owned(),
         bytes(unplanned.measured_peak_bytes),
         bytes(planned.measured_peak_bytes),
-        measured.map_or_else(|| "-".to_owned(), |(before, after)| words::share(after, before)),
+        measured.map_or_else(
+            || "-".to_owned(),
+            |(before, after)| words::share(after, before),
+        ),
     ]);
     let error = |facts: &StepFacts| {
         let measured = facts.measured_peak_bytes;
-        measured.map_or_else(|| "-".to_owned(), |m| words::deviation(facts.predicted_peak_bytes, m))
+        measured.map_or_else(
+            || "-".to_owned(),
+            |m| words::deviation(facts.predicted_peak_bytes, m),
+        )
     };
-    table.row(["Prediction error".to_owned(), error(unplanned), error(planned), String::new()]);
+    table.row([
+        "Prediction error".to_owned(),
+        error(unplanned),
+        error(planned),
+        String::new(),
+    ]);
     let time = |facts: &StepFacts| {
-        facts.step_cpu_seconds.map_or_else(|| "-".to_owned(), words::seconds)
+        facts
+            .step_cpu_seconds
+            .map_or_else(|| "-".to_owned(), words::seconds)
     };
     table.row([
         "Step, CPU time".to_owned(),
@@ -68,8 +100,10 @@ fn facts(document: &VerifyDocument) -> Table {
 }
 
 fn step_ratio(document: &VerifyDocument) -> Option<f64> {
-    let (before, after) =
-        document.unplanned.step_cpu_seconds.zip(document.planned.step_cpu_seconds)?;
+    let (before, after) = document
+        .unplanned
+        .step_cpu_seconds
+        .zip(document.planned.step_cpu_seconds)?;
     (before > 0.0).then(|| after / before)
 }
 
@@ -96,10 +130,14 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             measured - budget
         );
     }
-    let fit = format!("{measured} measured, {} under the budget of {budget}", budget - measured);
+    let fit = format!(
+        "{measured} measured, {} under the budget of {budget}",
+        budget - measured
+    );
     if document.holds() {
-        let time = step_ratio(document)
-            .map_or_else(String::new, |ratio| format!(", {} the step time", words::ratio(ratio)));
+        let time = step_ratio(document).map_or_else(String::new, |ratio| {
+            format!(", {} the step time", words::ratio(ratio))
+        });
         let numbers = match document.gradients.map(|comparison| comparison.class) {
             Some(Agreement::Bitwise) => "loss and gradients bitwise equal",
             _ => "loss and gradients equal up to rounding, as the plan said",

@@ -1,0 +1,86 @@
+# The commands of a working day. Everything they need beyond Rust, Python and a C compiler is installed
+# into .venv by `make venv`, which the others call.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Stamp files: what they stand for was done after everything they depend on last changed.
+CREATED := $(VENV)/.created
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+
+RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml $(wildcard Cargo.lock)
+
+# PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
+export PYO3_PYTHON := $(abspath $(BIN)/python)
+
+.PHONY: help venv demo test test-rust test-python examples lint format docs clean
+
+help: ## Say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(BUILT) ## Make .venv with memfit, the examples' libraries and the tools
+
+demo: venv ## Fit GPT-2 small into half its memory and compare real steps
+	$(BIN)/memfit verify examples/gpt2.py:build --budget 50%
+
+test: test-rust test-python ## Run all tests
+
+test-rust: $(CREATED)
+	cargo test --workspace --quiet
+
+test-python: venv
+	$(BIN)/python -m pytest
+
+examples: venv ## Verify all examples at three budgets and write the table of results
+	$(BIN)/python benchmarks/examples.py
+
+lint: venv ## Check format, lints, types, the stub, the documentation
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/stubtest memfit._native
+	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet
+	$(BIN)/python docs/check.py
+
+format: venv ## Format Rust and Python
+	cargo fmt --all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only --quiet .
+
+clean: ## Remove .venv and build outputs
+	rm -rf $(VENV) target python/memfit/*.so
+
+$(CREATED):
+	@python=''; \
+	for candidate in python3 python3.14 python3.13 python3.12 python3.11; do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        python=$$candidate; break; \
+	    fi; \
+	done; \
+	if [ -z "$$python" ]; then echo 'memfit needs Python 3.11 or later' >&2; exit 1; fi; \
+	if [ ! -x $(BIN)/pip ]; then \
+	    $$python -m venv $(VENV) || { \
+	        rm -rf $(VENV); \
+	        $$python -m venv --without-pip $(VENV) && \
+	        $$python -m pip --python $(BIN)/python install pip; \
+	    } || { \
+	        rm -rf $(VENV); \
+	        echo 'cannot make a virtual environment; on Debian: apt install python3-venv' >&2; \
+	        exit 1; \
+	    }; \
+	fi
+	@touch $@
+
+$(INSTALLED): requirements.txt $(CREATED)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@touch $@
+
+# Installed as a wheel in place: an edited Python file counts at once, edited Rust after `make venv`.
+$(BUILT): pyproject.toml $(RUST_SOURCES) $(INSTALLED)
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
+	@touch $@

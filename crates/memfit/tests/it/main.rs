@@ -1,0 +1,10 @@
+//! The program from the outside: arguments in; streams, files and exit codes out.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+mod files;
+mod output;
+mod program;
+mod reports;
+mod sample;
+mod usage;

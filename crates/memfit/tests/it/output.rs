@@ -1,0 +1,158 @@
+//! Streams, colour, help, completions and the manual.
+
+use memfit::Streams;
+
+use crate::program::{ClosedPipe, FakeHost, run, words};
+
+fn run_on_terminal(arguments: &str, no_color: bool) -> (String, String) {
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    let streams = Streams {
+        stdout: &mut stdout,
+        stderr: &mut stderr,
+        stdout_is_terminal: true,
+        stderr_is_terminal: true,
+        no_color,
+    };
+    memfit::run(words(arguments), &mut FakeHost::default(), streams);
+    (
+        String::from_utf8(stdout).unwrap(),
+        String::from_utf8(stderr).unwrap(),
+    )
+}
+
+#[test]
+fn colour_only_where_a_person_looks() {
+    let escape = '\x1b';
+    let predict = "predict model.py:build";
+    assert!(!run(predict).stdout.contains(escape));
+    assert!(
+        run(&format!("{predict} --color always"))
+            .stdout
+            .contains(escape)
+    );
+    assert!(run_on_terminal(predict, false).0.contains(escape));
+    assert!(!run_on_terminal(predict, true).0.contains(escape));
+    assert!(
+        !run_on_terminal(&format!("{predict} --color never"), false)
+            .0
+            .contains(escape)
+    );
+    let json = run_on_terminal(&format!("{predict} --format json"), false).0;
+    assert!(
+        serde_json::from_str::<serde_json::Value>(&json).is_ok(),
+        "{json}"
+    );
+}
+
+#[test]
+fn colour_changes_no_character() {
+    let plain = run("predict model.py:build").stdout;
+    let painted = run("predict model.py:build --color always").stdout;
+    let mut stripped = String::new();
+    let mut inside = false;
+    for character in painted.chars() {
+        match character {
+            '\x1b' => inside = true,
+            'm' if inside => inside = false,
+            _ if inside => {}
+            _ => stripped.push(character),
+        }
+    }
+    assert_eq!(stripped, plain);
+}
+
+#[test]
+fn verbose_speaks_on_standard_error_only() {
+    let plain = run("predict model.py:build");
+    let verbose = run("predict model.py:build --verbose");
+    assert_eq!(plain.stdout, verbose.stdout);
+    assert!(
+        verbose.stderr.contains("capturing model.py:build: "),
+        "{}",
+        verbose.stderr
+    );
+}
+
+#[test]
+fn a_closed_pipe_is_no_failure() {
+    let mut stderr = Vec::new();
+    let streams = Streams {
+        stdout: &mut ClosedPipe,
+        stderr: &mut stderr,
+        stdout_is_terminal: false,
+        stderr_is_terminal: false,
+        no_color: false,
+    };
+    let code = memfit::run(
+        words("predict model.py:build"),
+        &mut FakeHost::default(),
+        streams,
+    );
+    assert_eq!((code, stderr.as_slice()), (0, &b""[..]));
+}
+
+#[test]
+fn help_and_version_are_data() {
+    for arguments in [
+        "--help",
+        "predict --help",
+        "plan --help",
+        "verify --help",
+        "show --help",
+    ] {
+        let outcome = run(arguments);
+        assert_eq!(
+            (outcome.code, outcome.stderr.as_str()),
+            (0, ""),
+            "{arguments}"
+        );
+        assert!(outcome.stdout.contains("Examples:"), "{arguments}");
+    }
+    let version = run("--version");
+    assert_eq!(
+        (version.code, version.stdout.as_str()),
+        (0, concat!("memfit ", env!("CARGO_PKG_VERSION"), "\n"))
+    );
+    let nothing = run("");
+    assert_eq!((nothing.code, nothing.stdout.as_str()), (2, ""));
+    assert!(
+        nothing.stderr.contains("Usage: memfit"),
+        "{}",
+        nothing.stderr
+    );
+}
+
+#[test]
+fn completions_name_the_options() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let outcome = run(&format!("completions {shell}"));
+        assert_eq!(outcome.code, 0);
+        assert!(outcome.stdout.contains("budget"), "{shell}");
+    }
+}
+
+#[test]
+fn the_manual_has_a_page_for_each_command() {
+    let whole = run("man");
+    assert_eq!(whole.code, 0);
+    assert!(
+        whole.stdout.contains(".TH memfit 1"),
+        "{}",
+        &whole.stdout[..200]
+    );
+    for command in ["predict", "plan", "verify", "show", "completions", "man"] {
+        let page = run(&format!("man {command}"));
+        assert_eq!(page.code, 0);
+        assert!(
+            page.stdout.contains("EXAMPLES") || page.stdout.contains("Examples"),
+            "{command}"
+        );
+    }
+    let unknown = run("man sing");
+    assert_eq!(unknown.code, 2);
+    assert!(
+        unknown.stderr.contains("memfit has no command `sing`"),
+        "{}",
+        unknown.stderr
+    );
+}

@@ -1,0 +1,164 @@
+//! Running the program on byte vectors with a host that answers from memory.
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+
+use memfit::{Host, HostError, HostErrorKind, Settings, Streams};
+use memfit_engine::trace::encode;
+use serde_json::{Value, json};
+
+use crate::sample;
+
+/// What a run left behind.
+pub(crate) struct Outcome {
+    pub(crate) code: u8,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Outcome {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap()
+    }
+}
+
+/// A host with fixed answers; each can be replaced by a failure.
+pub(crate) struct FakeHost {
+    pub(crate) capture_failure: Option<HostError>,
+    /// Planned peak that a verification measures, relative to the one predicted.
+    pub(crate) measured_ratio: f64,
+    pub(crate) gradients: &'static str,
+    pub(crate) interrupted: bool,
+    pub(crate) settings_seen: Vec<(String, String)>,
+    pub(crate) device_seen: Option<String>,
+    pub(crate) verifications: u32,
+}
+
+impl Default for FakeHost {
+    fn default() -> Self {
+        Self {
+            capture_failure: None,
+            measured_ratio: 1.0,
+            gradients: "bitwise",
+            interrupted: false,
+            settings_seen: Vec::new(),
+            device_seen: None,
+            verifications: 0,
+        }
+    }
+}
+
+impl Host for FakeHost {
+    fn build(&mut self, _: &str, _: &Settings) -> Result<(), HostError> {
+        Ok(())
+    }
+
+    fn capture(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+    ) -> Result<Vec<u8>, HostError> {
+        if let Some(failure) = &self.capture_failure {
+            return Err(failure.clone());
+        }
+        self.settings_seen = settings.to_vec();
+        self.device_seen = device.map(str::to_owned);
+        let mut trace = sample::trace();
+        target.clone_into(&mut trace.meta.target);
+        Ok(encode(&trace))
+    }
+
+    fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
+        let seconds = vec![0.001; sample::trace().ops.len()];
+        Ok(json!({ "kind": "profile", "op_seconds": seconds }).to_string())
+    }
+
+    fn device_profile(&mut self) -> Result<String, HostError> {
+        Ok(json!({
+            "name": "a test machine", "flops_per_second": { "float32": 1e11 },
+            "bytes_per_second": 1e10, "op_overhead_seconds": 1e-6,
+        })
+        .to_string())
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a made-up measurement"
+    )]
+    fn verify(&mut self, _: &str, _: &Settings, plan_json: &str) -> Result<String, HostError> {
+        self.verifications += 1;
+        let plan: Value = serde_json::from_str(plan_json).unwrap();
+        let predicted = |way: &str| plan[way]["predicted_peak_bytes"].as_u64().unwrap();
+        let planned = (predicted("planned") as f64 * self.measured_ratio) as u64;
+        Ok(json!({
+            "unplanned": { "measured_peak_bytes": predicted("unplanned"), "step_cpu_seconds": 0.5 },
+            "planned": { "measured_peak_bytes": planned, "step_cpu_seconds": 0.55 },
+            "gradients": { "class": self.gradients, "max_relative_error": 0.0 },
+            "loss": { "class": "bitwise", "max_relative_error": 0.0 },
+        })
+        .to_string())
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.interrupted
+    }
+}
+
+impl FakeHost {
+    pub(crate) fn failing(kind: HostErrorKind, message: &str) -> Self {
+        Self {
+            capture_failure: Some(HostError::new(kind, message)),
+            ..Self::default()
+        }
+    }
+
+    /// Runs `memfit ARGUMENTS` (split at spaces) with no terminal in sight.
+    pub(crate) fn run(&mut self, arguments: &str) -> Outcome {
+        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+        let code = memfit::run(
+            words(arguments),
+            self,
+            Streams {
+                stdout: &mut stdout,
+                stderr: &mut stderr,
+                stdout_is_terminal: false,
+                stderr_is_terminal: false,
+                no_color: false,
+            },
+        );
+        Outcome {
+            code,
+            stdout: String::from_utf8(stdout).unwrap(),
+            stderr: String::from_utf8(stderr).unwrap(),
+        }
+    }
+}
+
+/// `memfit` and the words of `arguments`.
+pub(crate) fn words(arguments: &str) -> Vec<OsString> {
+    std::iter::once("memfit")
+        .chain(arguments.split_whitespace())
+        .map(OsString::from)
+        .collect()
+}
+
+/// Runs with the default host.
+pub(crate) fn run(arguments: &str) -> Outcome {
+    FakeHost::default().run(arguments)
+}
+
+/// A stream whose reader has gone.
+pub(crate) struct ClosedPipe;
+
+impl Write for ClosedPipe {
+    fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+        Err(io::Error::from(io::ErrorKind::BrokenPipe))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
