@@ -131,7 +131,7 @@ def _compare(workload: Workload, ordinary: Fitted, planned: Fitted) -> dict[str,
     got = _observe(workload, planned)
     state.restore(workload)
     report = planned.report()
-    result = {
+    return {
         "loss": _compare_lists(expected.loss, got.loss),
         "gradients": _compare_named(expected.gradients, got.gradients),
         "parameters": _compare_named(expected.parameters, got.parameters),
@@ -139,7 +139,6 @@ def _compare(workload: Workload, ordinary: Fitted, planned: Fitted) -> dict[str,
         "divergence": report.divergence,
         "kept_drops": list(report.kept_drops),
     }
-    return result
 
 
 def _observe(workload: Workload, fitted: Fitted) -> _Observed:
@@ -158,7 +157,7 @@ def _observe(workload: Workload, fitted: Fitted) -> _Observed:
                 if p.grad is not None:
                     seen.gradients[name] = p.grad.detach().clone()
 
-            handles.append(parameter.register_post_accumulate_grad_hook(keep))
+            handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
     _seed()
     try:
         result = fitted.step()
@@ -166,7 +165,9 @@ def _observe(workload: Workload, fitted: Fitted) -> _Observed:
         for handle in handles:
             handle.remove()
     seen.loss = [t.detach().clone() for t in tree_leaves(result) if isinstance(t, Tensor)]
-    seen.parameters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    seen.parameters = {
+        n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad
+    }
     seen.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     return seen
 

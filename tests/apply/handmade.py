@@ -17,11 +17,37 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CHEAP = (
-    "mul add sub div neg tanh pow gelu relu silu sigmoid rsqrt exp mean cos sin where clone "
-    "_to_copy cat native_layer_norm native_group_norm native_batch_norm _softmax _safe_softmax "
-    "_log_softmax empty_like bernoulli_ native_dropout"
-).split()
+CHEAP = [
+    "mul",
+    "add",
+    "sub",
+    "div",
+    "neg",
+    "tanh",
+    "pow",
+    "gelu",
+    "relu",
+    "silu",
+    "sigmoid",
+    "rsqrt",
+    "exp",
+    "mean",
+    "cos",
+    "sin",
+    "where",
+    "clone",
+    "_to_copy",
+    "cat",
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_softmax",
+    "_safe_softmax",
+    "_log_softmax",
+    "empty_like",
+    "bernoulli_",
+    "native_dropout",
+]
 
 
 @dataclass
@@ -102,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         self.owner: dict[int, Made] = {}
         self.before: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace in {"prim", "profiler"}:
             return func(*args, **kwargs)
@@ -170,9 +196,9 @@ def record(model: nn.Module, forward: Callable[[], Tensor]) -> ForwardOps:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     random = torch.get_rng_state()
     recorder = _Recorder()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        with recorder, _calls(model, recorder):
-            result = forward()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, recorder, _calls(model, recorder):
+        result = forward()
     for tensor in tree_leaves(result):
         if isinstance(tensor, Tensor):
             made = recorder.owner.get(tensor.untyped_storage()._cdata)

@@ -8,11 +8,12 @@ import warnings
 import pytest
 import torch
 from handmade import record
+from torch import nn
+
 from memfit.apply.remat import Rematerialiser
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.fitted import MAX_REPLANS, Fitted
 from memfit.workload import Workload
-from torch import nn
 
 NOTHING = {"actions": []}
 
@@ -140,7 +141,7 @@ def test_an_empty_plan_installs_nothing():
         seen.append(
             (
                 torch._C._len_torch_dispatch_stack(),
-                torch._C._autograd._top_saved_tensors_default_hooks(False),
+                torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003,
                 any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()),
             )
         )

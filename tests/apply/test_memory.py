@@ -7,10 +7,11 @@ import weakref
 
 import torch
 from handmade import record
+from torch import nn
+
 from memfit.apply import records
 from memfit.apply.remat import Rematerialiser
 from memfit.measure import measure_peak
-from torch import nn
 
 ROWS, WIDTH = 64, 256
 MATRIX = ROWS * WIDTH * 4

@@ -6,11 +6,12 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from memfit.apply.microbatch import cut
 from memfit.errors import UsageError
 from memfit.fitted import Fitted
 from memfit.workload import Workload
-from torch import nn
 
 
 def pieces(count, **more):
@@ -120,8 +121,10 @@ def test_the_users_own_weight():
         model = nn.Linear(6, 5)
         mask = torch.tensor([1.0, 1, 0, 0, 1, 1])
         batch = {"x": torch.randn(6, 6), "mask": mask}
-        return model, batch, lambda m, b: (
-            (m(b["x"]).pow(2).sum(1) * b["mask"]).sum() / b["mask"].sum()
+        return (
+            model,
+            batch,
+            lambda m, b: (m(b["x"]).pow(2).sum(1) * b["mask"]).sum() / b["mask"].sum(),
         )
 
     def weight(batch):
@@ -135,8 +138,10 @@ def test_means_over_different_numbers_of_targets_are_refused():
         model = nn.Linear(6, 5)
         first = torch.tensor([1, 2, -100, 3, 0, 0])
         batch = {"x": torch.randn(6, 6), "a": first, "b": torch.tensor([1, 2, 3, 4, 0, 1])}
-        return model, batch, lambda m, b: (
-            F.cross_entropy(m(b["x"]), b["a"]) + F.cross_entropy(m(b["x"]), b["b"])
+        return (
+            model,
+            batch,
+            lambda m, b: F.cross_entropy(m(b["x"]), b["a"]) + F.cross_entropy(m(b["x"]), b["b"]),
         )
 
     with pytest.raises(UsageError, match="loss_weight"):
@@ -147,8 +152,12 @@ def test_two_means_over_the_same_number_of_targets():
     def build():
         model = nn.Linear(6, 5)
         batch = {"x": torch.randn(6, 6), "a": torch.randint(0, 5, (6,))}
-        return model, batch, lambda m, b: (
-            F.cross_entropy(m(b["x"]), b["a"]) + F.cross_entropy(m(b["x"] * 2), b["a"])
+        return (
+            model,
+            batch,
+            lambda m, b: (
+                F.cross_entropy(m(b["x"]), b["a"]) + F.cross_entropy(m(b["x"] * 2), b["a"])
+            ),
         )
 
     assert_close(whole_and_cut(build, 3))

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from memfit.errors import UsageError
 from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
 from memfit.workload import Workload
-from torch import nn
 
 FUSE = {"actions": [{"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0}]}
 NOTHING = {"actions": []}
@@ -60,7 +61,7 @@ def square(model, batch):
 def state_of(fitted):
     state = fitted.optimizer.state
     return [
-        {k: v for k, v in state[p].items()} if p in state else {}
+        dict(state[p].items()) if p in state else {}
         for group in fitted.optimizer.param_groups
         for p in group["params"]
     ]
@@ -81,9 +82,7 @@ def test_parameters_and_state_are_bitwise_after_three_steps(make):
         assert a.keys() == b.keys()
         assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
     assert not any(p._post_accumulate_grad_hooks for p in twin.parameters())
-    for a, b in zip(
-        ordinary.optimizer.param_groups, fused.optimizer.param_groups, strict=True
-    ):
+    for a, b in zip(ordinary.optimizer.param_groups, fused.optimizer.param_groups, strict=True):
         assert len(a["params"]) == len(b["params"])
         assert {k: v for k, v in a.items() if k != "params"} == {
             k: v for k, v in b.items() if k != "params"

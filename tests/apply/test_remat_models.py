@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from handmade import cheap, record
+
 from memfit.apply.remat import Rematerialiser
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from handmade import record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memfit.apply.remat import Rematerialiser
 from torch import Tensor, nn
+
+from memfit.apply.remat import Rematerialiser
 
 ROWS, COLUMNS = 4, 6
 
@@ -31,9 +32,11 @@ UNARY = {
     "halves": lambda t: torch.cat([t[:, :3].exp(), t[:, 3:].cos()], 1),
     "chunked": lambda t: torch.cat([c.tanh() for c in t.chunk(2, 1)], 1),
     "detached": lambda t: t * t.detach(),
-    "complex": lambda t: torch.view_as_real(torch.view_as_complex(t.view(-1, 2)).conj() * 1j)
-    .reshape(ROWS, COLUMNS)
-    .sin(),
+    "complex": lambda t: (
+        torch.view_as_real(torch.view_as_complex(t.view(-1, 2)).conj() * 1j)
+        .reshape(ROWS, COLUMNS)
+        .sin()
+    ),
 }
 IN_PLACE = {
     "relu_": torch.relu_,

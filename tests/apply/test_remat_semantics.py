@@ -8,12 +8,13 @@ import warnings
 import pytest
 import torch
 from handmade import record
-from memfit.apply.remat import Rematerialiser
-from memfit.apply.replay import ReplayError
-from memfit.errors import DivergenceWarning, UsageError
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from memfit.apply.remat import Rematerialiser
+from memfit.apply.replay import ReplayError
+from memfit.errors import DivergenceWarning, UsageError
 
 
 class Block(nn.Module):
@@ -265,7 +266,7 @@ def test_an_exception_in_forward_leaves_nothing_installed(x):
             handle.remove()
             assert torch._C._len_torch_dispatch_stack() == 0
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-            assert not torch._C._autograd._top_saved_tensors_default_hooks(False)
+            assert not torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
             compare(model, lambda: model(x), remat)
 
 

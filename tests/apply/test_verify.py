@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from handmade import record
+from torch import nn
+
 from memfit import fitted as fitted_module
 from memfit.measure import calibrate, paired_cpu_seconds, profile_ops
 from memfit.measure.peak import storage_bytes
 from memfit.verify import verify
 from memfit.workload import Workload
-from torch import nn
 
 
 def factory():
@@ -94,9 +95,7 @@ def test_an_optimizer_that_has_its_state_already():
 
 
 def test_inference():
-    result = verify(
-        lambda: Workload(nn.Linear(4, 4), torch.randn(2, 4)), {"actions": []}, steps=1
-    )
+    result = verify(lambda: Workload(nn.Linear(4, 4), torch.randn(2, 4)), {"actions": []}, steps=1)
     assert result["loss"] == BITWISE
     assert result["gradients"] == BITWISE
 

@@ -12,6 +12,7 @@ the expectation was wrong.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.errors import UsageError
 from memfit.workload import batch_size, slice_batch
-import itertools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +175,7 @@ class CountedTargets(TorchFunctionMode):
         Args:
             pieces: Gets one entry, a count for each mean; ``None`` observes nothing.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._pieces = pieces
         self._counts: list[float] = []
 

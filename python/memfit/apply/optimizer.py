@@ -128,4 +128,5 @@ def _only(groups: list[dict[str, Any]], parameter: nn.Parameter | Tensor | None)
 def _plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:
     """The step of the optimizer's class, without the hooks that torch wraps around it."""
     step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    plain: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain

@@ -78,11 +78,11 @@ class Geometry:
         if Geometry.of(anchor) == self:
             return anchor
         view = torch.empty(0, dtype=self.dtype, device=anchor.device)
-        view.set_(anchor.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        view.set_(anchor.untyped_storage(), self.offset, self.shape, self.stride)
         if self.conjugated:
-            torch._C._set_conj(view, True)  # type: ignore[attr-defined]
+            torch._C._set_conj(view, True)  # noqa: FBT003 - takes no keyword
         if self.negated:
-            torch._C._set_neg(view, True)  # type: ignore[attr-defined]
+            torch._C._set_neg(view, True)  # noqa: FBT003 - takes no keyword
         return view
 
 

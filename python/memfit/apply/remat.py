@@ -169,7 +169,7 @@ class Rematerialiser:
 
         def before(_module: nn.Module, _args: Any) -> None:
             nonlocal calls
-            if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+            if torch._C._current_autograd_node() is not None:
                 running.enter(None)  # a user's checkpoint runs the module again in backward
                 return
             region = regions.get(calls)

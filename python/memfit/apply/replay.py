@@ -90,7 +90,7 @@ def _bare_dispatch() -> Iterator[None]:
     """Switch autocast off, and dispatch modes if any is on."""
     with contextlib.ExitStack() as stack:
         if torch._C._len_torch_dispatch_stack() > 0:
-            stack.enter_context(_disable_current_modes())  # type: ignore[no-untyped-call]
+            stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisableAutocast())
         yield
 
@@ -161,12 +161,13 @@ def _target_storage(record: Record) -> Tensor | None:
         return anchor
     copy = torch.empty(0, dtype=anchor.dtype, device=anchor.device)
     geometry = Geometry.of(anchor)
-    copy.set_(storage.clone(), geometry.offset, geometry.shape, geometry.stride)  # type: ignore[call-overload]
+    twin: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    copy.set_(twin, geometry.offset, geometry.shape, geometry.stride)
     return geometry.over(copy)
 
 
 def _use_count(storage: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _use_count_of_lone_tensor() -> int:

@@ -74,7 +74,7 @@ class Observations:
     divergence: str = ""
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the ops of one forward while entered; entered and left once per active region.
 
     Attributes:
@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):
             directions: What to drop, and the ops to expect.
             on_divergence: Told once, with a sentence, when the model leaves the plan.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.observations = Observations()
         self.index = 0
         self._end = 0
@@ -159,7 +159,7 @@ class Watch(TorchDispatchMode):
         expected = self._directions.forward[index]
         if operator.name == expected:
             return True
-        if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+        if torch._C._current_autograd_node() is None:
             self._diverge(f"it ran `{operator.name}` as forward op {index} instead of `{expected}`")
         return False
 
@@ -353,7 +353,7 @@ class Watch(TorchDispatchMode):
         version = version_of(tensor)
         if tensor.grad_fn is None or tensor.is_inference():
             return Kept(tensor, version)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             return Kept(tensor.detach(), version)
 
 
@@ -381,7 +381,7 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor
     with (
         enable_reentrant_dispatch(),
-        torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
+        torch._C._DisableTorchDispatch(),
         torch.no_grad(),
     ):
         return tensor.detach()
@@ -403,9 +403,9 @@ def _copy_pins(holders: list[weakref.ref[Record]], key: int) -> None:
             if _storage_key(value.tensor) != key:
                 return value
             if key not in copies:
-                copies[key] = value.tensor.untyped_storage().clone()
+                copies[key] = value.tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
             anchor = torch.empty(0, dtype=value.tensor.dtype, device=value.tensor.device)
-            anchor.set_(copies[key])  # type: ignore[call-overload]
+            anchor.set_(copies[key])
             return Pin(Geometry.of(value.tensor).over(anchor), 0)
         if isinstance(value, (list, tuple)):
             return type(value)(moved(item) for item in value)

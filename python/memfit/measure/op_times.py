@@ -40,11 +40,11 @@ class _Timed:
     moved_bytes: int
 
 
-class _Stopwatch(TorchDispatchMode):
+class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times every op while it is entered."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[_Timed] = []
         self._events: list[tuple[Any, Any]] = []
         self._cuda = device.type == "cuda"
@@ -68,11 +68,11 @@ class _Stopwatch(TorchDispatchMode):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._cuda:
-            began = torch.cuda.Event(enable_timing=True)
-            ended = torch.cuda.Event(enable_timing=True)
-            began.record()  # type: ignore[no-untyped-call]
+            began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            began.record()
             out = func(*args, **kwargs)
-            ended.record()  # type: ignore[no-untyped-call]
+            ended.record()
             self._events.append((began, ended))
             seconds = 0.0
         else:
@@ -163,10 +163,13 @@ def _predicted_peak_bytes(trace: Mapping[str, Any]) -> int:
     """The peak of the trace's own step: live bytes at the worst op."""
     change = [0] * (len(trace["ops"]) + 1)
     alive: list[list[tuple[int, int]]] = [
-        [(start, end) for start, end in allocation["natural"]] for allocation in trace["allocations"]
+        [(start, end) for start, end in allocation["natural"]]
+        for allocation in trace["allocations"]
     ]
     for saved in trace["saved"]:
-        alive[trace["values"][saved["value"]]["allocation"]].append((saved["pack"], saved["release"]))
+        alive[trace["values"][saved["value"]]["allocation"]].append(
+            (saved["pack"], saved["release"])
+        )
     for allocation, ranges in zip(trace["allocations"], alive, strict=True):
         until = 0
         for start, end in sorted(ranges):
@@ -217,7 +220,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class, settings and parameters, with a state of its own."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.state = type(optimizer.state)(optimizer.state.default_factory)  # type: ignore[attr-defined]
+    twin.state = type(optimizer.state)(optimizer.state.default_factory)
     twin.param_groups = [
         {**group, "params": list(group["params"])} for group in optimizer.param_groups
     ]

@@ -37,7 +37,7 @@ class Measured:
 
 
 def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tensor]:
-    """What is alive before a step: parameters, module buffers, gradients, optimizer state, batch."""
+    """What lives before a step: parameters, module buffers, gradients, optimizer state, batch."""
     parameters = list(workload.model.parameters())
     tensors: list[Any] = [*parameters, *workload.model.buffers()]
     tensors += [p.grad for p in parameters if p.grad is not None]
@@ -103,8 +103,8 @@ def _cpu_peak(call: Callable[[], Any], static_bytes: int) -> Measured:
         call()
     events = [
         (event.start_ns(), event.nbytes())
-        for event in profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+        for event in profiled.profiler.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU
     ]
     events.sort(key=lambda event: event[0])  # stable: simultaneous events keep their order
     current = highest = 0
