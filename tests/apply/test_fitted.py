@@ -141,7 +141,7 @@ def test_an_empty_plan_installs_nothing():
         seen.append(
             (
                 torch._C._len_torch_dispatch_stack(),
-                torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003,
+                torch._C._autograd._top_saved_tensors_default_hooks(False),  # noqa: FBT003
                 any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()),
             )
         )
