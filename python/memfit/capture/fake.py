@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from memfit.capture.any_scalar import AnyScalar
+from memfit.capture.cuda import choose_foreach, move_batch, move_model
 from memfit.capture.recorder import RealStepNeeded
 from memfit.capture.stage import Stage, build_optimizer, resize_batch
 from memfit.errors import MemfitError, WorkloadError
@@ -51,7 +52,10 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
         raise RealStepNeeded(message) from error
     for parameter in model.parameters():
         parameter.grad = None
+    kind = device or _device_of(workload.model)
     with mode:
+        if kind == "cuda":
+            move_model(model)
         try:
             optimizer = build_optimizer(workload, model, mode.from_tensor)
         except MemfitError:
@@ -59,8 +63,10 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
         except Exception as error:
             message = f"the optimizer could not be built: {error}"
             raise WorkloadError(message, phase="build") from error
+    if kind == "cuda":
+        choose_foreach(optimizer)
     buffers = dict(workload.model.named_buffers())
-    stage = Stage(workload, model, None, optimizer, mode, None, buffers)
+    stage = Stage(workload, model, None, optimizer, mode, None, buffers, kind)
     set_batch(stage, batch_size(workload.batch, workload.batch_dim))
     return stage
 
@@ -78,6 +84,15 @@ def set_batch(stage: Stage, size: int) -> None:
     stage.real_batch = resize_batch(workload.batch, given, size, workload.batch_dim)
     convert = stage.fake_mode.from_tensor
     stage.batch = tree_map_only(Tensor, convert, stage.real_batch)
+    if stage.device == "cuda":
+        with stage.fake_mode:
+            stage.batch = move_batch(stage.batch)
+
+
+def _device_of(model: nn.Module) -> str:
+    """Kind of device most of a model is on."""
+    kinds = [tensor.device.type for tensor in (*model.parameters(), *model.buffers())]
+    return "cuda" if kinds.count("cuda") > len(kinds) // 2 else "cpu"
 
 
 def initialise_optimizer(stage: Stage) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.capture.emit import StepFacts, trace_json
+from memfit.capture.cuda import CudaRunner
 from memfit.capture.fake import (
     fake_stage,
     initialise_optimizer,
@@ -27,6 +28,7 @@ from memfit.capture.recorder import RealStepNeeded, Recorder
 from memfit.capture.stage import Stage
 from memfit.capture.step import StepRunner
 from memfit.capture.workspace import probe_scratch
+from memfit.errors import CaptureError
 from memfit.workload import Workload, batch_size
 
 
@@ -76,6 +78,7 @@ def record(
             stage = fake_stage(workload, device)
             return _record(stage, target, batch_size, probe=probe, updates=True, lean=lean)
         except RealStepNeeded as reason:
+            _refuse_real(device, str(reason))
             return _record_real(workload, target, batch_size or 1, str(reason), probe=probe)
 
 
@@ -128,8 +131,16 @@ def record_pair(
             other = second_batch_size(size)
             second = _record(stage, target, other, probe=False, updates=False, lean=True)
         except RealStepNeeded as reason:
+            _refuse_real(device, str(reason))
             return _record_real_pair(workload, target, str(reason), probe=probe)
     return first, second
+
+
+def _refuse_real(device: str | None, reason: str) -> None:
+    """Refuse the real step where it would run on another device than the one asked for."""
+    if device == "cuda":
+        message = f"{reason}; a real step on CUDA is not supported: capture it for `cpu`"
+        raise CaptureError(message)
 
 
 def _record_real_pair(
@@ -172,7 +183,8 @@ def _record(
             stack.enter_context(stage.fake_mode)
             stack.enter_context(ordinary_tensors())
             initialise_optimizer(stage)
-        runner = StepRunner(stage, recorder)
+        runner_type = CudaRunner if stage.device == "cuda" else StepRunner
+        runner = runner_type(stage, recorder)
         roles = runner.run()
         if updates:
             pairs = list(zip((p for p, _, _ in runner.ready.values()), roles.updates, strict=True))
@@ -180,7 +192,7 @@ def _record(
     facts = StepFacts(
         target=target,
         torch_version=torch.__version__,
-        device_kind="cpu",
+        device_kind=stage.device,
         optimizer=type(stage.optimizer).__name__ if stage.optimizer is not None else "",
         batch=batch_size(stage.batch, workload.batch_dim),
         training=workload.training,
@@ -195,7 +207,7 @@ def _record(
         loss=roles.loss,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
     )
-    if probe:
+    if probe and stage.device == "cpu":
         scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))
         facts.workspace = scratch.bytes
         _correct_results(recorder, scratch.results)

@@ -31,6 +31,7 @@ class Stage:
         fake_mode: The fake mode the copies belong to; ``None`` where they are real.
         real_batch: The real tensors behind a fake batch, for their values.
         real_buffers: The real tensors behind fake module buffers, by qualified name.
+        device: ``cpu`` or ``cuda``.
     """
 
     workload: Workload
@@ -40,6 +41,7 @@ class Stage:
     fake_mode: FakeTensorMode | None
     real_batch: Any
     real_buffers: dict[str, Tensor]
+    device: str = "cpu"
 
     def trainable(self) -> list[nn.Parameter]:
         """Parameters that may get a gradient, each once, in the model's order."""

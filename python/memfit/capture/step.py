@@ -92,8 +92,8 @@ class StepRunner:
                 parameter.grad = None
         return self.roles
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The autocast state around the forward."""
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """What surrounds the forward: autocast, where the workload asks for it."""
         dtype = self.stage.workload.autocast
         if dtype is None:
             return contextlib.nullcontext()
@@ -102,6 +102,10 @@ class StepRunner:
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss."""
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_gradients(self, norm: float) -> None:
+        """Clip the total gradient norm."""
+        nn.utils.clip_grad_norm_(self.stage.model.parameters(), norm)
 
     def _run_phases(self) -> Any:
         workload = self.stage.workload
@@ -122,7 +126,7 @@ class StepRunner:
 
     def _forward(self) -> Any:
         stage, workload, recorder = self.stage, self.stage.workload, self.recorder
-        with self._guarded("forward"), self.autocast():
+        with self._guarded("forward"), self.forward_context():
             if workload.loss is None:
                 with torch.no_grad():
                     return workload.infer(stage.model, stage.batch)
@@ -144,7 +148,7 @@ class StepRunner:
     def _update(self) -> None:
         stage, workload = self.stage, self.stage.workload
         if workload.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(stage.model.parameters(), workload.clip_grad_norm)
+            self.clip_gradients(workload.clip_grad_norm)
         if stage.optimizer is not None:
             stage.optimizer.step()
             stage.optimizer.zero_grad(set_to_none=True)
@@ -224,4 +228,3 @@ def _only_fakes_fail(error: Exception) -> bool:
         return True
     text = str(error)
     return any(word in text for word in ("FakeTensor", "fake tensor", "meta device", "data pointer"))
-

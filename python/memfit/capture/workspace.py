@@ -104,8 +104,9 @@ def _measure(calls: list[Call], threads: int) -> set[str]:
     ran: dict[int, tuple[Call, tuple[int, ...]]] = {}
     if not calls:
         return failed
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
     with (
-        torch.no_grad(),
+        torch.enable_grad(),  # an RNN without it leaves no state for its backward
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
     ):
         for number, call in enumerate(calls):
@@ -139,10 +140,9 @@ def _run(call: Call, mark: str) -> tuple[int, ...]:
 def _with_forward_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an RNN's backward with the state its forward leaves, which it must not invent."""
     reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first = args[13:22]
-    with torch.enable_grad():  # without it the forward leaves no state
-        state = torch.ops.aten.mkldnn_rnn_layer.default(
-            *args[:7], reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
-        )
+    state = torch.ops.aten.mkldnn_rnn_layer.default(
+        *args[:7], reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
+    )
     return (*args[:-1], state[3])
 
 
