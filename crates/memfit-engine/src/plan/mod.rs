@@ -6,6 +6,8 @@
 //! out (the Python package).
 
 mod bound;
+#[cfg(test)]
+mod brute_force;
 mod emit;
 mod outer;
 mod problem;

@@ -6,7 +6,7 @@
 
 use super::bound::{Bound, bound};
 use super::problem::{Candidate, Problem};
-use super::search::{Found, search};
+use super::search::{Effort, Found, search};
 use super::validate::{InvalidPlan, validate};
 use super::{
     Action, ActionKind, Bottleneck, Class, Estimate, NextClass, Plan, PlanRequest, Refusal,
@@ -145,7 +145,7 @@ impl Planner<'_> {
         let mut outcomes: Vec<Outcome> = self
             .variants()
             .into_iter()
-            .map(|variant| self.outcome(variant, 1))
+            .map(|variant| self.outcome(variant, 1, Effort::Full))
             .collect();
         let exact_fits = outcomes.iter().any(|outcome| outcome.best.is_some());
         let wider = self.pieces_refusal().is_none();
@@ -153,8 +153,9 @@ impl Planner<'_> {
         if wider {
             // Without leave, equivalent actions are for where no exact plan fits; otherwise they are
             // only looked at, to say what they would gain.
-            next = self.micro_batches();
-            if !exact_fits || self.request.allow >= Class::Equivalent {
+            let needed = !exact_fits || self.request.allow >= Class::Equivalent;
+            next = self.micro_batches(if needed { Effort::Full } else { Effort::Glance });
+            if needed {
                 outcomes.append(&mut next);
             }
         }
@@ -190,7 +191,7 @@ impl Planner<'_> {
         let outcomes: Vec<Outcome> = self
             .variants()
             .into_iter()
-            .map(|variant| self.outcome(variant, 1))
+            .map(|variant| self.outcome(variant, 1, Effort::Full))
             .collect();
         plan.evaluations = outcomes.iter().map(|outcome| outcome.evaluations).sum();
         lowest(&outcomes).evaluation.peak_bytes
@@ -207,7 +208,7 @@ impl Planner<'_> {
         variants
     }
 
-    fn outcome(&self, variant: Variant, pieces: u64) -> Outcome {
+    fn outcome(&self, variant: Variant, pieces: u64, effort: Effort) -> Outcome {
         let trace = self.piece(pieces);
         let costs = if pieces > 1 {
             self.costs.scaled(self.trace, &trace)
@@ -224,7 +225,7 @@ impl Planner<'_> {
         } = if forbidden {
             nothing_dropped(&problem, self.target)
         } else {
-            search(&problem, self.target)
+            search(&problem, self.target, effort)
         };
         let bound = bound(&problem, self.target);
         drop(problem);
@@ -269,7 +270,7 @@ impl Planner<'_> {
         piece
     }
 
-    fn micro_batches(&self) -> Vec<Outcome> {
+    fn micro_batches(&self, effort: Effort) -> Vec<Outcome> {
         let batch = self.trace.meta.batch;
         let divisors = (2..=batch).filter(|pieces| batch.is_multiple_of(*pieces));
         let variant = Variant {
@@ -278,7 +279,7 @@ impl Planner<'_> {
         };
         divisors
             .take(MOST_DIVISORS)
-            .map(|pieces| self.outcome(variant, pieces))
+            .map(|pieces| self.outcome(variant, pieces, effort))
             .collect()
     }
 

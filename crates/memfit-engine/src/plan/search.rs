@@ -21,14 +21,19 @@ use super::problem::{Candidate, Problem, Scorer};
 use crate::bytes::Bytes;
 use crate::trace::AllocationId;
 
-/// Evaluations one inner search may spend.
-const EVALUATION_LIMIT: u64 = 10_000;
+/// Events one inner search may sweep; a sweep touches each event of the model once.
+const EVENT_LIMIT: u64 = 40_000_000;
+/// Shares of the limit that are spent when the bottom and the starts are done.
+const BOTTOM_SHARE: f64 = 0.4;
+const START_SHARE: f64 = 0.7;
 /// Exchanges tried without success before the search ends.
 const EXCHANGE_PATIENCE: usize = 32;
 /// Single moves tried at one peak before it counts as stuck.
 const MOVE_PATIENCE: usize = 24;
 /// Moves taken at once while the target is far.
 const MOVES_AT_ONCE: usize = 48;
+/// Up to this many candidates, all pairs are tried when polishing.
+const SMALL_PROBLEM: usize = 32;
 /// Bottoms that are polished further.
 const BOTTOMS: usize = 2;
 
@@ -45,13 +50,20 @@ pub(super) struct Found {
     pub(super) limited: bool,
 }
 
-pub(super) fn search(problem: &Problem<'_>, target: Bytes) -> Found {
-    let mut search = Search::new(problem);
+pub(super) fn search(problem: &Problem<'_>, target: Bytes, effort: Effort) -> Found {
+    let mut search = Search::new(problem, effort);
+    let starts = search.starts();
+    // The way to the bottom comes first and does not know the target: the minimum is the step's own.
+    search.allow(BOTTOM_SHARE);
+    let descents = starts
+        .iter()
+        .map(|start| search.descend(start.clone(), Bytes::ZERO, None));
+    let bottoms = descents.collect();
+    let lowest = search.lowest(bottoms);
+    search.allow(START_SHARE);
     let mut best: Option<Candidate> = None;
-    let mut bottoms = Vec::new();
-    for start in search.starts() {
+    for start in starts.into_iter().chain([lowest.clone()]) {
         let met = search.descend(start, target, None);
-        bottoms.push(search.descend(met.clone(), Bytes::ZERO, None));
         if met.evaluation.peak_bytes <= target {
             let pruned = search.prune(met, target);
             if best.as_ref().is_none_or(|best| faster(&pruned, best)) {
@@ -59,10 +71,7 @@ pub(super) fn search(problem: &Problem<'_>, target: Bytes) -> Found {
             }
         }
     }
-    let lowest = search.lowest(bottoms);
-    if best.is_none() && lowest.evaluation.peak_bytes <= target {
-        best = Some(search.prune(lowest.clone(), target));
-    }
+    search.allow(1.0);
     let best = best.map(|best| search.exchange(best, target));
     let evaluations = search.scorer.evaluations;
     Found {
@@ -87,9 +96,20 @@ fn lower(a: &Candidate, b: &Candidate) -> bool {
         .is_lt()
 }
 
+/// How much of the limit a search may spend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Effort {
+    /// All of it.
+    Full,
+    /// A quarter: the answer only tells what another class would gain.
+    Glance,
+}
+
 struct Search<'p> {
     problem: &'p Problem<'p>,
     scorer: Scorer<'p>,
+    most_evaluations: u64,
+    evaluation_limit: u64,
 }
 
 /// A way to free an allocation: what to add to the dropped set, and an estimate of its worth.
@@ -101,15 +121,34 @@ struct Move {
 }
 
 impl<'p> Search<'p> {
-    fn new(problem: &'p Problem<'p>) -> Self {
+    fn new(problem: &'p Problem<'p>, effort: Effort) -> Self {
+        let limit = match effort {
+            Effort::Full => EVENT_LIMIT,
+            Effort::Glance => EVENT_LIMIT / 4,
+        };
+        let most_evaluations = limit / (problem.model.event_count() as u64).max(1);
+        let scorer = Scorer::new(problem);
         Self {
             problem,
-            scorer: Scorer::new(problem),
+            scorer,
+            most_evaluations,
+            evaluation_limit: most_evaluations,
         }
     }
 
+    /// Sets the limit to a share of the most evaluations allowed.
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a share of a small count"
+    )]
+    fn allow(&mut self, share: f64) {
+        self.evaluation_limit = (self.most_evaluations as f64 * share) as u64;
+    }
+
     fn exhausted(&self) -> bool {
-        self.scorer.evaluations >= EVALUATION_LIMIT
+        self.scorer.evaluations >= self.evaluation_limit
     }
 
     fn starts(&mut self) -> Vec<Candidate> {
@@ -395,29 +434,67 @@ impl<'p> Search<'p> {
         lowest.expect("there is always the start with nothing dropped")
     }
 
-    /// Keeps again whatever lowers the peak further (a drop whose pins cost more than it frees), or
-    /// costs time without lowering it.
+    /// Polishes a bottom: flips one allocation at a time, then each together with one it is computed
+    /// from (or, in small problems, with any other), and descends again, until nothing lowers the peak.
     fn settle(&mut self, mut at: Candidate) -> Candidate {
-        for &id in &self.problem.candidates {
-            if !at.dropped[id.index()] || self.exhausted() {
-                continue;
+        let mut before = Bytes(u64::MAX);
+        while at.evaluation.peak_bytes < before && !self.exhausted() {
+            before = at.evaluation.peak_bytes;
+            for &id in &self.problem.candidates {
+                // Keeping what need not be dropped saves time at the same peak.
+                let same_peak_will_do = at.dropped[id.index()];
+                at = self.flip(at, &[id], same_peak_will_do);
             }
-            at.dropped[id.index()] = false;
-            let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
-            if evaluation.valid && evaluation.peak_bytes <= at.evaluation.peak_bytes {
-                at.evaluation = evaluation;
-                at.replay_seconds = replay_seconds;
+            for (id, other) in self.pairs() {
+                at = self.flip(at, &[id, other], false);
+            }
+            at = self.descend(at, Bytes::ZERO, None);
+        }
+        at
+    }
+
+    fn pairs(&self) -> Vec<(AllocationId, AllocationId)> {
+        let candidates = &self.problem.candidates;
+        let mut pairs = Vec::new();
+        for (i, &id) in candidates.iter().enumerate() {
+            if candidates.len() <= SMALL_PROBLEM {
+                pairs.extend(candidates[..i].iter().map(|&other| (id, other)));
             } else {
-                at.dropped[id.index()] = true;
+                let inputs = self.problem.inputs[id.index()].iter();
+                let droppable = inputs.filter(|input| self.problem.model.is_droppable(**input));
+                pairs.extend(droppable.map(|&input| (id, input)));
             }
         }
-        let peak = at.evaluation.peak_bytes;
-        let deeper = self.descend(at.clone(), Bytes::ZERO, None);
-        if deeper.evaluation.peak_bytes < peak {
-            deeper
-        } else {
-            at
+        pairs
+    }
+
+    /// Flips `ids` if that lowers the peak, or leaves it where `same_peak_will_do`.
+    fn flip(
+        &mut self,
+        mut at: Candidate,
+        ids: &[AllocationId],
+        same_peak_will_do: bool,
+    ) -> Candidate {
+        if self.exhausted() {
+            return at;
         }
+        for id in ids {
+            at.dropped[id.index()] ^= true;
+        }
+        let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
+        let lower = evaluation.peak_bytes < at.evaluation.peak_bytes;
+        let same = evaluation.peak_bytes == at.evaluation.peak_bytes;
+        if evaluation.valid && (lower || (same && same_peak_will_do)) {
+            return Candidate {
+                evaluation,
+                replay_seconds,
+                ..at
+            };
+        }
+        for id in ids {
+            at.dropped[id.index()] ^= true;
+        }
+        at
     }
 
     /// Forbids one drop at a time, most seconds first.

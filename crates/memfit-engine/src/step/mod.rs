@@ -11,7 +11,7 @@ mod evaluate;
 mod model;
 pub mod naive;
 #[cfg(test)]
-mod random;
+pub(crate) mod random;
 
 pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
 pub use model::{StepModel, Undroppable, Variant};

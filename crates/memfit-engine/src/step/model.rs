@@ -165,6 +165,12 @@ impl StepModel {
         self.bytes.len()
     }
 
+    /// Number of events a sweep touches.
+    #[must_use]
+    pub fn event_count(&self) -> usize {
+        self.events.len()
+    }
+
     /// Size of an allocation.
     #[must_use]
     pub fn bytes(&self, allocation: AllocationId) -> Bytes {

@@ -8,9 +8,9 @@ use crate::trace::{Category, OpIndex, ParameterUpdate, Phase, Trace, ValueId};
 
 /// What to build a trace from: one tuple per forward op (kind, first operand, second operand, size,
 /// workspace, saves), and drops chosen by index.
-pub(super) type Recipe = Vec<(u8, u8, u8, u8, u8, u8)>;
+pub(crate) type Recipe = Vec<(u8, u8, u8, u8, u8, u8)>;
 
-pub(super) fn recipes() -> impl Strategy<Value = (Recipe, Vec<bool>, u8)> {
+pub(crate) fn recipes() -> impl Strategy<Value = (Recipe, Vec<bool>, u8)> {
     let op = (0u8..8, any::<u8>(), any::<u8>(), 1u8..9, 0u8..3, 0u8..8);
     (
         prop::collection::vec(op, 2..14),
@@ -21,7 +21,7 @@ pub(super) fn recipes() -> impl Strategy<Value = (Recipe, Vec<bool>, u8)> {
 
 /// A forward of pointwise ops, two-operand ops, in-place ops and ops with two outputs on random
 /// operands; a backward that visits the nodes in reverse, unpacking what they saved.
-pub(super) fn build(recipe: &Recipe) -> Trace {
+pub(crate) fn build(recipe: &Recipe) -> Trace {
     let mut builder = Builder::new(1);
     let parameter = builder.allocation(&[4], Category::Parameter, 0);
     let input = builder.allocation(&[3], Category::Input, 0);

@@ -1,0 +1,95 @@
+//! Small cases against all subsets.
+
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+
+use super::bound::bound;
+use super::problem::{Problem, Scorer};
+use super::search::{Effort, search};
+use crate::bytes::Bytes;
+use crate::cost::{CostSource, Costs};
+use crate::predict::unplanned_peak;
+use crate::step::{Variant, random};
+use crate::trace::Trace;
+
+/// The least replay time of any valid subset within `target`, and the lowest peak of any.
+fn optimum(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
+    let mut scorer = Scorer::new(problem);
+    let (mut fastest, mut lowest): (Option<f64>, Bytes) = (None, Bytes(u64::MAX));
+    for subset in 0_u32..1 << problem.candidates.len() {
+        let mut dropped = vec![false; problem.trace.allocations.len()];
+        for (i, id) in problem.candidates.iter().enumerate() {
+            dropped[id.index()] = subset >> i & 1 == 1;
+        }
+        let (evaluation, seconds) = scorer.peek(&dropped);
+        if !evaluation.valid {
+            continue;
+        }
+        lowest = lowest.min(evaluation.peak_bytes);
+        if evaluation.peak_bytes <= target && fastest.is_none_or(|fastest| seconds < fastest) {
+            fastest = Some(seconds);
+        }
+    }
+    (fastest, lowest)
+}
+
+fn costs(trace: &Trace) -> Costs {
+    // Uneven op times, so that ties are rare and order matters.
+    let op_seconds = (0..trace.ops.len())
+        .map(|i| 1.0 + (i * 7 % 11) as f64)
+        .collect();
+    Costs::new(trace, &CostSource::Profile { op_seconds }).unwrap()
+}
+
+#[test]
+fn the_search_finds_the_optimum_of_small_cases() {
+    let mut runner = TestRunner::deterministic();
+    let (mut cases, mut optimal, mut lowest_found) = (0, 0, 0);
+    while cases < 400 {
+        let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
+        let trace = random::build(&recipe);
+        let costs = costs(&trace);
+        let problem = Problem::new(&trace, Variant::default(), &costs);
+        let peak = unplanned_peak(&trace);
+        let (_, bottom) = optimum(&problem, Bytes::ZERO);
+        if problem.candidates.len() < 3 || problem.candidates.len() > 12 || bottom >= peak {
+            continue;
+        }
+        cases += 1;
+        let target = Bytes(u64::midpoint(bottom.0, peak.0));
+        let (fastest, _) = optimum(&problem, target);
+        let found = search(&problem, target, Effort::Full);
+        let least = bound(&problem, target);
+        assert!(
+            least.peak_bytes <= bottom,
+            "the bound on the peak is above the optimum"
+        );
+        assert!(found.lowest.evaluation.peak_bytes >= bottom);
+        lowest_found += u32::from(found.lowest.evaluation.peak_bytes == bottom);
+        let Some(fastest) = fastest else {
+            assert!(found.best.is_none());
+            optimal += 1;
+            continue;
+        };
+        assert!(
+            least.replay_seconds <= fastest + 1e-9,
+            "the bound is above the optimum"
+        );
+        if let Some(best) = found.best {
+            assert!(best.evaluation.peak_bytes <= target);
+            assert!(
+                best.replay_seconds >= fastest - 1e-9,
+                "faster than every subset"
+            );
+            optimal += u32::from(best.replay_seconds <= fastest + 1e-9);
+        }
+    }
+    assert!(
+        optimal * 100 >= cases * 95,
+        "optimal in {optimal} of {cases}"
+    );
+    assert!(
+        lowest_found * 100 >= cases * 95,
+        "lowest peak in {lowest_found} of {cases}"
+    );
+}
