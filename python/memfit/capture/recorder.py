@@ -34,7 +34,7 @@ from memfit.capture.ledger import Ledger
 from memfit.capture.module_calls import ModuleCalls
 from memfit.capture.saves import SavedTensors
 from memfit.capture.schema import OpFacts, facts_of, reduction_of
-from memfit.capture.shadow import Shadows
+from memfit.capture.shadow import Shadows, UnknownValueError
 from memfit.capture.source_line import SourceLines
 from memfit.capture.scratch_ops import has_scratch
 from memfit.errors import CaptureError, UsageError
@@ -203,13 +203,14 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is SCALAR and self.phase is OPTIMIZER:
             return scalar_or_one(args[0])
-        if (func is SCALAR or func is _EQUAL) and self.shadows.knows(read):
-            return self.shadows.compute(func, args, kwargs)
-        if facts.dynamic_shape:
-            if func is _INDEX:
-                args = self._without_masks(args)
-            elif self.shadows.knows(read):
-                return self._as_fakes(self.shadows.compute(func, args, kwargs))
+        if facts.dynamic_shape or func is SCALAR or func is _EQUAL:
+            try:
+                if func is _INDEX:
+                    args = self._without_masks(args)
+                elif self.shadows.knows(read):
+                    return self._as_fakes(self.shadows.compute(func, args, kwargs))
+            except UnknownValueError:
+                pass  # the fake op says what it cannot know
         try:
             return func(*args, **kwargs)
         except _FAKE_FAILURES as error:

@@ -12,6 +12,7 @@ from functools import cache
 _PACKETS = frozenset(
     {
         "_embedding_bag",
+        "_safe_softmax",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_thnn_fused_gru_cell",
@@ -39,6 +40,8 @@ _PACKETS = frozenset(
         "mkldnn_rnn_layer",
         "mkldnn_rnn_layer_backward",
         "mode",
+        "mse_loss",
+        "mse_loss_backward",
         "native_batch_norm",
         "native_batch_norm_backward",
         "native_group_norm",
@@ -48,6 +51,7 @@ _PACKETS = frozenset(
         "scatter",
         "scatter_add",
         "scatter_reduce",
+        "smooth_l1_loss",
         "sort",
         "std",
         "topk",

@@ -2,15 +2,18 @@
 
 Responsible for answering a model that asks for a value (``if mask.all():``, ``.item()``) while the
 step runs on fakes. What is computed from the batch, module buffers and constants only, with nothing
-random and no parameter in it, is computed for real as well, if it is small. Not responsible for
+random and no parameter in it, can be computed for real as well, if it is small. Not responsible for
 values that depend on parameters: nobody knows these without running the step.
 
 A shadow belongs to a storage, so views need no work and a write through one view is seen through
-all. A shadow that is the user's own storage is copied before the first write.
+all. Nothing is computed before somebody asks: ops on shadows are put on a list, and the first
+question runs the list in order. A shadow that is the user's own storage is copied before the first
+write.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +45,60 @@ _FACTORIES = frozenset({"arange", "full", "scalar_tensor", "linspace", "logspace
 """Factories without tensor arguments that are computed by running them."""
 
 
+class UnknownValueError(LookupError):
+    """A value that was thought to follow from the batch could not be computed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Shadow:
+    """The real storage of an allocation, once it is there.
+
+    Attributes:
+        storage: The storage; ``None`` before it was computed, or when that failed.
+        borrowed: Whether it belongs to the user.
+    """
+
+    storage: Any = None
+    borrowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor of an op that waits: a shadow, seen through a view."""
+
+    shadow: _Shadow
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def real(self) -> Tensor:
+        if self.shadow.storage is None:
+            raise UnknownValueError
+        return torch.empty(0, dtype=self.dtype).set_(
+            self.shadow.storage, self.offset, self.shape, self.stride
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An op that waits to be run on shadows.
+
+    Attributes:
+        func: The op, or ``None`` to fill the results with a value.
+        args: Positional arguments with views for tensors; the value of a fill.
+        kwargs: Keyword arguments, likewise.
+        written: Shadows the op writes to in place.
+        results: What the fakes say of each tensor returned; ``None`` where it is no new shadow.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: tuple[_Shadow, ...]
+    results: tuple[_View | None, ...]
+
+
 class Shadows:
     """Real storages by allocation."""
 
@@ -52,29 +109,27 @@ class Shadows:
             ledger: Tells which allocation a tensor belongs to, and when it dies.
         """
         self._ledger = ledger
-        self._storages: dict[int, Any] = {}
-        self._borrowed: set[int] = set()
+        self._table: dict[int, _Shadow] = {}
+        self._waiting: list[_Waiting] = []
         ledger.on_death(self.drop)
 
     def lend(self, allocation: int, real: Tensor) -> None:
         """Use the storage of a real tensor, which memfit must not write to, as a shadow."""
         if real.layout is torch.strided and real.device.type == "cpu":
-            self._storages[allocation] = real.untyped_storage()
-            self._borrowed.add(allocation)
+            self._table[allocation] = _Shadow(real.untyped_storage(), borrowed=True)
 
     def own(self, allocation: int, real: Tensor) -> None:
-        """Use the storage of a real tensor that nobody else has."""
-        self._storages[allocation] = real.untyped_storage()
+        """Use the storage of a real tensor that nobody else writes to."""
+        self._table[allocation] = _Shadow(real.untyped_storage())
 
     def drop(self, allocation: int) -> None:
         """Forget the values of an allocation."""
-        self._storages.pop(allocation, None)
-        self._borrowed.discard(allocation)
+        self._table.pop(allocation, None)
 
     def knows(self, allocations: list[int]) -> bool:
         """Whether every allocation has a shadow, and there is at least one."""
-        storages = self._storages
-        return bool(allocations) and all(a in storages for a in allocations)
+        table = self._table
+        return bool(allocations) and all(allocation in table for allocation in allocations)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The real tensor behind a fake one.
@@ -84,13 +139,14 @@ class Shadows:
 
         Returns:
             A view of the shadow with the fake's shape, strides and element type.
+
+        Raises:
+            UnknownValueError: The value could not be computed.
         """
-        allocation = self._ledger.find(tensor)
-        storage = self._storages[allocation]  # type: ignore[index]
+        view = self._view(tensor)
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            return torch.empty(0, dtype=tensor.dtype).set_(
-                storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-            )
+            self._run_waiting()
+            return view.real()
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on the shadows of its arguments.
@@ -102,10 +158,15 @@ class Shadows:
 
         Returns:
             The real result.
+
+        Raises:
+            UnknownValueError: The value of an argument could not be computed.
         """
-        arguments = tree_map(self._real_argument, (args, kwargs))
+        views = tree_map(self._argument, (args, kwargs))
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            return func(*arguments[0], **arguments[1])
+            self._run_waiting()
+            reals = tree_map(_real_argument, views)
+            return func(*reals[0], **reals[1])
 
     def follow(
         self,
@@ -130,71 +191,82 @@ class Shadows:
             fresh: New allocations with the fake that first showed them.
             outputs: Every tensor it returned.
         """
-        if facts.random or not (written or fresh):
-            for allocation in written:
-                self.drop(allocation)
-            return
-        if written:
-            if self.knows(read):
-                self._write(func, args, kwargs, written)
-            else:
-                for allocation in written:
-                    self.drop(allocation)
-            return
-        if any(self._ledger.bytes[a] > LARGEST_RESULT_BYTES for a, _ in fresh):
-            return
         packet = func.overloadpacket.__name__
-        if packet in _FILLS:
-            for allocation, fake in fresh:
-                self._fill(allocation, fake, _FILLS[packet])
-        elif self.knows(read) or (not read and packet in _FACTORIES):
-            self._compute_fresh(func, args, kwargs, fresh, outputs)
-
-    def _write(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[int]
-    ) -> None:
-        for allocation in written:
-            if allocation in self._borrowed:
-                self._borrowed.discard(allocation)
-                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-                    self._storages[allocation] = self._storages[allocation].clone()
-        try:
-            self.compute(func, args, kwargs)
-        except RuntimeError:
+        fill = not written and packet in _FILLS
+        computed = fill or self.knows(read) or (not read and packet in _FACTORIES)
+        small = all(self._ledger.bytes[a] <= LARGEST_RESULT_BYTES for a, _ in fresh)
+        if facts.random or not computed or not small:
             for allocation in written:
                 self.drop(allocation)
-
-    def _fill(self, allocation: int, fake: Tensor, value: float) -> None:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            real = torch.empty_strided(tuple(fake.shape), fake.stride(), dtype=fake.dtype)
-            real.fill_(value)
-        self.own(allocation, real)
-
-    def _compute_fresh(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        fresh: list[tuple[int, Tensor]],
-        outputs: list[Tensor],
-    ) -> None:
-        try:
-            result = self.compute(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):
             return
-        results = [result] if isinstance(result, Tensor) else list(result)
-        if len(results) != len(outputs):
-            return
-        for allocation, fake in fresh:
-            for real, shown in zip(results, outputs, strict=True):
-                if shown is fake and isinstance(real, Tensor):
-                    same = real.shape == fake.shape and real.stride() == fake.stride()
-                    if same and real.storage_offset() == fake.storage_offset():
-                        self.own(allocation, real)
+        # Arguments are described before the results enter the table: they are what it was.
+        described = (
+            ((_FILLS[packet],), {}) if fill else tree_map(self._argument, (args, kwargs))
+        )
+        targets = tuple(self._table[allocation] for allocation in written)
+        for allocation, _ in fresh:
+            self._table[allocation] = _Shadow()
+        news = {id(fake) for _, fake in fresh}
+        self._waiting.append(
+            _Waiting(
+                func=None if fill else func,
+                args=described[0],
+                kwargs=described[1],
+                written=targets,
+                results=tuple(self._view(o) if id(o) in news else None for o in outputs),
+            )
+        )
 
-    def _real_argument(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return self.real(leaf)
-        if isinstance(leaf, torch.device):
-            return torch.device("cpu")
-        return leaf
+    def _run_waiting(self) -> None:
+        """Run what waits, in order; what cannot be run leaves its results unknown."""
+        waiting, self._waiting = self._waiting, []
+        for op in waiting:
+            try:
+                _run(op)
+            except (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError):
+                for shadow in op.written:
+                    shadow.storage = None
+
+    def _view(self, tensor: Tensor) -> _View:
+        allocation = self._ledger.find(tensor)
+        shadow = self._table.get(-1 if allocation is None else allocation)
+        if shadow is None:
+            raise UnknownValueError
+        return _View(
+            shadow, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        )
+
+    def _argument(self, leaf: Any) -> Any:
+        return self._view(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _run(op: _Waiting) -> None:
+    """Run one op that waited, and give its results to the shadows that stand for them."""
+    if op.func is None:
+        for view in op.results:
+            if view is not None:
+                real = torch.empty_strided(view.shape, view.stride, dtype=view.dtype)
+                view.shadow.storage = real.fill_(op.args[0]).untyped_storage()
+        return
+    for shadow in op.written:
+        if shadow.borrowed and shadow.storage is not None:
+            shadow.storage = shadow.storage.clone()
+            shadow.borrowed = False
+    args, kwargs = tree_map(_real_argument, (op.args, op.kwargs))
+    result = op.func(*args, **kwargs)
+    results = [result] if isinstance(result, Tensor) else list(result or ())
+    if len(results) != len(op.results):
+        return
+    for view, real in zip(op.results, results, strict=True):
+        if view is not None and isinstance(real, Tensor):
+            laid_out = (tuple(real.shape), real.stride(), real.storage_offset())
+            if laid_out == (view.shape, view.stride, view.offset):
+                view.shadow.storage = real.untyped_storage()
+
+
+def _real_argument(leaf: Any) -> Any:
+    if isinstance(leaf, _View):
+        return leaf.real()
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return leaf
