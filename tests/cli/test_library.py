@@ -1,0 +1,85 @@
+"""The public Python functions: the same answers as the program."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import workloads
+
+import memfit
+
+
+@pytest.fixture(scope="module")
+def trace() -> memfit.Trace:
+    """A trace of the MLP."""
+    return memfit.capture(workloads.mlp(), target="mlp")
+
+
+def test_public_names_are_there():
+    for name in memfit.__all__:
+        assert getattr(memfit, name) is not None
+    assert callable(memfit.capture)
+    with pytest.raises(AttributeError, match="nonsense"):
+        memfit.nonsense  # noqa: B018 - the access is what is tested
+
+
+def test_a_prediction_has_the_fields_of_the_engine(trace: memfit.Trace):
+    prediction = memfit.predict(trace, budget="1GiB")
+    assert prediction.predicted_peak_bytes > 0
+    assert prediction.breakdown.category[0].bytes > 0
+    assert prediction.as_dict()["batch"] == prediction.batch == 512
+    assert str(prediction).startswith("mlp")
+    assert prediction == memfit.predict(trace, budget="1GiB")
+    with pytest.raises(AttributeError, match="peek"):
+        _ = prediction.peek
+
+
+def test_a_trace_and_a_plan_survive_their_files(trace: memfit.Trace, tmp_path: Path):
+    trace.save(tmp_path / "step.memfit")
+    again = memfit.load(tmp_path / "step.memfit")
+    assert isinstance(again, memfit.Trace)
+    assert again.json() == trace.json()
+    plan = memfit.plan(again, budget="90%")
+    plan.save(tmp_path / "plan.memfit")
+    loaded = memfit.load(tmp_path / "plan.memfit")
+    assert isinstance(loaded, memfit.Plan)
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.memfit", "step.memfit"]
+
+
+def test_files_that_are_none(tmp_path: Path):
+    with pytest.raises(memfit.UsageError, match="cannot read"):
+        memfit.load(tmp_path / "absent.memfit")
+    (tmp_path / "bad.memfit").write_bytes(b"hello")
+    with pytest.raises(memfit.TraceFileError, match=r"bad\.memfit"):
+        memfit.load(tmp_path / "bad.memfit")
+
+
+def test_budgets_that_cannot_be_read(trace: memfit.Trace):
+    with pytest.raises(memfit.BudgetError, match="lots"):
+        memfit.plan(trace, budget="lots")
+    with pytest.raises(memfit.UsageError, match="Workload"):
+        memfit.predict(3)  # type: ignore[arg-type]
+    with pytest.raises(memfit.UsageError, match="profile"):
+        memfit.plan(trace, budget="90%", profile=True)
+
+
+def test_fit_runs_steps_inside_the_budget():
+    workload = workloads.transformer()
+    state = torch.get_rng_state()
+    before = {name: p.detach().clone() for name, p in workload.model.named_parameters()}
+    fitted = memfit.fit(workload, budget="85%", forbid=["micro_batch"])
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in workload.model.named_parameters():
+        assert torch.equal(before[name], parameter)
+    first = fitted.step(workload.batch)
+    second = fitted.step(workload.batch)
+    assert second < first
+
+
+def test_fit_refuses_with_the_smallest_peak():
+    with pytest.raises(memfit.DoesNotFit) as caught:
+        memfit.fit(workloads.mlp(), budget="10KiB")
+    assert caught.value.minimum_peak_bytes > 10 << 10
+    assert not caught.value.plan.fits
