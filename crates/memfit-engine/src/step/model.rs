@@ -279,7 +279,12 @@ impl StepModel {
                 ..Record::default()
             };
             record.stale_from = usize::MAX;
-            for read in &op.reads {
+            let held = if trace.reads_only_shape(op) {
+                &[][..]
+            } else {
+                &op.reads
+            };
+            for read in held {
                 let value = &trace.values[read.index()];
                 let allocation = value.allocation.index();
                 let entry = (allocation, self.slot(allocation, value.version));

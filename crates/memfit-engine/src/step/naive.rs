@@ -278,7 +278,8 @@ impl Twin<'_> {
             return;
         }
         let (mut reads_versions, mut pins) = (Vec::new(), Vec::new());
-        for &read in &trace.ops[op].reads {
+        let shape_is_enough = trace.reads_only_shape(&trace.ops[op]);
+        for &read in trace.ops[op].reads.iter().filter(|_| !shape_is_enough) {
             let value = &trace.values[read.index()];
             let a = value.allocation.index();
             match self.version_of(a, value.version) {

@@ -39,7 +39,8 @@ pub(crate) fn build(recipe: &Recipe) -> Trace {
             .producer
             .is_some();
         let out = match kind {
-            0..=2 => builder.op("aten.a.default", Phase::Forward, &[x], &shape),
+            0 => builder.op("aten.empty_like.default", Phase::Forward, &[x], &shape),
+            1..=2 => builder.op("aten.a.default", Phase::Forward, &[x], &shape),
             3 => builder.op("aten.b.default", Phase::Forward, &[x, parameter], &shape),
             4 if in_forward => builder.op_in_place("aten.c_.default", Phase::Forward, x, &[y]),
             5 => {

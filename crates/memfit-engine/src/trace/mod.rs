@@ -296,6 +296,23 @@ pub struct ParameterUpdate {
     pub moved_bytes: Bytes,
 }
 
+/// aten ops of [`Trace::reads_only_shape`]; the executor's list is `SHAPE_ONLY` in
+/// `python/memfit/apply/operators.py`.
+const SHAPE_ONLY: [&str; 12] = [
+    "empty_like",
+    "full_like",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+];
+
 impl Trace {
     /// End of the step as a position.
     #[must_use]
@@ -307,6 +324,15 @@ impl Trace {
     #[must_use]
     pub fn string(&self, index: u32) -> &str {
         self.strings.get(index as usize).map_or("", String::as_str)
+    }
+
+    /// Whether an op reads its tensor's shape and type but none of its elements, so that running it
+    /// again needs no more of the tensor than that (`aten.empty_like`).
+    #[must_use]
+    pub fn reads_only_shape(&self, op: &Op) -> bool {
+        let name = self.string(op.name).strip_prefix("aten.").unwrap_or("");
+        let base = name.split('.').next().unwrap_or("");
+        SHAPE_ONLY.contains(&base)
     }
 
     /// The allocation behind a value.
