@@ -5,8 +5,8 @@
 //!
 //! # How
 //!
-//! 1. *Starts*: nothing dropped; everything without floating-point work dropped; everything but the
-//!    inputs of repeated blocks (and of every second or third block) dropped.
+//! 1. *Starts*: nothing dropped; everything without floating-point work dropped; everything dropped;
+//!    everything but the inputs of repeated blocks (and of every second or third block) dropped.
 //! 2. *Descend* from each: find the peak, take what autograd alone holds there, drop what frees the most
 //!    bytes per second, with and without recomputing its inputs instead of pinning them; several at
 //!    once while the target is far. Repeat until it is met or nothing at the peak can go.
@@ -35,7 +35,9 @@ const MOVES_AT_ONCE: usize = 48;
 /// Up to this many candidates, all pairs are tried when polishing.
 const SMALL_PROBLEM: usize = 32;
 /// Bottoms that are polished further.
-const BOTTOMS: usize = 2;
+const BOTTOMS: usize = 3;
+/// Moves tried to leave a bottom.
+const ESCAPES: usize = 6;
 
 /// What an inner search found.
 #[derive(Debug)]
@@ -162,16 +164,17 @@ impl<'p> Search<'p> {
                 .all(|op| problem.trace.ops[op.index()].flops == 0);
             cheap[id.index()] = no_flops;
         }
-        let mut sets = vec![nothing.clone(), cheap];
+        let mut everything = nothing.clone();
+        for &id in &problem.candidates {
+            everything[id.index()] = true;
+        }
+        let mut sets = vec![nothing, cheap, everything.clone()];
         for boundaries in block_boundaries(problem) {
             for stride in 1..=3 {
                 if stride > 1 && boundaries.len() < 2 * stride {
                     break;
                 }
-                let mut set = nothing.clone();
-                for &id in &problem.candidates {
-                    set[id.index()] = true;
-                }
+                let mut set = everything.clone();
                 for kept in boundaries.iter().step_by(stride).flatten() {
                     set[kept.index()] = false;
                 }
@@ -449,6 +452,34 @@ impl<'p> Search<'p> {
                 at = self.flip(at, &[id, other], false);
             }
             at = self.descend(at, Bytes::ZERO, None);
+            if at.evaluation.peak_bytes == before {
+                at = self.escape(at);
+            }
+        }
+        at
+    }
+
+    /// Takes one move at the peak whether it lowers it or not, then keeps again and descends: a way out
+    /// of a bottom where two things have to change together.
+    fn escape(&mut self, at: Candidate) -> Candidate {
+        let moves = self.moves(&at, None);
+        for mv in moves.iter().take(ESCAPES) {
+            let mut next = self.taking(&at, std::slice::from_ref(mv));
+            if !next.evaluation.valid {
+                continue;
+            }
+            for id in self.dropped_ids(&next) {
+                if !mv.adds.contains(&id) {
+                    next = self.flip(next, &[id], true);
+                }
+            }
+            let next = self.descend(next, Bytes::ZERO, None);
+            if next.evaluation.peak_bytes < at.evaluation.peak_bytes {
+                return next;
+            }
+            if self.exhausted() {
+                break;
+            }
         }
         at
     }
