@@ -45,12 +45,14 @@ lint: venv ## Check format, lints, types, the stub, the documentation
 	$(BIN)/mypy
 	$(BIN)/stubtest memfit._native
 	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet
-	$(BIN)/python docs/check.py
 
 format: venv ## Format Rust and Python
 	cargo fmt --all
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only --quiet .
+
+docs: venv ## Write the pages that are made from the program
+	MEMFIT_WRITE_DOCS=1 $(BIN)/python -m pytest --quiet tests/docs -k command_line_reference
 
 clean: ## Remove .venv and build outputs
 	rm -rf $(VENV) target python/memfit/*.so

@@ -3,6 +3,19 @@
 from collections.abc import Sequence
 from typing import Literal, final
 
+__all__ = [
+    "Trace",
+    "decode_plan",
+    "encode_plan",
+    "file_kind",
+    "parse_budget",
+    "plan",
+    "plan_text",
+    "predict",
+    "prediction_text",
+    "run",
+]
+
 @final
 class Trace:
     """One recorded step, checked."""
