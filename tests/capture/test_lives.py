@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from memfit.capture import record
 
-from tests.capture.examples import SMALL, small_example
+from small_examples import SMALL, small_example
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ recording.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from memfit.capture.recorder import FORWARD, OpRecord, Recorder
 _COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 _SCALINGS = frozenset({"aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"})
 _SUMS = frozenset({"aten.add.Tensor"})
+_DEEPEST_LOSS = 32
 
 
 @dataclass(slots=True)
@@ -179,7 +181,7 @@ def _meta(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
         "captured": facts.captured,
         "probe_threads": facts.probe_threads,
         "fused_optimizer_refusal": facts.fused_optimizer_refusal,
-        "loss_reduction": loss_reduction(recorder, facts) if facts.training else "",
+        "loss_reduction": loss_reduction(recorder, facts).kind,
         "notes": [*recorder.notes, *facts.notes],
     }
 
@@ -249,7 +251,21 @@ def _category(allocation: int, facts: StepFacts, packed: set[int], *, static: bo
     return "activation" if allocation in packed else "temporary"
 
 
-def loss_reduction(recorder: Recorder, facts: StepFacts) -> str:
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How a loss reduces over the batch.
+
+    Attributes:
+        kind: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
+        elements: Number of elements it reduces; in proportion to the batch for a true reduction
+            over examples, which two batch sizes can tell.
+    """
+
+    kind: str = ""
+    elements: int = 0
+
+
+def loss_reduction(recorder: Recorder, facts: StepFacts) -> Reduction:
     """How the loss reduces over the batch, followed back from its value.
 
     Args:
@@ -257,10 +273,10 @@ def loss_reduction(recorder: Recorder, facts: StepFacts) -> str:
         facts: Names the loss value and the batch size.
 
     Returns:
-        ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
+        The reduction.
     """
     if facts.loss is None or facts.batch <= 0:
-        return ""
+        return Reduction()
     producers: dict[int, int] = {}
     for index, op in enumerate(recorder.ops):
         if op.phase != FORWARD:
@@ -272,28 +288,27 @@ def loss_reduction(recorder: Recorder, facts: StepFacts) -> str:
 
 def _follow(
     value: int, recorder: Recorder, batch: int, producers: dict[int, int], depth: int
-) -> str:
+) -> Reduction:
     index = producers.get(value)
-    if index is None or depth > 32:  # noqa: PLR2004 - no loss is wrapped that often
-        return ""
+    if index is None or depth > _DEEPEST_LOSS:
+        return Reduction()
     op = recorder.ops[index]
     found = recorder.reductions.get(index)
     if found is not None:
-        shape = recorder.ledger.values[op.reads[0]][3]
-        elements = 1
-        for size in shape:
-            elements *= size
-        return found if elements >= batch and elements % batch == 0 else ""
+        elements = math.prod(recorder.ledger.values[op.reads[0]][3])
+        whole = elements >= batch and elements % batch == 0
+        return Reduction(found, elements) if whole else Reduction()
     name = op.facts.name
     if op.view or (name in _COPIES and len(op.reads) == 1):
         return _follow(op.reads[0], recorder, batch, producers, depth + 1)
     if name in _SCALINGS and len(op.reads) == 1 and not _may_be_batch(op.arguments, batch):
-        kind = _follow(op.reads[0], recorder, batch, producers, depth + 1)
-        return kind if kind != "sum" else ""
+        reduction = _follow(op.reads[0], recorder, batch, producers, depth + 1)
+        return reduction if reduction.kind != "sum" else Reduction()
     if name in _SUMS and len(op.reads) == 2:  # noqa: PLR2004 - both terms are tensors
-        kinds = {_follow(read, recorder, batch, producers, depth + 1) for read in op.reads}
-        return kinds.pop() if len(kinds) == 1 else ""
-    return ""
+        terms = [_follow(read, recorder, batch, producers, depth + 1) for read in op.reads]
+        same = terms[0].kind == terms[1].kind
+        return Reduction(terms[0].kind, sum(t.elements for t in terms)) if same else Reduction()
+    return Reduction()
 
 
 def _may_be_batch(arguments: str, batch: int) -> bool:

@@ -62,7 +62,8 @@ def real_stage(workload: Workload, size: int, reason: str) -> Stage:
         message = f"the optimizer failed: {type(error).__name__}: {error}"
         raise WorkloadError(message, phase="optimizer") from error
     given = batch_size(workload.batch, workload.batch_dim)
-    stage.batch = resize_batch(workload.batch, given, size, workload.batch_dim)
+    # A copy even where the size stays: the step may write to its batch.
+    stage.batch = copy.deepcopy(resize_batch(workload.batch, given, size, workload.batch_dim))
     stage.real_batch = stage.batch
     return stage
 

@@ -320,7 +320,7 @@ class Recorder(TorchDispatchMode):
         if self.phase is not FORWARD:
             return "", source, None
         sequence = self._sequence_number() - 1
-        if sequence == self._last_sequence or not torch.is_grad_enabled():
+        if sequence == self._last_sequence:
             return modules.path, source, None
         self._last_sequence = sequence
         self._origin[sequence] = (modules.path, source)

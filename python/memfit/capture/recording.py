@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.emit import StepFacts, trace_json
+from memfit.capture.emit import Reduction, StepFacts, loss_reduction, trace_json
 from memfit.capture.cuda import CudaRunner
 from memfit.capture.fake import (
     fake_stage,
@@ -28,7 +28,7 @@ from memfit.capture.recorder import RealStepNeeded, Recorder
 from memfit.capture.stage import Stage
 from memfit.capture.step import StepRunner
 from memfit.capture.workspace import probe_scratch
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, WorkloadError
 from memfit.workload import Workload, batch_size
 
 
@@ -76,10 +76,12 @@ def record(
     with preserved_random_state(), no_collection():
         try:
             stage = fake_stage(workload, device)
-            return _record(stage, target, batch_size, probe=probe, updates=True, lean=lean)
+            return _record(stage, target, batch_size, probe=probe, updates=True, lean=lean)[0]
         except RealStepNeeded as reason:
             _refuse_real(device, str(reason))
-            return _record_real(workload, target, batch_size or 1, str(reason), probe=probe)
+            if batch_size is None:
+                return _record_smallest(workload, target, str(reason), probe=probe)
+            return _record_real(workload, target, batch_size, str(reason), probe=probe)
 
 
 def capture(
@@ -124,15 +126,17 @@ def record_pair(
     with preserved_random_state(), no_collection():
         try:
             stage = fake_stage(workload, device)
-            first = _record(stage, target, None, probe=probe, updates=True, lean=True)
+            first, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
             size = first["meta"]["batch"]
             if size == 0:
                 return first, None
             other = second_batch_size(size)
-            second = _record(stage, target, other, probe=False, updates=False, lean=True)
+            second, again = _record(stage, target, other, probe=False, updates=False, lean=True)
         except RealStepNeeded as reason:
             _refuse_real(device, str(reason))
             return _record_real_pair(workload, target, str(reason), probe=probe)
+    if reduction.elements * other != again.elements * size:
+        first["meta"]["loss_reduction"] = ""
     return first, second
 
 
@@ -146,15 +150,29 @@ def _refuse_real(device: str | None, reason: str) -> None:
 def _record_real_pair(
     workload: Workload, target: str, reason: str, *, probe: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Record real steps at the two smallest batch sizes that take the same ops."""
-    first = _record_real(workload, target, 1, reason, probe=probe)
-    if first["meta"]["batch"] == 0:
+    """Record real steps at two small batch sizes that take the same ops, if there are such."""
+    first = _record_smallest(workload, target, reason, probe=probe)
+    size = first["meta"]["batch"]
+    if size == 0:
         return first, None
-    second = _record_real(workload, target, 2, reason, probe=False)
-    if len(first["ops"]) == len(second["ops"]):
+    second = _record_real(workload, target, 2 * size, reason, probe=False)
+    if size > 1 or len(first["ops"]) == len(second["ops"]):
         return first, second
     third = _record_real(workload, target, 4, reason, probe=False)
     return _record_real(workload, target, 2, reason, probe=probe), third
+
+
+def _record_smallest(
+    workload: Workload, target: str, reason: str, *, probe: bool
+) -> dict[str, Any]:
+    """Record a real step at the smallest batch the model takes: 1, else 2, else all of it."""
+    given = batch_size(workload.batch, workload.batch_dim)
+    for size in (1, 2):
+        if size < given:
+            # Batch normalisation, for one, refuses a single example.
+            with contextlib.suppress(WorkloadError):
+                return _record_real(workload, target, size, reason, probe=probe)
+    return _record_real(workload, target, given, reason, probe=probe)
 
 
 def _record_real(
@@ -162,7 +180,7 @@ def _record_real(
 ) -> dict[str, Any]:
     """Record one real step of a copy of the model."""
     stage = real_stage(workload, size, reason)
-    trace = _record(stage, target, None, probe=probe, updates=True, lean=True)
+    trace, _ = _record(stage, target, None, probe=probe, updates=True, lean=True)
     batch = trace["meta"]["batch"]
     trace["meta"]["notes"].append(
         f"captured by one real step at batch {batch}, because {reason}"
@@ -171,7 +189,7 @@ def _record_real(
 
 def _record(
     stage: Stage, target: str, size: int | None, *, probe: bool, updates: bool, lean: bool
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Reduction]:
     """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
     if size is not None:
@@ -213,7 +231,7 @@ def _record(
         _correct_results(recorder, scratch.results)
         facts.probe_threads = scratch.threads
         facts.notes.extend(scratch.notes)
-    return trace_json(recorder, facts)
+    return trace_json(recorder, facts), loss_reduction(recorder, facts)
 
 
 def _result_bytes(recorder: Recorder) -> dict[int, int]:

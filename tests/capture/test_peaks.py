@@ -1,0 +1,105 @@
+"""The peak that follows from a trace is the peak that the allocator sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memfit.capture import record
+from memfit.workload import Workload
+from peaks import measured_peak, predicted_peak
+from small_examples import small_example
+from torch import nn
+
+EXACT = {
+    "gpt2": {"sequence": 128, "width": 128},
+    "bert": {"batch": 4, "sequence": 64, "width": 128},
+    "llama": {"sequence": 64},
+    "t5": {"batch": 4, "sequence": 64},
+}
+WITH_SCRATCH = {
+    "resnet50": {"resolution": 96},
+    "vit": {},
+    "convnext": {},
+    "unet": {},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_transformers_are_predicted_exactly(name):
+    workload = small_example(name, **EXACT[name])
+    predicted = predicted_peak(record(workload))
+    assert predicted == pytest.approx(measured_peak(workload), rel=0.001)
+
+
+@pytest.mark.parametrize("name", WITH_SCRATCH)
+def test_vision_models_are_predicted_with_probed_scratch(name):
+    workload = small_example(name, **WITH_SCRATCH[name])
+    trace = record(workload)
+    measured = measured_peak(workload)
+    assert predicted_peak(trace) == pytest.approx(measured, rel=0.002)
+    assert trace["meta"]["probe_threads"] == torch.get_num_threads()
+
+
+def test_without_probes_a_convolutional_model_is_predicted_too_low():
+    workload = small_example("convnext")
+    assert predicted_peak(record(workload, probe=False)) < 0.97 * measured_peak(workload)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = kind(64, 128, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.head(self.layers(x)[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_predicted_with_their_opaque_state(kind):
+    workload = Workload(
+        model=Recurrent(kind),
+        batch=torch.randn(16, 50, 64),
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+    assert predicted_peak(record(workload)) == pytest.approx(measured_peak(workload), rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda params: torch.optim.AdamW(params, foreach=True),
+        lambda params: torch.optim.AdamW(params, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: torch.optim.Adafactor(params, foreach=True),
+    ],
+    ids=["foreach", "fused", "momentum", "adafactor", "adafactor-foreach"],
+)
+def test_optimizer_variants_are_predicted(optimizer):
+    workload = small_example("gpt2")
+    workload.optimizer = optimizer
+    assert predicted_peak(record(workload)) == pytest.approx(measured_peak(workload), rel=0.002)
+
+
+def test_a_real_step_is_predicted_like_a_fake_one():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 256)
+            self.second = nn.Linear(256, 64)
+
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            return self.second(hidden) if hidden.sum().item() >= 0 else hidden
+
+    workload = Workload(
+        model=Branching(),
+        batch={"x": torch.randn(1, 512, 64)},
+        loss=lambda model, batch: model(batch["x"]).pow(2).mean(),
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+    trace = record(workload)
+    assert trace["meta"]["captured"] == "real"
+    assert predicted_peak(trace) == pytest.approx(measured_peak(workload), rel=0.001)
