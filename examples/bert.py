@@ -9,7 +9,9 @@ import transformers
 import memfit
 
 
-def build(batch: int = 8, sequence: int = 128, layers: int = 8, width: int = 512) -> memfit.Workload:
+def build(
+    batch: int = 8, sequence: int = 128, layers: int = 8, width: int = 512
+) -> memfit.Workload:
     """BERT with random weights; every second sequence is padded to three quarters.
 
     Args:
@@ -29,7 +31,7 @@ def build(batch: int = 8, sequence: int = 128, layers: int = 8, width: int = 512
     ids = torch.randint(0, config.vocab_size, (batch, sequence))
     attention_mask = torch.ones(batch, sequence, dtype=torch.long)
     attention_mask[1::2, sequence * 3 // 4 :] = 0
-    labels = torch.where(torch.rand(batch, sequence) < 0.15, ids, -100)  # noqa: PLR2004
+    labels = torch.where(torch.rand(batch, sequence) < 0.15, ids, -100)
     labels[:, 0] = ids[:, 0]
     return memfit.Workload(
         model=model,

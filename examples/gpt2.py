@@ -9,7 +9,9 @@ import transformers
 import memfit
 
 
-def build(batch: int = 4, sequence: int = 512, layers: int = 12, width: int = 768) -> memfit.Workload:
+def build(
+    batch: int = 4, sequence: int = 512, layers: int = 12, width: int = 768
+) -> memfit.Workload:
     """GPT-2 with random weights.
 
     Args:

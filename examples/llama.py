@@ -9,7 +9,9 @@ import transformers
 import memfit
 
 
-def build(batch: int = 4, sequence: int = 256, layers: int = 8, width: int = 512) -> memfit.Workload:
+def build(
+    batch: int = 4, sequence: int = 256, layers: int = 8, width: int = 512
+) -> memfit.Workload:
     """Llama with random weights.
 
     Args:

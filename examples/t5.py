@@ -9,7 +9,9 @@ import transformers
 import memfit
 
 
-def build(batch: int = 8, sequence: int = 128, layers: int = 6, width: int = 512) -> memfit.Workload:
+def build(
+    batch: int = 8, sequence: int = 128, layers: int = 6, width: int = 512
+) -> memfit.Workload:
     """T5 with random weights.
 
     Args:

@@ -1,15 +1,15 @@
-"""What a step really takes, from the profiler's allocator events, and what a trace says it takes."""
+"""What a step takes by the profiler's allocator events, and what a trace says it takes."""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
 
-import torch
-from memfit.workload import Workload
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_flatten
+
+from memfit.workload import Workload
 
 
 def predicted_peak(trace: dict[str, Any]) -> int:

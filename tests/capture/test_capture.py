@@ -7,12 +7,13 @@ import time
 
 import pytest
 import torch
+from small_examples import SMALL, small_example
+from torch import nn
+
 from memfit.capture import capture, record, record_pair
 from memfit.capture.recording import second_batch_size
 from memfit.capture.stage import batch_entries, resize_batch
 from memfit.workload import Workload, batch_size, slice_batch
-from small_examples import SMALL, small_example
-from torch import nn
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -125,7 +126,7 @@ def test_deep_models_are_captured_quickly():
         model=nn.Sequential(*layers),
         batch=torch.randn(4, 8),
         loss=lambda model, batch: model(batch).mean(),
-        optimizer=lambda params: torch.optim.AdamW(params),
+        optimizer=torch.optim.AdamW,
     )
     started = time.process_time()
     first, _ = record_pair(workload, probe=False)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peaks import predicted_peak
+from small_examples import SMALL, small_example
+from torch import nn
+
 from memfit.capture import record, record_pair
 from memfit.capture.backward_engine import BackwardEngine
 from memfit.capture.step import StepRunner
 from memfit.errors import CaptureError
 from memfit.workload import Workload
-from peaks import predicted_peak
-from small_examples import SMALL, small_example
-from torch import nn
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet50"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memfit.capture import record
 from small_examples import SMALL, small_example
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.capture import record
 
 
 class CountingMode(TorchDispatchMode):
@@ -32,9 +33,7 @@ def real_forward_ops(workload):
 def test_recorded_forward_is_the_real_forward(name):
     workload = small_example(name)
     trace = record(workload, probe=False)
-    recorded = [
-        trace["strings"][op["name"]] for op in trace["ops"] if op["phase"] == "forward"
-    ]
+    recorded = [trace["strings"][op["name"]] for op in trace["ops"] if op["phase"] == "forward"]
     assert recorded == real_forward_ops(workload)
     assert trace["meta"]["captured"] == "fake"
 
@@ -45,8 +44,6 @@ def test_padding_is_seen_by_its_values():
     full.batch["attention_mask"].fill_(1)
     for workload in (padded, full):
         trace = record(workload, probe=False)
-        recorded = [
-            trace["strings"][op["name"]] for op in trace["ops"] if op["phase"] == "forward"
-        ]
+        recorded = [trace["strings"][op["name"]] for op in trace["ops"] if op["phase"] == "forward"]
         assert recorded == real_forward_ops(workload)
     assert real_forward_ops(padded) != real_forward_ops(full)

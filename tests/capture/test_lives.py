@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from memfit.capture import record
-
 from small_examples import SMALL, small_example
+
+from memfit.capture import record
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memfit.capture import record_pair
-from memfit.workload import Workload
 from torch import nn
 from torch.nn import functional
 
+from memfit.capture import record_pair
+from memfit.workload import Workload
 
 
 def labels(y):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memfit.capture import record, record_pair
-from memfit.errors import UsageError, WorkloadError
-from memfit.workload import Workload
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from memfit.capture import record, record_pair
+from memfit.errors import UsageError, WorkloadError
+from memfit.workload import Workload
 
 
 def training(model, x=None, loss=None, optimizer=torch.optim.AdamW, **settings):
@@ -17,15 +18,13 @@ def training(model, x=None, loss=None, optimizer=torch.optim.AdamW, **settings):
         model=model,
         batch={"x": torch.randn(4, 8) if x is None else x},
         loss=loss or (lambda model, batch: model(batch["x"]).float().pow(2).mean()),
-        optimizer=(lambda params: optimizer(params)) if optimizer is not None else None,
+        optimizer=optimizer,
         **settings,
     )
 
 
 def names(trace, phase=None):
-    return [
-        trace["strings"][op["name"]] for op in trace["ops"] if phase in {None, op["phase"]}
-    ]
+    return [trace["strings"][op["name"]] for op in trace["ops"] if phase in {None, op["phase"]}]
 
 
 class Checkpointed(nn.Module):
@@ -169,8 +168,12 @@ def test_control_flow_on_the_batch_is_followed_on_fakes(mask, rows):
     trace = record(workload)
     assert trace["meta"]["captured"] == "fake"
     assert ("aten.tanh.default" in names(trace)) == (rows == 2)
-    loss = next(op for op in trace["ops"] if trace["strings"][op["name"]] == "aten.sum.default"
-                and trace["strings"][trace["values"][op["reads"][0]]["dtype"]] == "float32")
+    loss = next(
+        op
+        for op in trace["ops"]
+        if trace["strings"][op["name"]] == "aten.sum.default"
+        and trace["strings"][trace["values"][op["reads"][0]]["dtype"]] == "float32"
+    )
     assert trace["values"][loss["reads"][0]]["shape"] == [rows, 8]
     assert workload.batch["mask"].tolist() == mask
 

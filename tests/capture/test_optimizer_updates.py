@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memfit.capture import record
 from small_examples import small_example
+
+from memfit.capture import record
 
 
 def test_every_trained_parameter_has_an_update_in_order_of_readiness():
@@ -47,7 +48,7 @@ def test_plain_sgd_needs_none():
         ({}, None),
         ({"clip_grad_norm": 1.0}, "gradient clipping needs all gradients at once"),
         (
-            {"optimizer": lambda params: torch.optim.ASGD(params)},
+            {"optimizer": torch.optim.ASGD},
             "`ASGD` is not known to update each parameter on its own",
         ),
         ({"optimizer": None}, "the workload has no optimizer"),
@@ -65,6 +66,6 @@ def test_a_subclass_is_not_trusted():
         pass
 
     workload = small_example("gpt2", layers=1)
-    workload.optimizer = lambda params: MyAdam(params)
+    workload.optimizer = MyAdam
     refusal = record(workload, probe=False)["meta"]["fused_optimizer_refusal"]
     assert refusal == "`MyAdam` is not known to update each parameter on its own"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memfit.capture import record
-from memfit.workload import Workload
 from peaks import measured_peak, predicted_peak
 from small_examples import small_example
 from torch import nn
+
+from memfit.capture import record
+from memfit.workload import Workload
 
 EXACT = {
     "gpt2": {"sequence": 128, "width": 128},
@@ -61,7 +62,7 @@ def test_recurrent_layers_are_predicted_with_their_opaque_state(kind):
         model=Recurrent(kind),
         batch=torch.randn(16, 50, 64),
         loss=lambda model, batch: model(batch).mean(),
-        optimizer=lambda params: torch.optim.AdamW(params),
+        optimizer=torch.optim.AdamW,
     )
     assert predicted_peak(record(workload)) == pytest.approx(measured_peak(workload), rel=0.001)
 
@@ -72,7 +73,7 @@ def test_recurrent_layers_are_predicted_with_their_opaque_state(kind):
         lambda params: torch.optim.AdamW(params, foreach=True),
         lambda params: torch.optim.AdamW(params, fused=True),
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        lambda params: torch.optim.Adafactor(params),
+        torch.optim.Adafactor,
         lambda params: torch.optim.Adafactor(params, foreach=True),
     ],
     ids=["foreach", "fused", "momentum", "adafactor", "adafactor-foreach"],
@@ -98,7 +99,7 @@ def test_a_real_step_is_predicted_like_a_fake_one():
         model=Branching(),
         batch={"x": torch.randn(1, 512, 64)},
         loss=lambda model, batch: model(batch["x"]).pow(2).mean(),
-        optimizer=lambda params: torch.optim.AdamW(params),
+        optimizer=torch.optim.AdamW,
     )
     trace = record(workload)
     assert trace["meta"]["captured"] == "real"

@@ -39,8 +39,8 @@ def _one(tensor: Tensor) -> Any:
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-class AnyScalar(TorchDispatchMode):
-    """Answers ``.item()`` by :func:`scalar_or_one` while it is entered, and changes nothing else."""
+class AnyScalar(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers ``.item()`` by :func:`scalar_or_one` while it is entered; changes nothing else."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -127,10 +127,7 @@ class BackwardEngine:
         self._started(_FIRST)
         if variable.grad is not None:
             variable.grad.add_(gradient)
-        elif (
-            sys.getrefcount(gradient) == _OWN_REFERENCES
-            and _same_layout(gradient, variable)
-        ):
+        elif sys.getrefcount(gradient) == _OWN_REFERENCES and _same_layout(gradient, variable):
             variable.grad = gradient.detach()
         else:
             copied = gradient.new_empty_strided(variable.shape, variable.stride())
@@ -145,7 +142,7 @@ class BackwardEngine:
 
 
 def _storage_uses(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _same_layout(gradient: Tensor, variable: Tensor) -> bool:
@@ -191,8 +188,7 @@ def _call(node: Any, held: list[Tensor | None]) -> list[Tensor | None]:
     wanted = [r for r, need in zip(results, needed, strict=False) if need]
     wanted.reverse()
     return [
-        wanted.pop() if target is not None and wanted else None
-        for target, _ in node.next_functions
+        wanted.pop() if target is not None and wanted else None for target, _ in node.next_functions
     ]
 
 

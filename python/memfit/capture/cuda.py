@@ -200,7 +200,7 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
     enabled = torch.is_autocast_enabled(DEVICE)
     previous = torch.get_autocast_dtype(DEVICE)
     caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled(DEVICE, True)
+    torch.set_autocast_enabled(DEVICE, enabled=True)
     torch.set_autocast_dtype(DEVICE, dtype)
     torch.set_autocast_cache_enabled(True)
     torch.autocast_increment_nesting()

@@ -115,7 +115,7 @@ def trace_json(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
     nodes: dict[int, int] = {}
     end = len(recorder.ops)
     ops = [
-        _op(op, index, strings, nodes, facts.workspace.get(index, 0))
+        _op(op, strings, nodes, facts.workspace.get(index, 0))
         for index, op in enumerate(recorder.ops)
     ]
     saved = [
@@ -187,7 +187,7 @@ def _meta(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
 
 
 def _op(
-    op: OpRecord, index: int, strings: _Strings, nodes: dict[int, int], workspace_bytes: int
+    op: OpRecord, strings: _Strings, nodes: dict[int, int], workspace_bytes: int
 ) -> dict[str, Any]:
     node = None
     if op.sequence is not None:
@@ -314,7 +314,7 @@ def _follow(
 def _may_be_batch(arguments: str, batch: int) -> bool:
     """Whether the factor of a scaling may have been computed from the batch size."""
     try:
-        factor = abs(float(arguments.split(",")[0].partition("=")[2]))
+        factor = abs(float(arguments.split(",", maxsplit=1)[0].partition("=")[2]))
     except ValueError:
         return True
     if factor == 0.0 or batch == 1:

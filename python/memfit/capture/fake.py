@@ -110,11 +110,13 @@ def initialise_optimizer(stage: Stage) -> None:
     for parameter in stage.trainable():
         parameter.grad = torch.empty_like(parameter)
     try:
-        with AnyScalar():
+        with AnyScalar():  # type: ignore[no-untyped-call]
             optimizer.step()
     except Exception as error:
         kind = type(optimizer).__name__
-        message = f"`{kind}.step()` failed on tensors without values: {type(error).__name__}: {error}"
+        message = (
+            f"`{kind}.step()` failed on tensors without values: {type(error).__name__}: {error}"
+        )
         raise WorkloadError(message, phase="optimizer") from error
     for parameter in stage.trainable():
         parameter.grad = None
@@ -174,4 +176,3 @@ def preserved_random_state() -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(array)
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -65,7 +65,7 @@ class ModuleCalls:
         self._calls: dict[int, int] = {}
         self._handles: list[Any] = []
 
-    def __enter__(self) -> ModuleCalls:
+    def __enter__(self) -> Self:
         """Put the hooks in."""
         self._handles = [
             register_module_forward_pre_hook(self._before),

@@ -67,17 +67,21 @@ def fused_optimizer_refusal(stage: Stage) -> str | None:
     hooked = given if isinstance(given, Optimizer) else optimizer
     if hooked._optimizer_step_pre_hooks or hooked._optimizer_step_post_hooks:
         return f"`{kind}` has step hooks"
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if len(held) != len(set(held)):
-        return f"`{kind}` holds a parameter in two groups"
-    seen: set[int] = set()
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                if value.untyped_storage()._cdata in seen:
-                    return f"`{kind}` shares state between parameters"
-                seen.add(value.untyped_storage()._cdata)
+    if _shares_between_parameters(optimizer):
+        return f"`{kind}` shares parameters or state between its groups"
     return None
+
+
+def _shares_between_parameters(optimizer: Optimizer) -> bool:
+    """Whether a parameter is in two groups, or a state tensor belongs to two parameters."""
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        value.untyped_storage()._cdata
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    return len(held) != len(set(held)) or len(states) != len(set(states))
 
 
 def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> None:
@@ -90,9 +94,7 @@ def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> N
     optimizer = stage.optimizer
     if optimizer is None:
         return
-    group_of = {
-        id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]
-    }
+    group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     measured: dict[tuple[Any, ...], tuple[int, int]] = {}
     for parameter, update in updates:
         group = group_of.get(id(parameter))
@@ -119,11 +121,11 @@ def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[i
     return temporaries.peak_bytes, temporaries.moved_bytes
 
 
-class _Temporaries(TorchDispatchMode):
+class _Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that ops make while it is entered, and the bytes they move."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.moved_bytes = 0
         self._alive_bytes = 0

@@ -29,14 +29,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from memfit.capture.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.arguments import (
+    arguments_text,
+    returned_tensors,
+    tensors_of,
+    written_tensors,
+)
 from memfit.capture.call_shape import Call, describe_call
 from memfit.capture.ledger import Ledger
 from memfit.capture.module_calls import ModuleCalls
 from memfit.capture.saves import SavedTensors
-from memfit.capture.schema import OpFacts, facts_of, reduction_of
+from memfit.capture.schema import OpFacts, draws_random_numbers, facts_of, reduction_of
+from memfit.capture.scratch_ops import has_scratch
 from memfit.capture.shadow import Shadows, UnknownValueError
 from memfit.capture.source_line import SourceLines
-from memfit.capture.scratch_ops import has_scratch
 from memfit.errors import CaptureError, UsageError
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -53,7 +59,7 @@ _FAKE_FAILURES = (
 )
 
 
-class RealStepNeeded(BaseException):  # noqa: N818 - a signal between memfit's own parts
+class RealStepNeeded(BaseException):
     """The step cannot be followed on fakes; outside `Exception` so that user code lets it pass."""
 
 
@@ -94,7 +100,7 @@ class OpRecord:
     replayable: bool
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a step while it is entered, below a fake mode or on real tensors.
 
     Attributes:
@@ -128,7 +134,7 @@ class Recorder(TorchDispatchMode):
             own_parameters: ``id`` of the parameters of the user's own model, which must not appear
                 in a step that runs on the copy.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[OpRecord] = []
         self.phase = FORWARD
         self.ledger = Ledger()
@@ -143,10 +149,10 @@ class Recorder(TorchDispatchMode):
         self._fake_mode = fake_mode
         self._own_parameters = own_parameters
         self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
-        self._last_sequence = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        self._last_sequence = torch._C._autograd._get_sequence_nr() - 1
         self._origin: dict[int, tuple[str, str]] = {}
-        self._current_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
-        self._sequence_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+        self._current_node = torch._C._current_autograd_node
+        self._sequence_number = torch._C._autograd._get_sequence_nr
         self.running_sequence: int | None = None
         self.saved.convert_foreign_with(self._adopt)
 
@@ -170,7 +176,7 @@ class Recorder(TorchDispatchMode):
         index = ledger.now
         if self._fake_mode is not None and not facts.lift:
             args, kwargs = self._adopt_arguments(args, kwargs)
-        read_tensors = [] if facts.lift else _tensors_of(args, kwargs)
+        read_tensors = [] if facts.lift else tensors_of(args, kwargs)
         read: list[int] = []
         reads: list[int] = []
         for tensor in read_tensors:
@@ -231,22 +237,73 @@ class Recorder(TorchDispatchMode):
         reads: list[int],
         out: Any,
     ) -> None:
+        """Add the record of an op that has run."""
+        written, writes = self._note_writes(facts, args, kwargs)
+        returned = returned_tensors(out)
+        outputs, fresh = self._note_outputs(index, facts, returned)
+        view = bool(returned) and not fresh and not written
+        if self._fake_mode is not None and self.phase is not OPTIMIZER:
+            if facts.lift:
+                for allocation, _ in fresh:
+                    self.shadows.own(allocation, args[0])
+            elif fresh or written:
+                self.shadows.follow(func, facts, args, kwargs, read, written, fresh, returned)
+        if self.phase is FORWARD:
+            reduction = reduction_of(facts, args, kwargs)
+            if reduction:
+                self.reductions[index] = reduction
+        if has_scratch(facts.name):
+            self.scratch_calls[index] = describe_call(func, args, kwargs)
+        module, source, sequence = self._where()
+        sizes = self.ledger.value_bytes
+        still = view or facts.uninitialised
+        self.ops.append(
+            OpRecord(
+                facts=facts,
+                phase=self.phase,
+                module=module,
+                source=source,
+                arguments=arguments_text(facts, args, kwargs),
+                sequence=sequence,
+                reads=reads,
+                writes=writes,
+                outputs=outputs,
+                flops=int(facts.flops(*args, **kwargs, out_val=out)) if facts.flops else 0,
+                moved_bytes=0 if still else sum(sizes[v] for v in {*reads, *outputs, *writes}),
+                random=draws_random_numbers(facts, args, kwargs),
+                view=view,
+                replayable=(
+                    facts.repeatable and kwargs.get("generator") is None and len(written) <= 1
+                ),
+            )
+        )
+
+    def _note_writes(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Give what a call wrote to its next version; returns allocations and values written."""
+        if not facts.written:
+            return [], []
         ledger = self.ledger
-        written_tensors = _written(facts, args, kwargs) if facts.written else []
+        tensors = written_tensors(facts, args, kwargs)
         written: list[int] = []
-        for tensor in written_tensors:
+        for tensor in tensors:
             allocation = ledger.seen(tensor)
             if allocation not in written:
                 written.append(allocation)
                 ledger.version[allocation] += 1
             if facts.resizes:
                 ledger.resized(tensor, allocation)
-        writes = [ledger.value(t, ledger.seen(t)) for t in written_tensors]
+        return written, [ledger.value(t, ledger.seen(t)) for t in tensors]
 
-        returned = _returned(out)
+    def _note_outputs(
+        self, index: int, facts: OpFacts, returned: list[Tensor]
+    ) -> tuple[list[int], list[tuple[int, Tensor]]]:
+        """Values a call returned, and its new allocations with the tensor that showed each."""
+        ledger = self.ledger
         outputs: list[int] = []
         fresh: list[tuple[int, Tensor]] = []
-        first_new = len(ledger.bytes)
+        next_new = len(ledger.bytes)
         for tensor in returned:
             try:
                 allocation = ledger.seen(tensor, index)
@@ -254,53 +311,10 @@ class Recorder(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 self._note_storageless(facts)
                 continue
-            if allocation >= first_new and allocation not in (a for a, _ in fresh):
+            if allocation >= next_new:
                 fresh.append((allocation, tensor))
-        view = bool(returned) and not fresh and not written
-
-        if self._fake_mode is not None and self.phase is not OPTIMIZER:
-            if facts.lift:
-                for allocation, _ in fresh:
-                    self.shadows.own(allocation, args[0])
-            elif fresh or written:
-                self.shadows.follow(func, facts, args, kwargs, read, written, fresh, returned)
-
-        random = facts.random
-        if random and facts.dropout_argument >= 0:
-            position = facts.dropout_argument
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-            random = given != 0.0
-        generator = kwargs.get("generator")
-        module, source, sequence = self._where()
-        flops = 0
-        if facts.flops is not None:
-            flops = int(facts.flops(*args, **kwargs, out_val=out))
-        value_bytes = ledger.value_bytes
-        moved = 0 if view else sum(value_bytes[v] for v in {*reads, *outputs, *writes})
-        if self.phase is FORWARD:
-            reduction = reduction_of(facts, args, kwargs)
-            if reduction:
-                self.reductions[index] = reduction
-        if has_scratch(facts.name):
-            self.scratch_calls[index] = describe_call(func, args, kwargs)
-        self.ops.append(
-            OpRecord(
-                facts=facts,
-                phase=self.phase,
-                module=module,
-                source=source,
-                arguments=_arguments_text(facts, args, kwargs),
-                sequence=sequence,
-                reads=reads,
-                writes=writes,
-                outputs=outputs,
-                flops=flops,
-                moved_bytes=moved,
-                random=random,
-                view=view,
-                replayable=facts.repeatable and generator is None and len(written) <= 1,
-            )
-        )
+                next_new = allocation + 1
+        return outputs, fresh
 
     def _where(self) -> tuple[str, str, int | None]:
         """Module path, source line and node of the op that just ran."""
@@ -330,7 +344,7 @@ class Recorder(TorchDispatchMode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace real tensors, which come from outside model and batch, by fakes."""
-        if all(isinstance(t, FakeTensor) for t in _tensors_of(args, kwargs)):
+        if all(isinstance(t, FakeTensor) for t in tensors_of(args, kwargs)):
             return args, kwargs
         return tree_map_only(Tensor, self._adopt, (args, kwargs))  # type: ignore[no-any-return]
 
@@ -376,7 +390,7 @@ class Recorder(TorchDispatchMode):
                 and self.shadows.knows([self.ledger.seen(index)])
             )
             if known:
-                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                with torch._C._DisableTorchDispatch():
                     selected = self.shadows.real(index).nonzero().unbind(1)
                 indices.extend(self._as_fakes([part.contiguous() for part in selected]))
             else:
@@ -387,77 +401,3 @@ class Recorder(TorchDispatchMode):
         self.notes[
             f"`{facts.name}` uses a tensor without a plain storage; its memory is not counted"
         ] = None
-
-
-def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Every tensor among the arguments of a call, in argument order."""
-    tensors: list[Tensor] = []
-    for argument in args:
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            tensors.extend(item for item in argument if isinstance(item, Tensor))
-    for argument in kwargs.values():
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            tensors.extend(item for item in argument if isinstance(item, Tensor))
-    return tensors
-
-
-def _written(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Every tensor that a call writes to in place, in argument order."""
-    tensors: list[Tensor] = []
-    for place in facts.written:
-        if isinstance(place, int):
-            name = facts.argument_names[place]
-            argument = args[place] if place < len(args) else kwargs.get(name)
-        else:
-            argument = kwargs.get(place)
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            tensors.extend(item for item in argument if isinstance(item, Tensor))
-    return tensors
-
-
-def _returned(out: Any) -> list[Tensor]:
-    """Every tensor that a call returned, in order."""
-    if isinstance(out, Tensor):
-        return [out]
-    tensors: list[Tensor] = []
-    if isinstance(out, (list, tuple)):
-        for item in out:
-            tensors.extend(_returned(item))
-    return tensors
-
-
-def _arguments_text(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Arguments that are neither tensors nor at their default, as ``dim=-1, keepdim=True``."""
-    parts: list[str] = []
-    defaults = facts.keyword_defaults
-    names = facts.argument_names
-    for position, argument in enumerate(args):
-        if argument is None or isinstance(argument, Tensor):
-            continue
-        if isinstance(argument, (list, tuple)) and any(isinstance(i, Tensor) for i in argument):
-            continue
-        name = names[position]
-        if name in defaults and argument == defaults[name]:
-            continue
-        parts.append(f"{name}={_text(argument)}")
-    for name, argument in kwargs.items():
-        if argument is None or isinstance(argument, (Tensor, torch.Generator)):
-            continue
-        if name in defaults and argument == defaults[name]:
-            continue
-        parts.append(f"{name}={_text(argument)}")
-    return ", ".join(parts)
-
-
-def _text(argument: Any) -> str:
-    if isinstance(argument, torch.dtype):
-        return str(argument).removeprefix("torch.")
-    if isinstance(argument, float):
-        return f"{argument:g}"
-    return str(argument).replace(" ", "")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memfit.capture.emit import Reduction, StepFacts, loss_reduction, trace_json
 from memfit.capture.cuda import CudaRunner
+from memfit.capture.emit import Reduction, StepFacts, loss_reduction, trace_json
 from memfit.capture.fake import (
     fake_stage,
     initialise_optimizer,
@@ -182,10 +182,9 @@ def _record_real(
     stage = real_stage(workload, size, reason)
     trace, _ = _record(stage, target, None, probe=probe, updates=True, lean=True)
     batch = trace["meta"]["batch"]
-    trace["meta"]["notes"].append(
-        f"captured by one real step at batch {batch}, because {reason}"
-    )
+    trace["meta"]["notes"].append(f"captured by one real step at batch {batch}, because {reason}")
     return trace
+
 
 def _record(
     stage: Stage, target: str, size: int | None, *, probe: bool, updates: bool, lean: bool

@@ -63,6 +63,7 @@ class Token:
     __slots__ = ("_released", "contents", "save", "tensor", "view")
 
     def __init__(self, save: Save, released: Callable[[Save], None]) -> None:
+        """Create a token that refers to nothing but its save."""
         self.save = save
         self.tensor: Tensor | None = None
         self.view: tuple[Any, ...] = ()
@@ -76,6 +77,7 @@ class Token:
         self._released(self.save)
 
     def __del__(self) -> None:
+        """Tell that the node let go."""
         self._released(self.save)
 
 
@@ -147,7 +149,7 @@ class SavedTensors:
             value = ledger.value(tensor, allocation)
         except (RuntimeError, NotImplementedError):
             return tensor
-        sequence = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        sequence = torch._C._autograd._get_sequence_nr() - 1
         save = Save(value, allocation, sequence, ledger.now)
         self.saves.append(save)
         token = Token(save, self._released)
@@ -187,7 +189,7 @@ class SavedTensors:
         """A tensor of the saved view, on a storage that carries the saved allocation's id."""
         allocation = token.save.allocation
         dtype, offset, shape, stride, device = token.view
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             reference = self._storages.get(allocation)
             storage = reference() if reference is not None else None
             if storage is None or token.contents is not None:
@@ -205,7 +207,7 @@ class SavedTensors:
             if self._ledger.find(torch.empty(0, dtype=torch.uint8).set_(storage)) is not None:
                 return storage
         else:
-            storage = torch.UntypedStorage(size, device="meta")
+            storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
             self._storages[allocation] = weakref.ref(storage)
         self._ledger.stand_in(storage, allocation)
         return storage
@@ -214,6 +216,6 @@ class SavedTensors:
         key = (allocation, self._ledger.version[allocation])
         contents = self._contents.get(key)
         if contents is None:
-            with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            with torch._C._DisableTorchDispatch():
                 contents = self._contents[key] = _Contents(storage.clone())
         return contents

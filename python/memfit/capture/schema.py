@@ -35,6 +35,10 @@ _RUNNING_STATISTICS = frozenset(
 
 _NOT_REPLAYABLE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "symm_mem"})
 
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+)
+
 _RESIZING = frozenset({"resize_", "resize_as_", "set_"})
 
 _LOSS_REDUCTIONS: dict[str, int] = {
@@ -68,6 +72,7 @@ class OpFacts:
         repeatable: May be run again from its inputs, as far as the op alone decides.
         resizes: May change the size of a storage.
         dynamic_shape: The shape of its result depends on values.
+        uninitialised: Makes memory and moves none of it.
         reduction_argument: Position of ``reduction`` where the op is a loss, or -1.
         flops: Counts the floating-point operations of a call, or ``None``.
     """
@@ -83,6 +88,7 @@ class OpFacts:
     repeatable: bool
     resizes: bool
     dynamic_shape: bool
+    uninitialised: bool
     reduction_argument: int
     flops: Callable[..., Any] | None
 
@@ -137,14 +143,31 @@ def _read_schema(func: Any) -> OpFacts:
         ),
         resizes=func.overloadpacket.__name__ in _RESIZING,
         dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
+        uninitialised=func.overloadpacket.__name__ in _UNINITIALISED,
         reduction_argument=_LOSS_REDUCTIONS.get(name, -1),
         flops=flop_registry.get(func.overloadpacket),
     )
 
 
-def reduction_of(
-    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
+def draws_random_numbers(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers.
+
+    Args:
+        facts: Facts about the op.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        Whether it does; attention without dropout does not, whatever its tag says.
+    """
+    position = facts.dropout_argument
+    if not facts.random or position < 0:
+        return facts.random
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def reduction_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """How a call that may be a loss reduces its elements.
 
     Args:
@@ -169,7 +192,7 @@ def reduction_of(
     if overload == "default":
         return packet
     dimensions = args[1] if len(args) > 1 else kwargs.get("dim")
-    if overload == "dim" or overload == "dim_IntList":
+    if overload in {"dim", "dim_IntList"}:
         count = args[0].dim()
         if not dimensions or len({d % max(count, 1) for d in dimensions}) == count:
             return packet

@@ -63,7 +63,15 @@ _PACKETS = frozenset(
 
 _WITHOUT = frozenset({"linalg_vector_norm"})
 
-_PREFIXES = ("_convolution", "mkldnn_", "slow_conv", "thnn_conv", "_upsample", "upsample", "linalg_")
+_PREFIXES = (
+    "_convolution",
+    "mkldnn_",
+    "slow_conv",
+    "thnn_conv",
+    "_upsample",
+    "upsample",
+    "linalg_",
+)
 
 
 @cache

@@ -144,7 +144,7 @@ class Shadows:
             UnknownValueError: The value could not be computed.
         """
         view = self._view(tensor)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             self._run_waiting()
             return view.real()
 
@@ -163,7 +163,7 @@ class Shadows:
             UnknownValueError: The value of an argument could not be computed.
         """
         views = tree_map(self._argument, (args, kwargs))
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             self._run_waiting()
             reals = tree_map(_real_argument, views)
             return func(*reals[0], **reals[1])
@@ -200,9 +200,7 @@ class Shadows:
                 self.drop(allocation)
             return
         # Arguments are described before the results enter the table: they are what it was.
-        described = (
-            ((_FILLS[packet],), {}) if fill else tree_map(self._argument, (args, kwargs))
-        )
+        described = ((_FILLS[packet],), {}) if fill else tree_map(self._argument, (args, kwargs))
         targets = tuple(self._table[allocation] for allocation in written)
         for allocation, _ in fresh:
             self._table[allocation] = _Shadow()
@@ -232,9 +230,8 @@ class Shadows:
         shadow = self._table.get(-1 if allocation is None else allocation)
         if shadow is None:
             raise UnknownValueError
-        return _View(
-            shadow, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        )
+        offset = int(tensor.storage_offset())
+        return _View(shadow, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     def _argument(self, leaf: Any) -> Any:
         return self._view(leaf) if isinstance(leaf, Tensor) else leaf

@@ -7,6 +7,7 @@ for naming what existed before the step. Not responsible for making fakes
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+from memfit.errors import UsageError
 from memfit.workload import Workload
 
 
@@ -79,7 +81,7 @@ def resize_batch(batch: Any, size: int, wanted: int, dim: int) -> Any:
         The same structure; resized tensors have storages of their own, and what was one tensor
         stays one tensor.
     """
-    if size == wanted or size == 0:
+    if size in {wanted, 0}:
         return batch
     memo: dict[int, Tensor] = {}
 
@@ -120,8 +122,6 @@ def build_optimizer(
     Raises:
         UsageError: The optimizer does not belong to the model.
     """
-    from memfit.errors import UsageError
-
     if workload.optimizer is None:
         return None
     if not isinstance(workload.optimizer, torch.optim.Optimizer):
@@ -150,12 +150,9 @@ def _rebuild(
     convert: Callable[[Tensor], Tensor] | None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings over the parameters of a copy."""
-    import inspect
-
-    from memfit.errors import UsageError
-
     twins = {
-        id(mine): theirs for mine, theirs in zip(owner.parameters(), model.parameters(), strict=True)
+        id(mine): theirs
+        for mine, theirs in zip(owner.parameters(), model.parameters(), strict=True)
     }
 
     def setting(value: Any) -> Any:
@@ -179,7 +176,7 @@ def _rebuild(
         return type(original)(groups, **defaults)
     except (TypeError, ValueError) as error:
         message = (
-            f"`{type(original).__name__}` cannot be built again from its settings: give `optimizer` "
-            "as a function of the parameters"
+            f"`{type(original).__name__}` cannot be built again from its settings: "
+            "give `optimizer` as a function of the parameters"
         )
         raise UsageError(message) from error

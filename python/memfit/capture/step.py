@@ -76,7 +76,7 @@ class StepRunner:
         recorder.sources.stop_at(sys._getframe())
         self._register()
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
             for parameter in self.stage.trainable()
         ]
         try:
@@ -227,4 +227,6 @@ def _only_fakes_fail(error: Exception) -> bool:
     if type(error).__module__.startswith("torch._subclasses"):
         return True
     text = str(error)
-    return any(word in text for word in ("FakeTensor", "fake tensor", "meta device", "data pointer"))
+    return any(
+        word in text for word in ("FakeTensor", "fake tensor", "meta device", "data pointer")
+    )

@@ -114,7 +114,7 @@ def _measure(calls: list[Call], threads: int) -> set[str]:
                 ran[number] = (call, _run(call, f"{_MARK}{number}"))
             except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError):
                 failed.add(str(call.func))
-    marks, times, alive = _timeline(profiled.profiler.kineto_results.events())  # type: ignore[union-attr]
+    marks, times, alive = _timeline(profiled.profiler.kineto_results.events())
     for number, (call, results) in ran.items():
         start, end = marks[f"{_MARK}{number}"]
         first = bisect.bisect_left(times, start)
@@ -138,7 +138,7 @@ def _run(call: Call, mark: str) -> tuple[int, ...]:
 
 
 def _with_forward_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an RNN's backward with the state its forward leaves, which it must not invent."""
+    """Arguments of an RNN's backward, with the state that its forward leaves."""
     reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first = args[13:22]
     state = torch.ops.aten.mkldnn_rnn_layer.default(
         *args[:7], reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
