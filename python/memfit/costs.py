@@ -15,20 +15,38 @@ from memfit.workload import Workload
 
 
 @cache
-def device_profile() -> dict[str, Any]:
-    """What this machine can do, measured once in a process.
+def device_profile(device_kind: str) -> dict[str, Any]:
+    """What a device of this machine can do, measured once in a process.
+
+    Args:
+        device_kind: ``cpu`` or ``cuda``. Without a GPU the CPU stands in for it, since a plan needs
+            only the ratios of op times; the profile's name says so.
 
     Returns:
         A ``DeviceProfile`` of the engine: rates in FLOPs and bytes a second, overhead in seconds.
     """
-    from memfit.measure import calibrate  # imports torch
+    import torch
 
-    return dict(calibrate())
+    from memfit.measure import calibrate
+
+    if device_kind == "cuda" and torch.cuda.is_available():
+        return dict(calibrate("cuda"))
+    profile = dict(calibrate())
+    if device_kind != "cpu":
+        profile["name"] = f"{profile['name']}, standing in for {device_kind}"
+    return profile
 
 
-def roofline() -> str:
-    """The cost source that needs no run of the model, as JSON."""
-    return json.dumps({"kind": "roofline", "profile": device_profile()})
+def roofline(device_kind: str) -> str:
+    """The cost source that needs no run of the model.
+
+    Args:
+        device_kind: As in :func:`device_profile`.
+
+    Returns:
+        A cost source of the engine, as JSON.
+    """
+    return json.dumps({"kind": "roofline", "profile": device_profile(device_kind)})
 
 
 def profiled(workload: Workload, trace: Trace) -> str:

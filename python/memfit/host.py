@@ -38,6 +38,7 @@ class Host:
     def __init__(self) -> None:
         """Make a host that has built nothing yet."""
         self._built: tuple[str, Settings, Workload] | None = None
+        self._captured: tuple[str, Settings, bytes] | None = None
 
     def build(self, target: str, settings: Settings) -> None:
         """Import what a target needs and build its workload for the capture that follows.
@@ -75,7 +76,9 @@ class Host:
         with _user_output():
             from memfit.capture import capture
 
-            return capture(self._take(target, settings), target=target, device=device)
+            data = capture(self._take(target, settings), target=target, device=device)
+            self._captured = (target, settings, data)
+            return data
 
     def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
         """Time the ops of one real step.
@@ -95,8 +98,11 @@ class Host:
 
             return profiled(workload_factory(target, settings)(), Trace.decode(trace))
 
-    def device_profile(self) -> str:
-        """Measure this machine for the roofline.
+    def device_profile(self, device_kind: str) -> str:
+        """Measure a device of this machine for the roofline.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``, as the trace has it.
 
         Returns:
             A device profile as JSON.
@@ -104,7 +110,7 @@ class Host:
         with _user_output():
             from memfit.costs import device_profile
 
-            return json.dumps(device_profile())
+            return json.dumps(device_profile(device_kind))
 
     def verify(self, target: str, settings: Settings, plan_json: str) -> str:
         """Run real steps with and without a plan and compare them.
@@ -121,8 +127,20 @@ class Host:
             from memfit.target import workload_factory
             from memfit.verify import verify
 
-            found = verify(workload_factory(target, settings), json.loads(plan_json))
+            found = verify(
+                workload_factory(target, settings),
+                json.loads(plan_json),
+                loss_reduction=self._loss_reduction(target, settings),
+            )
             return json.dumps(_finite(found), allow_nan=False)
+
+    def _loss_reduction(self, target: str, settings: Settings) -> str:
+        """How the loss reduces over the batch, from the capture; empty when it is not known."""
+        if self._captured is None or self._captured[:2] != (target, settings):
+            return ""
+        from memfit._native import Trace
+
+        return str(json.loads(Trace.decode(self._captured[2]).json())["meta"]["loss_reduction"])
 
     def explain(self, error: BaseException) -> Explanation:
         """Say what an exception of the methods above means.

@@ -101,7 +101,7 @@ def plan(
     """
     trace = _trace(subject)
     if not profile:
-        costs = roofline()
+        costs = roofline(_meta(trace)["device_kind"])
     elif isinstance(subject, Workload):
         costs = profiled(subject, trace.native)
     else:
@@ -138,7 +138,8 @@ def fit(
         CaptureError: The step cannot be recorded.
     """
     trace = capture(workload)
-    costs = profiled(workload, trace.native) if profile else roofline()
+    meta = _meta(trace)
+    costs = profiled(workload, trace.native) if profile else roofline(meta["device_kind"])
     choice = _Choice(allow, own_loop, tuple(forbid))
     made = _plan(trace, costs, budget, choice)
     if not made.fits:
@@ -154,11 +155,17 @@ def fit(
         The budget stays the same number of bytes, also where it was given as a percentage.
         """
         moved = capture(replace(workload, batch=batch))
-        again = _plan(moved, roofline(), made.budget_bytes, choice)
+        again = _plan(moved, roofline(meta["device_kind"]), made.budget_bytes, choice)
         return again.as_dict() if again.fits else None
 
-    reduction = json.loads(trace.json())["meta"]["loss_reduction"]
+    reduction = meta["loss_reduction"]
     return Fitted(workload, made.as_dict(), loss_reduction=reduction, replan=replan)
+
+
+def _meta(trace: Trace) -> dict[str, str]:
+    """Where a trace comes from, as the engine has it."""
+    meta: dict[str, str] = json.loads(trace.json())["meta"]
+    return meta
 
 
 @dataclass(frozen=True, slots=True)

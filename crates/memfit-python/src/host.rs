@@ -90,8 +90,11 @@ impl Host for PythonHost {
         })
     }
 
-    fn device_profile(&mut self) -> Result<String, HostError> {
-        self.ask(|host| host.call_method0("device_profile")?.extract())
+    fn device_profile(&mut self, device_kind: &str) -> Result<String, HostError> {
+        self.ask(|host| {
+            host.call_method1("device_profile", (device_kind,))?
+                .extract()
+        })
     }
 
     fn verify(

@@ -39,12 +39,14 @@ pub trait Host {
         trace: &[u8],
     ) -> Result<String, HostError>;
 
-    /// Measures this machine for the roofline and returns a device profile as JSON.
+    /// Measures a device of this machine for the roofline and returns its profile as JSON.
+    ///
+    /// `device_kind` is that of the trace, `cpu` or `cuda`; the profile's name says what was measured.
     ///
     /// # Errors
     ///
     /// The measurement fails.
-    fn device_profile(&mut self) -> Result<String, HostError>;
+    fn device_profile(&mut self, device_kind: &str) -> Result<String, HostError>;
 
     /// Runs real steps with and without the plan, compares them, and returns the comparison as JSON.
     ///

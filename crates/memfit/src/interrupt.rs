@@ -63,3 +63,65 @@ pub(crate) fn panic_message(panic: Option<&(dyn Any + Send)>) -> String {
         words.unwrap_or("the engine stopped without a message")
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::host::{HostError, Settings};
+
+    /// Whether the user wants to stop.
+    struct User(bool);
+
+    impl Host for User {
+        fn build(&mut self, _: &str, _: &Settings) -> Result<(), HostError> {
+            unreachable!()
+        }
+        fn capture(
+            &mut self,
+            _: &str,
+            _: &Settings,
+            _: Option<&str>,
+        ) -> Result<Vec<u8>, HostError> {
+            unreachable!()
+        }
+        fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
+            unreachable!()
+        }
+        fn device_profile(&mut self, _: &str) -> Result<String, HostError> {
+            unreachable!()
+        }
+        fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
+            unreachable!()
+        }
+        fn interrupted(&mut self) -> bool {
+            self.0
+        }
+    }
+
+    #[test]
+    fn a_result_comes_back() {
+        assert_eq!(interruptible(&mut User(false), || 7).unwrap(), 7);
+    }
+
+    #[test]
+    fn long_work_ends_with_the_users_patience() {
+        let start = Instant::now();
+        let result = interruptible(&mut User(true), || {
+            std::thread::sleep(Duration::from_secs(30));
+        });
+        assert!(matches!(result, Err(Failure::Interrupted)));
+        assert!(start.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn a_panic_is_a_bug_and_keeps_its_words() {
+        let result: Result<(), Failure> =
+            interruptible(&mut User(false), || panic!("out of {}", "tea"));
+        let Err(Failure::Internal(message)) = result else {
+            panic!("not internal")
+        };
+        assert_eq!(message, "internal error: out of tea");
+    }
+}

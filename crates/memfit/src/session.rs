@@ -154,8 +154,10 @@ impl Session<'_> {
         choice: &PlanChoice,
     ) -> Result<(CostSource, f64), Failure> {
         if !choice.profile {
-            let (json, seconds) =
-                self.slow("measuring this machine", |host| Ok(host.device_profile()?))?;
+            let device_kind = &recorded.trace.meta.device_kind;
+            let (json, seconds) = self.slow("measuring this machine", |host| {
+                Ok(host.device_profile(device_kind)?)
+            })?;
             let profile = serde_json::from_str(&json)
                 .map_err(|error| Failure::bad_answer("device_profile", error))?;
             return Ok((CostSource::Roofline { profile }, seconds));

@@ -74,7 +74,7 @@ impl Host for FakeHost {
         Ok(json!({ "kind": "profile", "op_seconds": seconds }).to_string())
     }
 
-    fn device_profile(&mut self) -> Result<String, HostError> {
+    fn device_profile(&mut self, _: &str) -> Result<String, HostError> {
         Ok(json!({
             "name": "a test machine", "flops_per_second": { "float32": 1e11 },
             "bytes_per_second": 1e10, "op_overhead_seconds": 1e-6,
