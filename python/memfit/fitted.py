@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -118,11 +119,34 @@ class Fitted:
         self._running = self._actions
         self._steps = 0
         self._replans = 0
+        self._closed = False
 
     @property
     def plan(self) -> Mapping[str, Any]:
         """The plan that the last step ran by, or the next one will if none ran."""
         return self._running.plan
+
+    def __enter__(self) -> Self:
+        """Use the fitted workload inside a ``with``; leaving closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of plans and of what the last step left to report; no step can run after this.
+
+        Model and optimizer need no undoing: nothing is installed on them between steps.
+        """
+        self._closed = True
+        self._by_shape.clear()
+        self._actions = self._running = self._read({"actions": []})
 
     # One step
 
@@ -274,6 +298,8 @@ class Fitted:
 
     def _choose(self, batch: Any) -> _Actions:
         """The actions for a batch of this shape, planned again if its last step diverged."""
+        if self._closed:
+            raise UsageError("this `Fitted` is closed: fit the workload again")
         if self._replan is None or self._actions.remat is None:
             return self._actions
         shape = _shape(batch)

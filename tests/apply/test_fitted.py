@@ -152,6 +152,16 @@ def test_an_empty_plan_installs_nothing():
     assert seen == [(0, None, False)]
 
 
+def test_a_closed_one_runs_no_step():
+    load = workload()
+    with Fitted(load, remat_plan(load)) as fitted:
+        fitted.step()
+    with pytest.raises(UsageError, match="closed"):
+        fitted.step()
+    with pytest.raises(UsageError, match="closed"), fitted.forward():
+        pass
+
+
 def test_an_own_loop():
     expected, _ = run(workload(), NOTHING)
     load = workload()

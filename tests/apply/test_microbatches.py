@@ -85,8 +85,11 @@ def test_targets_that_are_probabilities():
     assert_close(whole_and_cut(build, 5))
 
 
-@pytest.mark.parametrize("build", [models.gpt2, models.bert, models.t5], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("reduction", ["", "token_mean"])
+@pytest.mark.parametrize(
+    ("build", "reduction"),
+    [(models.gpt2, ""), (models.bert, "token_mean")],
+    ids=["gpt2", "bert"],
+)
 def test_language_models_with_unequal_label_counts(build, reduction):
     def uneven():
         model, batch, loss = build()
@@ -97,8 +100,7 @@ def test_language_models_with_unequal_label_counts(build, reduction):
         labels[3, 1:3] = -100
         return model, {**batch, "input_ids": ids, "labels": labels}, loss
 
-    for count in (2, 4):
-        assert_close(whole_and_cut(uneven, count, reduction))
+    assert_close(whole_and_cut(uneven, 4, reduction))
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,30 @@ def test_watching_resumes_at_the_next_region(x):
     assert whole > partly > whole / 2
 
 
+def test_a_few_other_ops_are_passed_over(x):
+    class Long(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(10))
+            self.extra = False
+
+        def forward(self, x):
+            for index, layer in enumerate(self.layers):
+                x = layer(x).sigmoid() + x
+                if self.extra and index == 3:
+                    x = x.sin() * 2.0
+            return x.sum()
+
+    model = Long()
+    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
+    whole = compare(model, lambda: model(x), remat).observations.dropped_saves
+    model.extra = True
+    with pytest.warns(DivergenceWarning):
+        outcome = compare(model, lambda: model(x), remat)
+    assert remat.diverged
+    assert whole - 5 <= outcome.observations.dropped_saves < whole
+
+
 def test_a_larger_batch_is_still_dropped_and_told(x):
     model = Stack()
     remat = Rematerialiser(model, record(model, lambda: model(x)).remat())

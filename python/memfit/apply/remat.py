@@ -12,7 +12,8 @@ import contextlib
 import math
 import sys
 import warnings
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ class Region:
     end: int
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Directions:
     """A plan's ``remat`` action, ready to be followed.
 
@@ -56,6 +57,7 @@ class Directions:
     drops: dict[int, dict[int, int]]
     regions: tuple[Region, ...]
     forward: tuple[str, ...]
+    _ends: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
     @staticmethod
     def read(remat: Mapping[str, Any]) -> Directions:
@@ -82,6 +84,20 @@ class Directions:
         if any(not 0 <= r.start <= r.end <= len(forward) for r in regions):
             raise UsageError("the plan's `remat` action names a region outside forward")
         return Directions(drops, regions, forward)
+
+    def after(self, names: tuple[str, ...], start: int) -> int | None:
+        """Index of the op that follows the first run of ``names`` in forward from ``start`` on.
+
+        Args:
+            names: Names of some ops in a row; as many in every call.
+            start: Where the run may begin.
+        """
+        if not self._ends:
+            for end in range(len(names), len(self.forward) + 1):
+                self._ends.setdefault(self.forward[end - len(names) : end], []).append(end)
+        ends = self._ends.get(names, [])
+        position = bisect_left(ends, start + len(names))
+        return ends[position] if position < len(ends) else None
 
 
 @dataclass(slots=True, frozen=True)

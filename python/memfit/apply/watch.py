@@ -12,6 +12,7 @@ recorded from the op that really ran, and whatever cannot be recorded is kept.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memfit.apply.remat import Directions
+
+
+LANDMARK_OPS = 6
+"""Ops in a row by which a model that left the plan is recognised to be back on it."""
 
 
 @dataclass(slots=True)
@@ -94,6 +99,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.index = 0
         self._end = 0
         self._following = False
+        self._lately: deque[str] | None = None
         self._directions = directions
         self._on_divergence = on_divergence
         self._tracked: dict[int, Tracked] = {}
@@ -111,6 +117,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.index = start
         self._end = end
         self._following = True
+        self._lately = None
 
     def end_region(self, *, complete: bool) -> None:
         """Stop watching.
@@ -121,6 +128,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if complete and self._following and self.index != self._end:
             self._diverge(f"it ended a region at forward op {self.index} instead of {self._end}")
         self._following = False
+        self._lately = None
 
     def close(self) -> None:
         """Let go of everything that only forward needs; tokens and their records live on."""
@@ -146,6 +154,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._following and self._expected(index, operator):
             self.index = index + 1
             drops = self._directions.drops.get(index)
+        elif self._lately is not None:
+            self._find_back(operator)
         if drops is not None:
             return self._create(index, drops, operator, types, args, kwargs)
         if operator.writes and (self._tracked or self._pins):
@@ -161,7 +171,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if torch._C._current_autograd_node() is None:
             self._diverge(f"it ran `{operator.name}` as forward op {index} instead of `{expected}`")
+            self._lately = deque(maxlen=LANDMARK_OPS)
         return False
+
+    def _find_back(self, operator: Operator) -> None:
+        """Follow the plan again where the last ops that ran are the next ones it lists.
+
+        A wrong guess is harmless: it costs memory or time, never the result.
+        """
+        lately = self._lately
+        if lately is None:
+            return
+        lately.append(operator.name)
+        if len(lately) < LANDMARK_OPS:
+            return
+        after = self._directions.after(tuple(lately), self.index)
+        if after is not None and after <= self._end:
+            self.index = after
+            self._following = True
+            self._lately = None
 
     def _diverge(self, where: str) -> None:
         self._following = False

@@ -28,6 +28,8 @@ from memfit.workload import Workload, batch_size, slice_batch
 TIMED_STEPS = 2
 """Steps that are timed, after one that warms up."""
 
+_DETACH = "aten.detach.default"
+
 Key = tuple[str, tuple[tuple[int, ...], ...]]
 
 
@@ -245,7 +247,7 @@ def _match(
     rate = sum(t.seconds for run in runs for t in run) / max(total_moved, 1)
     strings = trace["strings"]
     names = [strings[op["name"]] for op in trace["ops"]]
-    in_order = runs[-1] if [timed.key[0] for timed in runs[-1]] == names else None
+    in_order = _aligned(names, runs[-1])
     result = []
     for index, op in enumerate(trace["ops"]):
         moved = op["moved_bytes"]
@@ -265,6 +267,20 @@ def _match(
             seconds = rate * moved
         result.append(seconds)
     return result
+
+
+def _aligned(names: list[str], run: list[_Timed]) -> list[_Timed] | None:
+    """The ops of a run that a trace lists, in order; ``None`` where the two differ.
+
+    Without saved-tensor hooks, which a capture has, autograd detaches the outputs it saves.
+    """
+    found: list[_Timed] = []
+    for timed in run:
+        if len(found) < len(names) and timed.key[0] == names[len(found)]:
+            found.append(timed)
+        elif timed.key[0] != _DETACH:
+            return None
+    return found if len(found) == len(names) else None
 
 
 def _growth(op: Mapping[str, Any], timed: _Timed, examples_ratio: float) -> float:
