@@ -233,7 +233,7 @@ fn interval(captured: &Trace, at: &Trace, peak: Bytes) -> ((Bytes, Bytes), Vec<S
         .unwrap_or(Bytes::ZERO);
     let (mut low, mut high, mut reasons) = (peak, peak, Vec::new());
     if at.meta.batch != captured.meta.batch && largest > Bytes::ZERO {
-        low = low - largest;
+        low -= largest;
         reasons.push(format!(
             "op workspaces (up to {largest}) were probed at batch {} and scaled",
             captured.meta.batch
@@ -267,16 +267,17 @@ fn peak_point(trace: &Trace, position: OpIndex) -> PeakPoint {
     }
 }
 
+fn add<'a>(owners: &mut BTreeMap<&'a str, (Bytes, u64)>, name: &'a str, bytes: Bytes) {
+    let entry = owners.entry(name).or_insert((Bytes::ZERO, 0));
+    entry.0 += bytes;
+    entry.1 += 1;
+}
+
 /// Sums what is alive by owner; the peak op's workspace is an owner too, so that each list adds up.
 fn breakdown(trace: &Trace, holdings: &[Holding], workspace: Bytes, at: OpIndex) -> Breakdown {
     let mut category: BTreeMap<&str, (Bytes, u64)> = BTreeMap::new();
     let mut module: BTreeMap<&str, (Bytes, u64)> = BTreeMap::new();
     let mut source: BTreeMap<&str, (Bytes, u64)> = BTreeMap::new();
-    fn add<'a>(to: &mut BTreeMap<&'a str, (Bytes, u64)>, name: &'a str, bytes: Bytes) {
-        let entry = to.entry(name).or_insert((Bytes::ZERO, 0));
-        entry.0 += bytes;
-        entry.1 += 1;
-    }
     for holding in holdings {
         let allocation = &trace.allocations[holding.allocation.index()];
         let op = allocation.producer.map(|op| &trace.ops[op.index()]);
@@ -399,9 +400,9 @@ fn largest_batch(trace: &Trace, budget: Bytes) -> Option<u64> {
     while high - low > 1 {
         let middle = low.midpoint(high);
         if fits(middle) {
-            low = middle
+            low = middle;
         } else {
-            high = middle
+            high = middle;
         }
     }
     Some(low)

@@ -36,7 +36,7 @@ fn optimum(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
 fn costs(trace: &Trace) -> Costs {
     // Uneven op times, so that ties are rare and order matters.
     let op_seconds = (0..trace.ops.len())
-        .map(|i| 1.0 + (i * 7 % 11) as f64)
+        .map(|i| 1.0 + f64::from(u8::try_from(i * 7 % 11).unwrap()))
         .collect();
     Costs::new(trace, &CostSource::Profile { op_seconds }).unwrap()
 }

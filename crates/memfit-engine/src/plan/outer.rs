@@ -467,7 +467,7 @@ impl Planner<'_> {
         if candidate.dropped.iter().any(|&drop| drop) {
             kinds.push(ActionKind::Remat);
         }
-        gains.then(|| NextClass {
+        gains.then_some(NextClass {
             class: Class::Equivalent,
             predicted_peak_bytes: candidate.evaluation.peak_bytes,
             predicted_step_ratio: ratio,

@@ -34,7 +34,9 @@ impl<'t> Problem<'t> {
         let mut last_release = vec![0; trace.allocations.len()];
         for saved in &trace.saved {
             let allocation = trace.allocation_of(saved.value).index();
-            let unpack = saved.unpack.map_or(usize::MAX, |unpack| unpack.index());
+            let unpack = saved
+                .unpack
+                .map_or(usize::MAX, super::super::trace::OpIndex::index);
             first_unpack[allocation] = first_unpack[allocation].min(unpack);
             last_release[allocation] = last_release[allocation].max(saved.release.index());
         }

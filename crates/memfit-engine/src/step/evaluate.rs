@@ -171,9 +171,10 @@ impl<'m> Evaluator<'m> {
         self.begin(dropped);
         for &(position, event) in &model.events {
             if let Event::Run { until, .. } = event {
-                for op in position..until {
-                    let height = Bytes(self.state.live) + Bytes(model.ground[op]);
-                    heights[op] = heights[op].max(height);
+                let live = Bytes(self.state.live);
+                let stretch = heights[position..until].iter_mut();
+                for (height, &ground) in stretch.zip(&model.ground[position..until]) {
+                    *height = (*height).max(live + Bytes(ground));
                 }
             }
             self.state.peak = 0;

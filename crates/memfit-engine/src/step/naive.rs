@@ -185,10 +185,11 @@ impl Twin<'_> {
         for (i, saved) in self.trace.saved.iter().enumerate() {
             let value = &self.trace.values[saved.value.index()];
             let a = value.allocation.index();
-            if self.dropped[a] && self.token_alive(i, p) {
-                if let Some(version) = self.version_of(a, value.version) {
-                    versions[version] = true;
-                }
+            if self.dropped[a]
+                && self.token_alive(i, p)
+                && let Some(version) = self.version_of(a, value.version)
+            {
+                versions[version] = true;
             }
         }
         for a in (0..self.dropped.len()).filter(|&a| self.dropped[a]) {

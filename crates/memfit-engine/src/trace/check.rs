@@ -244,12 +244,13 @@ mod tests {
 
     #[test]
     fn each_rule_is_checked() {
-        let broken: [(&str, fn(&mut Trace)); 8] = [
+        type Breakage = fn(&mut Trace);
+        let broken: [(&str, Breakage); 8] = [
             ("value", |t| t.ops[1].reads[0] = ValueId(99)),
             ("allocation", |t| t.values[0].allocation = AllocationId(99)),
             ("string", |t| t.ops[0].name = 99),
             ("must start", |t| {
-                t.allocations[0].natural = vec![(OpIndex(3), OpIndex(3))]
+                t.allocations[0].natural = vec![(OpIndex(3), OpIndex(3))];
             }),
             ("sorted", |t| {
                 t.allocations[0].natural = vec![(OpIndex(2), OpIndex(4)), (OpIndex(1), OpIndex(5))];

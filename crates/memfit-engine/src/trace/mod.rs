@@ -206,10 +206,6 @@ pub enum Phase {
 
 /// One op as the dispatcher saw it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "independent facts about an op's schema"
-)]
 pub struct Op {
     /// Overload name (`aten.addmm.default`), index into [`Trace::strings`].
     pub name: u32,
