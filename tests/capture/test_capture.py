@@ -121,7 +121,7 @@ def test_batches_are_resized_and_sliced_along_their_dimension():
 
 
 def test_deep_models_are_captured_quickly():
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(200)]
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(100)]
     workload = Workload(
         model=nn.Sequential(*layers),
         batch=torch.randn(4, 8),
@@ -131,5 +131,5 @@ def test_deep_models_are_captured_quickly():
     started = time.process_time()
     first, _ = record_pair(workload, probe=False)
     seconds = time.process_time() - started
-    assert len(first["ops"]) > 10_000
-    assert seconds < 15  # 3 to 4 on two cores of 2024; the rest is for busy machines
+    assert len(first["ops"]) > 5_000
+    assert seconds < 8  # about 2 on two cores; the rest is for busy machines
