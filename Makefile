@@ -84,5 +84,5 @@ $(INSTALLED): requirements.txt $(CREATED)
 
 # Installed as a wheel in place: an edited Python file counts at once, edited Rust after `make venv`.
 $(BUILT): pyproject.toml $(RUST_SOURCES) $(INSTALLED)
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
+	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
 	@touch $@

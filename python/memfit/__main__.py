@@ -12,6 +12,7 @@ is 130 and nothing half-written is left.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from memfit import _native
@@ -32,10 +33,13 @@ def main() -> int:
     """
     os.environ.setdefault(_PROFILER_LOG, "99")
     try:
-        return _native.run(["memfit", *sys.argv[1:]], Host())
+        code = _native.run(["memfit", *sys.argv[1:]], Host())
     except KeyboardInterrupt:
         # The signal came after the last question, on the way out.
-        return INTERRUPTED
+        code = INTERRUPTED
+    # The answer is given; what is left is the interpreter's end, which torch makes long.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 if __name__ == "__main__":

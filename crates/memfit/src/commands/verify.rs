@@ -46,8 +46,10 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
         Format::Json => json(&document)?,
     };
     session.printer.data(&report)?;
+    let class = planned.plan.class;
     session.tell_notes(&planned.plan.notes)?;
-    Ok(if document.holds() {
+    session.tell_notes(&measured.notes(class))?;
+    Ok(if document.holds() && measured.keeps_buffers(class) {
         Exit::Done
     } else {
         Exit::No

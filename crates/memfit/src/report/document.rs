@@ -169,6 +169,43 @@ pub(crate) struct Measurement {
     pub(crate) planned: MeasuredStep,
     pub(crate) gradients: Comparison,
     pub(crate) loss: Comparison,
+    /// Module buffers after the step: running statistics must not move twice.
+    #[serde(default)]
+    pub(crate) buffers: Option<Comparison>,
+    /// Where the running model left the plan; empty when it did not.
+    #[serde(default)]
+    pub(crate) divergence: String,
+    /// Drops that were not carried out, each with its reason.
+    #[serde(default)]
+    pub(crate) kept_drops: Vec<String>,
+}
+
+impl Measurement {
+    /// Whether the module buffers are what a plan of `class` promises.
+    pub(crate) fn keeps_buffers(&self, class: Class) -> bool {
+        self.buffers
+            .is_none_or(|comparison| comparison.class.keeps(class))
+    }
+
+    /// What a person should know beyond the numbers.
+    pub(crate) fn notes(&self, class: Class) -> Vec<String> {
+        let mut notes = Vec::new();
+        if !self.divergence.is_empty() {
+            notes.push(format!(
+                "the running model left the plan: {}",
+                self.divergence
+            ));
+        }
+        notes.extend(
+            self.kept_drops
+                .iter()
+                .map(|reason| format!("kept instead of dropped: {reason}")),
+        );
+        if !self.keeps_buffers(class) {
+            notes.push("the module buffers differ after the planned step".to_owned());
+        }
+        notes
+    }
 }
 
 /// One way to run the step, measured.

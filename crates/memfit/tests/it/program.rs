@@ -28,6 +28,7 @@ pub(crate) struct FakeHost {
     /// Planned peak that a verification measures, relative to the one predicted.
     pub(crate) measured_ratio: f64,
     pub(crate) gradients: &'static str,
+    pub(crate) buffers: &'static str,
     pub(crate) interrupted: bool,
     pub(crate) settings_seen: Vec<(String, String)>,
     pub(crate) device_seen: Option<String>,
@@ -40,6 +41,7 @@ impl Default for FakeHost {
             capture_failure: None,
             measured_ratio: 1.0,
             gradients: "bitwise",
+            buffers: "bitwise",
             interrupted: false,
             settings_seen: Vec::new(),
             device_seen: None,
@@ -98,6 +100,8 @@ impl Host for FakeHost {
             "planned": { "measured_peak_bytes": planned, "step_cpu_seconds": 0.55 },
             "gradients": { "class": self.gradients, "max_relative_error": 0.0 },
             "loss": { "class": "bitwise", "max_relative_error": 0.0 },
+            "buffers": { "class": self.buffers, "max_relative_error": 0.0 },
+            "divergence": "", "kept_drops": [],
         })
         .to_string())
     }

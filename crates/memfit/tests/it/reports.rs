@@ -191,6 +191,20 @@ fn verify_says_when_an_exact_plan_is_not_bitwise() {
 }
 
 #[test]
+fn verify_says_when_module_buffers_moved_otherwise() {
+    let mut host = FakeHost {
+        buffers: "different",
+        ..FakeHost::default()
+    };
+    let outcome = host.run("verify model.py:build --budget 90%");
+    assert_eq!(outcome.code, 1);
+    assert_eq!(
+        outcome.stderr,
+        "note: the module buffers differ after the planned step\n"
+    );
+}
+
+#[test]
 fn verify_runs_nothing_when_no_plan_fits() {
     let mut host = FakeHost::default();
     let outcome = host.run("verify model.py:build --budget 200KiB --format json");
