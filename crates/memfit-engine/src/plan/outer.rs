@@ -271,16 +271,22 @@ impl Planner<'_> {
     }
 
     fn micro_batches(&self, effort: Effort) -> Vec<Outcome> {
-        let batch = self.trace.meta.batch;
-        let divisors = (2..=batch).filter(|pieces| batch.is_multiple_of(*pieces));
         let variant = Variant {
             accumulate: true,
             ..Variant::default()
         };
-        divisors
-            .take(MOST_DIVISORS)
+        let counts = self.piece_counts().take(MOST_DIVISORS);
+        counts
             .map(|pieces| self.outcome(variant, pieces, effort))
             .collect()
+    }
+
+    /// Numbers of pieces that the trace speaks for. On a batch of one, torch runs other ops (a size of one
+    /// needs no copy), so a piece of one item counts only where one was captured.
+    fn piece_counts(&self) -> impl Iterator<Item = u64> + '_ {
+        let meta = &self.trace.meta;
+        let divisors = (2..=meta.batch).filter(|pieces| meta.batch.is_multiple_of(*pieces));
+        divisors.filter(|pieces| meta.batch / pieces > 1 || meta.second_batch == 1)
     }
 
     fn fuse_refusal(&self) -> Option<String> {
@@ -330,6 +336,12 @@ impl Planner<'_> {
         }
         if trace.meta.batch < 2 {
             return Some("the batch cannot be cut".to_owned());
+        }
+        if trace.couplings.is_some() && self.piece_counts().next().is_none() {
+            return Some(format!(
+                "a batch of {} cannot be cut evenly",
+                trace.meta.batch
+            ));
         }
         let Some(couplings) = &trace.couplings else {
             return Some("the step was captured at one batch size only".to_owned());

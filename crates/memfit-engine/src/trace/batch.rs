@@ -116,6 +116,7 @@ impl Trace {
             a.moved_bytes_per_item = rate(a.moved_bytes.0, b.moved_bytes.0, step);
         }
         self.add_shape_laws(second, step);
+        self.meta.second_batch = second_batch;
         self.couplings = Some(self.find_couplings());
         Ok(self)
     }

@@ -110,6 +110,9 @@ pub struct Meta {
     pub optimizer: String,
     /// Batch size of this trace: the common leading dimension of the batch tensors; 0 when there is none.
     pub batch: u64,
+    /// The other batch size captured, when the batch dimension is known; 0 otherwise.
+    #[serde(default)]
+    pub second_batch: u64,
     /// Whether the step trains (backward ran) or only infers.
     pub training: bool,
     /// How it was captured: `fake` (no memory taken) or `real` (one real step).

@@ -19,6 +19,7 @@ impl Builder {
             device_kind: "cpu".into(),
             optimizer: "SGD".into(),
             batch,
+            second_batch: 0,
             training: true,
             captured: "fake".into(),
             probe_threads: 0,
