@@ -16,7 +16,7 @@ RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.to
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help venv demo test test-rust test-python examples lint format docs clean
+.PHONY: help venv demo test test-rust test-python examples lint lint-rust lint-python format docs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,14 +37,18 @@ test-python: venv
 examples: venv ## Verify all examples at three budgets and write the table of results
 	$(BIN)/python benchmarks/examples.py
 
-lint: venv ## Check format, lints, types, the stub, the documentation
+lint: lint-rust lint-python ## Check format, lints, types, the stub, the Rust documentation
+
+lint-rust: $(CREATED)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet
+
+lint-python: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/stubtest memfit._native
-	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet
 
 format: venv ## Format Rust and Python
 	cargo fmt --all
