@@ -295,3 +295,14 @@ def test_wrong_shapes_fail_with_the_models_own_error():
         record(training(nn.Linear(8, 8), x=torch.randn(4, 7)))
     assert caught.value.phase == "forward"
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_step_tied_to_its_batch_size_is_captured_at_that_size():
+    labels = [1, 2, 3, 4]
+    workload = training(
+        nn.Linear(8, 8),
+        loss=lambda model, batch: functional.cross_entropy(model(batch["x"]), torch.tensor(labels)),
+    )
+    first, second = record_pair(workload)
+    assert second is None
+    assert "fails at 2" in first["meta"]["notes"][-1]

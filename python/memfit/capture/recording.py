@@ -80,8 +80,8 @@ def record(
         except RealStepNeeded as reason:
             _refuse_real(device, str(reason))
             if batch_size is None:
-                return _record_smallest(workload, target, str(reason), probe=probe)
-            return _record_real(workload, target, batch_size, str(reason), probe=probe)
+                return _record_smallest(workload, target, str(reason), probe=probe)[0]
+            return _record_real(workload, target, batch_size, str(reason), probe=probe)[0]
 
 
 def capture(
@@ -121,23 +121,44 @@ def record_pair(
         probe: Whether to run ops that take scratch memory once each, to measure it.
 
     Returns:
-        Both traces as JSON; the second is ``None`` when the batch has no batch dimension.
+        Both traces as JSON; the second is ``None`` when the batch has no batch dimension, or the
+        step fails at another size.
     """
     with preserved_random_state(), no_collection():
         try:
             stage = fake_stage(workload, device)
             first, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
-            size = first["meta"]["batch"]
-            if size == 0:
-                return first, None
-            other = second_batch_size(size)
-            second, again = _record(stage, target, other, probe=False, updates=False, lean=True)
         except RealStepNeeded as reason:
             _refuse_real(device, str(reason))
             return _record_real_pair(workload, target, str(reason), probe=probe)
-    if reduction.elements * other != again.elements * size:
+        size = first["meta"]["batch"]
+        if size == 0:
+            return first, None
+        other = second_batch_size(size)
+        try:
+            second, again = _record(stage, target, other, probe=False, updates=False, lean=True)
+        except (WorkloadError, RealStepNeeded) as error:
+            return _note_single_size(first, other, error), None
+    return _agree(first, reduction, second, again), second
+
+
+def _note_single_size(trace: dict[str, Any], failed: int, error: BaseException) -> dict[str, Any]:
+    """Say in a trace why nothing is known about other batch sizes."""
+    trace["meta"]["notes"].append(
+        f"nothing is known about other batch sizes, because the step fails at {failed}: {error}"
+    )
+    trace["meta"]["loss_reduction"] = ""
+    return trace
+
+
+def _agree(
+    first: dict[str, Any], reduction: Reduction, second: dict[str, Any], again: Reduction
+) -> dict[str, Any]:
+    """The first trace, its loss reduction kept only if it grows with the batch."""
+    sizes = first["meta"]["batch"], second["meta"]["batch"]
+    if reduction.elements * sizes[1] != again.elements * sizes[0]:
         first["meta"]["loss_reduction"] = ""
-    return first, second
+    return first
 
 
 def _refuse_real(device: str | None, reason: str) -> None:
@@ -151,20 +172,23 @@ def _record_real_pair(
     workload: Workload, target: str, reason: str, *, probe: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Record real steps at two small batch sizes that take the same ops, if there are such."""
-    first = _record_smallest(workload, target, reason, probe=probe)
+    first, reduction = _record_smallest(workload, target, reason, probe=probe)
     size = first["meta"]["batch"]
     if size == 0:
         return first, None
-    second = _record_real(workload, target, 2 * size, reason, probe=False)
-    if size > 1 or len(first["ops"]) == len(second["ops"]):
-        return first, second
-    third = _record_real(workload, target, 4, reason, probe=False)
-    return _record_real(workload, target, 2, reason, probe=probe), third
+    try:
+        second, again = _record_real(workload, target, 2 * size, reason, probe=False)
+        if size == 1 and len(first["ops"]) != len(second["ops"]):
+            first, reduction = _record_real(workload, target, 2, reason, probe=probe)
+            second, again = _record_real(workload, target, 4, reason, probe=False)
+    except WorkloadError as error:
+        return _note_single_size(first, 2 * size, error), None
+    return _agree(first, reduction, second, again), second
 
 
 def _record_smallest(
     workload: Workload, target: str, reason: str, *, probe: bool
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Reduction]:
     """Record a real step at the smallest batch the model takes: 1, else 2, else all of it."""
     given = batch_size(workload.batch, workload.batch_dim)
     for size in (1, 2):
@@ -177,13 +201,13 @@ def _record_smallest(
 
 def _record_real(
     workload: Workload, target: str, size: int, reason: str, *, probe: bool
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Reduction]:
     """Record one real step of a copy of the model."""
     stage = real_stage(workload, size, reason)
-    trace, _ = _record(stage, target, None, probe=probe, updates=True, lean=True)
+    trace, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
     batch = trace["meta"]["batch"]
     trace["meta"]["notes"].append(f"captured by one real step at batch {batch}, because {reason}")
-    return trace
+    return trace, reduction
 
 
 def _record(
