@@ -10,7 +10,7 @@ import memfit
 
 
 def build(
-    batch: int = 8, sequence: int = 128, layers: int = 8, width: int = 512
+    batch: int = 16, sequence: int = 128, layers: int = 8, width: int = 512
 ) -> memfit.Workload:
     """BERT with random weights; every second sequence is padded to three quarters.
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 import memfit
 
 
-def build(batch: int = 4, name: str = "convnext_tiny", resolution: int = 224) -> memfit.Workload:
+def build(batch: int = 8, name: str = "convnext_tiny", resolution: int = 224) -> memfit.Workload:
     """ConvNeXt with random weights.
 
     Args:

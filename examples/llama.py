@@ -10,7 +10,7 @@ import memfit
 
 
 def build(
-    batch: int = 4, sequence: int = 256, layers: int = 8, width: int = 512
+    batch: int = 8, sequence: int = 256, layers: int = 8, width: int = 512
 ) -> memfit.Workload:
     """Llama with random weights.
 
