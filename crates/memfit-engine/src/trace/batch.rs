@@ -283,12 +283,41 @@ impl Trace {
                     })
                 })
             }
+            "index" => !self.indexes_items_in_order(op, batch_dim),
             // An index tensor into a batched tensor may permute its items; nothing in the shapes tells.
-            "index" | "index_put" | "take" | "put" | "masked_select" | "nonzero" | "unique2" => {
-                true
-            }
+            "index_put" | "take" | "put" | "masked_select" | "nonzero" | "unique2" => true,
             _ => false,
         }
+    }
+}
+
+impl Trace {
+    /// Whether `x[i, j, ...]` takes the items of the batch one by one, in order: every dimension has an
+    /// index tensor, and the one of the batch dimension is `arange(batch)` (masks are built like this).
+    fn indexes_items_in_order(&self, op: &Op, batch_dim: usize) -> bool {
+        let values: Vec<&Value> = op.reads.iter().map(|id| &self.values[id.index()]).collect();
+        let Some((input, indices)) = values.split_first() else {
+            return false;
+        };
+        if indices.len() != input.shape.len() || !self.string(op.arguments).is_empty() {
+            return false;
+        }
+        indices.iter().enumerate().all(|(dim, index)| {
+            let rows = self.allocations[index.allocation.index()].producer;
+            let counts_up = rows.map(|op| &self.ops[op.index()]).is_some_and(|op| {
+                let arguments = self.string(op.arguments);
+                let end = arguments
+                    .strip_prefix("end=")
+                    .and_then(|text| text.split(',').next());
+                self.string(op.name) == "aten.arange.default"
+                    && end.and_then(|end| end.parse().ok()) == Some(input.shape[batch_dim])
+            });
+            if dim == batch_dim {
+                counts_up && index.version == 0 && index.numel() == input.shape[batch_dim]
+            } else {
+                !index.is_batched()
+            }
+        })
     }
 }
 
@@ -401,6 +430,36 @@ mod tests {
                 op: OpIndex(1),
                 kind: CouplingKind::Statistic
             }
+        );
+    }
+
+    #[test]
+    fn an_index_in_order_couples_nothing_and_any_other_does() {
+        let indexed = |batch: u64, arguments: &str| {
+            let mut builder = sample::Builder::new(batch);
+            let input = builder.allocation(&[batch], crate::trace::Category::Input, 0);
+            let rows = builder.op("aten.arange.default", Phase::Forward, &[], &[batch]);
+            builder.trace.ops[0].arguments =
+                builder.string(&arguments.replace('B', &batch.to_string()));
+            builder.op(
+                "aten.index.Tensor",
+                Phase::Forward,
+                &[input, rows],
+                &[batch],
+            );
+            builder.finish()
+        };
+        let couplings = |arguments| {
+            indexed(4, arguments)
+                .with_second(&indexed(2, arguments))
+                .unwrap()
+                .couplings
+                .unwrap()
+        };
+        assert_eq!(couplings("end=B, device=cpu"), vec![]);
+        assert_eq!(
+            couplings("start=B, end=0, step=-1")[0].kind,
+            CouplingKind::Along
         );
     }
 
