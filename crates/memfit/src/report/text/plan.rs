@@ -186,3 +186,132 @@ fn next_class(document: &PlanDocument) -> String {
         kinds.join(" and ")
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use memfit_engine::plan::{ActionKind, Bottleneck, Estimate, NextClass, Refusal, StopReason};
+    use memfit_engine::trace::{Category, Phase};
+
+    use super::*;
+    use crate::report::document::{PlanSummary, SCHEMA_VERSION};
+
+    fn document() -> PlanDocument {
+        let estimate = |bytes, seconds| Estimate {
+            predicted_peak_bytes: Bytes(bytes),
+            predicted_step_seconds: seconds,
+        };
+        PlanDocument {
+            schema_version: SCHEMA_VERSION,
+            target: "gpt2.py:build".to_owned(),
+            batch: 4,
+            budget_bytes: Bytes(3 << 30),
+            margin_bytes: Bytes(1 << 20),
+            verdict: Verdict::Fits,
+            unplanned: estimate(6 << 30, 10.0),
+            planned: estimate(2900 << 20, 11.5),
+            minimum_peak_bytes: Bytes(2600 << 20),
+            plan: PlanSummary {
+                class: Class::Exact,
+                actions: vec![
+                    ActionSummary {
+                        kind: ActionKind::FuseOptimizer,
+                        class: Class::Exact,
+                        count: 1,
+                        bytes: Bytes(400 << 20),
+                    },
+                    ActionSummary {
+                        kind: ActionKind::Remat,
+                        class: Class::Exact,
+                        count: 96,
+                        bytes: Bytes(3300 << 20),
+                    },
+                ],
+                predicted_step_ratio: 1.15,
+                lower_bound_ratio: 1.1,
+            },
+            cost_source: "roofline (a test machine)".to_owned(),
+            stop_reason: StopReason::LocalOptimum,
+            evaluations: 1234,
+            refusals: vec![Refusal {
+                kind: ActionKind::MicroBatch,
+                reason: "the examples of the batch depend on each other".to_owned(),
+            }],
+            next_class: Some(NextClass {
+                class: Class::Equivalent,
+                predicted_peak_bytes: Bytes(2800 << 20),
+                predicted_step_ratio: 1.02,
+                kinds: vec![ActionKind::MicroBatch],
+            }),
+            bottleneck: Some(Bottleneck {
+                op: "aten.mm.default".to_owned(),
+                module: "lm_head".to_owned(),
+                source: "/usr/lib/transformers/models/gpt2.py:7".to_owned(),
+                phase: Phase::Backward,
+                breakdown: vec![
+                    (Category::OptimizerState, Bytes(1 << 30)),
+                    (Category::Activation, Bytes(300 << 20)),
+                ],
+            }),
+            notes: vec!["a note".to_owned()],
+            breakdown: None,
+            capture_seconds: None,
+            plan_seconds: None,
+        }
+    }
+
+    #[test]
+    fn a_plan_that_fits() {
+        insta::assert_snapshot!(plan(&document(), Palette::PLAIN), @"
+        gpt2.py:build  batch 4
+
+                        unplanned   planned
+        Predicted peak   6.00 GiB  2.83 GiB  47.2 % of unplanned
+        Step time          1.00 x    1.15 x  at least 1.10 x under this budget
+        Lowest peak                2.54 GiB  of all allowed plans found
+        Budget                     3.00 GiB  of which 1.0 MiB is kept free
+
+        Search  no single change improves it; 1234 candidates
+        Costs   roofline (a test machine)
+
+        Actions
+          action                      class  what                                                      saves
+          optimizer step in backward  exact  1 parameter updated as soon as the gradient is there  400.0 MiB
+          activation checkpointing    exact  96 tensors computed again in backward                  3.22 GiB
+
+        Not possible
+          micro-batches  the examples of the batch depend on each other
+
+        What stops it going lower
+          backward, at aten.mm.default  lm_head  transformers/models/gpt2.py:7
+           1.00 GiB  optimizer state
+          300.0 MiB  activation
+
+        Notes
+          a note
+
+        FITS: 2.83 GiB predicted, 172.0 MiB under the budget, at 1.15 x the step time; class exact: loss and gradients stay bitwise equal
+        With `--allow equivalent`: 2.73 GiB at 1.02 x the step time, by micro-batches
+        ");
+    }
+
+    #[test]
+    fn a_budget_that_no_plan_meets() {
+        let mut document = document();
+        document.verdict = Verdict::DoesNotFit;
+        document.budget_bytes = Bytes(2 << 30);
+        document.next_class = None;
+        let text = plan(&document, Palette::PLAIN);
+        insta::assert_snapshot!(text.lines().last().unwrap_or_default(), @"DOES NOT FIT: the smallest peak found is 2.54 GiB, 553.0 MiB over what the budget allows");
+    }
+
+    #[test]
+    fn nothing_to_do() {
+        let mut document = document();
+        document.plan.actions.clear();
+        document.planned = document.unplanned;
+        document.budget_bytes = Bytes(8 << 30);
+        document.next_class = None;
+        let text = plan(&document, Palette::PLAIN);
+        insta::assert_snapshot!(text.lines().last().unwrap_or_default(), @"FITS: 6.00 GiB predicted without any action, 2.00 GiB under the budget");
+    }
+}
