@@ -11,7 +11,7 @@ CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 
-RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml $(wildcard Cargo.lock)
+RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml
 
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)

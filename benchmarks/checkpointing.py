@@ -1,9 +1,9 @@
 """Against activation checkpointing round every block: lowest peak, and time at 45 % of the peak.
 
-For each transformer example one process holds one model and runs three ways in turn: plain, with the
-library's own checkpointing of every block (`torch.utils.checkpoint`, not re-entrant), and with memfit's
-plan for its minimum; for GPT-2 also memfit's plan for 45 % of the peak, from profiled op times. Peaks by
-allocator events; times are medians of CPU seconds, interleaved.
+For each transformer example one process holds one model and runs three ways in turn: plain, with
+the library's own checkpointing of every block (`torch.utils.checkpoint`, not re-entrant), and with
+memfit's plan for its minimum; for GPT-2 also memfit's plan for 45 % of the peak, from profiled op
+times. Peaks by allocator events; times are medians of CPU seconds, interleaved.
 
     .venv/bin/python benchmarks/checkpointing.py             # about half an hour on two cores
     .venv/bin/python benchmarks/checkpointing.py vit bert
@@ -18,13 +18,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from record import Machine, gib, write_results
-
 import memfit
 from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
 from memfit.measure.step_time import cpu_seconds
 from memfit.target import workload_factory
+from record import Machine, gib, write_results
 
 MODELS = ("gpt2", "llama", "bert", "vit")
 AT_FRACTION = {"gpt2": "45%"}
@@ -44,7 +43,9 @@ def main(names: list[str]) -> int:
         rows.append(compare(name))
         print(table_row(rows[-1]), flush=True)
     if not names:
-        write_results("checkpointing", Machine.here(), rows, "\n".join([HEADER, *map(table_row, rows)]))
+        write_results(
+            "checkpointing", Machine.here(), rows, "\n".join([HEADER, *map(table_row, rows)])
+        )
     worse = [r for r in rows if r["minimum"]["peak_bytes"] > r["checkpointed"]["peak_bytes"]]
     return 1 if worse else 0
 

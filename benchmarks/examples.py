@@ -4,11 +4,12 @@ Each row is one run of `memfit verify` in a process of its own: predicted agains
 paired step times, loss and gradients compared bitwise. The minimum is the smallest peak any exact
 plan reaches, as `memfit plan` states it, plus the plan's own margin.
 
-    .venv/bin/python benchmarks/examples.py            # all, about a quarter of an hour on two cores
+    .venv/bin/python benchmarks/examples.py            # all, about half an hour on two cores
     .venv/bin/python benchmarks/examples.py vit bert   # some; the table is left alone
 
-Results go to benchmarks/results/DATE-examples.json and .md; the table between the `examples` markers
-of README.md and docs/examples.md is replaced. Exits with 1 when any measured peak is above its budget.
+Results go to benchmarks/results/DATE-examples.json and .md; the table between the `examples`
+markers of README.md and docs/examples.md is replaced. Exits with 1 when any measured peak is above
+its budget.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Results are dated files that name date, torch version and machine; a number with
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -41,7 +41,7 @@ class Machine:
             processor = names[0].partition(":")[2].strip() if names else processor
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(
-            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            date=dt.datetime.now(tz=dt.UTC).date().isoformat(),
             torch=torch.__version__,
             processor=processor,
             cores=len(os.sched_getaffinity(0)),
@@ -77,7 +77,7 @@ def write_results(name: str, machine: Machine, rows: Any, table: str) -> None:
 
 
 def replace_table(page: Path, marker: str, text: str) -> None:
-    """Replace what stands between `<!-- marker -->` and `<!-- /marker -->`, if the page has them."""
+    """Replace what stands between `<!-- marker -->` and `<!-- /marker -->`, if it is there."""
     begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
     content = page.read_text() if page.exists() else ""
     if begin not in content or end not in content:

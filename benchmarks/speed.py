@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from record import Machine, write_results
-
 import memfit
 from memfit.target import workload_factory
+from record import Machine, write_results
 
 TARGETS: dict[str, dict[str, str]] = {
     "gpt2": {},
@@ -33,7 +32,10 @@ TARGETS: dict[str, dict[str, str]] = {
 CAPTURE_BAR, PLAN_BAR, PREDICT_BAR = 4.0, 5.0, 0.2
 BUDGETS = ("75%", "50%", "1%")
 
-HEADER = "| model | ops | capture s | predict s | plan s, worst of 75 %, 50 %, 1 % |\n|---|---|---|---|---|"
+HEADER = (
+    "| model | ops | capture s | predict s | plan s, worst of 75 %, 50 %, 1 % |\n"
+    "|---|---|---|---|---|"
+)
 
 
 def main() -> int:

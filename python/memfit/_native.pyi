@@ -21,15 +21,17 @@ class Trace:
     """One recorded step, checked."""
 
     @staticmethod
-    def from_json(json: bytes, second: bytes | None = None) -> Trace:
+    def from_json(json: bytes, second: bytes | None = None, batch: int = 0) -> Trace:
         """Make a trace from its JSON.
 
         Args:
             json: The trace as the engine's JSON.
             second: The same step at another batch size; adds the law of sizes and the couplings.
+                Where the two do not align op for op, a note says so.
+            batch: The batch size wanted, if it is neither; 0 for that of the first.
 
         Raises:
-            CaptureError: The JSON is no valid trace, or the two cannot be aligned op for op.
+            CaptureError: The JSON is no valid trace.
         """
 
     @staticmethod

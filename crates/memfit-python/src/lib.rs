@@ -41,19 +41,20 @@ mod _native {
 
     #[pymethods]
     impl Trace {
-        /// Makes a trace from its JSON; `second` is the same step at another batch size.
+        /// Makes a trace from its JSON; `second` is the same step at another batch size, `batch` the
+        /// batch size wanted if it is neither.
         #[staticmethod]
-        #[pyo3(signature = (json, second=None))]
-        fn from_json(py: Python<'_>, json: &[u8], second: Option<&[u8]>) -> PyResult<Self> {
+        #[pyo3(signature = (json, second=None, batch=0))]
+        fn from_json(
+            py: Python<'_>,
+            json: &[u8],
+            second: Option<&[u8]>,
+            batch: u64,
+        ) -> PyResult<Self> {
             let trace = py.detach(|| {
                 let first = checked_trace(json)?;
-                let Some(second) = second else {
-                    return Ok(first);
-                };
-                let second = checked_trace(second)?;
-                first
-                    .with_second(&second)
-                    .map_err(|error| CaptureError::new_err(error.to_string()))
+                let second = second.map(checked_trace).transpose()?;
+                PyResult::Ok(trace::Trace::from_captures(first, second.as_ref(), batch))
             })?;
             Ok(Self {
                 trace: Arc::new(trace),

@@ -106,7 +106,8 @@ def capture(
 
     first, second = record_pair(workload, target=target, device=device, probe=probe)
     other = json.dumps(second).encode() if second is not None else None
-    return bytes(Trace.from_json(json.dumps(first).encode(), other).encode())
+    wanted = batch_size(workload.batch, workload.batch_dim)
+    return bytes(Trace.from_json(json.dumps(first).encode(), other, wanted).encode())
 
 
 def record_pair(

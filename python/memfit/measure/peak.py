@@ -9,6 +9,7 @@ Resident set size is never used: the C library keeps freed pages.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ def _cuda_peak(call: Callable[[], Any], device: torch.device) -> Measured:
 
 
 def _cpu_peak(call: Callable[[], Any], static_bytes: int) -> Measured:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiled:

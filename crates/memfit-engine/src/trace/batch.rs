@@ -151,8 +151,36 @@ impl Trace {
                 *size = shifted(*size, per_item, change);
             }
         }
+        if scaled.meta.probed_batch == 0 {
+            scaled.meta.probed_batch = self.meta.batch;
+        }
         scaled.meta.batch = batch;
         Ok(scaled)
+    }
+
+    /// The trace of a step from its captures: one at any batch size, another to learn the batch
+    /// dimension from, and the batch size wanted. What cannot be had is said in the notes.
+    #[must_use]
+    pub fn from_captures(first: Self, second: Option<&Self>, batch: u64) -> Self {
+        let unknown = |mut trace: Self, error: &BatchError| {
+            trace
+                .meta
+                .notes
+                .push(format!("nothing is known about other batch sizes: {error}"));
+            trace
+        };
+        let joined = match second.map(|second| first.clone().with_second(second)) {
+            None => first,
+            Some(Ok(joined)) => joined,
+            Some(Err(error)) => unknown(first, &error),
+        };
+        if batch == 0 || batch == joined.meta.batch {
+            return joined;
+        }
+        match joined.at_batch(batch) {
+            Ok(scaled) => scaled,
+            Err(error) => unknown(joined, &error),
+        }
     }
 
     fn check_aligned(&self, second: &Self) -> Result<(), BatchError> {
@@ -394,6 +422,19 @@ mod tests {
         let shapes = |t: &Trace| t.values.iter().map(|v| v.shape.clone()).collect::<Vec<_>>();
         assert_eq!(shapes(&other), shapes(&truth));
         assert_eq!(trace.couplings, Some(vec![]));
+    }
+
+    #[test]
+    fn captures_that_do_not_align_leave_a_note() {
+        let first = sample::batched_chain(1);
+        let truth = sample::batched_chain(5);
+        let scaled = Trace::from_captures(first.clone(), Some(&sample::batched_chain(2)), 5);
+        assert_eq!(scaled.allocations[2].bytes, truth.allocations[2].bytes);
+        assert_eq!((scaled.meta.batch, scaled.meta.probed_batch), (5, 1));
+        let mut other = sample::batched_chain(2);
+        other.ops[1].name = other.ops[2].name;
+        let alone = Trace::from_captures(first, Some(&other), 5);
+        assert_eq!((alone.meta.batch, alone.meta.notes.len()), (1, 2));
     }
 
     #[test]

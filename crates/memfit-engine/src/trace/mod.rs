@@ -123,6 +123,9 @@ pub struct Meta {
     /// Why the optimizer step cannot run inside backward (`AdamW is called with ...`); absent when it can.
     #[serde(default)]
     pub fused_optimizer_refusal: Option<String>,
+    /// Batch size at which workspaces were probed; 0 when it is `batch`.
+    #[serde(default)]
+    pub probed_batch: u64,
     /// How the loss reduces over the batch: `mean`, `sum`, `token_mean` (a mean over targets that are
     /// not ignored), or empty when it was not recognised.
     #[serde(default)]

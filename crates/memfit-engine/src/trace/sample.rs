@@ -23,6 +23,7 @@ impl Builder {
             training: true,
             captured: "fake".into(),
             probe_threads: 0,
+            probed_batch: 0,
             fused_optimizer_refusal: None,
             loss_reduction: "mean".into(),
             notes: Vec::new(),
