@@ -236,7 +236,7 @@ fn interval(trace: &Trace, peak: Bytes) -> ((Bytes, Bytes), Vec<String>) {
     let (mut low, mut high, mut reasons) = (peak, peak + unseen, Vec::new());
     let probed_batch = trace.meta.probed_batch;
     if probed_batch != 0 && probed_batch != trace.meta.batch && largest > Bytes::ZERO {
-        low = low - largest;
+        low -= largest;
         reasons.push(format!(
             "op workspaces (up to {largest}) were probed at batch {probed_batch} and scaled"
         ));

@@ -168,6 +168,8 @@ impl<'m> Evaluator<'m> {
     pub fn timeline(&mut self, dropped: &[bool]) -> Vec<Bytes> {
         let model = self.model;
         let mut heights = vec![Bytes::ZERO; model.ground.len()];
+        // An update at the very end counts with the last op.
+        let last = heights.len().saturating_sub(1);
         self.begin(dropped);
         for &(position, event) in &model.events {
             if let Event::Run { until, .. } = event {
@@ -179,7 +181,7 @@ impl<'m> Evaluator<'m> {
             }
             self.state.peak = 0;
             self.apply(dropped, position, event);
-            if let Some(height) = heights.get_mut(position)
+            if let Some(height) = heights.get_mut(position.min(last))
                 && !matches!(event, Event::Run { .. })
             {
                 *height = (*height).max(Bytes(self.state.peak));

@@ -381,6 +381,8 @@ impl StepModel {
         } else {
             trace.ops.len()
         };
+        // The last gradient may be complete at the end itself: what lives on is still alive there.
+        let last = end + 1;
         let cuts = self.gradient_cuts(trace);
         let mut events: Vec<(usize, Event)> = Vec::new();
         for (i, saved) in trace.saved.iter().enumerate() {
@@ -400,7 +402,7 @@ impl StepModel {
         }
         for (i, allocation) in trace.allocations.iter().enumerate() {
             for &(start, stop) in &allocation.natural {
-                let (start, stop) = (start.index(), stop.index().min(cuts[i]).min(end));
+                let (start, stop) = (start.index(), stop.index().min(cuts[i]).min(last));
                 if start >= stop {
                     continue;
                 }

@@ -112,7 +112,10 @@ fn backward(builder: &mut Builder, to_save: &[(ValueId, u32)], loss: ValueId, pa
         builder.trace.allocation_of(gw),
     );
     builder.trace.allocations[gradient_id.index()].category = Category::Gradient;
-    builder.op("aten.i.default", Phase::Backward, &[gradient], &[2]);
+    if to_save.len().is_multiple_of(2) {
+        // Otherwise the last gradient is complete at the very end of backward.
+        builder.op("aten.i.default", Phase::Backward, &[gradient], &[2]);
+    }
     builder.op_in_place("aten.add_.Tensor", Phase::Optimizer, parameter, &[gw]);
     builder.keep_until(gw, u32::try_from(builder.trace.ops.len()).unwrap());
     builder.trace.updates.push(ParameterUpdate {
