@@ -10,7 +10,11 @@ import memfit
 
 
 def build(
-    batch: int = 16, sequence: int = 128, layers: int = 8, width: int = 512
+    batch: int = 16,
+    sequence: int = 128,
+    layers: int = 8,
+    width: int = 512,
+    dropout: float = 0.1,
 ) -> memfit.Workload:
     """BERT with random weights; every second sequence is padded to three quarters.
 
@@ -19,6 +23,7 @@ def build(
         sequence: Tokens per sequence.
         layers: Number of transformer blocks.
         width: Size of the hidden state; 64 per attention head.
+        dropout: Probability everywhere BERT has dropout.
     """
     config = transformers.BertConfig(
         hidden_size=width,
@@ -26,6 +31,8 @@ def build(
         num_attention_heads=max(width // 64, 1),
         intermediate_size=width * 4,
         vocab_size=8192,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     model = transformers.BertForMaskedLM(config)
     ids = torch.randint(0, config.vocab_size, (batch, sequence))

@@ -10,7 +10,11 @@ import memfit
 
 
 def build(
-    batch: int = 4, sequence: int = 512, layers: int = 12, width: int = 768
+    batch: int = 4,
+    sequence: int = 512,
+    layers: int = 12,
+    width: int = 768,
+    dropout: float = 0.1,
 ) -> memfit.Workload:
     """GPT-2 with random weights.
 
@@ -19,9 +23,16 @@ def build(
         sequence: Tokens per sequence.
         layers: Number of transformer blocks.
         width: Size of the hidden state; 64 per attention head.
+        dropout: Probability everywhere GPT-2 has dropout.
     """
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=width, n_head=max(width // 64, 1), n_positions=max(sequence, 1024)
+        n_layer=layers,
+        n_embd=width,
+        n_head=max(width // 64, 1),
+        n_positions=max(sequence, 1024),
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
     model = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(0, config.vocab_size, (batch, sequence))

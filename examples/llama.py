@@ -10,7 +10,11 @@ import memfit
 
 
 def build(
-    batch: int = 8, sequence: int = 256, layers: int = 8, width: int = 512
+    batch: int = 8,
+    sequence: int = 256,
+    layers: int = 8,
+    width: int = 512,
+    dropout: float = 0.1,
 ) -> memfit.Workload:
     """Llama with random weights.
 
@@ -19,6 +23,7 @@ def build(
         sequence: Tokens per sequence.
         layers: Number of transformer blocks.
         width: Size of the hidden state; 64 per attention head.
+        dropout: Probability in attention.
     """
     heads = max(width // 64, 2)
     config = transformers.LlamaConfig(
@@ -28,7 +33,7 @@ def build(
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         vocab_size=16000,
-        attention_dropout=0.1,
+        attention_dropout=dropout,
         use_cache=False,
     )
     model = transformers.LlamaForCausalLM(config)

@@ -10,7 +10,11 @@ import memfit
 
 
 def build(
-    batch: int = 8, sequence: int = 128, layers: int = 6, width: int = 512
+    batch: int = 8,
+    sequence: int = 128,
+    layers: int = 6,
+    width: int = 512,
+    dropout: float = 0.1,
 ) -> memfit.Workload:
     """T5 with random weights.
 
@@ -19,6 +23,7 @@ def build(
         sequence: Tokens per sequence, in and out.
         layers: Number of blocks in the encoder, and in the decoder.
         width: Size of the hidden state; 64 per attention head.
+        dropout: Probability everywhere T5 has dropout.
     """
     config = transformers.T5Config(
         d_model=width,
@@ -27,6 +32,7 @@ def build(
         num_layers=layers,
         num_heads=max(width // 64, 1),
         vocab_size=8192,
+        dropout_rate=dropout,
         decoder_start_token_id=0,
         use_cache=False,
     )

@@ -10,15 +10,21 @@ from torch.nn import functional
 import memfit
 
 
-def build(batch: int = 8, name: str = "vit_small_patch16_224", depth: int = 12) -> memfit.Workload:
+def build(
+    batch: int = 8,
+    name: str = "vit_small_patch16_224",
+    depth: int = 12,
+    dropout: float = 0.1,
+) -> memfit.Workload:
     """Vision transformer with random weights.
 
     Args:
         batch: Number of images.
         name: Any vision transformer of timm.
         depth: Number of transformer blocks.
+        dropout: Probability in the head and after every projection.
     """
-    model = timm.create_model(name, drop_rate=0.1, proj_drop_rate=0.1, depth=depth)
+    model = timm.create_model(name, drop_rate=dropout, proj_drop_rate=dropout, depth=depth)
     images = torch.randn(batch, 3, 224, 224)
     labels = torch.randint(0, 1000, (batch,))
     return memfit.Workload(

@@ -37,7 +37,7 @@ class Scratch:
     """What the probes found.
 
     Attributes:
-        threads: Number of threads they ran with; 0 when none ran.
+        threads: Number of threads they ran with; 0 when some could not run.
         bytes: Scratch by op index.
         results: Sizes of the storages that an op returned, by op index; fakes do not know those of
             opaque workspaces.
@@ -60,9 +60,9 @@ def probe_scratch(calls: dict[int, Call], result_bytes: dict[int, int]) -> Scrat
     Returns:
         The scratch by op index.
     """
-    if not calls:
-        return Scratch()
     threads = torch.get_num_threads()
+    if not calls:
+        return Scratch(threads=threads)
     found = Scratch(threads=threads)
     limit = int(available_bytes() * LARGEST_SHARE)
     pending: dict[str, Call] = {}
@@ -82,6 +82,8 @@ def probe_scratch(calls: dict[int, Call], result_bytes: dict[int, int]) -> Scrat
             found.bytes[index] = size
         if results:
             found.results[index] = results
+    if skipped or failed:
+        found.threads = 0  # what is not known is allowed for
     found.notes.extend(
         f"scratch of `{name}` was not probed: too little memory is free" for name in sorted(skipped)
     )

@@ -9,8 +9,10 @@ mod bound;
 #[cfg(test)]
 mod brute_force;
 mod emit;
+mod explain;
 mod outer;
 mod problem;
+mod refusal;
 mod search;
 mod validate;
 

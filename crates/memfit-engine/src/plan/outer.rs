@@ -1,22 +1,22 @@
 //! The outer choices: optimizer inside backward or not, and into how many pieces to cut the batch.
 //!
 //! Responsible for trying each allowed combination with the inner search, for choosing among them, and
-//! for the words of a plan: refusals, what the next class would gain, what stops the peak. Not
-//! responsible for which allocations to drop.
+//! for what the next class would gain. Not responsible for which allocations to drop (`search.rs`) nor
+//! for what may be done at all (`refusal.rs`).
 
 use super::bound::{Bound, bound};
 use super::problem::{Candidate, Problem};
 use super::search::{Effort, Found, search};
 use super::validate::{InvalidPlan, validate};
 use super::{
-    Action, ActionKind, Bottleneck, Class, Estimate, NextClass, Plan, PlanRequest, Refusal,
-    StopReason, Verdict, emit,
+    Action, ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason,
+    Verdict, emit, explain, refusal,
 };
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::step::{Evaluator, Variant};
-use crate::trace::{Category, CouplingKind, Phase, SCHEMA_VERSION, Trace};
+use crate::step::Variant;
+use crate::trace::{Category, Phase, SCHEMA_VERSION, Trace};
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -108,8 +108,8 @@ impl Planner<'_> {
             predicted_peak_bytes: self.unplanned_peak,
             predicted_step_seconds: self.costs.step_seconds(),
         };
-        let fuse = self.fuse_refusal();
-        let pieces = self.pieces_refusal();
+        let fuse = refusal::fuse_optimizer(self.trace, self.request);
+        let pieces = refusal::micro_batch(self.trace, self.request);
         let refusal = |kind, reason: Option<String>| reason.map(|reason| Refusal { kind, reason });
         let refusals = [
             refusal(ActionKind::FuseOptimizer, fuse),
@@ -118,7 +118,7 @@ impl Planner<'_> {
         Plan {
             schema_version: SCHEMA_VERSION,
             target: self.trace.meta.target.clone(),
-            trace_digest: digest(self.trace),
+            trace_digest: explain::digest(self.trace),
             batch: self.trace.meta.batch,
             budget_bytes: budget,
             margin_bytes: margin,
@@ -148,7 +148,7 @@ impl Planner<'_> {
             .map(|variant| self.outcome(variant, 1, Effort::Full))
             .collect();
         let exact_fits = outcomes.iter().any(|outcome| outcome.best.is_some());
-        let wider = self.pieces_refusal().is_none();
+        let wider = refusal::micro_batch(self.trace, self.request).is_none();
         let mut next: Vec<Outcome> = Vec::new();
         if wider {
             // Without leave, equivalent actions are for where no exact plan fits; otherwise they are
@@ -181,7 +181,7 @@ impl Planner<'_> {
         }
         self.write(plan, outcome, candidate)?;
         let (bottom, lowest) = lowest_of(&outcomes);
-        plan.bottleneck = Some(bottleneck(bottom, lowest));
+        plan.bottleneck = Some(explain::bottleneck(&bottom.trace, bottom.variant, lowest));
         plan.next_class = self.next_class(plan, &next);
         Ok(())
     }
@@ -199,7 +199,7 @@ impl Planner<'_> {
 
     fn variants(&self) -> Vec<Variant> {
         let mut variants = vec![Variant::default()];
-        if self.fuse_refusal().is_none() {
+        if refusal::fuse_optimizer(self.trace, self.request).is_none() {
             variants.push(Variant {
                 fuse_optimizer: true,
                 ..Variant::default()
@@ -275,95 +275,10 @@ impl Planner<'_> {
             accumulate: true,
             ..Variant::default()
         };
-        let counts = self.piece_counts().take(MOST_DIVISORS);
+        let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
         counts
             .map(|pieces| self.outcome(variant, pieces, effort))
             .collect()
-    }
-
-    /// Numbers of pieces that the trace speaks for. On a batch of one, torch runs other ops (a size of one
-    /// needs no copy), so a piece of one item counts only where one was captured.
-    fn piece_counts(&self) -> impl Iterator<Item = u64> + '_ {
-        let meta = &self.trace.meta;
-        let divisors = (2..=meta.batch).filter(|pieces| meta.batch.is_multiple_of(*pieces));
-        divisors.filter(|pieces| meta.batch / pieces > 1 || meta.second_batch == 1)
-    }
-
-    fn fuse_refusal(&self) -> Option<String> {
-        let trace = self.trace;
-        if self.request.forbid.contains(&ActionKind::FuseOptimizer) {
-            return Some("forbidden by the request".to_owned());
-        }
-        if self.request.own_loop {
-            return Some("the optimizer is called by the user's own loop".to_owned());
-        }
-        if let Some(reason) = &trace.meta.fused_optimizer_refusal {
-            return Some(reason.clone());
-        }
-        if trace.updates.is_empty() || trace.meta.optimizer.is_empty() {
-            return Some("the step has no optimizer".to_owned());
-        }
-        let late_read = trace.updates.iter().find(|update| {
-            trace.ops[update.ready.index().min(trace.ops.len())..]
-                .iter()
-                .any(|op| {
-                    op.phase == Phase::Backward
-                        && op
-                            .reads
-                            .iter()
-                            .any(|&read| trace.allocation_of(read) == update.parameter)
-                })
-        });
-        late_read.map(|update| {
-            let parameter = &trace.allocations[update.parameter.index()];
-            format!(
-                "parameter `{}` is read in backward after its gradient is complete",
-                trace.string(parameter.name)
-            )
-        })
-    }
-
-    fn pieces_refusal(&self) -> Option<String> {
-        let trace = self.trace;
-        if self.request.forbid.contains(&ActionKind::MicroBatch) {
-            return Some("forbidden by the request".to_owned());
-        }
-        if self.request.own_loop {
-            return Some("the batch is fed by the user's own loop".to_owned());
-        }
-        if !trace.meta.training {
-            return Some("the step does not train".to_owned());
-        }
-        if trace.meta.batch < 2 {
-            return Some("the batch cannot be cut".to_owned());
-        }
-        if trace.couplings.is_some() && self.piece_counts().next().is_none() {
-            return Some(format!(
-                "a batch of {} cannot be cut evenly",
-                trace.meta.batch
-            ));
-        }
-        let Some(couplings) = &trace.couplings else {
-            return Some("the step was captured at one batch size only".to_owned());
-        };
-        if let Some(coupling) = couplings.first() {
-            let op = &trace.ops[coupling.op.index().min(trace.ops.len() - 1)];
-            let how = match coupling.kind {
-                CouplingKind::Statistic => "computes a statistic over the batch",
-                CouplingKind::Cross => "compares the items of the batch with each other",
-                CouplingKind::Along => "works along the batch dimension",
-            };
-            let place = [trace.string(op.module), trace.string(op.source)];
-            let place = place
-                .into_iter()
-                .find(|text| !text.is_empty())
-                .unwrap_or("the loss");
-            return Some(format!("`{}` in `{place}` {how}", trace.string(op.name)));
-        }
-        if trace.meta.loss_reduction.is_empty() {
-            return Some("how the loss reduces over the batch was not recognised".to_owned());
-        }
-        None
     }
 
     /// Fills in what is done and what it leads to, after the check.
@@ -456,7 +371,7 @@ impl Planner<'_> {
         } else {
             StopReason::NotFound
         };
-        let standing = standing_bytes(self.trace);
+        let standing = explain::standing_bytes(self.trace);
         let total: Bytes = standing.iter().map(|&(_, bytes)| bytes).sum();
         if total > self.target {
             let terms: Vec<String> = standing
@@ -544,71 +459,116 @@ fn stop_reason(outcome: &Outcome, seconds: f64, least: f64) -> StopReason {
     }
 }
 
-fn bottleneck(outcome: &Outcome, candidate: &Candidate) -> Bottleneck {
-    let trace = &outcome.trace;
-    let model = crate::step::StepModel::new(trace, outcome.variant);
-    let holdings = Evaluator::new(&model).holdings_at_peak(&candidate.dropped);
-    let mut breakdown: Vec<(Category, Bytes)> = Vec::new();
-    for holding in holdings {
-        let category = trace.allocations[holding.allocation.index()].category;
-        match breakdown.iter_mut().find(|(known, _)| *known == category) {
-            Some((_, bytes)) => *bytes += holding.bytes,
-            None => breakdown.push((category, holding.bytes)),
-        }
-    }
-    breakdown.sort_by_key(|&(category, bytes)| (std::cmp::Reverse(bytes), category));
-    let moment = candidate.evaluation.moment;
-    let op = trace
-        .ops
-        .get(moment.replay.unwrap_or(moment.position).index());
-    let phase = trace
-        .ops
-        .get(moment.position.index())
-        .map_or(Phase::Backward, |op| op.phase);
-    let text = |index: Option<u32>| index.map_or(String::new(), |i| trace.string(i).to_owned());
-    Bottleneck {
-        op: text(op.map(|op| op.name)),
-        module: text(op.map(|op| op.module)),
-        source: text(op.map(|op| op.source)),
-        phase,
-        breakdown,
-    }
-}
+#[cfg(test)]
+mod tests {
+    use proptest::strategy::{Strategy, ValueTree};
+    use proptest::test_runner::TestRunner;
 
-/// What is alive from the first op to the last, by category.
-fn standing_bytes(trace: &Trace) -> Vec<(Category, Bytes)> {
-    let mut standing: Vec<(Category, Bytes)> = Vec::new();
-    for allocation in &trace.allocations {
-        let throughout =
-            allocation.natural.first() == Some(&(crate::trace::OpIndex(0), trace.end()));
-        if !throughout {
-            continue;
-        }
-        match standing
-            .iter_mut()
-            .find(|(known, _)| *known == allocation.category)
-        {
-            Some((_, bytes)) => *bytes += allocation.bytes,
-            None => standing.push((allocation.category, allocation.bytes)),
-        }
-    }
-    standing.sort_by_key(|&(category, bytes)| (std::cmp::Reverse(bytes), category));
-    standing
-}
+    use super::*;
+    use crate::step::random;
+    use crate::trace::sample;
 
-/// FNV-1a over sizes and op names: tells whether a plan belongs to a trace, not who wrote it.
-fn digest(trace: &Trace) -> String {
-    let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
-    let mut eat = |bytes: &[u8]| {
-        for &byte in bytes {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    fn source(trace: &Trace) -> CostSource {
+        CostSource::Profile {
+            op_seconds: vec![1.0; trace.ops.len()],
         }
-    };
-    for op in &trace.ops {
-        eat(trace.string(op.name).as_bytes());
     }
-    for allocation in &trace.allocations {
-        eat(&allocation.bytes.0.to_le_bytes());
+
+    fn request(budget: u64) -> PlanRequest {
+        PlanRequest {
+            budget: budget.to_string(),
+            ..PlanRequest::default()
+        }
     }
-    format!("{hash:016x}")
+
+    /// Traces with something to plan.
+    fn traces(count: usize) -> Vec<Trace> {
+        let mut runner = TestRunner::deterministic();
+        let next = || random::recipes().new_tree(&mut runner).unwrap().current();
+        std::iter::repeat_with(next)
+            .map(|(recipe, _, _)| random::build(&recipe))
+            .take(count)
+            .collect()
+    }
+
+    #[test]
+    fn the_same_request_gives_the_same_bytes() {
+        for trace in traces(60) {
+            let budget = predict::unplanned_peak(&trace).0 * 3 / 4;
+            let plan = |trace: &Trace| plan(trace, &source(trace), &request(budget)).unwrap();
+            let (first, second) = (plan(&trace), plan(&trace.clone()));
+            assert_eq!(
+                crate::trace::encode_plan(&first),
+                crate::trace::encode_plan(&second)
+            );
+        }
+    }
+
+    #[test]
+    fn a_plan_that_fits_is_within_its_budget_and_bounds() {
+        for trace in traces(120) {
+            let peak = predict::unplanned_peak(&trace);
+            for percent in [95, 80, 60, 30] {
+                let budget = (peak.0 * percent / 100).max(1);
+                let plan = plan(&trace, &source(&trace), &request(budget)).unwrap();
+                assert!(
+                    plan.planned.predicted_peak_bytes <= peak,
+                    "never above no plan"
+                );
+                assert!(plan.minimum_peak_bytes <= plan.planned.predicted_peak_bytes);
+                if plan.verdict == Verdict::Fits {
+                    let high = plan.planned.predicted_peak_bytes + plan.margin_bytes;
+                    assert!(high <= plan.budget_bytes);
+                    assert!(plan.lower_bound_ratio <= plan.predicted_step_ratio + 1e-9);
+                } else {
+                    assert!(plan.minimum_peak_bytes + plan.margin_bytes > plan.budget_bytes);
+                    assert!(plan.bottleneck.is_some());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_ample_budget_needs_nothing() {
+        let trace = sample::chain();
+        let plan = plan(&trace, &source(&trace), &request(1 << 30)).unwrap();
+        assert_eq!(
+            (plan.stop_reason, plan.actions.len()),
+            (StopReason::NothingToDo, 0)
+        );
+    }
+
+    #[test]
+    fn forbidden_actions_are_left_out_and_said() {
+        let trace = sample::chain();
+        let forbid = vec![
+            ActionKind::Remat,
+            ActionKind::FuseOptimizer,
+            ActionKind::MicroBatch,
+        ];
+        let request = PlanRequest {
+            forbid,
+            ..request(760)
+        };
+        let plan = plan(&trace, &source(&trace), &request).unwrap();
+        assert_eq!((plan.verdict, plan.actions.len()), (Verdict::DoesNotFit, 0));
+        assert!(
+            plan.refusals
+                .iter()
+                .all(|refusal| refusal.reason.contains("forbidden"))
+        );
+    }
+
+    #[test]
+    fn a_budget_below_what_stays_is_refused_with_the_sum() {
+        let trace = sample::chain();
+        let plan = plan(&trace, &source(&trace), &request(100)).unwrap();
+        assert_eq!(plan.stop_reason, StopReason::ProvedInfeasible);
+        let sum = "parameter 256 B + input 128 B = 384 B are alive throughout the step";
+        assert!(
+            plan.notes.iter().any(|note| note.contains(sum)),
+            "{:?}",
+            plan.notes
+        );
+    }
 }

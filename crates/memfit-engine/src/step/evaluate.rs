@@ -9,7 +9,8 @@
 //! `live` is the sum over kept mobile allocations with a holder, plus materialised slots with a reference;
 //! the model's ground is added at each look. Checked against `naive.rs` on random traces.
 
-use super::model::{Event, StepModel};
+use super::events::Event;
+use super::model::StepModel;
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, OpIndex};
 

@@ -8,6 +8,7 @@
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
 
 mod evaluate;
+mod events;
 mod model;
 pub mod naive;
 #[cfg(test)]

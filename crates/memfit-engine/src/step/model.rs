@@ -1,19 +1,16 @@
 //! A trace laid out for evaluation.
 //!
-//! Responsible for deriving, once per trace and variant, what the sweep needs: events in order, which
-//! op makes which version of which allocation, and what may be dropped at all. Not responsible for the
-//! sweep itself.
+//! Responsible for deriving, once per trace and variant, what the sweep needs: which op makes which
+//! version of which allocation, what a record would hold, what may be dropped at all, and (in
+//! `events.rs`) the events in order. Not responsible for the sweep itself.
 //!
 //! Most allocations no set of drops can touch: gradients, optimizer temporaries, parameters. Their bytes
 //! are summed per op once (the *ground*), and ops between two events that matter collapse into one
 //! stretch of which only the highest counts. A GPT-2 step of 3,580 ops sweeps in a third of the time.
 
-use std::collections::BTreeMap;
-
+use super::events::Event;
 use crate::bytes::Bytes;
-use crate::trace::{
-    Allocation, AllocationId, Category, Op, OpIndex, ParameterUpdate, Phase, Trace,
-};
+use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace};
 
 /// The global choices that change the events themselves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -45,48 +42,6 @@ pub(super) struct Record {
     pub(super) workspace: u64,
     /// Position from which a replay would read a parameter already updated.
     pub(super) stale_from: usize,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Event {
-    /// Autograd packs saved tensor `.0`.
-    Pack(usize),
-    /// Natural range ends: allocation, and for a range that backward opened the slot it holds.
-    End {
-        allocation: usize,
-        slot: Option<usize>,
-    },
-    /// The node of saved tensor `.0` lets go.
-    Release(usize),
-    /// Fused updates, of which the highest reaches `height` above what may be dropped.
-    Update { height: u64 },
-    /// Backward asks for saved tensor `.0`.
-    Unpack(usize),
-    /// Natural range starts.
-    Start {
-        allocation: usize,
-        slot: Option<usize>,
-    },
-    /// Ops from here to before `until` run with no other event; `highest` is the one of most ground.
-    Run { until: usize, highest: usize },
-}
-
-impl Event {
-    /// Order within one position. Packs come first, so that a value handed from a variable to autograd
-    /// is never without a holder; ends and releases before unpacks, as autograd frees a node's tensors
-    /// before the next node asks for its own; updates between the two, as `AccumulateGrad` nodes run
-    /// before any other that is ready.
-    const fn rank(self) -> u8 {
-        match self {
-            Self::Pack(_) => 0,
-            Self::End { .. } => 1,
-            Self::Release(_) => 2,
-            Self::Update { .. } => 3,
-            Self::Unpack(_) => 4,
-            Self::Start { .. } => 5,
-            Self::Run { .. } => 6,
-        }
-    }
 }
 
 /// Why an allocation cannot be dropped.
@@ -234,7 +189,7 @@ impl StepModel {
         first..first + count
     }
 
-    fn slot(&self, allocation: usize, version: u32) -> Option<usize> {
+    pub(super) fn slot(&self, allocation: usize, version: u32) -> Option<usize> {
         let slots = self.slots_of(allocation);
         let slot = slots.start + version as usize;
         (slot < slots.end).then_some(slot)
@@ -373,246 +328,10 @@ impl StepModel {
             record.reads.retain(|&(read, _)| mobile[read]);
         }
     }
-
-    fn lay_out_events(&mut self, trace: &Trace) {
-        // With the optimizer inside backward its phase is empty, so the step ends where it would start.
-        let end = if self.variant.fuse_optimizer {
-            backward_end(trace)
-        } else {
-            trace.ops.len()
-        };
-        // The last gradient may be complete at the end itself: what lives on is still alive there.
-        let last = end + 1;
-        let cuts = self.gradient_cuts(trace);
-        let mut events: Vec<(usize, Event)> = Vec::new();
-        for (i, saved) in trace.saved.iter().enumerate() {
-            let value = &trace.values[saved.value.index()];
-            let allocation = value.allocation.index();
-            self.saved
-                .push((allocation, self.slot(allocation, value.version)));
-            if !self.mobile[allocation] {
-                self.fixed_ranges[allocation].push((saved.pack.index(), saved.release.index()));
-                continue;
-            }
-            events.push((saved.pack.index(), Event::Pack(i)));
-            events.push((saved.release.index(), Event::Release(i)));
-            if let Some(unpack) = saved.unpack {
-                events.push((unpack.index(), Event::Unpack(i)));
-            }
-        }
-        for (i, allocation) in trace.allocations.iter().enumerate() {
-            for &(start, stop) in &allocation.natural {
-                let (start, stop) = (start.index(), stop.index().min(cuts[i]).min(last));
-                if start >= stop {
-                    continue;
-                }
-                if !self.mobile[i] {
-                    self.fixed_ranges[i].push((start, stop));
-                    continue;
-                }
-                let slot = self.backward_slot(trace, i, start);
-                events.push((
-                    start,
-                    Event::Start {
-                        allocation: i,
-                        slot,
-                    },
-                ));
-                events.push((
-                    stop,
-                    Event::End {
-                        allocation: i,
-                        slot,
-                    },
-                ));
-            }
-        }
-        self.lay_out_ground(trace, end);
-        if self.variant.fuse_optimizer {
-            events.extend(self.update_events(trace, &cuts));
-        }
-        self.lay_out_runs(&mut events, end);
-        events.sort_by_key(|&(position, event)| (position, event.rank(), event));
-        self.events = events;
-    }
-
-    /// Where the gradient of each allocation stops being needed under this variant, if it is one.
-    fn gradient_cuts(&self, trace: &Trace) -> Vec<usize> {
-        let mut cuts = vec![usize::MAX; trace.allocations.len()];
-        if self.variant.fuse_optimizer || self.variant.accumulate {
-            for update in &trace.updates {
-                let gradient = update.gradient.index();
-                if trace.allocations[gradient].category == Category::Gradient {
-                    cuts[gradient] = update.ready.index();
-                }
-            }
-        }
-        cuts
-    }
-
-    fn lay_out_ground(&mut self, trace: &Trace, end: usize) {
-        let mut constant: u64 = 0;
-        if self.variant.accumulate {
-            let mut seen = vec![false; trace.allocations.len()];
-            for update in &trace.updates {
-                let gradient = update.gradient.index();
-                let is_gradient = trace.allocations[gradient].category == Category::Gradient;
-                if is_gradient && !std::mem::replace(&mut seen[gradient], true) {
-                    constant = constant.saturating_add(self.bytes[gradient]);
-                }
-            }
-        }
-        let mut during = Heights::new(end);
-        let mut between = Heights::new(end + 1);
-        for (allocation, ranges) in self.fixed_ranges.iter_mut().enumerate() {
-            merge(ranges);
-            for &(start, stop) in ranges.iter() {
-                during.add(start, stop, self.bytes[allocation]);
-                // Just before op `p`: what started before it and has not ended.
-                between.add(start + 1, stop, self.bytes[allocation]);
-            }
-        }
-        let workspace = trace.ops.iter().map(|op| op.workspace_bytes.0);
-        let during = during.sums(constant);
-        self.ground = during
-            .into_iter()
-            .zip(workspace)
-            .map(|(g, w)| g.saturating_add(w))
-            .collect();
-        self.ground_between = between.sums(constant);
-    }
-
-    /// One event for each position at which parameters are updated. Each update sees the gradients that
-    /// still wait for theirs and its own temporaries, and frees its gradient.
-    fn update_events(&self, trace: &Trace, cuts: &[usize]) -> Vec<(usize, Event)> {
-        let mut due: BTreeMap<usize, Vec<&ParameterUpdate>> = BTreeMap::new();
-        for update in &trace.updates {
-            due.entry(update.ready.index()).or_default().push(update);
-        }
-        let height = |position: usize, updates: &[&ParameterUpdate]| -> u64 {
-            let mut waiting: Vec<usize> = Vec::new();
-            let mut highest = 0;
-            for update in updates.iter().rev() {
-                let gradient = update.gradient.index();
-                let alive = |&(start, end): &(OpIndex, OpIndex)| {
-                    start.index() < position && position <= end.index()
-                };
-                let held = cuts[gradient] == position
-                    && trace.allocations[gradient].natural.iter().any(alive);
-                if held && !waiting.contains(&gradient) {
-                    waiting.push(gradient);
-                }
-                let gradients: u64 = waiting.iter().map(|&g| self.bytes[g]).sum();
-                highest = highest.max(gradients.saturating_add(update.temporary_bytes.0));
-            }
-            highest.saturating_add(self.ground_between.get(position).copied().unwrap_or(0))
-        };
-        due.iter()
-            .map(|(&position, updates)| {
-                (
-                    position,
-                    Event::Update {
-                        height: height(position, updates),
-                    },
-                )
-            })
-            .collect()
-    }
-
-    /// Ops that make no slot and have no event of their own join the stretch before them.
-    fn lay_out_runs(&self, events: &mut Vec<(usize, Event)>, end: usize) {
-        let mut busy = vec![false; end + 1];
-        for &(position, _) in events.iter().filter(|(position, _)| *position < end) {
-            busy[position] = true;
-        }
-        for (op, record) in self.records.iter().enumerate() {
-            if !record.makes.is_empty() {
-                // A record exists once its op has run, so the next op starts a stretch of its own.
-                busy[op] = true;
-                busy[op + 1] = true;
-            }
-        }
-        let mut from = 0;
-        while from < end {
-            let until = (from + 1..end).find(|&op| busy[op]).unwrap_or(end);
-            let highest = (from..until)
-                .rev()
-                .max_by_key(|&op| self.ground[op])
-                .unwrap_or(from);
-            events.push((from, Event::Run { until, highest }));
-            from = until;
-        }
-    }
-
-    /// A natural range that starts in backward on an allocation of forward was opened by an unpack:
-    /// the slot it holds.
-    fn backward_slot(&self, trace: &Trace, allocation: usize, start: usize) -> Option<usize> {
-        let slots = self.slots_of(allocation);
-        if slots.is_empty() || start < self.forward_end {
-            return None;
-        }
-        let opened = trace.saved.iter().find(|saved| {
-            saved.unpack == Some(op_index(start))
-                && trace.allocation_of(saved.value).index() == allocation
-        });
-        let version = opened.map(|saved| trace.values[saved.value.index()].version);
-        version
-            .and_then(|version| self.slot(allocation, version))
-            .or(Some(slots.end - 1))
-    }
 }
 
-fn op_index(index: usize) -> OpIndex {
+pub(super) fn op_index(index: usize) -> OpIndex {
     OpIndex(u32::try_from(index).unwrap_or(u32::MAX))
-}
-
-/// Sums over half-open ranges, by differences.
-struct Heights(Vec<i128>);
-
-impl Heights {
-    fn new(length: usize) -> Self {
-        Self(vec![0; length + 1])
-    }
-
-    fn add(&mut self, start: usize, stop: usize, bytes: u64) {
-        let last = self.0.len() - 1;
-        if start < stop.min(last) {
-            self.0[start] += i128::from(bytes);
-            self.0[stop.min(last)] -= i128::from(bytes);
-        }
-    }
-
-    fn sums(mut self, constant: u64) -> Vec<u64> {
-        self.0.pop();
-        let mut height = i128::from(constant);
-        let sum = |rise: i128| {
-            height += rise;
-            u64::try_from(height).unwrap_or(u64::MAX)
-        };
-        self.0.into_iter().map(sum).collect()
-    }
-}
-
-/// Sorts ranges and joins those that overlap or touch.
-fn merge(ranges: &mut Vec<(usize, usize)>) {
-    ranges.retain(|&(start, end)| start < end);
-    ranges.sort_unstable();
-    let mut merged: Vec<(usize, usize)> = Vec::with_capacity(ranges.len());
-    for &(start, end) in ranges.iter() {
-        match merged.last_mut() {
-            Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => merged.push((start, end)),
-        }
-    }
-    *ranges = merged;
-}
-
-fn backward_end(trace: &Trace) -> usize {
-    trace
-        .ops
-        .iter()
-        .position(|op| op.phase == Phase::Optimizer)
-        .unwrap_or(trace.ops.len())
 }
 
 fn produced<'a>(

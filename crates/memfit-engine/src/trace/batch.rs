@@ -81,6 +81,9 @@ pub enum BatchError {
     /// An allocation's size is no affine function with whole coefficients.
     #[error("the size of allocation {0} does not grow evenly with the batch")]
     NotAffine(usize),
+    /// The step would not fit any memory at that batch size.
+    #[error("the step is beyond any memory at batch {0}")]
+    TooLarge(u64),
     /// The trace carries no law.
     #[error("the trace was captured at one batch size only")]
     NoLaw,
@@ -155,7 +158,11 @@ impl Trace {
             scaled.meta.probed_batch = self.meta.batch;
         }
         scaled.meta.batch = batch;
-        Ok(scaled)
+        if scaled.is_addable() {
+            Ok(scaled)
+        } else {
+            Err(BatchError::TooLarge(batch))
+        }
     }
 
     /// The trace of a step from its captures: one at any batch size, another to learn the batch

@@ -4,6 +4,7 @@
 //! the engine may index without asking. Not responsible for whether the trace is *true*.
 
 use super::{OpIndex, Phase, Trace};
+use crate::bytes::Bytes;
 
 /// The first rule a trace breaks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -28,6 +29,12 @@ pub enum TraceError {
         /// The rule.
         rule: &'static str,
     },
+    /// All sizes together are beyond any memory.
+    #[error("the step's sizes add up to {total} bytes, which no memory holds")]
+    TooManyBytes {
+        /// Their sum.
+        total: u128,
+    },
     /// A table is larger than an index can address.
     #[error("the trace holds {count} {what}, more than the {limit} memfit accepts")]
     TooLarge {
@@ -40,6 +47,8 @@ pub enum TraceError {
     },
 }
 
+/// More bytes in one step than any machine will have; sums below it cannot overflow.
+const MAX_TOTAL_BYTES: u128 = 1 << 60;
 /// No table may be longer: indices are 32 bits, and a step of this size is no step.
 const MAX_ROWS: usize = 1 << 28;
 
@@ -90,7 +99,25 @@ impl Trace {
                 });
             }
         }
-        Ok(())
+        let total = self.total_bytes();
+        if total > MAX_TOTAL_BYTES {
+            Err(TraceError::TooManyBytes { total })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether sums of this step's sizes stay within bounds.
+    pub(super) fn is_addable(&self) -> bool {
+        self.total_bytes() <= MAX_TOTAL_BYTES
+    }
+
+    fn total_bytes(&self) -> u128 {
+        let sum =
+            |bytes: &mut dyn Iterator<Item = Bytes>| bytes.map(|b| u128::from(b.0)).sum::<u128>();
+        sum(&mut self.allocations.iter().map(|a| a.bytes))
+            + sum(&mut self.ops.iter().map(|op| op.workspace_bytes))
+            + sum(&mut self.updates.iter().map(|update| update.temporary_bytes))
     }
 
     fn check_allocations(&self) -> Result<(), TraceError> {
@@ -202,6 +229,14 @@ impl Trace {
                 self.allocations.len(),
             )?;
             in_range("position", update.ready.index(), owner, self.ops.len() + 1)?;
+        }
+        for (i, coupling) in self.couplings.iter().flatten().enumerate() {
+            in_range(
+                "op",
+                coupling.op.index(),
+                || format!("coupling {i}"),
+                self.ops.len(),
+            )?;
         }
         Ok(())
     }

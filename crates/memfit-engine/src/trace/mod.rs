@@ -117,7 +117,7 @@ pub struct Meta {
     pub training: bool,
     /// How it was captured: `fake` (no memory taken) or `real` (one real step).
     pub captured: String,
-    /// Number of threads that the workspace probes ran with; 0 when none ran.
+    /// Number of threads that the workspace probes ran with; 0 when they did not run, or not all could.
     #[serde(default)]
     pub probe_threads: u32,
     /// Why the optimizer step cannot run inside backward (`AdamW is called with ...`); absent when it can.

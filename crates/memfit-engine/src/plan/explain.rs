@@ -1,0 +1,78 @@
+//! What a plan says about itself besides its actions.
+//!
+//! Responsible for the moment that stops the peak from going lower, for what no plan can move, and for
+//! telling which trace a plan belongs to.
+
+use super::Bottleneck;
+use super::problem::Candidate;
+use crate::bytes::Bytes;
+use crate::step::{Evaluator, StepModel, Variant};
+use crate::trace::{Category, OpIndex, Phase, Trace};
+
+/// What is alive at the peak of a candidate.
+pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate) -> Bottleneck {
+    let model = StepModel::new(trace, variant);
+    let holdings = Evaluator::new(&model).holdings_at_peak(&candidate.dropped);
+    let mut breakdown: Vec<(Category, Bytes)> = Vec::new();
+    for holding in holdings {
+        let category = trace.allocations[holding.allocation.index()].category;
+        match breakdown.iter_mut().find(|(known, _)| *known == category) {
+            Some((_, bytes)) => *bytes += holding.bytes,
+            None => breakdown.push((category, holding.bytes)),
+        }
+    }
+    breakdown.sort_by_key(|&(category, bytes)| (std::cmp::Reverse(bytes), category));
+    let moment = candidate.evaluation.moment;
+    let op = trace
+        .ops
+        .get(moment.replay.unwrap_or(moment.position).index());
+    let phase = trace
+        .ops
+        .get(moment.position.index())
+        .map_or(Phase::Backward, |op| op.phase);
+    let text = |index: Option<u32>| index.map_or(String::new(), |i| trace.string(i).to_owned());
+    Bottleneck {
+        op: text(op.map(|op| op.name)),
+        module: text(op.map(|op| op.module)),
+        source: text(op.map(|op| op.source)),
+        phase,
+        breakdown,
+    }
+}
+
+/// What is alive from the first op to the last, by category.
+pub(super) fn standing_bytes(trace: &Trace) -> Vec<(Category, Bytes)> {
+    let mut standing: Vec<(Category, Bytes)> = Vec::new();
+    for allocation in &trace.allocations {
+        let throughout = allocation.natural.first() == Some(&(OpIndex(0), trace.end()));
+        if !throughout {
+            continue;
+        }
+        match standing
+            .iter_mut()
+            .find(|(known, _)| *known == allocation.category)
+        {
+            Some((_, bytes)) => *bytes += allocation.bytes,
+            None => standing.push((allocation.category, allocation.bytes)),
+        }
+    }
+    standing.sort_by_key(|&(category, bytes)| (std::cmp::Reverse(bytes), category));
+    standing
+}
+
+/// FNV-1a over sizes and op names: tells whether a plan belongs to a trace, not who wrote it.
+pub(super) fn digest(trace: &Trace) -> String {
+    let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
+    let mut eat = |bytes: &[u8]| {
+        for &byte in bytes {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    };
+    for op in &trace.ops {
+        eat(trace.string(op.name).as_bytes());
+    }
+    for allocation in &trace.allocations {
+        eat(&allocation.bytes.0.to_le_bytes());
+    }
+    format!("{hash:016x}")
+}

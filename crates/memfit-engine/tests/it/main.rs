@@ -1,0 +1,3 @@
+//! The engine from the outside.
+
+mod hostile;
