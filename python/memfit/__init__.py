@@ -27,6 +27,7 @@ from memfit.errors import (
 )
 
 if TYPE_CHECKING:
+    from memfit.capture.weightless import weightless
     from memfit.fitted import Fitted
     from memfit.questions import capture, fit, plan, predict
     from memfit.workload import Workload
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "plan",
     "predict",
+    "weightless",
 ]
 
 _HOMES = {
@@ -59,6 +61,7 @@ _HOMES = {
     "fit": "memfit.questions",
     "plan": "memfit.questions",
     "predict": "memfit.questions",
+    "weightless": "memfit.capture.weightless",
 }
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
 from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
+from memfit.capture.weightless import require_weights
 from memfit.errors import UsageError
 from memfit.workload import Workload
 
@@ -104,6 +105,7 @@ class Fitted:
         Raises:
             UsageError: The plan asks for what this workload cannot do.
         """
+        require_weights(workload, "a fitted workload runs")
         self.workload = workload
         self.optimizer = _optimizer(workload)
         self._replan = replan

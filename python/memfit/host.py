@@ -48,19 +48,15 @@ class Host:
             settings: Arguments of the function.
         """
         with _user_output():
-            from memfit.target import workload_factory
-
             import_module("memfit.capture")  # so that the capture's time holds no imports
-            self._built = (target, settings, workload_factory(target, settings)())
+            self._built = (target, settings, _lightest(target, settings))
 
     def _take(self, target: str, settings: Settings) -> Workload:
         """The workload built before, given up; one built afresh when there is none."""
         built, self._built = self._built, None
         if built is not None and built[:2] == (target, settings):
             return built[2]
-        from memfit.target import workload_factory
-
-        return workload_factory(target, settings)()
+        return _lightest(target, settings)
 
     def capture(self, target: str, settings: Settings, device: str | None) -> bytes:
         """Record one step of a target.
@@ -75,8 +71,14 @@ class Host:
         """
         with _user_output():
             from memfit.capture import capture
+            from memfit.capture.weightless import WeightsNeededError
+            from memfit.target import workload_factory
 
-            data = capture(self._take(target, settings), target=target, device=device)
+            try:
+                data = capture(self._take(target, settings), target=target, device=device)
+            except WeightsNeededError:
+                workload = workload_factory(target, settings)()
+                data = capture(workload, target=target, device=device)
             self._captured = (target, settings, data)
             return data
 
@@ -172,6 +174,19 @@ _KINDS: tuple[tuple[type[MemfitError], str], ...] = (
     (MemfitError, "usage"),
 )
 """What memfit's errors are to the program, special ones first."""
+
+
+def _lightest(target: str, settings: Settings) -> Workload:
+    """A target's workload, without weights where its constructor allows that."""
+    from memfit.capture import weightless
+    from memfit.target import workload_factory
+
+    build = workload_factory(target, settings)
+    try:
+        with weightless():
+            return build()
+    except Exception:  # noqa: BLE001 - whatever it is, the ordinary build says it better
+        return build()
 
 
 @contextlib.contextmanager

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from memfit.capture.recording import capture, record, record_pair
+from memfit.capture.weightless import weightless
 
-__all__ = ["capture", "record", "record_pair"]
+__all__ = ["capture", "record", "record_pair", "weightless"]

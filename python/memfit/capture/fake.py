@@ -25,6 +25,7 @@ from memfit.capture.any_scalar import AnyScalar
 from memfit.capture.cuda import choose_foreach, move_batch, move_model
 from memfit.capture.recorder import RealStepNeeded
 from memfit.capture.stage import Stage, build_optimizer, resize_batch
+from memfit.capture.weightless import fake_mode_of
 from memfit.errors import MemfitError, WorkloadError
 from memfit.workload import Workload, batch_size
 
@@ -43,7 +44,7 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
         RealStepNeeded: The model cannot be copied.
         WorkloadError: The optimizer cannot be built.
     """
-    mode = FakeTensorMode()
+    mode = fake_mode_of(workload.model) or FakeTensorMode()
     try:
         with FakeCopyMode(mode):
             model = copy.deepcopy(workload.model)

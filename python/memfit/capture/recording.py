@@ -27,6 +27,7 @@ from memfit.capture.real import real_stage
 from memfit.capture.recorder import RealStepNeeded, Recorder
 from memfit.capture.stage import Stage
 from memfit.capture.step import StepRunner
+from memfit.capture.weightless import require_weights
 from memfit.capture.workspace import probe_scratch
 from memfit.errors import CaptureError, WorkloadError
 from memfit.workload import Workload, batch_size
@@ -78,7 +79,7 @@ def record(
             stage = fake_stage(workload, device)
             return _record(stage, target, batch_size, probe=probe, updates=True, lean=lean)[0]
         except RealStepNeeded as reason:
-            _refuse_real(device, str(reason))
+            _refuse_real(workload, device, str(reason))
             if batch_size is None:
                 return _record_smallest(workload, target, str(reason), probe=probe)[0]
             return _record_real(workload, target, batch_size, str(reason), probe=probe)[0]
@@ -130,7 +131,7 @@ def record_pair(
             stage = fake_stage(workload, device)
             first, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
         except RealStepNeeded as reason:
-            _refuse_real(device, str(reason))
+            _refuse_real(workload, device, str(reason))
             return _record_real_pair(workload, target, str(reason), probe=probe)
         size = first["meta"]["batch"]
         if size == 0:
@@ -162,8 +163,9 @@ def _agree(
     return first
 
 
-def _refuse_real(device: str | None, reason: str) -> None:
-    """Refuse the real step where it would run on another device than the one asked for."""
+def _refuse_real(workload: Workload, device: str | None, reason: str) -> None:
+    """Refuse the real step without weights, or on another device than the one asked for."""
+    require_weights(workload, reason)
     if device == "cuda":
         message = f"{reason}; a real step on CUDA is not supported: capture it for `cpu`"
         raise CaptureError(message)
