@@ -55,7 +55,7 @@ def compare(name: str) -> dict[str, Any]:
     workload = workload_factory(f"examples/{name}.py:build", [])()
     plain = Fitted(workload, {"actions": []})
     workload.optimizer = plain.optimizer
-    trace = memfit.capture(workload)
+    trace = memfit.trace(workload)
     least = memfit.plan(trace, "1%", forbid=["micro_batch"])
     plans = {"minimum": memfit.plan(trace, least.minimum_peak_bytes + least.margin_bytes)}
     if name in AT_FRACTION:

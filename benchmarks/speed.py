@@ -80,8 +80,8 @@ def measure(name: str, settings: dict[str, str]) -> dict[str, Any]:
     """CPU seconds of one model; the second capture counts, the first pays for imports."""
     example = name.partition(",")[0]
     workload = workload_factory(f"examples/{example}.py:build", list(settings.items()))()
-    memfit.capture(workload)
-    trace, capture_seconds = timed(lambda: memfit.capture(workload))
+    memfit.trace(workload)
+    trace, capture_seconds = timed(lambda: memfit.trace(workload))
     _, predict_seconds = timed(lambda: memfit.predict(trace, budget="50%"))
     memfit.plan(trace, "100%")
     plan_seconds = max(timed(lambda b=budget: memfit.plan(trace, b))[1] for budget in BUDGETS)

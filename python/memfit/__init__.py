@@ -29,7 +29,7 @@ from memfit.errors import (
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
     from memfit.fitted import Fitted
-    from memfit.questions import capture, fit, plan, predict
+    from memfit.questions import fit, plan, predict, trace
     from memfit.workload import Workload
 
 __all__ = [
@@ -46,21 +46,21 @@ __all__ = [
     "UsageError",
     "Workload",
     "WorkloadError",
-    "capture",
     "fit",
     "load",
     "plan",
     "predict",
+    "trace",
     "weightless",
 ]
 
 _HOMES = {
     "Fitted": "memfit.fitted",
     "Workload": "memfit.workload",
-    "capture": "memfit.questions",
     "fit": "memfit.questions",
     "plan": "memfit.questions",
     "predict": "memfit.questions",
+    "trace": "memfit.questions",
     "weightless": "memfit.capture.weightless",
 }
 

@@ -1,4 +1,4 @@
-"""The questions a person asks of memfit: capture, predict, plan, fit.
+"""The questions a person asks of memfit: trace, predict, plan, fit.
 
 Responsible for the public functions and their defaults. Not responsible for recording
 (:mod:`memfit.capture`), for the numbers (the engine), or for running a planned step
@@ -8,14 +8,13 @@ Responsible for the public functions and their defaults. Not responsible for rec
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from memfit import _native
 from memfit.answers import Plan, Prediction, Trace
-from memfit.capture import capture as _capture
+from memfit.capture import capture
 from memfit.costs import profiled, roofline
 from memfit.errors import DoesNotFit, UsageError
 from memfit.fitted import Fitted
@@ -28,7 +27,7 @@ Kind = Literal["remat", "fuse_optimizer", "micro_batch"]
 """A technique."""
 
 
-def capture(
+def trace(
     workload: Workload, *, target: str = "", device: Literal["cpu", "cuda"] | None = None
 ) -> Trace:
     """Record what one step does to memory, without running it where that is possible.
@@ -45,7 +44,7 @@ def capture(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    return Trace.decode(_capture(workload, target=target, device=device))
+    return Trace.decode(capture(workload, target=target, device=device))
 
 
 def predict(
@@ -99,14 +98,14 @@ def plan(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    trace = _trace(subject)
+    recorded = _trace(subject)
     if not profile:
-        costs = roofline(_meta(trace)["device_kind"])
+        costs = roofline(_meta(recorded)["device_kind"])
     elif isinstance(subject, Workload):
-        costs = profiled(subject, trace.native)
+        costs = profiled(subject, recorded.native)
     else:
         raise UsageError("`profile=True` runs the model: give the workload, not its trace")
-    return _plan(trace, costs, budget, _Choice(allow, own_loop, tuple(forbid)))
+    return _plan(recorded, costs, budget, _Choice(allow, own_loop, tuple(forbid)))
 
 
 def fit(
@@ -137,11 +136,11 @@ def fit(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    trace = capture(workload)
-    meta = _meta(trace)
-    costs = profiled(workload, trace.native) if profile else roofline(meta["device_kind"])
+    recorded = trace(workload)
+    meta = _meta(recorded)
+    costs = profiled(workload, recorded.native) if profile else roofline(meta["device_kind"])
     choice = _Choice(allow, own_loop, tuple(forbid))
-    made = _plan(trace, costs, budget, choice)
+    made = _plan(recorded, costs, budget, choice)
     if not made.fits:
         message = (
             f"no allowed plan brings the step under {made.budget_bytes} bytes: "
@@ -154,7 +153,7 @@ def fit(
 
         The budget stays the same number of bytes, also where it was given as a percentage.
         """
-        moved = capture(replace(workload, batch=batch))
+        moved = trace(replace(workload, batch=batch))
         again = _plan(moved, roofline(meta["device_kind"]), made.budget_bytes, choice)
         return again.as_dict() if again.fits else None
 
@@ -162,9 +161,9 @@ def fit(
     return Fitted(workload, made.as_dict(), loss_reduction=reduction, replan=replan)
 
 
-def _meta(trace: Trace) -> dict[str, str]:
+def _meta(recorded: Trace) -> dict[str, str]:
     """Where a trace comes from, as the engine has it."""
-    meta: dict[str, str] = json.loads(trace.json())["meta"]
+    meta: dict[str, str] = json.loads(recorded.json())["meta"]
     return meta
 
 
@@ -177,20 +176,15 @@ class _Choice:
     forbid: tuple[Kind, ...]
 
 
-def _plan(trace: Trace, costs: str, budget: str | int, choice: _Choice) -> Plan:
+def _plan(recorded: Trace, costs: str, budget: str | int, choice: _Choice) -> Plan:
     request = {"budget": str(budget), **asdict(choice)}
-    return Plan(_native.plan(trace.native, costs, json.dumps(request)))
+    return Plan(_native.plan(recorded.native, costs, json.dumps(request)))
 
 
 def _trace(subject: Workload | Trace) -> Trace:
     if isinstance(subject, Trace):
         return subject
     if isinstance(subject, Workload):
-        return capture(subject)
+        return trace(subject)
     message = f"expected a `memfit.Workload` or a `memfit.Trace`, got `{type(subject).__name__}`"
     raise UsageError(message)
-
-
-# `memfit.capture` is this function. Importing the subpackage of that name, as this module just did,
-# put the subpackage there.
-sys.modules["memfit"].capture = capture  # type: ignore[attr-defined]

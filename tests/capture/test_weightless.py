@@ -79,8 +79,8 @@ def test_a_step_that_reads_weights_says_so():
     with memfit.weightless():
         workload = _reads_weights()
     with pytest.raises(WeightsNeededError, match="built without weights"):
-        memfit.capture(workload)
-    assert memfit.capture(_reads_weights()).encode()
+        memfit.trace(workload)
+    assert memfit.trace(_reads_weights()).encode()
 
 
 def test_a_model_without_weights_cannot_be_fitted():

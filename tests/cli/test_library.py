@@ -12,13 +12,13 @@ import memfit
 @pytest.fixture(scope="module")
 def trace() -> memfit.Trace:
     """A trace of the MLP."""
-    return memfit.capture(workloads.mlp(), target="mlp")
+    return memfit.trace(workloads.mlp(), target="mlp")
 
 
 def test_public_names_are_there():
     for name in memfit.__all__:
         assert getattr(memfit, name) is not None
-    assert callable(memfit.capture)
+    assert callable(memfit.trace)
     with pytest.raises(AttributeError, match="nonsense"):
         memfit.nonsense  # noqa: B018 - the access is what is tested
 
