@@ -15,6 +15,8 @@ ENGINE = Path(__file__).parents[2] / "crates/memfit-engine/src/trace/mod.rs"
 def test_the_two_lists_are_the_same():
     if not ENGINE.exists():
         pytest.skip("the engine's source is not beside the tests")
-    found = re.search(r"const SHAPE_ONLY: \[&str; \d+\] = \[(.*?)\];", ENGINE.read_text(), re.S)
+    found = re.search(
+        r"const SHAPE_ONLY: \[&str; \d+\] = \[(.*?)\];", ENGINE.read_text(), re.DOTALL
+    )
     assert found is not None
     assert set(re.findall(r'"(\w+)"', found[1])) == SHAPE_ONLY
