@@ -92,10 +92,12 @@ pub(crate) fn deviation(predicted: Bytes, measured: Bytes) -> String {
     if measured == Bytes::ZERO {
         return "-".to_owned();
     }
-    format!(
-        "{:+.2} %",
-        100.0 * (predicted.as_f64() - measured.as_f64()) / measured.as_f64()
-    )
+    let percent = 100.0 * (predicted.as_f64() - measured.as_f64()) / measured.as_f64();
+    if percent.abs() < 0.005 {
+        // No sign where nothing is left to show it for.
+        return "0.00 %".to_owned();
+    }
+    format!("{percent:+.2} %")
 }
 
 /// A factor of time: `1.17 x`.

@@ -211,7 +211,7 @@ mod tests {
                           unplanned   planned  planned / unplanned
         Peak, predicted    6.00 GiB  2.83 GiB               47.2 %
         Peak, measured     6.00 GiB  2.83 GiB               47.2 %
-        Prediction error    -0.02 %   +0.00 %
+        Prediction error    -0.02 %    0.00 %
         Step, CPU time       10.0 s    11.7 s               1.17 x
 
         Actions
