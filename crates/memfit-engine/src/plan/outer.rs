@@ -376,7 +376,7 @@ impl Planner<'_> {
         if total > self.target {
             let terms: Vec<String> = standing
                 .iter()
-                .map(|(category, bytes)| format!("{} {bytes}", category.name()))
+                .map(|(category, bytes)| format!("{} {bytes}", category.name().replace('_', " ")))
                 .collect();
             plan.notes.push(format!(
                 "{} = {total} are alive throughout the step, above the budget of {}",
