@@ -124,6 +124,7 @@ def test_verify_keeps_its_contract(target: str):
         assert error < 0.02
         assert facts["step_cpu_seconds"] > 0
     assert document["planned"]["measured_peak_bytes"] <= document["budget_bytes"]
+    assert set(document["plan"]) == {"actions", "predicted_step_ratio", "lower_bound_ratio"}
     assert document["plan"]["actions"]
     for action in document["plan"]["actions"]:
         assert set(action) == {"kind", "class", "count", "bytes"}

@@ -69,7 +69,8 @@ pub(crate) struct PlanDocument {
 /// A plan without what only the executor needs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PlanSummary {
-    /// Loosest class among the actions.
+    /// Loosest class among the actions; the reports read it, the JSON has it on each action.
+    #[serde(skip)]
     pub(crate) class: Class,
     pub(crate) actions: Vec<ActionSummary>,
     /// Planned over unplanned step time.

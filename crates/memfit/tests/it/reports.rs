@@ -244,12 +244,7 @@ fn the_json_of_verify_keeps_its_contract() {
     }
     assert_eq!(
         keys(&json["plan"]),
-        [
-            "actions",
-            "class",
-            "lower_bound_ratio",
-            "predicted_step_ratio"
-        ]
+        ["actions", "lower_bound_ratio", "predicted_step_ratio"]
     );
     for action in json["plan"]["actions"].as_array().unwrap() {
         assert_eq!(keys(action), ["bytes", "class", "count", "kind"]);
