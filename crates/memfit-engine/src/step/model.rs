@@ -6,7 +6,7 @@
 //!
 //! Most allocations no set of drops can touch: gradients, optimizer temporaries, parameters. Their bytes
 //! are summed per op once (the *ground*), and ops between two events that matter collapse into one
-//! stretch of which only the highest counts. A GPT-2 step of 3,580 ops sweeps in a third of the time.
+//! stretch of which only the highest counts.
 
 use super::events::Event;
 use crate::bytes::Bytes;
