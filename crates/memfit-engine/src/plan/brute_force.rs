@@ -8,7 +8,6 @@ use super::problem::{Problem, Scorer};
 use super::search::{Effort, search};
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
-use crate::predict::unplanned_peak;
 use crate::step::{Variant, random};
 use crate::trace::Trace;
 
@@ -49,8 +48,13 @@ fn the_search_finds_the_optimum_of_small_cases() {
         let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
         let trace = random::build(&recipe);
         let costs = costs(&trace);
-        let problem = Problem::new(&trace, Variant::default(), &costs);
-        let peak = unplanned_peak(&trace);
+        let variant = Variant {
+            fuse_optimizer: cases % 2 == 1,
+            accumulate: cases % 4 >= 2,
+        };
+        let problem = Problem::new(&trace, variant, &costs);
+        let nothing = vec![false; trace.allocations.len()];
+        let peak = Scorer::new(&problem).peek(&nothing).0.peak_bytes;
         let (_, bottom) = optimum(&problem, Bytes::ZERO);
         if problem.candidates.len() < 3 || problem.candidates.len() > 12 || bottom >= peak {
             continue;
