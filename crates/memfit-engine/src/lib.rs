@@ -8,5 +8,6 @@ pub mod cost;
 pub mod devices;
 pub mod plan;
 pub mod predict;
+pub mod snapshot;
 pub mod step;
 pub mod trace;
