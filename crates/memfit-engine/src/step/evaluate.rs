@@ -51,6 +51,45 @@ pub struct Holding {
     pub materialised: bool,
 }
 
+/// One change of what is alive, as a sweep goes along.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
+    /// A kept allocation got its first holder.
+    Held { at: (usize, u8), allocation: usize },
+    /// It lost its last.
+    LetGo { at: (usize, u8), allocation: usize },
+    /// A replay made a version that something waits for.
+    Made {
+        at: (usize, u8),
+        slot: usize,
+        bytes: u64,
+    },
+    /// A replay wrote in place: the storage of slot `from` is now that of the next.
+    Passed { at: (usize, u8), from: usize },
+    /// A version that a replay made went.
+    Gone {
+        at: (usize, u8),
+        slot: usize,
+        bytes: u64,
+    },
+    /// A replay's outputs that nothing waits for, and its workspace.
+    Scratch { at: (usize, u8), bytes: u64 },
+}
+
+impl Change {
+    /// Position, and rank of the event within it.
+    pub(super) const fn at(&self) -> (usize, u8) {
+        match *self {
+            Self::Held { at, .. }
+            | Self::LetGo { at, .. }
+            | Self::Made { at, .. }
+            | Self::Passed { at, .. }
+            | Self::Gone { at, .. }
+            | Self::Scratch { at, .. } => at,
+        }
+    }
+}
+
 /// Sweeps one model; keeps its scratch memory between calls.
 #[derive(Debug)]
 pub struct Evaluator<'m> {
@@ -89,6 +128,9 @@ struct State {
     peak_tick: u64,
     stop_tick: u64,
     valid: bool,
+    /// What changes, when someone asked; and the event that is being applied.
+    log: Option<Vec<Change>>,
+    at: (usize, u8),
 }
 
 impl<'m> Evaluator<'m> {
@@ -163,6 +205,17 @@ impl<'m> Evaluator<'m> {
         }
         holdings.sort_by_key(|h| (std::cmp::Reverse(h.bytes), h.allocation));
         holdings
+    }
+
+    /// All changes of a sweep in order; `None` when the set is not valid.
+    pub(super) fn changes(&mut self, dropped: &[bool]) -> Option<Vec<Change>> {
+        self.begin(dropped);
+        self.state.log = Some(Vec::new());
+        for &(position, event) in &self.model.events {
+            self.state.at = (position, event.rank());
+            self.apply(dropped, position, event);
+        }
+        self.state.log.take().filter(|_| self.state.valid)
     }
 
     /// Bytes alive during each op, the largest replay before it included, and the op's own workspace.
@@ -321,9 +374,17 @@ impl State {
         self.materialised[slot] && !self.stolen[slot] && self.slot_refs[slot] > 0
     }
 
+    fn note(&mut self, change: impl FnOnce((usize, u8)) -> Change) {
+        let at = self.at;
+        if let Some(log) = &mut self.log {
+            log.push(change(at));
+        }
+    }
+
     fn hold(&mut self, model: &StepModel, allocation: usize, by: Hold) {
         if !self.held(allocation) {
             self.live = self.live.saturating_add(model.bytes[allocation]);
+            self.note(|at| Change::Held { at, allocation });
         }
         *self.count(allocation, by) += 1;
     }
@@ -336,6 +397,7 @@ impl State {
         *count -= 1;
         if !self.held(allocation) {
             self.live = self.live.saturating_sub(model.bytes[allocation]);
+            self.note(|at| Change::LetGo { at, allocation });
         }
     }
 
@@ -423,6 +485,7 @@ impl State {
                 if !self.stolen[slot] {
                     let bytes = model.bytes[model.slots[slot].allocation];
                     self.live = self.live.saturating_sub(bytes);
+                    self.note(|at| Change::Gone { at, slot, bytes });
                 }
                 continue;
             }
@@ -490,11 +553,18 @@ impl State {
                 if is_next(model, steals, slot) {
                     // The storage passes on; from here the taken slot occupies nothing.
                     self.stolen[slot - 1] = true;
+                    self.note(|at| Change::Passed { at, from: slot - 1 });
                 } else {
-                    self.live = self.live.saturating_add(model.bytes[allocation]);
+                    let bytes = model.bytes[allocation];
+                    self.live = self.live.saturating_add(bytes);
+                    made = made.saturating_sub(bytes);
+                    self.note(|at| Change::Made { at, slot, bytes });
                 }
             }
         }
+        // What is left of it nothing waits for.
+        let bytes = made.saturating_add(record.workspace);
+        self.note(|at| Change::Scratch { at, bytes });
         if self.stopped() {
             return;
         }

@@ -38,7 +38,7 @@ impl Event {
     /// is never without a holder; ends and releases before unpacks, as autograd frees a node's tensors
     /// before the next node asks for its own; updates between the two, as `AccumulateGrad` nodes run
     /// before any other that is ready.
-    const fn rank(self) -> u8 {
+    pub(super) const fn rank(self) -> u8 {
         match self {
             Self::Pack(_) => 0,
             Self::End { .. } => 1,

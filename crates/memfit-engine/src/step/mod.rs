@@ -3,12 +3,13 @@
 //! The meaning is written once, in `docs/concepts/transformed-trace.md`; this module evaluates it.
 //! [`StepModel`] lays a trace out for evaluation, [`Evaluator`] sweeps it under a set of dropped
 //! allocations, and `naive.rs` does the same with reference-counted objects, slowly and without shared
-//! code: every plan passes it before anyone sees it.
+//! code: every plan passes it before anyone sees it. [`lives`] writes a step out for allocators.
 //!
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
 
 mod evaluate;
 mod events;
+pub mod lives;
 mod model;
 pub mod naive;
 #[cfg(test)]

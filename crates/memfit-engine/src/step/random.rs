@@ -154,6 +154,10 @@ proptest! {
             // pieces are no allocation held.
             prop_assert!(held <= fast.peak_bytes);
             prop_assert!(held + Bytes(120) >= fast.peak_bytes);
+            let lives = super::lives::lives(&trace, &model, &dropped);
+            prop_assert_eq!(super::lives::highest(&lives), slow.peak_bytes);
+            prop_assert!(lives.is_sorted_by_key(|life| life.start));
+            prop_assert!(lives.iter().all(|life| life.start < life.end));
         }
     }
 }
