@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 __all__ = [
+    "Snapshot",
     "Trace",
     "decode_plan",
     "encode_plan",
@@ -50,6 +51,21 @@ class Trace:
 
     def text(self) -> str:
         """The trace as ``memfit show`` prints it."""
+
+@final
+class Snapshot:
+    """A CUDA memory snapshot, as columns."""
+
+    @staticmethod
+    def decode(data: bytes) -> Snapshot:
+        """Read a snapshot from the bytes of its pickle, gzip'ed or not; nothing in it is executed.
+
+        Raises:
+            SnapshotError: The bytes are no whole snapshot; the message says what they are.
+        """
+
+    def json(self) -> str:
+        """The snapshot as JSON, column by column; numbers are bytes and microseconds."""
 
 def predict(trace: Trace, request_json: str) -> str:
     """Predict a step.

@@ -74,5 +74,9 @@ class TraceFileError(MemfitError):
     """A trace or plan file is damaged, truncated, or of a newer schema."""
 
 
+class SnapshotError(MemfitError):
+    """A file is no CUDA memory snapshot, or a damaged one; the message says what it is."""
+
+
 class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""

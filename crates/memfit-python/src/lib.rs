@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 import_exception!(memfit.errors, BudgetError);
 import_exception!(memfit.errors, CaptureError);
+import_exception!(memfit.errors, SnapshotError);
 import_exception!(memfit.errors, TraceFileError);
 import_exception!(memfit.errors, UsageError);
 
@@ -24,6 +25,7 @@ mod _native {
     use memfit_engine::cost::CostSource;
     use memfit_engine::plan::{self, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
+    use memfit_engine::snapshot;
     use memfit_engine::trace;
     use pyo3::prelude::*;
     use pyo3::types::PyBytes;
@@ -31,7 +33,7 @@ mod _native {
     use serde::de::DeserializeOwned;
 
     use super::host::PythonHost;
-    use super::{BudgetError, CaptureError, TraceFileError, UsageError};
+    use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
 
     /// One recorded step, checked.
     #[pyclass(frozen, module = "memfit._native")]
@@ -85,6 +87,31 @@ mod _native {
         /// The trace as `memfit show` prints it.
         fn text(&self, py: Python<'_>) -> String {
             py.detach(|| memfit::of_trace(&self.trace))
+        }
+    }
+
+    /// A CUDA memory snapshot, as columns.
+    #[pyclass(frozen, module = "memfit._native")]
+    struct Snapshot {
+        snapshot: Arc<snapshot::Snapshot>,
+    }
+
+    #[pymethods]
+    impl Snapshot {
+        /// Reads a snapshot from the bytes of its pickle, gzip'ed or not.
+        #[staticmethod]
+        fn decode(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+            let snapshot = py
+                .detach(|| snapshot::read_bytes(data))
+                .map_err(|error| SnapshotError::new_err(error.to_string()))?;
+            Ok(Self {
+                snapshot: Arc::new(snapshot),
+            })
+        }
+
+        /// The snapshot as JSON, column by column.
+        fn json(&self, py: Python<'_>) -> PyResult<String> {
+            py.detach(|| to_json(&*self.snapshot))
         }
     }
 

@@ -1,7 +1,7 @@
 //! A CUDA memory snapshot as data: segments and blocks at the end, events before it.
 //!
-//! Responsible for the types, kept as columns because a snapshot may hold ten million events. Not
-//! responsible for reading them from a pickle, nor for what they mean.
+//! Responsible for the types, kept as columns because a snapshot may hold ten million events, and for
+//! reading them from a pickle ([`read`]). Not responsible for what they mean.
 //!
 //! A snapshot is what `torch.cuda.memory._snapshot()` returns (`torch/cuda/memory.py`,
 //! `torch/csrc/cuda/memory_snapshot.cpp`). Its trace is a ring buffer: an allocation without its free, and
@@ -12,12 +12,33 @@
 //! it builds the tables); events of a device are in the order they were recorded; blocks of a segment are in
 //! address order and do not overlap.
 
+mod assemble;
+mod check;
+mod collect;
+mod error;
+mod intern;
+mod pickle;
+mod read;
+mod recognise;
+mod rows;
+mod value;
+mod window;
+mod words;
+
+pub use error::SnapshotError;
+pub use read::{ReadOptions, read, read_bytes};
+
+use serde::Serialize;
+
+/// Problems beyond these are counted, not listed.
+const MOST_PROBLEMS: usize = 100;
+
 /// Index into [`Texts`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
 pub struct TextIndex(pub u32);
 
 /// Index into [`Stacks`]. [`StackIndex::NONE`] is the empty stack: recording was without stacks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
 pub struct StackIndex(pub u32);
 
 impl StackIndex {
@@ -26,7 +47,7 @@ impl StackIndex {
 }
 
 /// Index into [`Snapshot::pools`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
 pub struct PoolIndex(pub u16);
 
 impl PoolIndex {
@@ -35,13 +56,14 @@ impl PoolIndex {
 }
 
 /// Distinct strings. Entry 0 is the empty string.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
 pub struct Texts {
     texts: Vec<Box<str>>,
 }
 
 /// One frame of a stack.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 pub struct Frame {
     /// File, as recorded; `??` for C++ frames without symbols.
     pub file: TextIndex,
@@ -52,7 +74,7 @@ pub struct Frame {
 }
 
 /// Distinct stacks, innermost frame first, as PyTorch records them. Entry 0 is the empty stack.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stacks {
     frames: Vec<Frame>,
     /// Stack `i` is `frames[ends[i - 1]..ends[i]]`; stack 0 is empty.
@@ -60,7 +82,8 @@ pub struct Stacks {
 }
 
 /// What the allocator did (`TraceEntry::Action` in `c10/core/CachingDeviceAllocator.h`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Action {
     /// A block was handed out. The size is what was requested, not the block's.
@@ -87,7 +110,7 @@ pub enum Action {
 }
 
 /// One event, as a row; [`Events`] keeps them as columns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Event {
     /// What happened.
     pub action: Action,
@@ -108,7 +131,7 @@ pub struct Event {
 }
 
 /// The events of one device, in recording order.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Events {
     actions: Vec<Action>,
     addresses: Vec<u64>,
@@ -116,6 +139,9 @@ pub struct Events {
     /// Index into `streams`: devices have few streams and events are many.
     stream_numbers: Vec<u16>,
     streams: Vec<u64>,
+    /// Numbers of streams, by handle.
+    #[serde(skip)]
+    stream_order: Vec<u16>,
     times_us: Vec<u64>,
     stacks: Vec<StackIndex>,
     pools: Vec<PoolIndex>,
@@ -123,7 +149,8 @@ pub struct Events {
 }
 
 /// State of a block when the snapshot was taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum BlockState {
     /// Held by a tensor.
     Allocated,
@@ -135,7 +162,7 @@ pub enum BlockState {
 }
 
 /// One block of a segment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Block {
     /// Where it starts.
     pub address: u64,
@@ -150,7 +177,7 @@ pub struct Block {
 }
 
 /// One segment: a `cudaMalloc`, or one contiguous mapped range of an expandable segment.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Segment {
     /// Where it starts.
     pub address: u64,
@@ -171,7 +198,7 @@ pub struct Segment {
 }
 
 /// What a snapshot says of one device.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct DeviceRecord {
     /// Index of the device.
     pub index: u32,
@@ -182,7 +209,7 @@ pub struct DeviceRecord {
 }
 
 /// Start or end of an annotated stretch, such as `Optimizer.step#AdamW.step`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Annotation {
     /// Start rather than end.
     pub is_start: bool,
@@ -195,7 +222,7 @@ pub struct Annotation {
 }
 
 /// Something in the file that contradicts itself. The rest is analysed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
     /// The device, when it is about one.
     pub device: Option<u32>,
@@ -206,7 +233,7 @@ pub struct Problem {
 }
 
 /// A whole snapshot.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Snapshot {
     /// Strings of frames, labels and annotations.
     pub texts: Texts,
@@ -225,7 +252,8 @@ pub struct Snapshot {
 }
 
 /// Distinct private pool ids. Entry 0 is `(0, 0)`, the default pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
 pub struct Pools {
     ids: Vec<(u64, u64)>,
 }
@@ -240,12 +268,18 @@ impl Pools {
     /// The index of a pool's id, added if it is new; `None` when there are more pools than an index counts.
     pub fn index_of(&mut self, id: (u64, u64)) -> Option<PoolIndex> {
         // Pools are few: a scan is as good as a map.
-        let index = self.ids.iter().position(|&known| known == id);
-        let index = index.unwrap_or_else(|| {
-            self.ids.push(id);
-            self.ids.len() - 1
-        });
-        u16::try_from(index).ok().map(PoolIndex)
+        match self.ids.iter().position(|&known| known == id) {
+            // No more are let in than an index counts.
+            Some(index) => u16::try_from(index).ok().map(PoolIndex),
+            None => self.push_new(id),
+        }
+    }
+
+    /// The index of a pool's id that is not there yet.
+    fn push_new(&mut self, id: (u64, u64)) -> Option<PoolIndex> {
+        let index = u16::try_from(self.ids.len()).ok()?;
+        self.ids.push(id);
+        Some(PoolIndex(index))
     }
 
     /// The id of a pool.
@@ -355,13 +389,28 @@ impl Events {
     }
 
     fn stream_number(&mut self, stream: u64) -> Option<u16> {
-        let known = self.streams.iter().position(|&known| known == stream);
-        let index = known.unwrap_or(self.streams.len());
-        let number = u16::try_from(index).ok()?;
-        if known.is_none() {
-            self.streams.push(stream);
+        let streams = &self.streams;
+        let place = |&number: &u16| streams[usize::from(number)];
+        match self.stream_order.binary_search_by_key(&stream, place) {
+            Ok(at) => Some(self.stream_order[at]),
+            Err(at) => {
+                let number = u16::try_from(self.streams.len()).ok()?;
+                self.streams.push(stream);
+                self.stream_order.insert(at, number);
+                Some(number)
+            }
         }
-        Some(number)
+    }
+
+    /// A stream that has a number; the default stream when there is none.
+    fn any_stream(&self) -> u64 {
+        self.streams.first().copied().unwrap_or_default()
+    }
+
+    /// Bytes that the columns take.
+    fn held_bytes(&self) -> usize {
+        // All columns grow together: one byte, two numbers of 16 bits, two of 32, three of 64.
+        self.actions.capacity() + 4 * self.pools.capacity() + 32 * self.sizes.capacity()
     }
 
     /// How many there are.

@@ -1,3 +1,4 @@
 //! The engine from the outside.
 
 mod hostile;
+mod snapshot;
