@@ -10,4 +10,5 @@ pub mod plan;
 pub mod predict;
 pub mod snapshot;
 pub mod step;
+pub mod timeline;
 pub mod trace;
