@@ -6,6 +6,7 @@
 pub mod bytes;
 pub mod cost;
 pub mod devices;
+pub mod explain;
 pub mod plan;
 pub mod predict;
 pub mod snapshot;

@@ -1,0 +1,179 @@
+//! Reserved bytes that no block uses at the peak, and the blocks that keep them.
+//!
+//! Responsible for telling cache from fragmentation and for naming the survivors. Not responsible for what
+//! other settings would have done: only a replay knows.
+//!
+//! `inactive = reserved - active`. A segment goes back to the driver only when it is wholly free, so
+//!
+//! - *releasable*: inactive bytes of segments without blocks, and whole pages of expandable segments. The
+//!   allocator gives them back before it reports that memory is out; they are cache;
+//! - *stuck*: the other inactive bytes. They serve requests that fit into a gap and nothing else.
+//!
+//! A segment is *pinned* when more than half of it is inactive although blocks are in it.
+
+use super::history::{Allocation, History};
+use super::moment::{self, Filled};
+use super::owners::{Category, Judge};
+use crate::bytes::Bytes;
+use crate::snapshot::DeviceRecord;
+use serde::{Deserialize, Serialize};
+
+/// Pinned segments told; the others are counted.
+const MAX_PINNED: usize = 50;
+/// Blocks told of a pinned segment; the others are counted.
+const MAX_BLOCKS: usize = 8;
+
+/// What the inactive bytes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Less than 5 % of what is reserved is inactive.
+    Negligible,
+    /// At least 5 % is inactive, but less than 10 % is stuck: the cache can give the rest back.
+    Cached,
+    /// At least 10 % of what is reserved is stuck in segments that blocks keep.
+    Fragmented,
+}
+
+/// A block that keeps a segment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinningBlock {
+    /// Its bytes.
+    pub bytes: Bytes,
+    /// What for.
+    pub category: Category,
+    /// Who asked for it.
+    pub stack: String,
+}
+
+/// A segment of which more than half is inactive although blocks are in it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinnedSegment {
+    /// Where it starts.
+    pub address: u64,
+    /// Its bytes.
+    pub bytes: Bytes,
+    /// Bytes in it that no block uses.
+    pub inactive_bytes: Bytes,
+    /// Blocks in it.
+    pub block_count: u64,
+    /// The largest of them.
+    pub blocks: Vec<PinningBlock>,
+}
+
+/// The inactive bytes of the peak.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fragmentation {
+    /// Reserved and in no block, at the peak.
+    pub inactive_bytes: Bytes,
+    /// Those with the most inactive bytes first; at most 50.
+    pub pinned_segments: Vec<PinnedSegment>,
+    /// What they are.
+    pub verdict: Verdict,
+    /// Part of the inactive bytes that the allocator can give back to the driver.
+    pub releasable_bytes: Bytes,
+    /// Inactive bytes in pinned segments, those not told included.
+    pub pinned_bytes: Bytes,
+    /// Number of pinned segments, those not told included.
+    pub pinned_segment_count: u64,
+    /// Bytes of the blocks that pin them.
+    pub pinning_bytes: Bytes,
+    /// The verdict in a sentence.
+    pub summary: String,
+}
+
+impl Fragmentation {
+    /// The fragmentation of a device at a state.
+    #[must_use]
+    pub fn of(device: &DeviceRecord, history: &History, state: u32, judge: &Judge<'_>) -> Self {
+        let filled = moment::at(device, history, state);
+        let (mut reserved, mut inactive, mut releasable) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
+        for it in &filled {
+            reserved += Bytes(it.region.size);
+            inactive += Bytes(it.inactive_bytes());
+            releasable += Bytes(it.releasable_bytes());
+        }
+        let mut pinned: Vec<&Filled<'_>> = filled.iter().filter(|it| is_pinned(it)).collect();
+        pinned.sort_by_key(|it| (std::cmp::Reverse(it.inactive_bytes()), it.address));
+        let mut found = Self {
+            inactive_bytes: inactive,
+            verdict: verdict(reserved, inactive, releasable),
+            releasable_bytes: releasable,
+            pinned_bytes: pinned.iter().map(|it| Bytes(it.inactive_bytes())).sum(),
+            pinned_segment_count: pinned.len() as u64,
+            pinning_bytes: pinned.iter().map(|it| Bytes(it.active_bytes())).sum(),
+            pinned_segments: pinned
+                .iter()
+                .take(MAX_PINNED)
+                .map(|it| told(it, judge))
+                .collect(),
+            summary: String::new(),
+        };
+        found.summary = found.sentence(reserved);
+        found
+    }
+
+    fn sentence(&self, reserved: Bytes) -> String {
+        let inactive = self.inactive_bytes;
+        match self.verdict {
+            Verdict::Negligible => {
+                format!(
+                    "fragmentation does not matter: {inactive} of {reserved} reserved are in no block"
+                )
+            }
+            Verdict::Cached => format!(
+                "{inactive} of {reserved} reserved are in no block, but {} of them are cache that the \
+                 allocator gives back when it must",
+                self.releasable_bytes
+            ),
+            Verdict::Fragmented => format!(
+                "fragmentation matters: {} of {reserved} reserved are stuck between blocks; blocks of {} \
+                 in all keep {} in {} segments from going back",
+                inactive - self.releasable_bytes,
+                self.pinning_bytes,
+                self.pinned_bytes,
+                self.pinned_segment_count
+            ),
+        }
+    }
+}
+
+fn is_pinned(filled: &Filled<'_>) -> bool {
+    let stuck = filled
+        .inactive_bytes()
+        .saturating_sub(filled.releasable_bytes());
+    !filled.blocks.is_empty() && stuck > filled.region.size / 2
+}
+
+fn verdict(reserved: Bytes, inactive: Bytes, releasable: Bytes) -> Verdict {
+    let share = |part: Bytes, percent: u64| {
+        u128::from(part.0) * 100 >= u128::from(reserved.0) * u128::from(percent)
+    };
+    if reserved == Bytes::ZERO || !share(inactive, 5) {
+        Verdict::Negligible
+    } else if !share(inactive - releasable, 10) {
+        Verdict::Cached
+    } else {
+        Verdict::Fragmented
+    }
+}
+
+fn told(filled: &Filled<'_>, judge: &Judge<'_>) -> PinnedSegment {
+    let mut blocks: Vec<&Allocation> = filled.blocks.clone();
+    blocks.sort_by_key(|block| (std::cmp::Reverse(block.size), block.address));
+    PinnedSegment {
+        address: filled.address,
+        bytes: Bytes(filled.region.size),
+        inactive_bytes: Bytes(filled.inactive_bytes()),
+        block_count: blocks.len() as u64,
+        blocks: blocks
+            .into_iter()
+            .take(MAX_BLOCKS)
+            .map(|block| PinningBlock {
+                bytes: Bytes(block.size),
+                category: judge.category(block).0,
+                stack: judge.stack_text(block),
+            })
+            .collect(),
+    }
+}

@@ -1,0 +1,281 @@
+//! Why a request was refused.
+//!
+//! Responsible for dividing the device's memory at the moment of an `oom` event and for naming one
+//! cause. Not responsible for what would have helped: only a replay knows.
+//!
+//! # The arithmetic
+//!
+//! Before an `oom` event is recorded the allocator has given back every segment that it could, so what it
+//! still holds and does not use is stuck. The device's memory then divides into
+//!
+//! ```text
+//! total = live_set + pending + fragmentation + device_free + non_torch
+//!         \___________ reserved ___________/
+//!
+//! live_set       allocated: blocks that tensors hold
+//! pending        active - allocated: blocks let go that wait for another stream
+//! fragmentation  reserved - active: in no block
+//! device_free    free on the device, recorded with the event
+//! non_torch      the rest: other processes, CUDA contexts, libraries
+//! ```
+//!
+//! `total` is not in a snapshot; without it `non_torch` is unknown. `need` is the request, rounded;
+//! `segment` is what the allocator would have asked the driver for. The first line that holds is the cause:
+//!
+//! | cause | when | in words |
+//! |---|---|---|
+//! | pending | a gap of at least `need` opens when the waiting blocks are freed, or segments that then are empty and `device_free` make a `segment` | only the other stream was in the way |
+//! | fragmentation | `fragmentation > 0` and `need <= fragmentation + device_free`, the latter only when the driver was out | the bytes were there, not in one piece |
+//! | cap | `device_free >= segment` | the driver had room: a limit (`set_per_process_memory_fraction`) refused |
+//! | `non_torch` | `total` is known, `non_torch` above 1 GiB, `active + need <= total - 1 GiB` | the device would have been enough, but for others |
+//! | `live_set` | otherwise | the tensors alive and the request are too much |
+//!
+//! 1 GiB is what the process' own CUDA context may take. `parts.cap` is `device_free` when the cap is the
+//! cause, the bytes that it withheld, and else 0.
+
+use super::history::History;
+use super::moment::{self, Filled};
+use super::peak::Totals;
+use crate::bytes::Bytes;
+use crate::snapshot::{DeviceRecord, Event, StackIndex};
+use serde::{Deserialize, Serialize};
+
+const MIB: u64 = 1 << 20;
+/// Largest request of the small pool (`kSmallSize`).
+const SMALL_REQUEST_BYTES: u64 = MIB;
+/// Segments of the small pool (`kSmallBuffer`).
+const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
+/// Segments for requests below [`LARGE_LINE_BYTES`] (`kLargeBuffer`).
+const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
+/// From here on a request gets a segment of its own (`kMinLargeAlloc`).
+const LARGE_LINE_BYTES: u64 = 10 * MIB;
+/// What a process' own CUDA context and libraries may take.
+const CONTEXT_BYTES: Bytes = Bytes(1 << 30);
+
+/// What a refusal comes down to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// The tensors alive and the request are too much.
+    LiveSet,
+    /// The bytes were there, not in one piece.
+    Fragmentation,
+    /// A limit below the device's memory refused.
+    Cap,
+    /// Other processes, contexts or libraries hold what was missing.
+    NonTorch,
+    /// Blocks that wait for another stream hold what was missing.
+    Pending,
+}
+
+/// How the device's memory divides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Parts {
+    /// Held by tensors.
+    pub live_set: Bytes,
+    /// Reserved, in no block.
+    pub fragmentation: Bytes,
+    /// Free on the device but withheld by a limit.
+    pub cap: Bytes,
+    /// Outside PyTorch's allocator; absent while the device's memory is not known.
+    pub non_torch: Option<Bytes>,
+    /// Let go, but waiting for another stream.
+    pub pending: Bytes,
+}
+
+/// One refusal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutOfMemory {
+    /// Index of the event.
+    pub event: u64,
+    /// What was asked for, rounded.
+    pub requested_bytes: Bytes,
+    /// What it comes down to.
+    pub cause: Cause,
+    /// How the device's memory divides.
+    pub parts: Parts,
+    /// Free on the device at that moment.
+    pub device_free_bytes: Bytes,
+    /// Largest gap between blocks at that moment.
+    pub largest_gap_bytes: Bytes,
+    /// Who asked.
+    pub stack: String,
+    /// The cause in a sentence.
+    pub summary: String,
+}
+
+/// What is known at the moment of a refusal.
+struct Refusal<'a> {
+    filled: Vec<Filled<'a>>,
+    totals: Totals,
+    state: u32,
+    need: Bytes,
+    device_free: Bytes,
+    non_torch: Option<Bytes>,
+    device_memory: Option<Bytes>,
+}
+
+/// Explains the refusal of an event; `totals` are those of the state before it.
+pub(super) fn explain(
+    device: &DeviceRecord,
+    history: &History,
+    totals: Totals,
+    (position, event): (u32, &Event),
+    device_memory: Option<Bytes>,
+    text: impl Fn(StackIndex) -> String,
+) -> OutOfMemory {
+    // The address column of an `oom` event holds the free bytes.
+    let device_free = Bytes(event.address);
+    let outside = device_memory.map(|total| total - device_free - totals.reserved_bytes);
+    let refusal = Refusal {
+        filled: moment::at(device, history, position),
+        totals,
+        state: position,
+        need: Bytes(event.size),
+        device_free,
+        non_torch: outside,
+        device_memory,
+    };
+    let cause = refusal.cause();
+    let parts = Parts {
+        live_set: totals.allocated_bytes,
+        fragmentation: totals.reserved_bytes - totals.active_bytes,
+        cap: if cause == Cause::Cap {
+            device_free
+        } else {
+            Bytes::ZERO
+        },
+        non_torch: outside,
+        pending: totals.active_bytes - totals.allocated_bytes,
+    };
+    OutOfMemory {
+        event: u64::from(position),
+        requested_bytes: refusal.need,
+        cause,
+        parts,
+        device_free_bytes: device_free,
+        largest_gap_bytes: refusal.largest_gap(false),
+        stack: text(event.stack),
+        summary: sentence(cause, &parts, refusal.need, device_free),
+    }
+}
+
+impl Refusal<'_> {
+    fn cause(&self) -> Cause {
+        let segment = segment_bytes(self.need);
+        let driver_had_room = self.device_free >= segment;
+        let inactive = self.totals.reserved_bytes - self.totals.active_bytes;
+        let within_reach = if driver_had_room {
+            inactive
+        } else {
+            inactive + self.device_free
+        };
+        if self.only_streams_in_the_way(segment) {
+            return Cause::Pending;
+        }
+        if inactive > Bytes::ZERO && self.need <= within_reach {
+            return Cause::Fragmentation;
+        }
+        if driver_had_room {
+            return Cause::Cap;
+        }
+        let fits_alone = self
+            .device_memory
+            .is_some_and(|total| self.totals.active_bytes + self.need <= total - CONTEXT_BYTES);
+        if fits_alone
+            && self
+                .non_torch
+                .is_some_and(|outside| outside > CONTEXT_BYTES)
+        {
+            return Cause::NonTorch;
+        }
+        Cause::LiveSet
+    }
+
+    /// Whether the request is served once every waiting block is free.
+    fn only_streams_in_the_way(&self, segment: Bytes) -> bool {
+        if self.totals.active_bytes == self.totals.allocated_bytes {
+            return false;
+        }
+        if self.largest_gap(true) >= self.need {
+            return true;
+        }
+        let held = |block: &super::history::Allocation| block.is_allocated_at(self.state);
+        let emptied = self
+            .filled
+            .iter()
+            .filter(|it| !it.blocks.iter().any(|block| held(block)));
+        let back: Bytes = emptied.map(|it| Bytes(it.region.size)).sum();
+        back > Bytes::ZERO && back + self.device_free >= segment
+    }
+
+    /// The longest run of bytes that no block covers, or, `after_streams`, that no tensor holds.
+    fn largest_gap(&self, after_streams: bool) -> Bytes {
+        let gaps = self
+            .filled
+            .iter()
+            .flat_map(|it| it.gaps(|block| !after_streams || block.is_allocated_at(self.state)));
+        gaps.map(|(start, end)| Bytes(end - start))
+            .max()
+            .unwrap_or_default()
+    }
+}
+
+/// What the allocator asks the driver for (`get_allocation_size`).
+fn segment_bytes(need: Bytes) -> Bytes {
+    Bytes(match need.0 {
+        small if small <= SMALL_REQUEST_BYTES => SMALL_SEGMENT_BYTES,
+        medium if medium < LARGE_LINE_BYTES => LARGE_SEGMENT_BYTES,
+        large => large
+            .checked_next_multiple_of(SMALL_SEGMENT_BYTES)
+            .unwrap_or(large),
+    })
+}
+
+fn sentence(cause: Cause, parts: &Parts, need: Bytes, device_free: Bytes) -> String {
+    let live = parts.live_set;
+    match cause {
+        Cause::LiveSet => format!(
+            "tensors hold {live}, and {need} more are not there: {device_free} are free on the device and \
+             {} in no block",
+            parts.fragmentation
+        ),
+        Cause::Fragmentation => format!(
+            "{need} would have fitted into the {} reserved but unused and the {device_free} free on the \
+             device, but not in one piece",
+            parts.fragmentation
+        ),
+        Cause::Cap => format!(
+            "{device_free} were free on the device, yet {need} were refused: a limit on this process, such \
+             as `set_per_process_memory_fraction`, was reached"
+        ),
+        Cause::NonTorch => format!(
+            "tensors hold {live} and would have left room for {need}, but {} of the device belong to \
+             other processes or libraries",
+            parts.non_torch.unwrap_or_default()
+        ),
+        Cause::Pending => format!(
+            "{} were let go but waited for another stream; with them free, {need} would have fitted",
+            parts.pending
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_are_as_large_as_the_allocator_makes_them() {
+        for (need, segment) in [
+            (512, 2 * MIB),
+            (MIB, 2 * MIB),
+            (MIB + 512, 20 * MIB),
+            (10 * MIB, 10 * MIB),
+            (10 * MIB + 512, 12 * MIB),
+            (u64::MAX, u64::MAX),
+        ] {
+            assert_eq!(segment_bytes(Bytes(need)), Bytes(segment));
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Where one training or inference step ends and the next begins.
+//!
+//! Responsible for finding the boundaries in a trace that does not name them. Not responsible for what
+//! grows from one to the next (`growth.rs`).
+//!
+//! The first of these that gives at least [`MIN_BOUNDARIES`] boundaries decides:
+//!
+//! 1. annotations: the ends of `Optimizer.step#..`, or the starts of `ProfilerStep#..`;
+//! 2. stacks: the ends of runs of allocations under an optimizer's step;
+//! 3. stacks: the ends of runs of allocations under autograd's engine;
+//! 4. rhythm: a stack that allocates again and again at even distances, the rarest such.
+
+use std::collections::BTreeMap;
+
+use super::owners::Runs;
+use super::sites::Phase;
+use crate::snapshot::{Action, DeviceRecord, Snapshot, StackIndex};
+use serde::{Deserialize, Serialize};
+
+/// Three whole steps lie between four boundaries.
+pub(super) const MIN_BOUNDARIES: usize = 4;
+
+/// How the boundaries were found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StepSource {
+    /// Rule 1.
+    Annotations,
+    /// Rule 2.
+    OptimizerStacks,
+    /// Rule 3.
+    BackwardStacks,
+    /// Rule 4.
+    Rhythm,
+}
+
+/// The states at which steps end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Steps {
+    pub(super) boundaries: Vec<u32>,
+    pub(super) source: StepSource,
+}
+
+impl Steps {
+    /// The boundaries of a device's steps, if there are enough.
+    pub(super) fn of(snapshot: &Snapshot, device: &DeviceRecord, runs: &Runs) -> Option<Self> {
+        let ends = |phase| {
+            runs.whole(phase)
+                .into_iter()
+                .map(|(_, end)| end - 1)
+                .collect()
+        };
+        let found = [
+            (StepSource::Annotations, annotated(snapshot, device)),
+            (StepSource::OptimizerStacks, ends(Phase::Optimizer)),
+            (StepSource::BackwardStacks, ends(Phase::Backward)),
+        ];
+        let found = found
+            .into_iter()
+            .find(|(_, boundaries)| boundaries.len() >= MIN_BOUNDARIES);
+        let (source, boundaries) = found.or_else(|| Some((StepSource::Rhythm, rhythm(device)?)))?;
+        Some(Self { boundaries, source })
+    }
+}
+
+/// The states at the times of annotations.
+fn annotated(snapshot: &Snapshot, device: &DeviceRecord) -> Vec<u32> {
+    for (name, is_start) in [("Optimizer.step", false), ("ProfilerStep", true)] {
+        let marks = snapshot.annotations.iter().filter(|mark| {
+            mark.device == device.index
+                && mark.is_start == is_start
+                && snapshot.texts.get(mark.name).starts_with(name)
+        });
+        let mut states: Vec<u32> = marks.map(|mark| state_at(device, mark.time_us)).collect();
+        states.sort_unstable();
+        states.dedup();
+        if states.len() >= MIN_BOUNDARIES {
+            return states;
+        }
+    }
+    Vec::new()
+}
+
+/// The state at a time: after every event up to it. Times rise along a trace.
+fn state_at(device: &DeviceRecord, time_us: u64) -> u32 {
+    let (mut low, mut high) = (0, device.events.len());
+    while low < high {
+        let middle = usize::midpoint(low, high);
+        match device.events.get(middle) {
+            Some(event) if event.time_us <= time_us => low = middle + 1,
+            _ => high = middle,
+        }
+    }
+    u32::try_from(low).unwrap_or(u32::MAX - 1)
+}
+
+/// The states after the allocations of the rarest stack that comes at even distances: no distance, counted
+/// in allocations, is more than half above the smallest, and together they span half the trace.
+fn rhythm(device: &DeviceRecord) -> Option<Vec<u32>> {
+    #[derive(Clone, Copy)]
+    struct Beat {
+        count: u64,
+        first: u64,
+        last: u64,
+        shortest: u64,
+        longest: u64,
+    }
+    let mut beats: BTreeMap<StackIndex, Beat> = BTreeMap::new();
+    let mut number = 0;
+    for event in device.events.iter() {
+        if event.action != Action::Alloc {
+            continue;
+        }
+        number += 1;
+        let beat = beats.entry(event.stack).or_insert(Beat {
+            count: 0,
+            first: number,
+            last: number,
+            shortest: u64::MAX,
+            longest: 0,
+        });
+        if beat.count > 0 {
+            let distance = number - beat.last;
+            beat.shortest = beat.shortest.min(distance);
+            beat.longest = beat.longest.max(distance);
+        }
+        beat.count += 1;
+        beat.last = number;
+    }
+    let is_even = |beat: &Beat| {
+        beat.count >= MIN_BOUNDARIES as u64
+            && beat.longest <= beat.shortest.saturating_add(beat.shortest / 2)
+            && (beat.last - beat.first) * 2 >= number
+    };
+    let even = beats.iter().filter(|(_, beat)| is_even(beat));
+    let (&stack, _) = even.min_by_key(|(stack, beat)| (beat.count, beat.first, **stack))?;
+    let states = (1..u32::MAX).zip(device.events.iter());
+    let on_beat = states
+        .filter(|(_, event)| event.action == Action::Alloc && event.stack == stack)
+        .map(|(state, _)| state);
+    Some(on_beat.collect())
+}
