@@ -5,14 +5,14 @@
 //!
 //! The rule: at every boundary between steps the bytes that a stack's allocations hold are added up. The
 //! first boundary is warm-up (optimizer state is made in the first step) where five or more are known. A stack
-//! grows when its bytes rise at *every* remaining boundary, at least three times. What rises and falls
-//! back is no leak, however much it is.
+//! grows when its bytes rise at *every* remaining boundary, at least three times, and are still held when
+//! the snapshot is taken. What rises and falls back is no leak, however much it is.
 //!
 //! Between two snapshots the same sums are compared at their ends.
 
 use std::collections::BTreeMap;
 
-use super::history::{Allocation, History};
+use super::history::{Allocation, History, NEVER};
 use super::owners::{Category, Judge};
 use super::sites::{Phase, Sites};
 use super::steps::{MIN_BOUNDARIES, Steps};
@@ -70,6 +70,8 @@ struct Series {
     category: Category,
     stack: StackIndex,
     bytes: Vec<u64>,
+    /// When the snapshot was taken.
+    last: u64,
     is_scalar: bool,
 }
 
@@ -85,7 +87,7 @@ pub(super) fn within(
     let looked_at = (boundaries.len() - 1) * stride;
     let mut rising: Vec<(String, Series)> = by_text
         .into_iter()
-        .filter(|(_, series)| rises(&series.bytes))
+        .filter(|(_, series)| rises(&series.bytes) && series.is_kept())
         .collect();
     let graph = rising
         .iter()
@@ -151,9 +153,13 @@ fn series(history: &History, boundaries: &[u32], judge: &Judge<'_>) -> BTreeMap<
                 category: judge.category(last).0,
                 stack,
                 bytes: vec![0; boundaries.len()],
+                last: 0,
                 is_scalar: true,
             });
         for allocation in held {
+            if allocation.let_go == NEVER {
+                series.last = series.last.saturating_add(allocation.size);
+            }
             series.is_scalar &= allocation.requested_size <= SCALAR_BYTES;
             for bytes in &mut series.bytes[index(allocation.start)..index(allocation.let_go)] {
                 *bytes = bytes.saturating_add(allocation.size);
@@ -168,6 +174,15 @@ impl Series {
         match (self.bytes.first(), self.bytes.last()) {
             (Some(first), Some(last)) => last.saturating_sub(*first),
             _ => 0,
+        }
+    }
+
+    /// Whether no more than a step's worth of what grew is gone at the end.
+    fn is_kept(&self) -> bool {
+        let mut last = self.bytes.iter().rev();
+        match (last.next(), last.next()) {
+            (Some(_), Some(before)) => self.last >= *before,
+            _ => false,
         }
     }
 

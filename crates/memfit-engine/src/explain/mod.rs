@@ -78,6 +78,7 @@ pub fn explain(snapshot: &Snapshot, request: &Request<'_>) -> Explanation {
             peaks: Peaks::of(device, &history),
             judge: Judge {
                 snapshot,
+                device,
                 sites: &sites,
                 runs: &runs,
             },
@@ -138,7 +139,7 @@ impl Subject<'_> {
             judge,
         } = self;
         let state = peaks.allocated.state;
-        let steps = steps::Steps::of(judge.snapshot, device, judge.runs);
+        let steps = steps::Steps::of(judge);
         let found = match (earlier, &steps) {
             (Some((before, sites, count)), _) => {
                 growth::between((before, sites), (device, judge), count)

@@ -20,9 +20,11 @@
 //! | 10 | KV cache | `transformers/cache_utils.py` |
 //! | 11 | parameter | a module is built, loaded, or moved (`__init__`, `_apply`, `load_state_dict`) |
 //! | 12 | activation | a module's `forward`, or `torch.nn.functional` |
-//! | 13 | activation | made outside modules, let go by backward |
-//! | 14 | input | `torch/utils/data`, `pin_memory`, a collate function |
-//! | 15 | unknown | none of these |
+//! | 13 | activation | let go by backward |
+//! | 14 | gradient | let go by `zero_grad` |
+//! | 15 | optimizer state | alive before recording, let go by an optimizer's step |
+//! | 16 | input | `torch/utils/data`, `pin_memory`, a collate function |
+//! | 17 | unknown | none of these |
 //!
 //! With stacks of Python only, an event without frames that was recorded beside others with frames counts as
 //! backward: autograd's threads have no Python frames.
@@ -30,6 +32,7 @@
 use std::collections::BTreeMap;
 
 use super::history::{Allocation, History, NEVER};
+use super::peak::event_of;
 use super::sites::{BEFORE_RECORDING, NO_STACK, Phase, Sites};
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord, PoolIndex, Snapshot, StackIndex, TextIndex};
@@ -99,13 +102,13 @@ impl Category {
 pub enum Evidence {
     /// Rule 1.
     Profiler,
-    /// The stack alone: rules 2, 3, 5, 6, 7, 10, 11, 12, 14.
+    /// The stack alone: rules 2, 3, 5, 6, 7, 10, 11, 12, 16.
     Stack,
     /// The stack and when it was let go: rules 4, 8, 9.
     StackAndLife,
-    /// When it was let go: rule 13.
+    /// When it was let go: rules 13, 14, 15.
     Life,
-    /// Rule 15.
+    /// Rule 17.
     None,
 }
 
@@ -218,7 +221,9 @@ impl OptimizerSteps {
 pub struct Judge<'a> {
     /// The snapshot.
     pub snapshot: &'a Snapshot,
-    /// Its stacks.
+    /// The device.
+    pub device: &'a DeviceRecord,
+    /// The snapshot's stacks.
     pub sites: &'a Sites<'a>,
     /// The device's runs.
     pub runs: &'a Runs,
@@ -259,11 +264,25 @@ impl Judge<'_> {
             Phase::Forward if site.is_kv_cache() => stack(Category::KvCache),
             Phase::Forward if site.is_module_setup() => stack(Category::Parameter),
             Phase::Forward if site.is_in_forward() => stack(Category::Activation),
-            Phase::Forward if end.is_some_and(|(_, phase)| phase == Phase::Backward) => {
-                (Category::Activation, Evidence::Life)
-            }
-            Phase::Forward if site.is_input() => stack(Category::Input),
-            Phase::Forward => (Category::Unknown, Evidence::None),
+            Phase::Forward => match self.category_by_end(allocation) {
+                Some(category) => (category, Evidence::Life),
+                None if site.is_input() => stack(Category::Input),
+                None => (Category::Unknown, Evidence::None),
+            },
+        }
+    }
+
+    /// What a block was for, by who let it go.
+    fn category_by_end(&self, allocation: &Allocation) -> Option<Category> {
+        let position = event_of(allocation.let_go).filter(|_| allocation.let_go != NEVER)?;
+        let event = self.device.events.get(usize::try_from(position).ok()?)?;
+        if self.sites.get(event.stack).is_zero_grad() {
+            return Some(Category::Gradient);
+        }
+        match self.runs.at(allocation.let_go).1 {
+            Phase::Backward => Some(Category::Activation),
+            Phase::Optimizer if allocation.start == 0 => Some(Category::OptimizerState),
+            _ => None,
         }
     }
 

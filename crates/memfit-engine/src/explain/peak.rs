@@ -66,21 +66,25 @@ pub fn totals<'a>(
 ) -> impl Iterator<Item = Totals> + 'a {
     let first = first_totals(history);
     let mut now = first;
-    let steps = device
-        .events
-        .iter()
-        .enumerate()
+    let steps = (0..)
+        .zip(device.events.iter())
         .map(move |(position, event)| {
-            let block = history
-                .of_event(position)
-                .map_or(Bytes::ZERO, |index| Bytes(history.allocations[index].size));
+            let allocation = history.of_event(position);
+            let allocation = allocation.map(|index| &history.allocations[index]);
+            let block = allocation.map_or(Bytes::ZERO, |it| Bytes(it.size));
             match event.action {
                 Action::Alloc => {
                     now.allocated_bytes += block;
                     now.active_bytes += block;
                 }
                 Action::FreeRequested => now.allocated_bytes -= block,
-                Action::FreeCompleted => now.active_bytes -= block,
+                Action::FreeCompleted => {
+                    now.active_bytes -= block;
+                    // A trace that contradicts itself may have no `free_requested`.
+                    if allocation.is_some_and(|it| it.let_go == it.end) {
+                        now.allocated_bytes -= block;
+                    }
+                }
                 Action::SegmentAlloc | Action::SegmentMap => {
                     now.reserved_bytes += Bytes(event.size);
                 }

@@ -21,32 +21,34 @@ const MAX_NATIVE_FRAMES: usize = 6;
 /// What a frame gives away, as bits.
 mod mark {
     /// Some frame of Python.
-    pub(super) const PYTHON: u16 = 1;
+    pub(super) const PYTHON: u32 = 1;
     /// `forward`, or a call of a module or of `torch.nn.functional`.
-    pub(super) const FORWARD: u16 = 1 << 1;
+    pub(super) const FORWARD: u32 = 1 << 1;
     /// Autograd's engine, or `Tensor.backward` above it.
-    pub(super) const BACKWARD: u16 = 1 << 2;
+    pub(super) const BACKWARD: u32 = 1 << 2;
     /// The node that writes a parameter's gradient.
-    pub(super) const ACCUMULATE: u16 = 1 << 3;
+    pub(super) const ACCUMULATE: u32 = 1 << 3;
     /// A step of an optimizer.
-    pub(super) const OPTIMIZER: u16 = 1 << 4;
+    pub(super) const OPTIMIZER: u32 = 1 << 4;
     /// Scratch of cuBLAS or cuDNN.
-    pub(super) const WORKSPACE: u16 = 1 << 5;
+    pub(super) const WORKSPACE: u32 = 1 << 5;
     /// A collective.
-    pub(super) const COMMUNICATION: u16 = 1 << 6;
+    pub(super) const COMMUNICATION: u32 = 1 << 6;
     /// A module is built, loaded or moved.
-    pub(super) const PARAMETER: u16 = 1 << 7;
+    pub(super) const PARAMETER: u32 = 1 << 7;
     /// A batch is loaded or moved.
-    pub(super) const INPUT: u16 = 1 << 8;
+    pub(super) const INPUT: u32 = 1 << 8;
     /// A cache of keys and values.
-    pub(super) const KV_CACHE: u16 = 1 << 9;
+    pub(super) const KV_CACHE: u32 = 1 << 9;
     /// Forward inside backward: activation checkpointing computes it again.
-    pub(super) const RECOMPUTED: u16 = 1 << 10;
+    pub(super) const RECOMPUTED: u32 = 1 << 10;
     /// Files that say something only together with the function.
-    pub(super) const MODULE_FILE: u16 = 1 << 11;
-    pub(super) const OPTIMIZER_FILE: u16 = 1 << 12;
-    pub(super) const AUTOGRAD_FILE: u16 = 1 << 13;
-    pub(super) const DISTRIBUTED_FILE: u16 = 1 << 14;
+    pub(super) const MODULE_FILE: u32 = 1 << 11;
+    pub(super) const OPTIMIZER_FILE: u32 = 1 << 12;
+    pub(super) const AUTOGRAD_FILE: u32 = 1 << 13;
+    pub(super) const DISTRIBUTED_FILE: u32 = 1 << 14;
+    /// Gradients are dropped or set to zero.
+    pub(super) const ZERO_GRAD: u32 = 1 << 15;
 }
 
 /// Part of a step that a stack belongs to.
@@ -63,7 +65,7 @@ pub enum Phase {
 /// What one stack says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Site {
-    marks: u16,
+    marks: u32,
     /// Function of the autograd node's frame, if there is one.
     node: Option<TextIndex>,
 }
@@ -92,6 +94,8 @@ impl Site {
         is_kv_cache: KV_CACHE;
         /// Whether it is an activation computed again in backward.
         is_recomputed: RECOMPUTED;
+        /// Whether gradients are being dropped.
+        is_zero_grad: ZERO_GRAD;
         /// Whether any Python frame is on it.
         has_python: PYTHON;
     }
@@ -122,7 +126,7 @@ impl<'a> Sites<'a> {
     pub fn of(snapshot: &'a Snapshot) -> Self {
         let texts = &snapshot.texts;
         let every = || (0..u32::try_from(texts.len()).unwrap_or(u32::MAX)).map(TextIndex);
-        let files: Vec<u16> = every().map(|it| file_marks(texts.get(it))).collect();
+        let files: Vec<u32> = every().map(|it| file_marks(texts.get(it))).collect();
         let functions: Vec<FunctionMarks> =
             every().map(|it| FunctionMarks::of(texts.get(it))).collect();
         let sites = (0..u32::try_from(snapshot.stacks.len()).unwrap_or(u32::MAX)).map(|index| {
@@ -264,8 +268,8 @@ struct Reader {
 }
 
 impl Reader {
-    fn read(&mut self, frame: &Frame, file: u16, function: FunctionMarks) {
-        let is_in = |kind: u16| file & kind != 0;
+    fn read(&mut self, frame: &Frame, file: u32, function: FunctionMarks) {
+        let is_in = |kind: u32| file & kind != 0;
         let mut marks = file | function.marks;
         if is_in(mark::PYTHON) {
             marks |= match function.python {
@@ -275,6 +279,7 @@ impl Reader {
                 PythonFunction::Load => mark::PARAMETER,
                 PythonFunction::Call if is_in(mark::MODULE_FILE) => mark::FORWARD,
                 PythonFunction::Batch => mark::INPUT,
+                PythonFunction::ZeroGrad => mark::ZERO_GRAD,
                 _ => 0,
             };
             if is_in(mark::OPTIMIZER_FILE) && function.python != PythonFunction::ZeroGrad {
@@ -304,8 +309,8 @@ impl Reader {
 }
 
 /// What a file's name says.
-fn file_marks(file: &str) -> u16 {
-    const PARTS: [(&str, u16); 13] = [
+fn file_marks(file: &str) -> u32 {
+    const PARTS: [(&str, u32); 13] = [
         ("torch/nn/functional.py", mark::FORWARD),
         ("torch/nn/parameter.py", mark::PARAMETER),
         ("torch/nn/init.py", mark::PARAMETER),
@@ -346,7 +351,7 @@ enum PythonFunction {
 /// What a function's name says.
 #[derive(Debug, Clone, Copy, Default)]
 struct FunctionMarks {
-    marks: u16,
+    marks: u32,
     python: PythonFunction,
     is_node: bool,
 }
@@ -405,12 +410,11 @@ fn node_name(function: &str) -> Option<&str> {
     }
     let start = function.find(GENERATED)? + GENERATED.len();
     let rest = &function[start..];
-    let end = rest
-        .find(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-        .unwrap_or(rest.len());
-    let name = rest[..end].trim_end_matches("_apply_functional_ivalue");
-    let name = name.trim_end_matches("_apply_functional");
-    (!name.is_empty()).then_some(name)
+    let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let name = &rest[..end.unwrap_or(rest.len())];
+    // `details::` and the like hold functions that nodes call.
+    let name = name.split("_apply").next()?;
+    name.contains("Backward").then_some(name)
 }
 
 fn is_python(file: &str) -> bool {
@@ -481,6 +485,10 @@ mod tests {
             ("torch::autograd::PyNode::apply(x)", Some("PyNode")),
             ("at::native::bmm(x)", None),
             ("torch::autograd::generated::", None),
+            (
+                "torch::autograd::generated::details::mul_tensor_backward(x)",
+                None,
+            ),
         ] {
             assert_eq!(node_name(function), name, "{function}");
         }

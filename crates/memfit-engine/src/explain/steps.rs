@@ -8,11 +8,12 @@
 //! 1. annotations: the ends of `Optimizer.step#..`, or the starts of `ProfilerStep#..`;
 //! 2. stacks: the ends of runs of allocations under an optimizer's step;
 //! 3. stacks: the ends of runs of allocations under autograd's engine;
-//! 4. rhythm: a stack that allocates again and again at even distances, the rarest such.
+//! 4. rhythm: a stack outside modules, backward and optimizer that allocates again and again at even
+//!    distances, the rarest such. Inside a module's forward the layers have a rhythm too.
 
 use std::collections::BTreeMap;
 
-use super::owners::Runs;
+use super::owners::Judge;
 use super::sites::Phase;
 use crate::snapshot::{Action, DeviceRecord, Snapshot, StackIndex};
 use serde::{Deserialize, Serialize};
@@ -43,7 +44,8 @@ pub(super) struct Steps {
 
 impl Steps {
     /// The boundaries of a device's steps, if there are enough.
-    pub(super) fn of(snapshot: &Snapshot, device: &DeviceRecord, runs: &Runs) -> Option<Self> {
+    pub(super) fn of(judge: &Judge<'_>) -> Option<Self> {
+        let (snapshot, device, runs) = (judge.snapshot, judge.device, judge.runs);
         let ends = |phase| {
             runs.whole(phase)
                 .into_iter()
@@ -58,7 +60,7 @@ impl Steps {
         let found = found
             .into_iter()
             .find(|(_, boundaries)| boundaries.len() >= MIN_BOUNDARIES);
-        let (source, boundaries) = found.or_else(|| Some((StepSource::Rhythm, rhythm(device)?)))?;
+        let (source, boundaries) = found.or_else(|| Some((StepSource::Rhythm, rhythm(judge)?)))?;
         Some(Self { boundaries, source })
     }
 }
@@ -94,17 +96,20 @@ fn state_at(device: &DeviceRecord, time_us: u64) -> u32 {
     u32::try_from(low).unwrap_or(u32::MAX - 1)
 }
 
-/// The states after the allocations of the rarest stack that comes at even distances: no distance, counted
+/// How evenly a stack allocates, counted in allocations.
+#[derive(Clone, Copy)]
+struct Beat {
+    count: u64,
+    first: u64,
+    last: u64,
+    shortest: u64,
+    longest: u64,
+}
+
+/// The states after the allocations of the rarest such stack at even distances: no distance, counted
 /// in allocations, is more than half above the smallest, and together they span half the trace.
-fn rhythm(device: &DeviceRecord) -> Option<Vec<u32>> {
-    #[derive(Clone, Copy)]
-    struct Beat {
-        count: u64,
-        first: u64,
-        last: u64,
-        shortest: u64,
-        longest: u64,
-    }
+fn rhythm(judge: &Judge<'_>) -> Option<Vec<u32>> {
+    let device = judge.device;
     let mut beats: BTreeMap<StackIndex, Beat> = BTreeMap::new();
     let mut number = 0;
     for event in device.events.iter() {
@@ -127,12 +132,16 @@ fn rhythm(device: &DeviceRecord) -> Option<Vec<u32>> {
         beat.count += 1;
         beat.last = number;
     }
-    let is_even = |beat: &Beat| {
-        beat.count >= MIN_BOUNDARIES as u64
+    let is_even = |stack: StackIndex, beat: &Beat| {
+        let site = judge.sites.get(stack);
+        stack != StackIndex::NONE
+            && site.phase() == Phase::Forward
+            && !site.is_in_forward()
+            && beat.count >= MIN_BOUNDARIES as u64
             && beat.longest <= beat.shortest.saturating_add(beat.shortest / 2)
             && (beat.last - beat.first) * 2 >= number
     };
-    let even = beats.iter().filter(|(_, beat)| is_even(beat));
+    let even = beats.iter().filter(|(stack, beat)| is_even(**stack, beat));
     let (&stack, _) = even.min_by_key(|(stack, beat)| (beat.count, beat.first, **stack))?;
     let states = (1..u32::MAX).zip(device.events.iter());
     let on_beat = states

@@ -1,10 +1,16 @@
-//! The rollback against an allocator that knows the truth at every event.
+//! The rollback against an allocator that knows the truth at every event, and what is said of made-up runs.
 
 use proptest::prelude::*;
 
 use super::sample::Machine;
-use super::{History, NEVER, Peaks, Rounding, totals};
-use crate::snapshot::StackIndex;
+use super::{
+    Category, Cause, DeviceExplanation, Evidence, History, NEVER, Pattern, Peaks, Request,
+    Rounding, StepSource, Verdict, explain, totals,
+};
+use crate::bytes::Bytes;
+use crate::snapshot::{Action, Annotation, Snapshot, StackIndex};
+
+const MIB: u64 = 1 << 20;
 
 /// One thing to do: which kind, and a number that says on what or how much.
 type Step = (u8, u32);
@@ -111,5 +117,548 @@ proptest! {
         prop_assert!(peaks.allocated.bytes.0 <= highest);
         prop_assert!(highest <= peaks.allocated.bytes.0 + doubt);
         prop_assert_eq!(peaks.last, machine.truth.last().unwrap().0);
+    }
+}
+
+impl Machine {
+    /// The whole snapshot, with the events from `cut` on.
+    fn snapshot(&self, cut: usize) -> Snapshot {
+        Snapshot {
+            devices: vec![self.device(cut)],
+            ..self.snapshot.clone()
+        }
+    }
+
+    fn explained(&self, cut: usize) -> DeviceExplanation {
+        let explanation = explain(&self.snapshot(cut), &Request::default());
+        assert_eq!(explanation.problems, []);
+        explanation.devices.into_iter().next().unwrap()
+    }
+
+    fn annotate(&mut self, name: &str, is_start: bool) {
+        let name = self.snapshot.texts.push(name).unwrap();
+        let time_us = self.events.last().unwrap().time_us;
+        self.snapshot.annotations.push(Annotation {
+            is_start,
+            name,
+            device: 0,
+            time_us,
+        });
+    }
+}
+
+/// Stacks of a training loop.
+struct Loop {
+    forward: Vec<StackIndex>,
+    loss: StackIndex,
+    node: StackIndex,
+    accumulate: StackIndex,
+    state: StackIndex,
+    scratch: StackIndex,
+    batch: StackIndex,
+}
+
+const ENGINE: &str = "?? torch::autograd::Engine::evaluate_function(x)";
+const OPTIMIZER: [&str; 2] = ["/x/torch/optim/adam.py:9 step", "train.py:44 main"];
+
+fn training(machine: &mut Machine) -> Loop {
+    let module = "/x/torch/nn/modules/module.py:1790 _call_impl";
+    let layers = (0..4).map(|layer| {
+        let line = format!("model.py:{} forward", 10 + layer);
+        machine.stack(&[
+            &line,
+            module,
+            "model.py:3 forward",
+            module,
+            "train.py:40 main",
+        ])
+    });
+    let forward: Vec<StackIndex> = layers.collect();
+    Loop {
+        forward,
+        loss: machine.stack(&[
+            "python_variable_methods.cpp torch::autograd::THPVariable_add(x)",
+            "train.py:41 main",
+        ]),
+        node: machine.stack(&[
+            "?? torch::autograd::generated::MmBackward0::apply(x)",
+            ENGINE,
+        ]),
+        accumulate: machine.stack(&["?? torch::autograd::AccumulateGrad::apply(x)", ENGINE]),
+        state: machine.stack(&OPTIMIZER),
+        scratch: machine.stack(&["/x/torch/optim/adam.py:12 step", "train.py:44 main"]),
+        batch: machine.stack(&[
+            "/x/torch/utils/data/_utils/collate.py:3 default_collate",
+            "train.py:39 main",
+        ]),
+    }
+}
+
+/// One step; activations stay when the graph is kept, and then there is no backward.
+fn step(machine: &mut Machine, it: &Loop, is_first: bool, keeps_graph: bool, keeps_loss: bool) {
+    let batch = machine.malloc(18 * MIB, 0, it.batch);
+    let activations: Vec<u64> = it
+        .forward
+        .iter()
+        .map(|&s| machine.malloc(12 * MIB, 0, s))
+        .collect();
+    let loss = machine.malloc(4, 0, it.loss);
+    let mut gradients = Vec::new();
+    if !keeps_graph {
+        for &activation in activations.iter().rev() {
+            let temporary = machine.malloc(22 * MIB, 0, it.node);
+            gradients.push(machine.malloc(14 * MIB, 0, it.accumulate));
+            machine.free(activation, false);
+            machine.free(temporary, false);
+        }
+    }
+    let scratch = machine.malloc(10 * MIB, 0, it.scratch);
+    if is_first {
+        machine.malloc(16 * MIB, 0, it.state);
+    }
+    machine.free(scratch, false);
+    for gradient in gradients {
+        machine.free(gradient, false);
+    }
+    machine.free(batch, false);
+    if !keeps_loss {
+        machine.free(loss, false);
+    }
+}
+
+#[test]
+fn owners_of_a_training_step_have_their_categories() {
+    let mut machine = Machine::new();
+    let it = training(&mut machine);
+    for n in 0..3 {
+        step(&mut machine, &it, n == 0, false, false);
+    }
+    let device = machine.explained(0);
+    let sum: Bytes = device.owners.iter().map(|owner| owner.bytes).sum();
+    assert_eq!(sum, device.peak.allocated_bytes);
+    let mut said: Vec<String> = device
+        .owners
+        .iter()
+        .map(|it| format!("{} {} in {}", it.category.name(), it.bytes, it.module))
+        .collect();
+    said.sort();
+    // At the peak all four gradients are there, and the first layer's activation with its temporary.
+    insta_like(
+        &said,
+        &[
+            "activation 12.0 MiB in model.py:3 > model.py:10",
+            "gradient 56.0 MiB in AccumulateGrad",
+            "input 18.0 MiB in train.py:39 main",
+            "optimizer_state 16.0 MiB in train.py:44 main",
+            "temporary 22.0 MiB in MmBackward0",
+            "unknown 512 B in train.py:41 main",
+        ],
+    );
+    assert!(device.growth.is_empty(), "{:?}", device.growth);
+    assert_eq!(device.steps.map(|it| it.source), None);
+}
+
+fn insta_like(said: &[String], expected: &[&str]) {
+    assert_eq!(said, expected, "{said:#?}");
+}
+
+#[test]
+fn what_was_alive_before_recording_is_told_by_who_lets_it_go() {
+    let mut machine = Machine::new();
+    let it = training(&mut machine);
+    let zero = machine.stack(&[
+        "/x/torch/optim/optimizer.py:7 zero_grad",
+        "train.py:38 main",
+    ]);
+    let parameter = machine.malloc(9 * MIB, 0, StackIndex::NONE);
+    let gradient = machine.malloc(8 * MIB, 0, StackIndex::NONE);
+    let state = machine.malloc(7 * MIB, 0, StackIndex::NONE);
+    let activation = machine.malloc(6 * MIB, 0, StackIndex::NONE);
+    let cut = machine.events.len();
+    machine.malloc(512, 0, it.node);
+    machine.free(activation, false);
+    machine.malloc(512, 0, it.state);
+    machine.free(state, false);
+    machine.malloc(512, 0, it.loss);
+    machine.free(gradient, false);
+    let let_go = machine.events.len() - 2;
+    machine.events[let_go].stack = zero;
+    let device = machine.explained(cut);
+    assert_eq!(device.live_before_recording_bytes, Bytes(30 * MIB));
+    let of = |bytes: u64| {
+        device
+            .owners
+            .iter()
+            .find(|it| it.bytes == Bytes(bytes * MIB))
+            .unwrap()
+    };
+    for (bytes, category, evidence) in [
+        (9, Category::Unknown, Evidence::None),
+        (8, Category::Gradient, Evidence::Life),
+        (7, Category::OptimizerState, Evidence::Life),
+        (6, Category::Activation, Evidence::Life),
+    ] {
+        assert_eq!(
+            (of(bytes).category, of(bytes).evidence),
+            (category, evidence)
+        );
+        assert_eq!(of(bytes).stack, super::BEFORE_RECORDING);
+    }
+    assert_ne!(parameter, gradient);
+}
+
+#[test]
+fn a_kept_graph_is_found_with_the_line_that_keeps_it() {
+    for is_annotated in [true, false] {
+        let mut machine = Machine::new();
+        let it = training(&mut machine);
+        for n in 0..6 {
+            step(&mut machine, &it, n == 0, true, true);
+            if is_annotated {
+                machine.annotate("Optimizer.step#Adam.step", false);
+            }
+        }
+        let device = machine.explained(0);
+        let source = if is_annotated {
+            StepSource::Annotations
+        } else {
+            StepSource::OptimizerStacks
+        };
+        assert_eq!(device.steps.map(|it| it.source), Some(source));
+        let patterns: Vec<_> = device
+            .growth
+            .iter()
+            .map(|it| (it.pattern, it.bytes_per_step))
+            .collect();
+        let mut expected = vec![(Pattern::KeptGraph, Bytes(12 * MIB)); 4];
+        expected.push((Pattern::KeptScalar, Bytes(512)));
+        assert_eq!(patterns, expected);
+        let said = device.growth_summary.unwrap();
+        assert!(
+            said.starts_with("48.0 MiB more stay after every step"),
+            "{said}"
+        );
+        assert!(
+            said.contains("`total_loss += loss`") && said.ends_with("train.py:41 main"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn a_kept_loss_is_found_and_what_falls_back_is_not() {
+    let mut machine = Machine::new();
+    let it = training(&mut machine);
+    for n in 0..8 {
+        step(&mut machine, &it, n == 0, false, true);
+    }
+    let device = machine.explained(0);
+    let [only] = &device.growth[..] else {
+        panic!("{:?}", device.growth)
+    };
+    assert_eq!(
+        (only.pattern, only.bytes_per_step),
+        (Pattern::KeptScalar, Bytes(512))
+    );
+    assert_eq!(only.stack.lines().last(), Some("train.py:41 main"));
+
+    // A list that grows for a while and is then dropped.
+    let mut machine = Machine::new();
+    let it = training(&mut machine);
+    let list = machine.stack(&["train.py:50 main"]);
+    let mut kept = Vec::new();
+    for n in 0..8 {
+        step(&mut machine, &it, n == 0, false, false);
+        kept.push(machine.malloc(MIB, 0, list));
+    }
+    assert_eq!(machine.explained(0).growth.len(), 1);
+    for block in kept {
+        machine.free(block, false);
+    }
+    assert_eq!(machine.explained(0).growth, []);
+}
+
+#[test]
+fn layers_of_one_forward_are_no_steps() {
+    let mut machine = Machine::new();
+    let layer = machine.stack(&[
+        "block.py:5 forward",
+        "model.py:9 forward",
+        "infer.py:2 main",
+    ]);
+    let other = machine.stack(&[
+        "block.py:6 forward",
+        "model.py:9 forward",
+        "infer.py:2 main",
+    ]);
+    for _ in 0..12 {
+        machine.malloc(2 * MIB, 0, layer);
+        let scratch = machine.malloc(MIB, 0, other);
+        machine.free(scratch, false);
+    }
+    let device = machine.explained(0);
+    assert_eq!((device.steps, device.growth), (None, vec![]));
+}
+
+#[test]
+fn a_loop_without_optimizer_is_found_by_its_rhythm() {
+    let mut machine = Machine::new();
+    let results = machine.stack(&["infer.py:7 main"]);
+    let layer = machine.stack(&["block.py:5 forward", "infer.py:6 main"]);
+    for _ in 0..9 {
+        for _ in 0..5 {
+            let scratch = machine.malloc(MIB, 0, layer);
+            machine.free(scratch, false);
+        }
+        machine.malloc(3 * MIB, 0, results);
+    }
+    let device = machine.explained(0);
+    assert_eq!(
+        device.steps.map(|it| (it.source, it.boundary_count)),
+        Some((StepSource::Rhythm, 9))
+    );
+    let growth: Vec<_> = device
+        .growth
+        .iter()
+        .map(|it| (it.bytes_per_step, it.pattern))
+        .collect();
+    assert_eq!(growth, [(Bytes(3 * MIB), Pattern::Kept)]);
+}
+
+#[test]
+fn two_snapshots_are_compared_by_stack() {
+    let mut machine = Machine::new();
+    let (kept, steady) = (machine.stack(&["a.py:1 f"]), machine.stack(&["a.py:2 g"]));
+    machine.malloc(4 * MIB, 0, steady);
+    machine.malloc(MIB, 0, kept);
+    let before = machine.snapshot(0);
+    for _ in 0..5 {
+        machine.malloc(MIB, 0, kept);
+    }
+    let after = machine.snapshot(0);
+    for (steps, per_step) in [(None, 5 * MIB), (Some(5), MIB)] {
+        let request = Request {
+            before: Some(("before.pickle", &before)),
+            steps,
+            ..Request::default()
+        };
+        let explanation = explain(&after, &request);
+        let growth = &explanation.devices[0].growth;
+        let said: Vec<_> = growth
+            .iter()
+            .map(|it| (it.stack.as_str(), it.bytes, it.bytes_per_step))
+            .collect();
+        assert_eq!(said, [("a.py:1 f", Bytes(5 * MIB), Bytes(per_step))]);
+        let back = Request {
+            before: Some(("after.pickle", &after)),
+            ..Request::default()
+        };
+        assert_eq!(explain(&before, &back).devices[0].growth, []);
+    }
+}
+
+#[test]
+fn survivors_that_pin_segments_are_named() {
+    let mut machine = Machine::new();
+    let (large, small) = (
+        machine.stack(&["a.py:1 big"]),
+        machine.stack(&["a.py:2 survivor"]),
+    );
+    // Each 20 MiB segment gets a survivor of 2 MiB between blocks that go.
+    for _ in 0..4 {
+        let blocks = [8, 8].map(|mib| machine.malloc(mib * MIB, 0, large));
+        machine.malloc(4 * MIB, 0, small);
+        for block in blocks {
+            machine.free(block, false);
+        }
+        machine.malloc(30 * MIB, 0, large);
+    }
+    let device = machine.explained(0);
+    let found = &device.fragmentation;
+    let totals = machine.truth[usize::try_from(device.peak.event.unwrap()).unwrap() + 1].0;
+    assert_eq!(
+        found.inactive_bytes,
+        totals.reserved_bytes - totals.active_bytes
+    );
+    assert_eq!(found.verdict, Verdict::Fragmented);
+    assert_eq!(found.releasable_bytes, Bytes::ZERO);
+    let first = &found.pinned_segments[0];
+    assert_eq!(
+        (first.bytes, first.inactive_bytes),
+        (Bytes(20 * MIB), Bytes(16 * MIB))
+    );
+    assert_eq!(first.blocks[0].stack, "a.py:2 survivor");
+    assert_eq!(first.blocks[0].bytes, Bytes(4 * MIB));
+}
+
+#[test]
+fn a_cache_that_can_go_back_is_no_fragmentation() {
+    let mut machine = Machine::new();
+    let stack = machine.stack(&["a.py:1 big"]);
+    let blocks = [100, 40].map(|mib| machine.malloc(mib * MIB, 0, stack));
+    machine.free(blocks[1], false);
+    machine.malloc(12 * MIB, 7, stack);
+    machine.malloc(60 * MIB, 0, stack);
+    let device = machine.explained(0);
+    assert_eq!(device.fragmentation.verdict, Verdict::Cached);
+    assert_eq!(device.fragmentation.releasable_bytes, Bytes(40 * MIB));
+    assert_eq!(device.fragmentation.pinned_segments, []);
+}
+
+/// Explains a refusal of `need` with `free` bytes free on a device of `memory` bytes.
+fn refused(machine: &mut Machine, need: u64, free: u64, memory: Option<u64>) -> super::OutOfMemory {
+    let stack = machine.stack(&["train.py:9 main"]);
+    machine.record(Action::OutOfMemory, free, need, stack);
+    let request = Request {
+        device_memory: memory.map(Bytes),
+        ..Request::default()
+    };
+    let mut explanation = explain(&machine.snapshot(0), &request);
+    assert_eq!(explanation.problems, []);
+    let mut refusals = explanation.devices.remove(0).oom;
+    assert_eq!(refusals.len(), 1);
+    let refusal = refusals.remove(0);
+    assert_eq!(refusal.event, machine.events.len() as u64 - 1);
+    assert_eq!(refusal.stack, "train.py:9 main");
+    let totals = machine.totals();
+    let parts = refusal.parts;
+    assert_eq!(
+        parts.live_set + parts.pending + parts.fragmentation,
+        totals.reserved_bytes
+    );
+    refusal
+}
+
+#[test]
+fn refusals_have_one_cause_each() {
+    let gib = 1 << 30;
+    let filled = |mib: u64| {
+        let mut machine = Machine::new();
+        let stack = machine.stack(&["a.py:1 f"]);
+        machine.malloc(mib * MIB, 0, stack);
+        (machine, stack)
+    };
+    // 3 GiB live of 4, and 2 more wanted.
+    let (mut machine, _) = filled(3072);
+    let refusal = refused(&mut machine, 2 * gib, gib / 2, Some(4 * gib));
+    assert_eq!(refusal.cause, Cause::LiveSet);
+    assert_eq!(refusal.parts.non_torch, Some(Bytes(gib / 2)));
+
+    // The same, on a device of 8 GiB of which others hold 4.5.
+    let (mut machine, _) = filled(3072);
+    let refusal = refused(&mut machine, 2 * gib, gib / 2, Some(8 * gib));
+    assert_eq!(refusal.cause, Cause::NonTorch);
+    assert_eq!(refusal.parts.non_torch, Some(Bytes(9 * gib / 2)));
+
+    // The driver had 5 GiB: something else refused.
+    let (mut machine, _) = filled(3072);
+    let refusal = refused(&mut machine, 2 * gib, 5 * gib, None);
+    assert_eq!(
+        (refusal.cause, refusal.parts.cap),
+        (Cause::Cap, Bytes(5 * gib))
+    );
+    assert_eq!(refusal.parts.non_torch, None);
+
+    // Gaps of 16 MiB in ten segments, and 100 MiB wanted.
+    let mut machine = Machine::new();
+    let stack = machine.stack(&["a.py:1 f"]);
+    let segments: Vec<[u64; 2]> = (0..10)
+        .map(|_| {
+            let gap = [8, 8].map(|mib| machine.malloc(mib * MIB, 0, stack));
+            machine.malloc(4 * MIB, 0, stack);
+            gap
+        })
+        .collect();
+    for block in segments.into_iter().flatten() {
+        machine.free(block, false);
+    }
+    let refusal = refused(&mut machine, 100 * MIB, 0, None);
+    assert_eq!(refusal.cause, Cause::Fragmentation);
+    assert!(refusal.largest_gap_bytes < Bytes(100 * MIB));
+    assert!(refusal.parts.fragmentation >= Bytes(100 * MIB));
+
+    // A block that waits for another stream is as large as what is wanted.
+    let (mut machine, stack) = filled(3072);
+    let block = machine.malloc(600 * MIB, 0, stack);
+    machine.free(block, true);
+    let refusal = refused(&mut machine, 512 * MIB, 0, None);
+    assert_eq!(
+        (refusal.cause, refusal.parts.pending),
+        (Cause::Pending, Bytes(600 * MIB))
+    );
+}
+
+#[test]
+fn contradictions_are_told_with_their_event_and_the_rest_is_analysed() {
+    let mut machine = Machine::new();
+    let stack = machine.stack(&["a.py:1 f"]);
+    let block = machine.malloc(4 * MIB, 0, stack);
+    let honest = machine.explained(0);
+    machine.record(Action::Alloc, 0x10, 512, stack);
+    machine.record(Action::FreeCompleted, block, 512, stack);
+    machine.record(Action::SegmentAlloc, 0x1000, 512, stack);
+    let explanation = explain(&machine.snapshot(0), &Request::default());
+    let events: Vec<_> = explanation.problems.iter().map(|it| it.event).collect();
+    assert_eq!(
+        events,
+        [Some(2), Some(3), Some(4)],
+        "{:?}",
+        explanation.problems
+    );
+    assert_eq!(
+        explanation.devices[0].peak.allocated_bytes,
+        honest.peak.allocated_bytes
+    );
+    assert_eq!(explanation.devices[0].owners, honest.owners);
+}
+
+#[test]
+fn nothing_is_explained_of_nothing() {
+    let explanation = explain(&Snapshot::default(), &Request::default());
+    assert_eq!((explanation.events, explanation.devices), (0, vec![]));
+    let machine = Machine::new();
+    let device = machine.explained(0);
+    assert_eq!(device.peak.event, None);
+    assert_eq!(device.owners, []);
+}
+
+const ACTIONS: [Action; 10] = [
+    Action::Alloc,
+    Action::FreeRequested,
+    Action::FreeCompleted,
+    Action::SegmentAlloc,
+    Action::SegmentFree,
+    Action::SegmentMap,
+    Action::SegmentUnmap,
+    Action::Snapshot,
+    Action::OutOfMemory,
+    Action::Annotate,
+];
+
+proptest! {
+    /// Events that were never recorded like this: no panic, and owners still add up.
+    #[test]
+    fn no_sequence_of_events_panics(
+        steps in prop::collection::vec((0u8..10, 0u64..12, 0u64..6), 0..60),
+        blocks in 0u8..4,
+    ) {
+        let mut machine = Machine::new();
+        let stack = machine.stack(&["a.py:1 f"]);
+        for n in 0..blocks {
+            machine.malloc(u64::from(n + 1) * 3 * MIB, 0, stack);
+        }
+        for (action, place, size) in steps {
+            let address = match place {
+                0 => u64::MAX - 1000,
+                1 => 0,
+                place => (1 << 40) + (place - 2) * 2 * MIB,
+            };
+            let size = [0, 512, 2 * MIB, 20 * MIB, u64::MAX, 1 << 63][usize::try_from(size).unwrap()];
+            machine.record(ACTIONS[usize::from(action)], address, size, stack);
+        }
+        let explanation = explain(&machine.snapshot(0), &Request::default());
+        let device = &explanation.devices[0];
+        let sum: Bytes = device.owners.iter().map(|it| it.bytes).sum();
+        prop_assert_eq!(sum, device.peak.allocated_bytes);
     }
 }
