@@ -3,6 +3,7 @@
 //! Invariants: no I/O, no clock, no environment, no logging, no unsafe code; the same input gives the
 //! same output; no input makes it panic.
 
+pub mod allocator;
 pub mod bytes;
 pub mod cost;
 pub mod devices;

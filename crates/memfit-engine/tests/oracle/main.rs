@@ -1,0 +1,22 @@
+//! The allocator's simulator against the real allocator: the same operations, the same answers.
+//!
+//! The real one is `libc10_cuda.so` of the installed torch, run without a GPU on a stand-in runtime
+//! (`stand_in_runtime.cpp`) by a driver program (`driver.cpp`). Compared are addresses, error texts, all
+//! statistics, all segments with their blocks, and the trace. The tests skip, saying so, where there is no
+//! compiler or no torch 2.15.
+//!
+//! `MEMFIT_ORACLE_OPERATIONS` sets how many random operations are run in each of the cases.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test fails by panicking and says on stderr what it skips"
+)]
+
+mod cases;
+mod differential;
+mod random;
+mod real;
+mod regressions;
+mod script;
+mod settings;
