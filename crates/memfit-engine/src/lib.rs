@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod cost;
 pub mod devices;
 pub mod explain;
+pub mod placement;
 pub mod plan;
 pub mod predict;
 pub mod snapshot;

@@ -3,6 +3,7 @@
 //! Responsible for names, help and examples: shell completions, the man page and the reference are
 //! made from these definitions. Not responsible for what the words mean ([`crate::request`]).
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
@@ -28,11 +29,12 @@ Examples:
   memfit predict examples/gpt2.py:build                 what the step takes, and where
   memfit plan    examples/gpt2.py:build --budget 3GiB   how to make it fit
   memfit verify  examples/gpt2.py:build --budget 3GiB   run it both ways and compare
+  memfit place   step.csv --minimize                    offsets for allocations, lowest arena
   memfit show    step.memfit                            what is in a saved trace or plan
 
 Exit codes:
   0    it fits, or the work is done
-  1    it does not fit, or `verify` found a difference or an overshoot
+  1    it does not fit, no placement was found, or `verify` found a difference or an overshoot
   2    wrong use or bad input
   101  a bug in memfit
   130  interrupted"
@@ -116,6 +118,18 @@ Examples:
 
 The unplanned step really runs: it needs the memory that `memfit predict` says.")]
     Verify(VerifyArguments),
+
+    /// Find offsets for allocations with known live ranges in the smallest arena
+    #[command(after_help = "\
+Examples:
+  memfit place step.csv --minimize
+  memfit place step.csv --capacity 1MiB                    exit code 1 when none is found
+  memfit place step.csv --minimize --alignment 512 --output placed.csv
+  memfit place step.csv --minimize --time-limit 10 --format json
+
+The file has a header and the columns id, lower, upper, size, and perhaps alignment, as google/minimalloc
+reads them; a live range is half-open.")]
+    Place(PlaceArguments),
 
     /// Print what is in a saved trace or plan
     #[command(after_help = "\
@@ -257,6 +271,45 @@ pub(crate) struct VerifyArguments {
 
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlaceArguments {
+    /// The allocations
+    #[arg(value_name = "FILE.csv")]
+    pub(crate) file: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) goal: PlaceGoalArguments,
+
+    /// Alignment of allocations for which the file gives none (512 for CUDA)
+    #[arg(long, value_name = "BYTES", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) alignment: u64,
+
+    /// Threads; the answer is the same with any number [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<NonZeroUsize>,
+
+    /// Give up after so many seconds and answer with the best found [default: a limit on work]
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) time_limit: Option<f64>,
+
+    /// Write the allocations with their offsets
+    #[arg(long, value_name = "FILE.csv")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+/// What to look for.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct PlaceGoalArguments {
+    /// Find any placement within these bytes (1MiB, 1048576)
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) capacity: Option<String>,
+
+    /// Find the lowest placement
+    #[arg(long)]
+    pub(crate) minimize: bool,
 }
 
 #[derive(Debug, Args)]

@@ -47,7 +47,7 @@ pub(crate) struct Planned {
 
 impl Session<'_> {
     /// Does something slow, with a line on the terminal while it lasts.
-    fn slow<T>(
+    pub(crate) fn slow<T>(
         &mut self,
         what: &str,
         work: impl FnOnce(&mut dyn Host) -> Result<T, Failure>,

@@ -2,6 +2,7 @@
 
 mod completions;
 mod man;
+mod place;
 mod plan;
 mod predict;
 mod show;
@@ -18,6 +19,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Predict(arguments) => predict::run(arguments, session),
         Command::Plan(arguments) => plan::run(arguments, session),
         Command::Verify(arguments) => verify::run(arguments, session),
+        Command::Place(arguments) => place::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Completions(arguments) => completions::run(arguments, session),
         Command::Man(arguments) => man::run(arguments, session),

@@ -5,6 +5,7 @@
 //! otherwise. Not responsible for how the values come about.
 
 use memfit_engine::bytes::Bytes;
+use memfit_engine::placement::{self, Status};
 use memfit_engine::plan::{
     ActionKind, Bottleneck, Class, NextClass, Plan, Refusal, StopReason, Verdict,
 };
@@ -330,6 +331,36 @@ impl TraceDocument {
             notes: trace.meta.notes.clone(),
         }
     }
+}
+
+/// `memfit place --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct PlaceDocument {
+    pub(crate) schema_version: u32,
+    pub(crate) status: Status,
+    /// Of the placement in `offsets`: above the capacity when none within it was found.
+    pub(crate) height: Bytes,
+    /// No placement is lower.
+    pub(crate) lower_bound: Bytes,
+    /// Processor time is not known here: this is time on the clock.
+    pub(crate) seconds: f64,
+    pub(crate) stop_reason: placement::StopReason,
+    /// By id, in the order of the file.
+    #[serde(serialize_with = "in_order")]
+    pub(crate) offsets: Vec<(String, u64)>,
+}
+
+/// What `memfit place` was asked; only the text shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Asked {
+    pub(crate) file: String,
+    /// Absent when the lowest placement is wanted.
+    pub(crate) capacity: Option<Bytes>,
+}
+
+/// Pairs as a map that keeps their order.
+fn in_order<S: serde::Serializer>(pairs: &[(String, u64)], to: S) -> Result<S::Ok, S::Error> {
+    to.collect_map(pairs.iter().map(|(id, offset)| (id, offset)))
 }
 
 fn phases(trace: &Trace) -> Vec<PhaseSummary> {

@@ -4,6 +4,7 @@
 
 mod files;
 mod output;
+mod place;
 mod program;
 mod reports;
 mod sample;

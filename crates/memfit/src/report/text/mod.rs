@@ -3,11 +3,13 @@
 //! Responsible for what a person reads on standard output. Each is a function from a struct and a
 //! palette to text: no I/O, no width of the terminal, the same text every time.
 
+mod placement;
 mod plan;
 mod prediction;
 mod trace;
 mod verify;
 
+pub(crate) use placement::placement;
 pub(crate) use plan::plan;
 pub(crate) use prediction::prediction;
 pub(crate) use trace::trace;
