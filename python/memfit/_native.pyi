@@ -1,6 +1,7 @@
 """The native half of memfit. Private: use the ``memfit`` package."""
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Literal, final
 
 __all__ = [
@@ -62,6 +63,15 @@ class Snapshot:
 
         Raises:
             SnapshotError: The bytes are no whole snapshot; the message says what they are.
+        """
+
+    @staticmethod
+    def read(path: str | PathLike[str]) -> Snapshot:
+        """Read a snapshot from a file, without holding the file.
+
+        Raises:
+            OSError: The file cannot be opened.
+            SnapshotError: It is no whole snapshot; the message says what it is.
         """
 
     def json(self) -> str:

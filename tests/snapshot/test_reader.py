@@ -197,3 +197,12 @@ def test_problems_are_counted_beyond_one_hundred():
     problems = document(pickle.dumps(whole))["problems"]
     assert len(problems) == 101
     assert problems[-1]["what"] == "200 more problems are not listed"
+
+
+def test_files_are_read_without_holding_them(tmp_path):
+    data = pickle.dumps(snapshot(Shape(events=700)))
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(data)
+    assert Snapshot.read(path).json() == Snapshot.decode(data).json()
+    with pytest.raises(FileNotFoundError):
+        Snapshot.read(tmp_path / "missing.pickle")

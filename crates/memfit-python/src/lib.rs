@@ -19,6 +19,8 @@ import_exception!(memfit.errors, UsageError);
 #[pymodule]
 mod _native {
     use std::ffi::OsString;
+    use std::fs::File;
+    use std::path::PathBuf;
     use std::sync::Arc;
 
     use memfit_engine::bytes::{Budget, Bytes};
@@ -104,6 +106,19 @@ mod _native {
             let snapshot = py
                 .detach(|| snapshot::read_bytes(data))
                 .map_err(|error| SnapshotError::new_err(error.to_string()))?;
+            Ok(Self {
+                snapshot: Arc::new(snapshot),
+            })
+        }
+
+        /// Reads a snapshot from a file, without holding the file.
+        #[staticmethod]
+        fn read(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+            let snapshot = py.detach(|| {
+                let options = snapshot::ReadOptions::default();
+                let read = snapshot::read(File::open(path)?, options);
+                read.map_err(|error| SnapshotError::new_err(error.to_string()))
+            })?;
             Ok(Self {
                 snapshot: Arc::new(snapshot),
             })

@@ -260,21 +260,24 @@ impl Collection {
     }
 
     /// Turns a container that is about to be taken in.
+    #[inline]
     fn finish(&mut self, value: Value) -> Result<(), Refusal> {
-        let Some(container) = value.container() else {
-            return Ok(());
-        };
-        match self.slot(container) {
-            Slot::List(_) => {
-                let first = self.body(container).first();
-                if first.is_some_and(|&first| self.is_frame(first)) {
-                    self.finish_stack(container)?;
-                }
-            }
-            Slot::Dict(_) => self.finish_dict(container)?,
-            _ => (),
+        // Most are frames, turned long ago.
+        match value
+            .container()
+            .map(|container| (container, self.slot(container)))
+        {
+            Some((container, Slot::List(_))) => self.finish_list(container),
+            Some((container, Slot::Dict(_))) => self.finish_dict(container),
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    fn finish_list(&mut self, list: u32) -> Result<(), Refusal> {
+        match self.body(list).first() {
+            Some(&first) if self.is_frame(first) => self.finish_stack(list),
+            _ => Ok(()),
+        }
     }
 
     fn is_frame(&self, value: Value) -> bool {
