@@ -1,7 +1,7 @@
 // Drives the real allocator with a script of operations and prints what it did, one line per answer.
 //
-// Usage: driver TOTAL_BYTES ascending|descending < script. The settings come from PYTORCH_CUDA_ALLOC_CONF.
-// The operations and their answers are listed in `script.rs`, whose simulator side prints the same.
+// Usage: driver TOTAL_BYTES ascending|descending [speed] < script. The settings come from
+// PYTORCH_CUDA_ALLOC_CONF. With `speed` it runs allocations and frees alone and prints what they took. The operations and their answers are listed in `script.rs`, whose simulator side prints the same.
 
 #include "stand_in_runtime.h"
 
@@ -261,21 +261,57 @@ void run(char operation, const char* first, const char* second, const char* thir
     case 'd': print_settings(); break;
     case 'k': current_stack = std::atoi(first); break;
     case 'J': dump(first); break;
-    case 'h': allocator::recordHistory(false, nullptr, 1, allocator::RecordContext::NEVER, true, {}); break;
-    case 't': std::printf("cpu_seconds %.6f\n", static_cast<double>(std::clock()) / CLOCKS_PER_SEC); break;
     default: std::fprintf(stderr, "unknown operation %c\n", operation); std::exit(2);
   }
+}
+
+// Runs allocations and frees alone, read beforehand, and prints the processor time they took.
+void run_for_time() {
+  struct Operation {
+    size_t slot;
+    size_t bytes;
+    cudaStream_t stream;
+  };
+  std::vector<Operation> operations;
+  char kind = 0;
+  size_t slot_number = 0;
+  while (std::scanf(" %c %zu", &kind, &slot_number) == 2) {
+    size_t bytes = 0;
+    size_t handle = 0;
+    if (kind == 'm' && std::scanf("%zu %zx", &bytes, &handle) != 2) std::exit(2);
+    operations.push_back({slot_number, bytes, reinterpret_cast<cudaStream_t>(handle)});
+    if (slot_number >= slots.size()) slots.resize(slot_number + 1);
+  }
+  allocator::recordHistory(false, nullptr, 1, allocator::RecordContext::NEVER, true, {});
+  const std::clock_t start = std::clock();
+  for (const auto& operation : operations) {
+    void*& place = slots[operation.slot];
+    if (operation.bytes > 0) {
+      place = allocator::raw_alloc_with_stream(operation.bytes, operation.stream);
+    } else {
+      allocator::raw_delete(place);
+    }
+  }
+  const double seconds = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+  const auto statistics = allocator::getDeviceStats(0);
+  std::printf("%.6f %" PRId64 " %" PRId64 "\n", seconds, statistics.allocated_bytes[0].peak,
+              statistics.reserved_bytes[0].peak);
 }
 
 }  // namespace
 
 int main(int argument_count, char** arguments) {
-  if (argument_count != 3) return 2;
+  if (argument_count < 3) return 2;
   stand_in_set_device(std::strtoull(arguments[1], nullptr, 10), std::strcmp(arguments[2], "descending") == 0);
   try {
     // Outside of Python nobody tells c10 how to ask whether the device is in use.
     c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
     allocator::init(1);
+    if (argument_count > 3) {
+      run_for_time();
+      std::fflush(stdout);
+      std::_Exit(0);
+    }
     record();
     char line[4096];
     while (std::fgets(line, sizeof line, stdin) != nullptr) {

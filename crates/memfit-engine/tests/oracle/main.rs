@@ -20,3 +20,4 @@ mod real;
 mod regressions;
 mod script;
 mod settings;
+mod speed;

@@ -119,12 +119,31 @@ fn compile(command: &mut Command) -> Result<(), String> {
 impl Oracle {
     /// What the real allocator answers to a script.
     pub(crate) fn run(&self, settings: &str, device: Device, script: &str) -> String {
+        self.run_with(settings, device, script, &[])
+    }
+
+    /// Processor time in seconds that allocations and frees take, and their allocated and reserved peaks.
+    pub(crate) fn time(&self, settings: &str, device: Device, script: &str) -> (f64, u64, u64) {
+        let answer = self.run_with(settings, device, script, &["speed"]);
+        let words: Vec<&str> = answer.split_whitespace().collect();
+        let [seconds, allocated, reserved] = words[..] else {
+            panic!("the driver says {answer}");
+        };
+        (
+            seconds.parse().unwrap(),
+            allocated.parse().unwrap(),
+            reserved.parse().unwrap(),
+        )
+    }
+
+    fn run_with(&self, settings: &str, device: Device, script: &str, arguments: &[&str]) -> String {
         let direction = match device.address_order {
             AddressOrder::Ascending => "ascending",
             AddressOrder::Descending => "descending",
         };
         let mut child = Command::new(&self.driver)
             .args([&device.total_bytes.to_string(), direction])
+            .args(arguments)
             .env_clear()
             .env("LD_PRELOAD", &self.runtime)
             .env("PYTORCH_CUDA_ALLOC_CONF", settings)
