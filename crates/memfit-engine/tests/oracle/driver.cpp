@@ -119,7 +119,7 @@ void print_trace() {
   record();
 }
 
-// The whole snapshot as JSON, for `record_fixtures.py`.
+// The whole snapshot as JSON, for `benchmarks/snapshots.py`.
 void dump(const char* path) {
   const auto snapshot = allocator::snapshot();
   std::FILE* file = std::fopen(path, "w");
