@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import io
 import pickle
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from memfit import SnapshotError
 from memfit._native import Snapshot
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "snapshots"
+PUBLISHED = Path(__file__).resolve().parents[2] / "crates/memfit-engine/tests/data/snapshots"
 FILES = (
     "sil_forward_bf16_128",
     "sil_mem_snapshot",
@@ -35,6 +37,13 @@ def test_a_real_snapshot_reads_as_pickle_reads_it(name):
     assert document(data)["problems"] == []
 
 
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.pickle")), ids=lambda path: path.stem)
+def test_a_snapshot_of_the_real_allocator_reads_as_pickle_reads_it(path):
+    data = path.read_bytes()
+    assert by_reader(data) == by_pickle(data)
+    assert document(data)["problems"] == []
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_reads_alike(protocol):
     data = pickle.dumps(snapshot(Shape(events=3500, kept_per_step=1, skipped=100)), protocol)
@@ -49,6 +58,33 @@ def test_the_large_writer_writes_what_pickle_would(tmp_path):
     assert pickle.loads(data) == snapshot(shape)  # noqa: S301 - made just now
     assert by_reader(data) == by_pickle(data)
     assert by_reader(gzip.compress(data)) == by_pickle(data)
+
+
+class AllAtOnce(pickle._Pickler):
+    """Writes the whole of a list behind one mark, as torch's own pickler does."""
+
+    _BATCHSIZE = 10**9
+
+
+def test_lists_may_be_written_all_at_once():
+    whole = snapshot(Shape(events=5000, kept_per_step=1))
+    file = io.BytesIO()
+    AllAtOnce(file, 2).dump(whole)
+    assert by_reader(file.getvalue()) == by_pickle(file.getvalue())
+
+
+def test_a_cut_or_damaged_gzip_file_is_said_to_be_so():
+    data = gzip.compress(pickle.dumps(snapshot(Shape(events=5000))), mtime=0)
+    with pytest.raises(SnapshotError, match="cut off: it ends at byte"):
+        Snapshot.decode(data[: len(data) // 2])
+    middle = len(data) // 2
+    damaged = data[:middle] + bytes(200) + data[middle + 200 :]
+    with pytest.raises(SnapshotError, match=r"cannot read on|damaged|cut off|no such"):
+        Snapshot.decode(damaged)
+    with pytest.raises(SnapshotError, match="the file is empty"):
+        Snapshot.decode(gzip.compress(b""))
+    with pytest.raises(SnapshotError, match="inside a gzip file"):
+        Snapshot.decode(gzip.compress(data))
 
 
 def old(whole):
