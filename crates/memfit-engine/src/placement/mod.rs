@@ -24,7 +24,7 @@ mod small;
 mod solve;
 mod validate;
 
-pub use solve::{Answer, Goal, Request, Status, StopReason, place};
+pub use solve::{Answer, Goal, Request, Status, StopReason, place, quick};
 pub use validate::{InvalidPlacement, validate};
 
 /// One request for memory: a size while a live range lasts.

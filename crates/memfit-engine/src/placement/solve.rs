@@ -29,7 +29,8 @@ pub struct Request {
     pub goal: Goal,
     /// Threads; the answer does not depend on it.
     pub threads: usize,
-    /// Nodes of the exact search; for large problems, steps of placing one allocation.
+    /// Nodes of the exact search; for large problems, steps of placing one allocation. With none there is
+    /// only time for a few one-pass placements.
     pub work_limit: u64,
 }
 
@@ -93,6 +94,10 @@ pub struct Answer {
     pub work: u64,
 }
 
+/// Orders tried when there is no time for more: decreasing size and decreasing area.
+const QUICK_ORDERS: usize = 2;
+/// So many allocations take the first round of the exact search a few milliseconds.
+const QUICK_EXACT_ALLOCATIONS: usize = 128;
 /// The exact search keeps who overlaps whom, and its depth is the number of allocations.
 const EXACT_ITEMS: usize = 6_000;
 const EXACT_OVERLAPS: usize = 16_000_000;
@@ -129,6 +134,21 @@ pub fn place(
     let answer = solver.answer(end);
     validate(problem, &answer.placement)?;
     Ok(answer)
+}
+
+/// The lowest of a few one-pass placements, in milliseconds: what an estimate needs. Few allocations are
+/// searched exactly too.
+///
+/// # Errors
+///
+/// A placement that fails its check: a bug in memfit.
+pub fn quick(problem: &Problem) -> Result<Answer, InvalidPlacement> {
+    let few = problem.allocations().len() <= QUICK_EXACT_ALLOCATIONS;
+    let request = Request {
+        work_limit: u64::from(few),
+        ..Request::new(Goal::Lowest)
+    };
+    place(problem, &request, &|| false)
 }
 
 /// One on top of the other: there is always a placement.
@@ -230,6 +250,9 @@ impl Solver<'_> {
         if (self.stop)() {
             return Ended::Stopped;
         }
+        if self.request.work_limit == 0 {
+            return Ended::WorkLimit;
+        }
         let small = self.prepared.items.len() <= EXACT_ITEMS
             && sections::overlap_count(&self.prepared.spans()) <= EXACT_OVERLAPS;
         if !small {
@@ -246,7 +269,11 @@ impl Solver<'_> {
     /// All one-pass orders until the goal is reached; the lowest arrangement, if a pass was finished.
     fn one_pass(&mut self, greedy: &mut Greedy<'_>) -> Option<Arrangement> {
         let mut lowest: Option<Arrangement> = None;
-        for order in greedy::orders(self.prepared) {
+        let orders = match self.request.work_limit {
+            0 => QUICK_ORDERS,
+            _ => usize::MAX,
+        };
+        for order in greedy::orders(self.prepared).take(orders) {
             for fit in [Fit::First, Fit::Best] {
                 let limit = lowest.as_ref().map_or(u64::MAX, |best| best.height - 1);
                 if let Some(height) = greedy.place(&order, fit, limit) {

@@ -5,6 +5,7 @@
 //! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
 //! out (the Python package).
 
+mod arena;
 mod bound;
 #[cfg(test)]
 mod brute_force;
@@ -172,6 +173,16 @@ pub struct Estimate {
     pub predicted_step_seconds: f64,
 }
 
+/// One block of memory for all that a step allocates, each allocation at an offset known beforehand: no
+/// fragmentation. What is there before the step, such as parameters, lies outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Arena {
+    /// Bytes of the smallest block found, sizes rounded as the device's allocator does.
+    pub bytes: Bytes,
+    /// No allocator can do with less: the largest sum of rounded sizes alive at once.
+    pub lower_bound_bytes: Bytes,
+}
+
 /// Why an action is not in the plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
@@ -234,6 +245,10 @@ pub struct Plan {
     pub planned: Estimate,
     /// Smallest peak found over all allowed plans.
     pub minimum_peak_bytes: Bytes,
+    /// One block that could hold all that the planned step allocates; absent in plans saved before this
+    /// was known.
+    #[serde(default)]
+    pub arena: Option<Arena>,
     /// Planned over unplanned step time.
     pub predicted_step_ratio: f64,
     /// No allowed plan within the budget can be faster than this ratio.

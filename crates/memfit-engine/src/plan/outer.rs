@@ -10,7 +10,7 @@ use super::search::{Effort, Found, search};
 use super::validate::{InvalidPlan, validate};
 use super::{
     Action, ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason,
-    Verdict, emit, explain, refusal,
+    Verdict, arena, emit, explain, refusal,
 };
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
@@ -88,6 +88,8 @@ pub fn plan(trace: &Trace, source: &CostSource, request: &PlanRequest) -> Result
     if unplanned_peak <= target {
         plan.stop_reason = StopReason::NothingToDo;
         plan.minimum_peak_bytes = planner.minimum(&mut plan);
+        let nothing = vec![false; trace.allocations.len()];
+        plan.arena = arena::arena(trace, Variant::default(), &nothing);
         return Ok(plan);
     }
     planner.solve(&mut plan)?;
@@ -127,6 +129,7 @@ impl Planner<'_> {
             unplanned,
             planned: unplanned,
             minimum_peak_bytes: self.unplanned_peak,
+            arena: None,
             predicted_step_ratio: 1.0,
             lower_bound_ratio: 1.0,
             cost_source: self.costs.source().to_owned(),
@@ -305,6 +308,7 @@ impl Planner<'_> {
         };
         plan.predicted_step_ratio = seconds / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         plan.class = outcome.class();
+        plan.arena = arena::arena(&outcome.trace, outcome.variant, &candidate.dropped);
         if outcome.variant.fuse_optimizer {
             plan.actions.push(self.fuse_action());
         }

@@ -7,7 +7,7 @@
 use memfit_engine::bytes::Bytes;
 use memfit_engine::placement::{self, Status};
 use memfit_engine::plan::{
-    ActionKind, Bottleneck, Class, NextClass, Plan, Refusal, StopReason, Verdict,
+    ActionKind, Arena, Bottleneck, Class, NextClass, Plan, Refusal, StopReason, Verdict,
 };
 use memfit_engine::predict::{Breakdown, Prediction};
 use memfit_engine::trace::{Category, Coupling, Phase, Trace};
@@ -52,6 +52,7 @@ pub(crate) struct PlanDocument {
     pub(crate) unplanned: memfit_engine::plan::Estimate,
     pub(crate) planned: memfit_engine::plan::Estimate,
     pub(crate) minimum_peak_bytes: Bytes,
+    pub(crate) arena: Option<Arena>,
     pub(crate) plan: PlanSummary,
     /// Where the costs come from.
     pub(crate) cost_source: String,
@@ -119,6 +120,7 @@ impl PlanDocument {
             unplanned: plan.unplanned,
             planned: plan.planned,
             minimum_peak_bytes: plan.minimum_peak_bytes,
+            arena: plan.arena,
             plan: PlanSummary::of(plan),
             cost_source: plan.cost_source.clone(),
             stop_reason: plan.stop_reason,

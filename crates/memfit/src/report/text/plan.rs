@@ -88,6 +88,17 @@ fn estimates(document: &PlanDocument) -> Table {
         document.minimum_peak_bytes.to_string(),
         "of all allowed plans found".to_owned(),
     ]);
+    if let Some(arena) = document.arena {
+        table.row([
+            "Arena".to_owned(),
+            String::new(),
+            arena.bytes.to_string(),
+            format!(
+                "holds all that the step allocates; at least {}",
+                arena.lower_bound_bytes
+            ),
+        ]);
+    }
     table.row([
         "Budget".to_owned(),
         String::new(),
@@ -189,7 +200,9 @@ fn next_class(document: &PlanDocument) -> String {
 
 #[cfg(test)]
 mod tests {
-    use memfit_engine::plan::{ActionKind, Bottleneck, Estimate, NextClass, Refusal, StopReason};
+    use memfit_engine::plan::{
+        ActionKind, Arena, Bottleneck, Estimate, NextClass, Refusal, StopReason,
+    };
     use memfit_engine::trace::{Category, Phase};
 
     use super::*;
@@ -210,6 +223,10 @@ mod tests {
             unplanned: estimate(6 << 30, 10.0),
             planned: estimate(2900 << 20, 11.5),
             minimum_peak_bytes: Bytes(2600 << 20),
+            arena: Some(Arena {
+                bytes: Bytes(1900 << 20),
+                lower_bound_bytes: Bytes(1890 << 20),
+            }),
             plan: PlanSummary {
                 class: Class::Exact,
                 actions: vec![
@@ -268,6 +285,7 @@ mod tests {
         Predicted peak   6.00 GiB  2.83 GiB  47.2 % of unplanned
         Step time          1.00 x    1.15 x  at least 1.10 x under this budget
         Lowest peak                2.54 GiB  of all allowed plans found
+        Arena                      1.86 GiB  holds all that the step allocates; at least 1.85 GiB
         Budget                     3.00 GiB  of which 1.0 MiB is kept free
 
         Search  no single change improves it; 1234 candidates
