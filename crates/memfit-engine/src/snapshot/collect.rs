@@ -73,6 +73,8 @@ pub(super) struct Collection {
     waiting_events: Vec<EventRow>,
     free_events: Vec<u32>,
     traces: Vec<Trace>,
+    /// What the columns of all traces take.
+    event_bytes: usize,
     blocks: Vec<BlockRow>,
     segments: Vec<Option<SegmentRow>>,
     pools: Pools,
@@ -98,6 +100,7 @@ impl Collection {
             waiting_events: Vec::new(),
             free_events: Vec::new(),
             traces: Vec::new(),
+            event_bytes: 0,
             blocks: Vec::new(),
             segments: Vec::new(),
             pools: Pools::default(),
@@ -375,6 +378,7 @@ impl Collection {
             _ => EventRow::faulty("it is no dict with an `action`"),
         };
         let trace = &mut self.traces[trace as usize];
+        let before = trace.events.held_bytes();
         let at = trace.events.len() as u64;
         let mut fault = row.fault;
         if let Err(event) = trace.events.push(row.event) {
@@ -385,6 +389,7 @@ impl Collection {
             });
             debug_assert!(pushed.is_ok(), "a known stream always has a number");
         }
+        self.event_bytes += trace.events.held_bytes() - before;
         if let Some(fault) = fault {
             trace.fault_count += 1;
             if trace.faults.len() < super::MOST_PROBLEMS {
@@ -508,22 +513,19 @@ impl Collection {
             + self.body_values * size_of::<Value>()
             + self.waiting_events.capacity() * size_of::<EventRow>()
             + self.free_events.capacity() * 4
+            + self.traces.capacity() * size_of::<Trace>()
+            + self.event_bytes
             + self.blocks.capacity() * size_of::<BlockRow>()
             + self.segments.capacity() * size_of::<SegmentRow>()
             + self.pool_of_pair.capacity() * 4
             + self.label_of_text.capacity() * 4
             + self.numbers.capacity() * 4;
-        let events: usize = self
-            .traces
-            .iter()
-            .map(|trace| trace.events.held_bytes())
-            .sum();
         let interned = self.texts.held_bytes() * 2
             + self.pairs.held_bytes()
             + self.frames.held_bytes()
             // Written out once more at the end, a frame as three words.
             + self.stacks.held_bytes() * 4;
-        (tables + events) as u64 + interned
+        tables as u64 + interned
     }
 }
 

@@ -557,19 +557,12 @@ impl<'a, 'w> Machine<'a, 'w> {
     }
 }
 
-/// How a name that a pickle wants to import tells a checkpoint.
+/// How a name that a pickle wants to import tells a checkpoint: its tensors, or the dict of its weights.
 fn checkpoint_evidence(name: &str) -> Option<String> {
     let is_model = name == "collections.OrderedDict"
-        || [
-            "torch.",
-            "torch_",
-            "numpy.",
-            "transformers.",
-            "accelerate.",
-            "argparse.",
-        ]
-        .iter()
-        .any(|start| name.starts_with(start));
+        || ["torch.", "transformers."]
+            .iter()
+            .any(|start| name.starts_with(start));
     let name = name.escape_debug();
     is_model.then(|| format!("it wants to import `{name}`, as saved models do"))
 }

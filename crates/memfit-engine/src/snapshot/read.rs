@@ -10,7 +10,7 @@
 //! let empty = b"\x80\x04}(\x8c\x08segments]\x8c\x0ddevice_traces]]au.";
 //! assert!(snapshot::read_bytes(empty)?.devices.is_empty());
 //!
-//! let model = snapshot::read_bytes(b"PK\x03\x04...").unwrap_err();
+//! let model = snapshot::read_bytes(b"PK\x03\x04...model/data.pkl").unwrap_err();
 //! assert!(model.to_string().contains("model checkpoint"));
 //! # Ok::<(), snapshot::SnapshotError>(())
 //! ```
@@ -32,7 +32,7 @@ pub struct ReadOptions<'w> {
     /// no more than 64 MiB and 8 bytes for each byte of the pickle read so far: real snapshots take less
     /// than one.
     pub memory_limit_bytes: u64,
-    /// Told, every 256 KiB, how many bytes of the pickle were read; may end the reading.
+    /// Told, at least every 256 KiB, how many bytes of the pickle were read; may end the reading.
     pub watch: Option<&'w mut dyn FnMut(u64) -> ControlFlow<()>>,
 }
 

@@ -8,6 +8,9 @@ use super::error::SnapshotError;
 /// So many bytes are looked at.
 pub(super) const HEAD_BYTES: usize = 512;
 
+/// Start of a zip archive's first entry.
+const ZIP: &[u8] = b"PK\x03\x04";
+
 /// Start of a gzip member (RFC 1952).
 const GZIP: &[u8] = &[0x1f, 0x8b];
 
@@ -32,6 +35,7 @@ const KNOWN: &[(&[u8], &str, &str)] = &[
         "a file compressed by xz",
         UNPACK,
     ),
+    (ZIP, "a zip archive", UNPACK),
     (b"BZh", "a file compressed by bzip2", UNPACK),
     (b"\x93NUMPY", "a NumPy array", WRITE_ONE),
     (b"\x89HDF\r\n", "an HDF5 file", WRITE_ONE),
@@ -58,7 +62,8 @@ pub(super) fn something_else(head: &[u8]) -> Option<SnapshotError> {
             advice: "unpack it once",
         });
     }
-    if head.starts_with(b"PK\x03\x04") {
+    // The first entry is `NAME/data.pkl`, in TorchScript `NAME/data/0`.
+    if head.starts_with(ZIP) && contains(head, b"/data") {
         let evidence = "it is a zip archive, as `torch.save` writes it".to_owned();
         return Some(SnapshotError::Checkpoint { evidence });
     }
@@ -80,6 +85,10 @@ pub(super) fn something_else(head: &[u8]) -> Option<SnapshotError> {
         .map(|&(_, what, advice)| (what, advice))
         .or_else(text)
         .map(|(what, advice)| SnapshotError::SomethingElse { what, advice })
+}
+
+fn contains(head: &[u8], part: &[u8]) -> bool {
+    head.windows(part.len()).any(|window| window == part)
 }
 
 /// Eight bytes of header length, then the header's JSON object.
@@ -136,7 +145,8 @@ mod tests {
     #[test]
     fn files_are_named_for_what_they_are() {
         assert!(said(b"").contains("empty"));
-        assert!(said(b"PK\x03\x04rest").contains("model checkpoint"));
+        assert!(said(b"PK\x03\x04..model/data.pkl").contains("model checkpoint"));
+        assert!(said(b"PK\x03\x04..notes.txt").contains("zip archive"));
         assert!(said(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.").contains("model checkpoint"));
         assert!(said(b"\x40\0\0\0\0\0\0\0{\"__metadata__\"").contains("safetensors"));
         assert!(said(b"{\"segments\": []}").contains("JSON text"));
