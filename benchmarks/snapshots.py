@@ -146,13 +146,13 @@ def streams(program: Program) -> None:
         for result in results:
             program.line(f"r {result} c0")
         program.free(*copies, *results)
-        if step < 4:  # noqa: PLR2004 - the last two steps stay pending
+        if step < 4:
             program.line(f"c 0 {2 + step % 2}")
             program.line("c c0 3")
     program.free(weights[0])
 
 
-def private_pools(program: Program) -> None:
+def private_pools(program: Program, *, releases: bool = True) -> None:
     """Two CUDA graphs with a pool each, one released while its output lives on."""
     program.malloc("parameter", 40 * MIB)
     outputs = []
@@ -166,21 +166,27 @@ def private_pools(program: Program) -> None:
         program.line("q 0")
         program.line(f"n {pool}")
     program.free(outputs[0])
-    program.line("l 1")
+    if releases:
+        program.line("l 1")
     program.line("y 0")
     program.malloc("forward", 30 * MIB)
 
 
+def private_pools_kept(program: Program) -> None:
+    """The same, none released: torch 2.15 deletes an expandable pool whose blocks live on."""
+    private_pools(program, releases=False)
+
+
 def oom_fragmentation(program: Program) -> None:
     """Enough is free, but in pieces that long-lived blocks pin."""
-    program.malloc("parameter", 60 * MIB)
-    pinned = []
-    for _ in range(14):
-        pinned.append(program.malloc("evaluate", 2 * MIB))
-        program.free(program.malloc("forward", 16 * MIB))
-        # The rest of the segment keeps the next request from starting in it.
-        pinned.append(program.malloc("forward", 17 * MIB))
-    program.free(*pinned[1::2])
+    program.malloc("parameter", 40 * MIB)
+    rests = []
+    for _ in range(7):
+        program.free(program.malloc("forward", 60 * MIB))
+        program.malloc("evaluate", 2 * MIB)
+        # The rest of the segment stays in use until all segments are there.
+        rests.append(program.malloc("forward", 58 * MIB))
+    program.free(*rests)
     program.malloc("attention", 200 * MIB)
     program.malloc("forward", 10 * MIB)
 
@@ -207,19 +213,19 @@ def oom_other(program: Program) -> None:
 
 
 def oom_pending(program: Program) -> None:
-    """What is missing is free but for another stream; asked once more, the request succeeds."""
+    """What is missing waits for another stream; asked once more, the request succeeds."""
     program.line("e 0")
-    copy = program.malloc("copy", 200 * MIB, 0x60)
-    rest = program.malloc("copy", 100 * MIB, 0x60)
-    keep = program.malloc("copy", 30 * MIB, 0x60)
+    segment = program.malloc("copy", 200 * MIB, 0x60)
+    program.free(segment)
+    keep = program.malloc("copy", 20 * MIB, 0x60)
+    copy = program.malloc("copy", 180 * MIB, 0x60)
+    program.malloc("parameter", 100 * MIB)
     program.line(f"r {copy} 0")
-    program.line(f"r {rest} 0")
     program.free(copy)
-    small = program.malloc("copy", 20 * MIB, 0x60)
-    program.line(f"r {small} 0")
-    program.free(rest, small)
-    program.malloc("copy", 190 * MIB, 0x60)
-    program.malloc("copy", 190 * MIB, 0x60)
+    program.malloc("forward", 4096)
+    # Waiting for the other stream frees the copy, but its segment is not searched again.
+    program.malloc("copy", 170 * MIB, 0x60)
+    program.malloc("copy", 170 * MIB, 0x60)
     program.free(keep)
 
 
@@ -239,7 +245,7 @@ SCENARIOS: dict[str, tuple[Callable[[Program], None], str, int]] = {
     "expandable": (expandable, "expandable_segments:True", 2048),
     "streams": (streams, "", 1024),
     "private_pools": (private_pools, "", 1024),
-    "private_pools_expandable": (private_pools, "expandable_segments:True", 1024),
+    "private_pools_expandable": (private_pools_kept, "expandable_segments:True", 1024),
     "split_limit": (oom_live_set, "max_split_size_mb:32", 330),
     "oom_fragmentation": (oom_fragmentation, "", 512),
     "oom_live_set": (oom_live_set, "", 288),
@@ -367,7 +373,7 @@ def run(driver: Path, scenario: str, path: Path) -> tuple[dict[str, Any], dict[s
     program = Program()
     requests(program)
     script = "\n".join([*program.lines, f"J {path}", "s", ""])
-    done = subprocess.run(  # noqa: S603 - the driver is given by the caller
+    done = subprocess.run(
         [str(driver), str(total_mib * MIB), "descending"],
         input=script,
         capture_output=True,

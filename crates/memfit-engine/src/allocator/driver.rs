@@ -57,6 +57,9 @@ pub(super) struct Driver {
     next_address: u64,
     next_reserved: u64,
     free_ranges: BTreeMap<u64, u64>,
+    /// Addresses that come next, because a trace says so, the last one first.
+    expected: Vec<u64>,
+    never_refuses: bool,
 }
 
 impl Driver {
@@ -67,11 +70,31 @@ impl Driver {
             next_address: FIRST_ADDRESS,
             next_reserved: FIRST_RESERVED,
             free_ranges: BTreeMap::new(),
+            expected: Vec::new(),
+            never_refuses: false,
         }
+    }
+
+    /// Serves every request from here on.
+    pub(super) fn never_refuse(&mut self) {
+        self.never_refuses = true;
+    }
+
+    /// The addresses of the next segments, first to last.
+    pub(super) fn expect(&mut self, addresses: impl DoubleEndedIterator<Item = u64>) {
+        self.expected = addresses.rev().collect();
+    }
+
+    /// Counts bytes that were taken before.
+    pub(super) fn occupy(&mut self, bytes: u64) {
+        self.used_bytes = self.used_bytes.saturating_add(bytes);
     }
 
     /// Bytes that nobody holds (`cudaMemGetInfo`).
     pub(super) fn free_bytes(&self) -> u64 {
+        if self.never_refuses {
+            return u64::MAX;
+        }
         self.device
             .total_bytes
             .saturating_sub(self.used_bytes)
@@ -82,7 +105,7 @@ impl Driver {
     pub(super) fn take(&mut self, bytes: u64) -> bool {
         let fits = bytes <= self.free_bytes();
         if fits {
-            self.used_bytes += bytes;
+            self.occupy(bytes);
         }
         fits
     }
@@ -96,6 +119,9 @@ impl Driver {
     pub(super) fn allocate(&mut self, bytes: u64) -> Option<u64> {
         if !self.take(bytes) {
             return None;
+        }
+        if let Some(address) = self.expected.pop() {
+            return Some(address);
         }
         let size = granules(bytes);
         let fitting = self
@@ -142,6 +168,9 @@ impl Driver {
 
     /// `cuMemAddressReserve`: address space without memory.
     pub(super) fn reserve(&mut self, bytes: u64) -> u64 {
+        if let Some(address) = self.expected.pop() {
+            return address;
+        }
         let address = self.next_reserved;
         self.next_reserved = address
             .saturating_add(granules(bytes))

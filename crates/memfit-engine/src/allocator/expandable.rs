@@ -156,18 +156,26 @@ impl Simulator {
         true
     }
 
+    /// Where the whole pages inside a block of an expandable segment begin, and their bytes.
+    pub(super) fn whole_pages(&self, index: u32) -> Option<(u64, u64)> {
+        let block = &self.blocks[index];
+        let segment = self.expandable.get(block.expandable as usize)?;
+        let offset = block.address - segment.address;
+        let start = offset.checked_next_multiple_of(segment.page_bytes)?;
+        let end = (offset + block.size) / segment.page_bytes * segment.page_bytes;
+        (start < end).then(|| (segment.address + start, end - start))
+    }
+
     /// Gives back the whole pages inside a free block.
     pub(super) fn unmap_block(&mut self, index: u32) {
         let block = self.blocks[index];
         let segment = self.expandable[block.expandable as usize];
         let offset = block.address - segment.address;
-        let Some(start) = offset.checked_next_multiple_of(segment.page_bytes) else {
+        let Some((start, pages)) = self.whole_pages(index) else {
             return;
         };
-        let end = (offset + block.size) / segment.page_bytes * segment.page_bytes;
-        if start >= end {
-            return;
-        }
+        let start = start - segment.address;
+        let end = start + pages;
         self.remove_from_pool(index);
         self.driver.give(end - start);
         if start > offset {
@@ -218,9 +226,12 @@ impl Simulator {
         );
     }
 
-    /// Forgets a segment that is one unmapped block.
-    pub(super) fn release_expandable(&mut self, index: u32) {
+    /// Forgets a segment of which nothing is mapped any more.
+    pub(super) fn release_if_unmapped(&mut self, index: u32) {
         let block = self.blocks[index];
+        if block.is_split() || block.is_mapped {
+            return;
+        }
         self.pools[block.pool as usize]
             .unmapped_of(block.stream)
             .remove(&block.address);

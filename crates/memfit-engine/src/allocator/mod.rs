@@ -23,6 +23,8 @@ mod out_of_memory;
 mod pool;
 mod private;
 mod release;
+pub mod replay;
+mod restore;
 pub mod rounding;
 mod settings;
 mod simulator;

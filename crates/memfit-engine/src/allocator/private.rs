@@ -10,9 +10,9 @@ use super::{Simulator, rounding};
 /// A pool that requests go to instead of the default one.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Redirection {
-    private: u32,
+    pub(super) private: u32,
     /// Only requests of this stream; all when `None`.
-    stream: Option<u64>,
+    pub(super) stream: Option<u64>,
 }
 
 /// A private pool: a pair of pools of its own (`PrivatePool`).

@@ -4,7 +4,6 @@
 //! oversize segments for one request (`release_available_cached_blocks`), and all that is free
 //! (`release_cached_blocks`).
 
-use super::block::NONE;
 use super::pool::{LARGE_POOL, SMALL_POOL};
 use super::settings::UNLIMITED;
 use super::{Simulator, simulator::Request};
@@ -128,15 +127,12 @@ impl Simulator {
         }
         for index in to_unmap {
             self.unmap_block(index);
-            let block = self.blocks[index];
-            if block.previous == NONE && block.next == NONE && !block.is_mapped {
-                self.release_expandable(index);
-            }
+            self.release_if_unmapped(index);
         }
     }
 
     /// `cudaFree` of a segment that is one free block.
-    fn release_block(&mut self, index: u32) {
+    pub(super) fn release_block(&mut self, index: u32) {
         let block = self.blocks[index];
         self.statistics.num_device_free += 1;
         self.record(

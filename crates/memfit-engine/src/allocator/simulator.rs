@@ -70,6 +70,8 @@ pub struct Simulator {
     pub(super) queues: Vec<StreamQueue>,
     pub(super) are_events_ready: bool,
     trace: Option<Vec<TraceEvent>>,
+    /// Whether the next request looks at no free block.
+    pub(super) skips_search: bool,
 }
 
 impl Simulator {
@@ -98,6 +100,7 @@ impl Simulator {
             queues: Vec::new(),
             are_events_ready: true,
             trace: None,
+            skips_search: false,
         };
         simulator.set_memory_fraction(settings.per_process_memory_fraction);
         simulator
@@ -121,7 +124,12 @@ impl Simulator {
             stream: self.stream_index(stream),
             is_expandable: self.settings.expandable_segments,
         };
-        let (request, block) = match self.find_free(&request) {
+        let found = if std::mem::take(&mut self.skips_search) {
+            None
+        } else {
+            self.find_free(&request)
+        };
+        let (request, block) = match found {
             Some(block) => (request, block),
             None => self.obtain(requested, request)?,
         };
@@ -417,7 +425,7 @@ impl Simulator {
             .decrease(is_small, block.requested);
     }
 
-    fn stream_index(&mut self, stream: u64) -> u32 {
+    pub(super) fn stream_index(&mut self, stream: u64) -> u32 {
         // Streams are few.
         let known = self.streams.iter().position(|&known| known == stream);
         let index = known.unwrap_or_else(|| {

@@ -1,4 +1,7 @@
 //! The engine from the outside.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 mod hostile;
+mod replay;
 mod snapshot;
