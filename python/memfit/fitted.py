@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memfit.apply.allocator import set_up
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
 from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
@@ -34,7 +35,7 @@ Replan = Callable[[Any], Mapping[str, Any] | None]
 MAX_REPLANS = 2
 """Times the step is planned again for batches of one shape; then its divergence is lived with."""
 
-_KINDS = frozenset({"remat", "fuse_optimizer", "micro_batch"})
+_KINDS = frozenset({"remat", "fuse_optimizer", "micro_batch", "allocator_settings"})
 
 
 @dataclass(slots=True, frozen=True)
@@ -336,6 +337,9 @@ class Fitted:
         if unknown:
             message = f"the plan holds `{unknown[0]}`, which this memfit does not know"
             raise UsageError(message)
+        settings = actions.pop("allocator_settings", None)
+        if settings is not None:
+            set_up(str(settings.get("settings", "")))
         if actions and not self.workload.training:
             message = f"the plan holds `{next(iter(actions))}`, and the workload has no loss"
             raise UsageError(message)

@@ -23,7 +23,7 @@ from memfit.workload import Workload
 Allowed = Literal["exact", "equivalent", "approximate"]
 """The loosest class of action that may be considered where a stricter one fits."""
 
-Kind = Literal["remat", "fuse_optimizer", "micro_batch"]
+Kind = Literal["remat", "fuse_optimizer", "micro_batch", "allocator_settings"]
 """A technique."""
 
 

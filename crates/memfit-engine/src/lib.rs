@@ -11,6 +11,7 @@ pub mod explain;
 pub mod placement;
 pub mod plan;
 pub mod predict;
+pub mod reserved;
 pub mod snapshot;
 pub mod step;
 pub mod timeline;

@@ -7,8 +7,11 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::allocator::Settings;
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::devices;
+use crate::reserved::{Requests, Reserved};
+use crate::step::lives::lives;
 use crate::step::{Evaluator, Holding, StepModel, Variant};
 use crate::trace::{BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
 
@@ -50,6 +53,10 @@ pub struct Prediction {
     pub interval_bytes: (Bytes, Bytes),
     /// One sentence for each uncertain term.
     pub uncertainty: Vec<String>,
+    /// What the caching allocator takes from the device, under PyTorch's default settings; absent
+    /// where there is none.
+    #[serde(default)]
+    pub reserved: Option<Reserved>,
     /// Where the peak is.
     pub peak: PeakPoint,
     /// Who owns the bytes alive at the peak.
@@ -177,6 +184,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         .get(position.index())
         .map_or(Bytes::ZERO, |op| op.workspace_bytes);
     let heights = evaluator.timeline(&none);
+    let reserved = reserved(at, &model);
     let largest_batch = match &request.budget {
         Some(text) => largest_batch(trace, Budget::parse(text)?.resolve(peak_bytes)),
         None => None,
@@ -190,6 +198,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         predicted_peak_bytes: peak_bytes,
         interval_bytes,
         uncertainty,
+        reserved: reserved.clone(),
         peak: peak_point(at, position),
         breakdown: breakdown(at, &holdings, workspace, position),
         top: holdings
@@ -200,8 +209,16 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         timeline: thin(&heights),
         phases: phase_peaks(at, &heights),
         largest_batch,
-        devices: device_fits(peak_bytes),
+        devices: device_fits(reserved.map_or(peak_bytes, |r| r.peak_reserved_bytes)),
         notes: at.meta.notes.clone(),
+    })
+}
+
+/// What the caching allocator takes for the unplanned step.
+fn reserved(trace: &Trace, model: &StepModel) -> Option<Reserved> {
+    (trace.meta.device_kind == "cuda").then(|| {
+        let lives = lives(trace, model, &vec![false; trace.allocations.len()]);
+        Requests::new(trace, &lives).reserved(&Settings::default(), "")
     })
 }
 
@@ -391,8 +408,12 @@ fn largest_batch(trace: &Trace, budget: Bytes) -> Option<u64> {
     trace.couplings.as_ref()?;
     let fits = |batch: u64| {
         trace.at_batch(batch).is_ok_and(|at| {
+            let model = StepModel::new(&at, Variant::default());
             let (interval, _) = interval(&at, unplanned_peak(&at));
-            interval.1 <= budget
+            interval
+                .1
+                .max(reserved(&at, &model).map_or(Bytes::ZERO, |r| r.peak_reserved_bytes))
+                <= budget
         })
     };
     if !fits(1) {

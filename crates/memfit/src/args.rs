@@ -214,6 +214,9 @@ pub(crate) enum KindChoice {
     /// Split the batch and accumulate gradients
     #[value(alias = "micro-batch")]
     MicroBatch,
+    /// Set up PyTorch's caching allocator (CUDA)
+    #[value(alias = "allocator-settings")]
+    AllocatorSettings,
 }
 
 /// Kinds of devices to capture for.

@@ -137,6 +137,7 @@ impl KindChoice {
             Self::Remat => ActionKind::Remat,
             Self::FuseOptimizer => ActionKind::FuseOptimizer,
             Self::MicroBatch => ActionKind::MicroBatch,
+            Self::AllocatorSettings => ActionKind::AllocatorSettings,
         }
     }
 }

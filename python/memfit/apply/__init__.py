@@ -1,6 +1,7 @@
 """Carrying out a plan on an unmodified model, one technique a file.
 
 ``remat`` drops activations and computes them again, ``optimizer`` runs the optimizer inside
-backward, ``microbatch`` cuts the batch. :class:`memfit.fitted.Fitted` puts them together. What each
-does to memory is defined in ``docs/concepts/transformed-trace.md``.
+backward, ``microbatch`` cuts the batch, ``allocator`` sets up the caching allocator.
+:class:`memfit.fitted.Fitted` puts them together. What each does to memory is defined in
+``docs/concepts/transformed-trace.md``.
 """

@@ -5,6 +5,7 @@
 //! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
 //! out (the Python package).
 
+mod allocator;
 mod arena;
 mod bound;
 #[cfg(test)]
@@ -23,6 +24,7 @@ pub use validate::InvalidPlan;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
+use crate::reserved::Reserved;
 use crate::trace::OpIndex;
 
 /// What a user asks for.
@@ -75,6 +77,8 @@ pub enum ActionKind {
     FuseOptimizer,
     /// Split the batch and accumulate gradients.
     MicroBatch,
+    /// Set up the caching allocator so that free memory does not lie in pieces.
+    AllocatorSettings,
 }
 
 /// One technique as applied.
@@ -92,6 +96,9 @@ pub struct Action {
     /// What the executor needs for `remat`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remat: Option<Remat>,
+    /// What to set for `allocator_settings`, as in `PYTORCH_CUDA_ALLOC_CONF`; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings: Option<String>,
 }
 
 /// Where to drop, addressed by the order of ops in forward.
@@ -243,6 +250,9 @@ pub struct Plan {
     pub unplanned: Estimate,
     /// With it. Where nothing fits: the plan with the smallest peak found.
     pub planned: Estimate,
+    /// What the caching allocator holds for the planned step; absent where there is none.
+    #[serde(default)]
+    pub reserved: Option<Reserved>,
     /// Smallest peak found over all allowed plans.
     pub minimum_peak_bytes: Bytes,
     /// One block that could hold all that the planned step allocates; absent in plans saved before this

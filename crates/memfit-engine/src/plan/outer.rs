@@ -4,6 +4,7 @@
 //! for what the next class would gain. Not responsible for which allocations to drop (`search.rs`) nor
 //! for what may be done at all (`refusal.rs`).
 
+use super::allocator::{self, Answer};
 use super::bound::{Bound, bound};
 use super::problem::{Candidate, Problem};
 use super::search::{Effort, Found, search};
@@ -76,31 +77,48 @@ pub fn plan(trace: &Trace, source: &CostSource, request: &PlanRequest) -> Result
     let unplanned_peak = predict::unplanned_peak(trace);
     let budget = Budget::parse(&request.budget)?.resolve(unplanned_peak);
     let margin = predict::margin(trace, unplanned_peak);
-    let target = budget - margin;
-    let planner = Planner {
-        trace,
-        costs: &costs,
-        request,
-        target,
-        unplanned_peak,
-    };
-    let mut plan = planner.empty_plan(budget, margin);
-    if unplanned_peak <= target {
-        plan.stop_reason = StopReason::NothingToDo;
-        plan.minimum_peak_bytes = planner.minimum(&mut plan);
-        let nothing = vec![false; trace.allocations.len()];
-        plan.arena = arena::arena(trace, Variant::default(), &nothing);
-        return Ok(plan);
+    let cap = budget - margin;
+    let mut target = cap;
+    let mut attempts = 0;
+    loop {
+        let planner = Planner {
+            trace,
+            costs: &costs,
+            request,
+            target,
+            cap,
+            unplanned_peak,
+        };
+        let mut plan = planner.empty_plan(budget, margin);
+        let answer = planner.solve(&mut plan)?;
+        if answer == Ran::Yes || attempts == MOST_TIGHTENINGS {
+            return Ok(plan);
+        }
+        attempts += 1;
+        target -= Bytes(cap.0 / TIGHTENING);
     }
-    planner.solve(&mut plan)?;
-    Ok(plan)
+}
+
+/// Times a plan is made smaller because the allocator refuses a request although the bytes are there.
+const MOST_TIGHTENINGS: u32 = 5;
+/// The part of the budget by which it gets smaller each time.
+const TIGHTENING: u64 = 32;
+
+/// Did the allocator let the plan run?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ran {
+    Yes,
+    No,
 }
 
 struct Planner<'t> {
     trace: &'t Trace,
     costs: &'t Costs,
     request: &'t PlanRequest,
+    /// What the requests of a plan must stay within.
     target: Bytes,
+    /// What the device gives, at least `target`.
+    cap: Bytes,
     unplanned_peak: Bytes,
 }
 
@@ -128,6 +146,7 @@ impl Planner<'_> {
             class: Class::Exact,
             unplanned,
             planned: unplanned,
+            reserved: None,
             minimum_peak_bytes: self.unplanned_peak,
             arena: None,
             predicted_step_ratio: 1.0,
@@ -144,7 +163,17 @@ impl Planner<'_> {
         }
     }
 
-    fn solve(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn solve(&self, plan: &mut Plan) -> Result<Ran, PlanError> {
+        if self.unplanned_peak <= self.target {
+            let nothing = vec![false; self.trace.allocations.len()];
+            let ran = self.ask_allocator(plan, self.trace, Variant::default(), &nothing);
+            if ran == Ran::Yes {
+                plan.stop_reason = StopReason::NothingToDo;
+                plan.minimum_peak_bytes = self.minimum(plan);
+                plan.arena = arena::arena(self.trace, Variant::default(), &nothing);
+            }
+            return Ok(ran);
+        }
         let mut outcomes: Vec<Outcome> = self
             .variants()
             .into_iter()
@@ -168,12 +197,14 @@ impl Planner<'_> {
             .map(|outcome| outcome.evaluations)
             .sum();
         plan.minimum_peak_bytes = lowest(&outcomes).evaluation.peak_bytes;
-        let chosen = fastest(&outcomes);
-        let (outcome, candidate) = chosen.unwrap_or_else(|| lowest_of(&outcomes));
-        if chosen.is_none() {
-            plan.verdict = Verdict::DoesNotFit;
-            self.explain_infeasible(plan, &outcomes);
-        } else {
+        let (outcome, candidate) = fastest(&outcomes).unwrap_or_else(|| lowest_of(&outcomes));
+        self.write(plan, outcome, candidate)?;
+        let within = candidate.evaluation.peak_bytes <= self.cap;
+        let mut ran = Ran::Yes;
+        if within {
+            ran = self.ask_allocator(plan, &outcome.trace, outcome.variant, &candidate.dropped);
+        }
+        if within && ran == Ran::Yes {
             let step = self.costs.step_seconds().max(f64::MIN_POSITIVE);
             let least = outcomes
                 .iter()
@@ -181,12 +212,43 @@ impl Planner<'_> {
                 .fold(f64::INFINITY, f64::min);
             plan.lower_bound_ratio = least.min(outcome.seconds(candidate)) / step;
             plan.stop_reason = stop_reason(outcome, outcome.seconds(candidate), least);
+        } else {
+            plan.verdict = Verdict::DoesNotFit;
+            self.explain_infeasible(plan, &outcomes);
         }
-        self.write(plan, outcome, candidate)?;
         let (bottom, lowest) = lowest_of(&outcomes);
         plan.bottleneck = Some(explain::bottleneck(&bottom.trace, bottom.variant, lowest));
         plan.next_class = self.next_class(plan, &next);
-        Ok(())
+        Ok(ran)
+    }
+
+    /// Lets the simulated allocator judge what is planned, and writes down what it says.
+    fn ask_allocator(
+        &self,
+        plan: &mut Plan,
+        trace: &Trace,
+        variant: Variant,
+        dropped: &[bool],
+    ) -> Ran {
+        let may_set = !self.request.forbid.contains(&ActionKind::AllocatorSettings);
+        match allocator::ask(trace, variant, dropped, self.cap, may_set) {
+            Answer::NotAsked => Ran::Yes,
+            Answer::Runs(reserved, less) => {
+                plan.actions.extend(allocator::action(&reserved, less));
+                plan.reserved = Some(reserved);
+                Ran::Yes
+            }
+            Answer::Refuses(reserved) => {
+                plan.verdict = Verdict::DoesNotFit;
+                plan.notes.push(format!(
+                    "the requests of this step fit into {}, but the caching allocator would hold {} \
+                     and refuse one of them",
+                    self.cap, reserved.peak_reserved_bytes
+                ));
+                plan.reserved = Some(reserved);
+                Ran::No
+            }
+        }
     }
 
     /// The smallest peak any allowed plan reaches, when none is needed.
@@ -230,7 +292,7 @@ impl Planner<'_> {
         } else {
             search(&problem, self.target, effort)
         };
-        let bound = bound(&problem, self.target);
+        let bound = bound(&problem, self.cap);
         drop(problem);
         let base_seconds = self.base_seconds(&costs, &trace, pieces);
         Outcome {
@@ -332,6 +394,7 @@ impl Planner<'_> {
                 count: remat.drops.len() as u64,
                 bytes: remat.drops.iter().map(|drop| drop.bytes).sum(),
                 remat: Some(remat),
+                settings: None,
             });
         }
         Ok(())
@@ -351,6 +414,7 @@ impl Planner<'_> {
                 .map(|gradient| self.trace.allocations[gradient].bytes)
                 .sum(),
             remat: None,
+            settings: None,
         }
     }
 
@@ -361,6 +425,7 @@ impl Planner<'_> {
             count: outcome.pieces,
             bytes: self.unplanned_peak - predict::unplanned_peak(&outcome.trace),
             remat: None,
+            settings: None,
         }
     }
 
@@ -369,7 +434,7 @@ impl Planner<'_> {
             .iter()
             .map(|outcome| outcome.bound.peak_bytes)
             .min();
-        let proved = least.is_some_and(|least| least > self.target);
+        let proved = least.is_some_and(|least| least > self.cap);
         plan.stop_reason = if proved {
             StopReason::ProvedInfeasible
         } else {
@@ -377,7 +442,7 @@ impl Planner<'_> {
         };
         let standing = explain::standing_bytes(self.trace);
         let total: Bytes = standing.iter().map(|&(_, bytes)| bytes).sum();
-        if total > self.target {
+        if total > self.cap {
             let terms: Vec<String> = standing
                 .iter()
                 .map(|(category, bytes)| format!("{} {bytes}", category.name().replace('_', " ")))
@@ -540,6 +605,40 @@ mod tests {
             (plan.stop_reason, plan.actions.len()),
             (StopReason::NothingToDo, 0)
         );
+    }
+
+    #[test]
+    fn on_cuda_a_plan_fits_only_if_the_allocator_lets_it_run() {
+        let (mut set, mut refused) = (0, 0);
+        for mut trace in traces(100) {
+            trace.meta.device_kind = "cuda".into();
+            for allocation in &mut trace.allocations {
+                allocation.bytes = Bytes(allocation.bytes.0 * 1_000_000);
+            }
+            let peak = predict::unplanned_peak(&trace);
+            let budget = peak + predict::margin(&trace, peak) + Bytes(8 << 20);
+            let free = plan(&trace, &source(&trace), &request(budget.0)).unwrap();
+            let has = |kind| free.actions.iter().any(|action| action.kind == kind);
+            set += u32::from(has(ActionKind::AllocatorSettings));
+            let forbid = vec![
+                ActionKind::Remat,
+                ActionKind::FuseOptimizer,
+                ActionKind::MicroBatch,
+                ActionKind::AllocatorSettings,
+            ];
+            let bound = PlanRequest {
+                forbid,
+                ..request(budget.0)
+            };
+            let bound = plan(&trace, &source(&trace), &bound).unwrap();
+            // The requests fit: only the allocator can be against it.
+            let said = |note: &String| note.contains("refuse one of them");
+            let is_refused = bound.notes.iter().any(said);
+            assert_eq!(bound.verdict == Verdict::DoesNotFit, is_refused);
+            assert!(bound.reserved.is_some() && free.reserved.is_some());
+            refused += u32::from(is_refused);
+        }
+        assert!(set > 0 && refused > 0, "{set} {refused}");
     }
 
     #[test]

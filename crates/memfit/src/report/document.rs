@@ -10,6 +10,7 @@ use memfit_engine::plan::{
     ActionKind, Arena, Bottleneck, Class, NextClass, Plan, Refusal, StopReason, Verdict,
 };
 use memfit_engine::predict::{Breakdown, Prediction};
+use memfit_engine::reserved::Reserved;
 use memfit_engine::trace::{Category, Coupling, Phase, Trace};
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +54,8 @@ pub(crate) struct PlanDocument {
     pub(crate) planned: memfit_engine::plan::Estimate,
     pub(crate) minimum_peak_bytes: Bytes,
     pub(crate) arena: Option<Arena>,
+    /// What the caching allocator holds for the planned step; `null` where there is none.
+    pub(crate) reserved: Option<Reserved>,
     pub(crate) plan: PlanSummary,
     /// Where the costs come from.
     pub(crate) cost_source: String,
@@ -121,6 +124,7 @@ impl PlanDocument {
             planned: plan.planned,
             minimum_peak_bytes: plan.minimum_peak_bytes,
             arena: plan.arena,
+            reserved: plan.reserved.clone(),
             plan: PlanSummary::of(plan),
             cost_source: plan.cost_source.clone(),
             stop_reason: plan.stop_reason,

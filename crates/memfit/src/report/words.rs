@@ -5,6 +5,7 @@
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{ActionKind, Class, StopReason};
+use memfit_engine::reserved::Reserved;
 use memfit_engine::trace::{Category, Phase};
 
 pub(crate) const fn phase(phase: Phase) -> &'static str {
@@ -42,6 +43,7 @@ pub(crate) const fn kind(kind: ActionKind) -> &'static str {
         ActionKind::Remat => "activation checkpointing",
         ActionKind::FuseOptimizer => "optimizer step in backward",
         ActionKind::MicroBatch => "micro-batches",
+        ActionKind::AllocatorSettings => "allocator settings",
     }
 }
 
@@ -56,7 +58,20 @@ pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
             )
         }
         ActionKind::MicroBatch => format!("the batch in {}", counted(count, "piece")),
+        ActionKind::AllocatorSettings => "free memory does not lie in pieces".to_owned(),
     }
+}
+
+/// What is behind a peak of reserved bytes: pieces that lie free, and settings if there are any.
+pub(crate) fn reserved(reserved: &Reserved) -> String {
+    let settings = match reserved.settings.as_str() {
+        "" => String::new(),
+        settings => format!(", with {settings}"),
+    };
+    format!(
+        "held by the caching allocator, {} of it in pieces{settings}",
+        reserved.fragmentation_bytes
+    )
 }
 
 pub(crate) const fn stop_reason(reason: StopReason) -> &'static str {

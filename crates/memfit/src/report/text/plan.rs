@@ -73,6 +73,14 @@ fn estimates(document: &PlanDocument) -> Table {
         planned.to_string(),
         format!("{} of unplanned", words::share(planned, unplanned)),
     ]);
+    if let Some(reserved) = &document.reserved {
+        table.row([
+            "Peak reserved".to_owned(),
+            String::new(),
+            reserved.peak_reserved_bytes.to_string(),
+            words::reserved(reserved),
+        ]);
+    }
     table.row([
         "Step time".to_owned(),
         words::ratio(1.0),
@@ -227,6 +235,7 @@ mod tests {
                 bytes: Bytes(1900 << 20),
                 lower_bound_bytes: Bytes(1890 << 20),
             }),
+            reserved: None,
             plan: PlanSummary {
                 class: Class::Exact,
                 actions: vec![

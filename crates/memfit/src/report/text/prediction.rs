@@ -97,6 +97,16 @@ fn head(prediction: &Prediction, palette: Palette) -> String {
     let place: Vec<String> = place.into_iter().filter(|part| !part.is_empty()).collect();
     let mut lines = Table::new(&[Align::Left, Align::Left]);
     lines.row(["Predicted peak".to_owned(), format!("{peak}{interval}")]);
+    if let Some(reserved) = &prediction.reserved {
+        lines.row([
+            "Peak reserved".to_owned(),
+            format!(
+                "{}, {}",
+                reserved.peak_reserved_bytes,
+                words::reserved(reserved)
+            ),
+        ]);
+    }
     lines.row([
         "Reached in".to_owned(),
         format!("{}, at {}", words::phase(at.phase), at.op),

@@ -1,0 +1,64 @@
+//! Whether the caching allocator lets a plan run.
+//!
+//! Responsible for asking the simulated allocator about a candidate on CUDA: requests that fit may still be
+//! refused, because free memory lies in pieces. Not responsible for the simulation ([`crate::reserved`]) nor
+//! for what to do about a refusal (`outer.rs`).
+
+use super::{Action, ActionKind, Class};
+use crate::allocator::Settings;
+use crate::bytes::Bytes;
+use crate::reserved::{EXPANDABLE, Requests, Reserved};
+use crate::step::lives::lives;
+use crate::step::{StepModel, Variant};
+use crate::trace::Trace;
+
+/// What the allocator says about a candidate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// Not a CUDA step: memory comes from the system, without segments.
+    NotAsked,
+    /// It runs, under these settings, which hold so many bytes less than the defaults.
+    Runs(Reserved, Bytes),
+    /// A request is refused, under any settings tried.
+    Refuses(Reserved),
+}
+
+/// Asks about the step with `dropped[allocation]` on a device with `cap` bytes for it.
+pub(super) fn ask(
+    trace: &Trace,
+    variant: Variant,
+    dropped: &[bool],
+    cap: Bytes,
+    may_set: bool,
+) -> Answer {
+    if trace.meta.device_kind != "cuda" {
+        return Answer::NotAsked;
+    }
+    let lives = lives(trace, &StepModel::new(trace, variant), dropped);
+    let requests = Requests::new(trace, &lives);
+    let default = Settings::default();
+    let by_default = requests.reserved(&default, "");
+    if requests.within(&default, cap).is_ok() {
+        return Answer::Runs(by_default, Bytes::ZERO);
+    }
+    match Settings::parse(EXPANDABLE) {
+        Ok(settings) if may_set && requests.within(&settings, cap).is_ok() => {
+            let reserved = requests.reserved(&settings, EXPANDABLE);
+            let less = by_default.peak_reserved_bytes - reserved.peak_reserved_bytes;
+            Answer::Runs(reserved, less)
+        }
+        _ => Answer::Refuses(by_default),
+    }
+}
+
+/// The action that goes with an answer, if one does.
+pub(super) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
+    (!reserved.settings.is_empty()).then(|| Action {
+        kind: ActionKind::AllocatorSettings,
+        class: Class::Exact,
+        count: 1,
+        bytes: less,
+        remat: None,
+        settings: Some(reserved.settings.clone()),
+    })
+}
