@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memfit.answers import Plan, Prediction, Trace, load
+from memfit.answers import Explanation, Plan, Prediction, Trace, load
 from memfit.errors import (
     BudgetError,
     CaptureError,
@@ -26,6 +26,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
+from memfit.snapshots import explain
 
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
@@ -38,6 +39,7 @@ __all__ = [
     "CaptureError",
     "DivergenceWarning",
     "DoesNotFit",
+    "Explanation",
     "Fitted",
     "MemfitError",
     "Plan",
@@ -48,6 +50,7 @@ __all__ = [
     "UsageError",
     "Workload",
     "WorkloadError",
+    "explain",
     "fit",
     "load",
     "plan",

@@ -9,6 +9,7 @@ __all__ = [
     "Trace",
     "decode_plan",
     "encode_plan",
+    "explanation_text",
     "file_kind",
     "parse_budget",
     "plan",
@@ -77,6 +78,22 @@ class Snapshot:
     def json(self) -> str:
         """The snapshot as JSON, column by column; numbers are bytes and microseconds."""
 
+    def explain(
+        self,
+        source: str,
+        before: tuple[str, Snapshot] | None = None,
+        steps: int | None = None,
+        device_memory_bytes: int | None = None,
+    ) -> str:
+        """Explain the snapshot, as JSON.
+
+        Args:
+            source: Its name, for the report.
+            before: An earlier snapshot of the same program, with its name.
+            steps: Steps between the two.
+            device_memory_bytes: Memory of the device.
+        """
+
 def predict(trace: Trace, request_json: str) -> str:
     """Predict a step.
 
@@ -95,6 +112,9 @@ def plan(trace: Trace, costs_json: str, request_json: str) -> str:
 
 def prediction_text(json: str) -> str:
     """The text of a prediction, from its JSON."""
+
+def explanation_text(json: str) -> str:
+    """The text of an explanation, from its JSON."""
 
 def plan_text(json: str) -> str:
     """The text of a plan, from its JSON."""

@@ -1,8 +1,8 @@
-"""What memfit answers: a trace, a prediction, a plan, as objects.
+"""What memfit answers: a trace, a prediction, a plan, an explanation, as objects.
 
 Responsible for reading and saving them and for their attributes. Not responsible for how they come
-about (:mod:`memfit.questions`) nor for any number in them: the engine computes those, and the
-attributes are the fields of its structs under the same names.
+about (:mod:`memfit.questions`, :mod:`memfit.snapshots`) nor for any number in them: the engine
+computes those, and the attributes are the fields of its structs under the same names.
 """
 
 from __future__ import annotations
@@ -196,6 +196,18 @@ class Plan(_Answer):
     def __str__(self) -> str:
         """The plan as ``memfit plan`` prints it."""
         return _native.plan_text(self._text)
+
+
+class Explanation(_Answer):
+    """What happened in a CUDA memory snapshot.
+
+    ``source``, ``events``, ``problems``, and ``devices``, each with ``peak``, ``owners``,
+    ``fragmentation``, ``oom``, ``growth`` and ``counterfactuals``: see the JSON reference.
+    """
+
+    def __str__(self) -> str:
+        """The explanation as ``memfit explain`` prints it."""
+        return _native.explanation_text(self._text)
 
 
 def load(path: str | os.PathLike[str]) -> Trace | Plan:

@@ -19,7 +19,7 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^```(\S*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-COMMANDS = ("", "predict", "plan", "verify", "place", "show", "completions", "man")
+COMMANDS = ("", "predict", "plan", "verify", "explain", "place", "show", "completions", "man")
 CLI = ROOT / "docs" / "reference" / "cli.md"
 
 

@@ -25,6 +25,7 @@ mod _native {
 
     use memfit_engine::bytes::{Budget, Bytes};
     use memfit_engine::cost::CostSource;
+    use memfit_engine::explain::{self, Explanation};
     use memfit_engine::plan::{self, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
@@ -128,6 +129,29 @@ mod _native {
         fn json(&self, py: Python<'_>) -> PyResult<String> {
             py.detach(|| to_json(&*self.snapshot))
         }
+
+        /// Explains the snapshot, as JSON; `before` is an earlier one with its name.
+        #[pyo3(signature = (source, before=None, steps=None, device_memory_bytes=None))]
+        fn explain(
+            &self,
+            py: Python<'_>,
+            source: &str,
+            before: Option<(String, PyRef<'_, Snapshot>)>,
+            steps: Option<u64>,
+            device_memory_bytes: Option<u64>,
+        ) -> PyResult<String> {
+            let before = before.map(|(name, before)| (name, Arc::clone(&before.snapshot)));
+            py.detach(|| {
+                let before = before.as_ref();
+                let request = explain::Request {
+                    source,
+                    before: before.map(|(name, before)| (name.as_str(), &**before)),
+                    steps,
+                    device_memory: device_memory_bytes.map(Bytes),
+                };
+                to_json(&explain::explain(&self.snapshot, &request))
+            })
+        }
     }
 
     /// Predicts a step; takes and returns JSON.
@@ -171,6 +195,13 @@ mod _native {
     fn prediction_text(py: Python<'_>, json: &str) -> PyResult<String> {
         let prediction: Prediction = from_json("prediction", json)?;
         Ok(py.detach(|| memfit::of_prediction(&prediction)))
+    }
+
+    /// The text of an explanation, from its JSON.
+    #[pyfunction]
+    fn explanation_text(py: Python<'_>, json: &str) -> PyResult<String> {
+        let explanation: Explanation = from_json("explanation", json)?;
+        Ok(py.detach(|| memfit::of_explanation(&explanation)))
     }
 
     /// The text of a plan, from its JSON.

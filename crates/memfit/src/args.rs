@@ -31,10 +31,12 @@ Examples:
   memfit verify  examples/gpt2.py:build --budget 3GiB   run it both ways and compare
   memfit place   step.csv --minimize                    offsets for allocations, lowest arena
   memfit show    step.memfit                            what is in a saved trace or plan
+  memfit explain snapshot.pickle                        why a CUDA memory snapshot peaked
 
 Exit codes:
   0    it fits, or the work is done
-  1    it does not fit, no placement was found, or `verify` found a difference or an overshoot
+  1    it does not fit, no placement was found, `verify` found a difference or an overshoot, or
+       `explain` an OOM or a leak
   2    wrong use or bad input
   101  a bug in memfit
   130  interrupted"
@@ -137,6 +139,23 @@ Examples:
   memfit show step.memfit
   memfit show plan.memfit --format json")]
     Show(ShowArguments),
+
+    /// Say what happened in a CUDA memory snapshot: the peak, who owns it, fragmentation, OOM, leaks
+    #[command(after_help = "\
+Examples:
+  memfit explain snapshot.pickle                       why the peak, and who owns it
+  memfit explain oom.pickle --device-memory 80GiB      which part of the device was missing
+  memfit explain before.pickle after.pickle --steps 100
+                                                       what grew between the two, for each step
+  memfit explain snapshot.pickle --format json
+
+Record one with:
+  torch.cuda.memory._record_memory_history()
+  ...                                                  the steps to look at, three or more for leaks
+  torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")
+
+Nothing in the file is executed. The exit code is 1 when an OOM or a leak was found.")]
+    Explain(ExplainArguments),
 
     /// Print a completion script for a shell
     #[command(after_help = "\
@@ -320,6 +339,27 @@ pub(crate) struct ShowArguments {
     /// A file written with `--save`
     #[arg(value_name = "FILE.memfit")]
     pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArguments {
+    /// A file that `torch.cuda.memory._dump_snapshot` wrote, gzip'ed or not
+    #[arg(value_name = "SNAPSHOT.pickle")]
+    pub(crate) snapshot: PathBuf,
+
+    /// A later snapshot of the same program: explain this one, and what grew since the first
+    #[arg(value_name = "LATER.pickle")]
+    pub(crate) later: Option<PathBuf>,
+
+    /// Steps between the two snapshots [default: annotated optimizer steps, if there are any]
+    #[arg(long, value_name = "N", requires = "later", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) steps: Option<u64>,
+
+    /// Memory of the device, which no snapshot tells: 80GiB, 24GB, plain bytes
+    ///
+    /// With it an OOM is also divided into what other processes and libraries held.
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) device_memory: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -8,7 +8,8 @@
 pub enum Exit {
     /// It fits, or the work is done.
     Done,
-    /// The answer is no: the step does not fit, or `verify` found a difference or an overshoot.
+    /// The answer is no: the step does not fit, `verify` found a difference or an overshoot, or `explain`
+    /// found an OOM or a leak.
     No,
     /// Wrong use, bad input, a failing workload, a file that cannot be read or written.
     Usage,

@@ -29,7 +29,7 @@ use clap::Parser as _;
 pub use exit::Exit;
 pub use host::{Host, HostError, HostErrorKind, Settings};
 pub use printer::Streams;
-pub use report::text::{of_plan, of_prediction, of_trace};
+pub use report::text::{of_explanation, of_plan, of_prediction, of_trace};
 
 use args::{Arguments, ColorChoice};
 use error::Failure;

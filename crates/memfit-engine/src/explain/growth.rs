@@ -26,7 +26,10 @@ const MAX_BOUNDARIES: usize = 64;
 const MAX_GROWTH: usize = 100;
 /// Requests of at most so many bytes are single numbers.
 const SCALAR_BYTES: u64 = 8;
-/// So many stacks of forward that grow together are a graph that is kept, not a list of results.
+/// Requests of at most so many bytes may be a loss: they get the smallest block.
+const SMALL_BYTES: u64 = 512;
+/// So many stacks of forward that grow together are a graph that is kept, not a list of results. With
+/// something small that is kept beside them, one is enough.
 const GRAPH_STACKS: usize = 3;
 
 /// A kind of leak that people make.
@@ -72,7 +75,7 @@ struct Series {
     bytes: Vec<u64>,
     /// When the snapshot was taken.
     last: u64,
-    is_scalar: bool,
+    largest_request: u64,
 }
 
 /// Finds what grows within one recording.
@@ -91,9 +94,10 @@ pub(super) fn within(
         .collect();
     let graph = rising
         .iter()
-        .filter(|(_, it)| it.category == Category::Activation && !it.is_scalar)
+        .filter(|(_, it)| it.category == Category::Activation && !it.is_small())
         .count();
-    let keeps_graph = graph >= GRAPH_STACKS;
+    let small = rising.iter().any(|(_, it)| it.is_small());
+    let keeps_graph = graph >= GRAPH_STACKS || (graph > 0 && small);
     rising.sort_by_key(|(_, series)| std::cmp::Reverse(series.rise()));
     let growth: Vec<Growth> = rising
         .iter()
@@ -154,13 +158,13 @@ fn series(history: &History, boundaries: &[u32], judge: &Judge<'_>) -> BTreeMap<
                 stack,
                 bytes: vec![0; boundaries.len()],
                 last: 0,
-                is_scalar: true,
+                largest_request: 0,
             });
         for allocation in held {
             if allocation.let_go == NEVER {
                 series.last = series.last.saturating_add(allocation.size);
             }
-            series.is_scalar &= allocation.requested_size <= SCALAR_BYTES;
+            series.largest_request = series.largest_request.max(allocation.requested_size);
             for bytes in &mut series.bytes[index(allocation.start)..index(allocation.let_go)] {
                 *bytes = bytes.saturating_add(allocation.size);
             }
@@ -186,8 +190,12 @@ impl Series {
         }
     }
 
+    const fn is_small(&self) -> bool {
+        self.largest_request <= SMALL_BYTES
+    }
+
     fn pattern(&self, keeps_graph: bool) -> Pattern {
-        if self.is_scalar {
+        if self.largest_request <= SCALAR_BYTES {
             Pattern::KeptScalar
         } else if keeps_graph && self.category == Category::Activation {
             Pattern::KeptGraph
@@ -211,7 +219,7 @@ fn culprit(
     };
     let kept = rising
         .iter()
-        .find(|(_, it)| it.is_scalar && outside(it.stack));
+        .find(|(_, it)| it.is_small() && outside(it.stack));
     if let Some((_, series)) = kept {
         return sites.user_frame(series.stack);
     }

@@ -5,16 +5,16 @@
 //!
 //! # The arithmetic
 //!
-//! Before an `oom` event is recorded the allocator has given back every segment that it could, so what it
-//! still holds and does not use is stuck. The device's memory then divides into
+//! Before an `oom` event is recorded the allocator has waited for other streams and given back every
+//! segment that it could, so what it still holds and does not use is stuck. The device's memory divides into
 //!
 //! ```text
 //! total = live_set + pending + fragmentation + device_free + non_torch
 //!         \___________ reserved ___________/
 //!
 //! live_set       allocated: blocks that tensors hold
-//! pending        active - allocated: blocks let go that wait for another stream
-//! fragmentation  reserved - active: in no block
+//! pending        blocks let go that wait for another stream, and those that waited until the refusal
+//! fragmentation  the rest of what is reserved: in no block
 //! device_free    free on the device, recorded with the event
 //! non_torch      the rest: other processes, CUDA contexts, libraries
 //! ```
@@ -24,20 +24,23 @@
 //!
 //! | cause | when | in words |
 //! |---|---|---|
-//! | pending | a gap of at least `need` opens when the waiting blocks are freed, or segments that then are empty and `device_free` make a `segment` | only the other stream was in the way |
+//! | pending | `pending > 0`, and without the waiting blocks there is a gap of at least `need`, or segments that then are empty and `device_free` make a `segment` | only the other stream was in the way |
 //! | fragmentation | `fragmentation > 0` and `need <= fragmentation + device_free`, the latter only when the driver was out | the bytes were there, not in one piece |
 //! | cap | `device_free >= segment` | the driver had room: a limit (`set_per_process_memory_fraction`) refused |
-//! | `non_torch` | `total` is known, `non_torch` above 1 GiB, `active + need <= total - 1 GiB` | the device would have been enough, but for others |
+//! | `non_torch` | `total` is known, `non_torch > context`, `active + need <= total - context` | the device would have been enough, but for others |
 //! | `live_set` | otherwise | the tensors alive and the request are too much |
 //!
-//! 1 GiB is what the process' own CUDA context may take. `parts.cap` is `device_free` when the cap is the
+//! `context` is what the process' own CUDA context may take: 1 GiB, on small devices an eighth of `total`.
+//! A block that waited until the refusal is one whose `free_completed` stands between the last allocation
+//! and the `oom` event, apart from its `free_requested`. PyTorch does not search its pools again after it has
+//! waited, so such a request succeeds when it is asked again (pytorch#189504). `parts.cap` is `device_free` when the cap is the
 //! cause, the bytes that it withheld, and else 0.
 
 use super::history::History;
 use super::moment::{self, Filled};
 use super::peak::Totals;
 use crate::bytes::Bytes;
-use crate::snapshot::{DeviceRecord, Event, StackIndex};
+use crate::snapshot::{Action, DeviceRecord, Event, StackIndex};
 use serde::{Deserialize, Serialize};
 
 const MIB: u64 = 1 << 20;
@@ -50,7 +53,7 @@ const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
 /// From here on a request gets a segment of its own (`kMinLargeAlloc`).
 const LARGE_LINE_BYTES: u64 = 10 * MIB;
 /// What a process' own CUDA context and libraries may take.
-const CONTEXT_BYTES: Bytes = Bytes(1 << 30);
+const MAX_CONTEXT_BYTES: Bytes = Bytes(1 << 30);
 
 /// What a refusal comes down to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -79,7 +82,7 @@ pub struct Parts {
     pub cap: Bytes,
     /// Outside PyTorch's allocator; absent while the device's memory is not known.
     pub non_torch: Option<Bytes>,
-    /// Let go, but waiting for another stream.
+    /// Let go, but waiting for another stream, if only until the refusal.
     pub pending: Bytes,
 }
 
@@ -113,6 +116,7 @@ struct Refusal<'a> {
     device_free: Bytes,
     non_torch: Option<Bytes>,
     device_memory: Option<Bytes>,
+    pending: Bytes,
 }
 
 /// Explains the refusal of an event; `totals` are those of the state before it.
@@ -127,26 +131,30 @@ pub(super) fn explain(
     // The address column of an `oom` event holds the free bytes.
     let device_free = Bytes(event.address);
     let outside = device_memory.map(|total| total - device_free - totals.reserved_bytes);
+    let filled = moment::at(device, history, position);
+    let late = late_bytes(device, history, &filled, position);
+    let waiting = totals.active_bytes - totals.allocated_bytes;
     let refusal = Refusal {
-        filled: moment::at(device, history, position),
+        filled,
         totals,
         state: position,
         need: Bytes(event.size),
         device_free,
         non_torch: outside,
         device_memory,
+        pending: waiting + late,
     };
     let cause = refusal.cause();
     let parts = Parts {
         live_set: totals.allocated_bytes,
-        fragmentation: totals.reserved_bytes - totals.active_bytes,
+        fragmentation: totals.reserved_bytes - totals.active_bytes - late,
         cap: if cause == Cause::Cap {
             device_free
         } else {
             Bytes::ZERO
         },
         non_torch: outside,
-        pending: totals.active_bytes - totals.allocated_bytes,
+        pending: refusal.pending,
     };
     OutOfMemory {
         event: u64::from(position),
@@ -179,22 +187,19 @@ impl Refusal<'_> {
         if driver_had_room {
             return Cause::Cap;
         }
-        let fits_alone = self
-            .device_memory
-            .is_some_and(|total| self.totals.active_bytes + self.need <= total - CONTEXT_BYTES);
-        if fits_alone
-            && self
-                .non_torch
-                .is_some_and(|outside| outside > CONTEXT_BYTES)
-        {
-            return Cause::NonTorch;
+        if let (Some(total), Some(outside)) = (self.device_memory, self.non_torch) {
+            let context = MAX_CONTEXT_BYTES.min(Bytes(total.0 / 8));
+            let fits_alone = self.totals.active_bytes + self.need <= total - context;
+            if fits_alone && outside > context {
+                return Cause::NonTorch;
+            }
         }
         Cause::LiveSet
     }
 
     /// Whether the request is served once every waiting block is free.
     fn only_streams_in_the_way(&self, segment: Bytes) -> bool {
-        if self.totals.active_bytes == self.totals.allocated_bytes {
+        if self.pending == Bytes::ZERO {
             return false;
         }
         if self.largest_gap(true) >= self.need {
@@ -219,6 +224,36 @@ impl Refusal<'_> {
             .max()
             .unwrap_or_default()
     }
+}
+
+/// Bytes still reserved of blocks that waited for another stream until the refusal at a state.
+fn late_bytes(
+    device: &DeviceRecord,
+    history: &History,
+    filled: &[Filled<'_>],
+    state: u32,
+) -> Bytes {
+    let mut late = Bytes::ZERO;
+    for position in (0..state as usize).rev() {
+        let Some(event) = device.events.get(position) else {
+            break;
+        };
+        if event.action == Action::Alloc {
+            break;
+        }
+        let index = history.of_event(position);
+        let Some(index) = index.filter(|_| event.action == Action::FreeCompleted) else {
+            continue;
+        };
+        let block = &history.allocations[index];
+        let after = filled.partition_point(|it| it.address <= block.address);
+        let holder = after.checked_sub(1).map(|index| &filled[index]);
+        let is_reserved = holder.is_some_and(|it| block.address - it.address < it.region.size);
+        if is_reserved && block.end - block.let_go > 1 {
+            late += Bytes(block.size);
+        }
+    }
+    late
 }
 
 /// What the allocator asks the driver for (`get_allocation_size`).
@@ -255,7 +290,7 @@ fn sentence(cause: Cause, parts: &Parts, need: Bytes, device_free: Bytes) -> Str
             parts.non_torch.unwrap_or_default()
         ),
         Cause::Pending => format!(
-            "{} were let go but waited for another stream; with them free, {need} would have fitted",
+            "{} were let go but waited for another stream; without them in the way, {need} would have fitted",
             parts.pending
         ),
     }

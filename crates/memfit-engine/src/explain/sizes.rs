@@ -120,6 +120,29 @@ fn round_to_division(requested: u64, divisions: u64) -> u64 {
         .unwrap_or(requested)
 }
 
+/// What kind of region a piece is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Small,
+    Large,
+    Expandable,
+}
+
+impl Kind {
+    const fn of(region: &Region) -> Self {
+        match (region.is_expandable, region.is_small) {
+            (true, _) => Self::Expandable,
+            (false, true) => Self::Small,
+            (false, false) => Self::Large,
+        }
+    }
+
+    /// Whether a rest of 512 bytes is split off.
+    const fn splits_finely(self) -> bool {
+        !matches!(self, Self::Large)
+    }
+}
+
 /// A stretch of a region: one block, or free.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
@@ -128,8 +151,7 @@ struct Piece {
     allocation: Option<usize>,
     /// Whether a region starts here, so that it never merges with what lies before.
     is_first: bool,
-    /// Whether its region splits off what is at least 512 bytes.
-    splits_finely: bool,
+    kind: Kind,
     /// Whether it may reach further than its size says.
     is_open: bool,
 }
@@ -173,7 +195,7 @@ impl Layout<'_> {
                     size,
                     allocation: Some(index),
                     is_first: address == start,
-                    splits_finely: splits_finely(region),
+                    kind: Kind::of(region),
                     is_open,
                 };
                 self.pieces.insert(address, piece);
@@ -193,7 +215,7 @@ impl Layout<'_> {
                 size: end - start,
                 allocation: None,
                 is_first,
-                splits_finely: splits_finely(region),
+                kind: Kind::of(region),
                 is_open: false,
             };
             self.pieces.insert(start, piece);
@@ -208,7 +230,7 @@ impl Layout<'_> {
             return (allocation.size.min(room), false);
         }
         let rounded = self.rounding.round(allocation.requested_size).min(room);
-        if splits_finely(region) {
+        if Kind::of(region).splits_finely() {
             return (rounded, false);
         }
         let is_oversize = rounded >= self.rounding.max_split_bytes;
@@ -314,7 +336,7 @@ impl Layout<'_> {
             rounded
         };
         let rest = free.size.saturating_sub(rounded);
-        let is_split = if free.splits_finely {
+        let is_split = if free.kind.splits_finely() {
             rest >= MIN_BLOCK_BYTES
         } else {
             rounded < self.rounding.max_split_bytes && rest > MAX_UNSPLIT_BYTES
@@ -379,15 +401,14 @@ impl Layout<'_> {
         if overlaps || event.size == 0 {
             return false;
         }
-        // A mapped range continues the one before it, whose pieces split finely too.
         let continues = is_expandable
             && before.is_some_and(|(start, piece)| {
-                start + piece.size == event.address && piece.splits_finely
+                start + piece.size == event.address && piece.kind == Kind::Expandable
             });
         let region = Region::of_event(event, is_expandable);
         self.fill(event.address, end, !continues, &region);
         if let Some(after) = self.pieces.get_mut(&end).filter(|_| is_expandable) {
-            after.is_first &= !after.splits_finely;
+            after.is_first &= after.kind != Kind::Expandable;
         }
         self.merge(event.address);
         true
@@ -423,10 +444,6 @@ impl Layout<'_> {
         }
         true
     }
-}
-
-const fn splits_finely(region: &Region) -> bool {
-    region.is_small || region.is_expandable
 }
 
 fn outside(allocation: &Allocation, problems: &mut Problems) {

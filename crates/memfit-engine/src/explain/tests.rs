@@ -589,6 +589,28 @@ fn refusals_have_one_cause_each() {
 }
 
 #[test]
+fn a_block_that_comes_free_during_the_refusal_was_pending() {
+    let mut machine = Machine::new();
+    let stack = machine.stack(&["a.py:1 f"]);
+    let whole = machine.malloc(600 * MIB, 0, stack);
+    machine.free(whole, false);
+    machine.malloc(60 * MIB, 0, stack);
+    let waits = machine.malloc(540 * MIB, 0, stack);
+    machine.free(waits, true);
+    machine.malloc(40 * MIB, 0, stack);
+    machine.complete(waits);
+    let refusal = refused(&mut machine, 512 * MIB, 0, None);
+    assert_eq!(
+        (
+            refusal.cause,
+            refusal.parts.pending,
+            refusal.parts.fragmentation
+        ),
+        (Cause::Pending, Bytes(540 * MIB), Bytes::ZERO)
+    );
+}
+
+#[test]
 fn contradictions_are_told_with_their_event_and_the_rest_is_analysed() {
     let mut machine = Machine::new();
     let stack = machine.stack(&["a.py:1 f"]);

@@ -1,5 +1,6 @@
 //! The engine from the outside.
 
+mod explain;
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod hostile;

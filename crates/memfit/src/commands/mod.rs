@@ -1,6 +1,7 @@
 //! The commands, one file each: typed arguments in, a report and an exit code out.
 
 mod completions;
+mod explain;
 mod man;
 mod place;
 mod plan;
@@ -21,6 +22,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Verify(arguments) => verify::run(arguments, session),
         Command::Place(arguments) => place::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
+        Command::Explain(arguments) => explain::run(arguments, session),
         Command::Completions(arguments) => completions::run(arguments, session),
         Command::Man(arguments) => man::run(arguments, session),
     }

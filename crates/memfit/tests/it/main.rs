@@ -2,8 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod explain;
 mod files;
 mod output;
+mod pickle;
 mod place;
 mod program;
 mod reports;

@@ -3,18 +3,21 @@
 //! Responsible for what a person reads on standard output. Each is a function from a struct and a
 //! palette to text: no I/O, no width of the terminal, the same text every time.
 
+mod explanation;
 mod placement;
 mod plan;
 mod prediction;
 mod trace;
 mod verify;
 
+pub(crate) use explanation::explanation;
 pub(crate) use placement::placement;
 pub(crate) use plan::plan;
 pub(crate) use prediction::prediction;
 pub(crate) use trace::trace;
 pub(crate) use verify::verify;
 
+use memfit_engine::explain::Explanation;
 use memfit_engine::plan::Plan;
 use memfit_engine::predict::Prediction;
 use memfit_engine::trace::Trace;
@@ -38,6 +41,12 @@ pub fn of_plan(value: &Plan) -> String {
 #[must_use]
 pub fn of_trace(value: &Trace) -> String {
     trace(&TraceDocument::of(value), Palette::PLAIN)
+}
+
+/// The text of an explanation, as `memfit explain` prints it.
+#[must_use]
+pub fn of_explanation(value: &Explanation) -> String {
+    explanation(value, Palette::PLAIN)
 }
 
 /// A heading and its table or text, set apart by an empty line; nothing when there is no body.
