@@ -1,7 +1,5 @@
 //! Explanations of snapshots that the real allocator made, against the allocator's own counters.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
-
 use std::path::{Path, PathBuf};
 
 use memfit_engine::bytes::Bytes;

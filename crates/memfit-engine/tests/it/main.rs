@@ -1,8 +1,8 @@
 //! The engine from the outside.
 
-mod explain;
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod explain;
 mod hostile;
 mod replay;
 mod snapshot;
