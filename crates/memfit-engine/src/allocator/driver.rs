@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 const GRANULE_BYTES: u64 = 2 << 20;
 const FIRST_ADDRESS: u64 = 0x7f00_0000_0000;
 const FIRST_RESERVED: u64 = 0x6000_0000_0000;
+/// No address lies beyond; real devices have 49 bits of them.
+const ADDRESS_LIMIT: u64 = 1 << 62;
 /// Between two reservations, so that they never touch.
 const RESERVATION_GAP_BYTES: u64 = 1 << 30;
 
@@ -136,17 +138,26 @@ impl Driver {
             }
             return Some(address);
         }
-        Some(match self.device.address_order {
+        let address = self.new_address(size);
+        if address.is_none() {
+            self.give(bytes);
+        }
+        address
+    }
+
+    fn new_address(&mut self, size: u64) -> Option<u64> {
+        let address = self.next_address;
+        match self.device.address_order {
             AddressOrder::Ascending => {
-                let address = self.next_address;
-                self.next_address = address.saturating_add(size);
-                address
+                let end = address.checked_add(size)?;
+                self.next_address = Some(end).filter(|&end| end < ADDRESS_LIMIT)?;
+                Some(address)
             }
             AddressOrder::Descending => {
-                self.next_address = self.next_address.saturating_sub(size);
-                self.next_address
+                self.next_address = address.checked_sub(size).filter(|&start| start > 0)?;
+                Some(self.next_address)
             }
-        })
+        }
     }
 
     /// `cudaFree` of what [`Driver::allocate`] returned.
@@ -166,16 +177,16 @@ impl Driver {
         self.free_ranges.insert(start, size);
     }
 
-    /// `cuMemAddressReserve`: address space without memory.
-    pub(super) fn reserve(&mut self, bytes: u64) -> u64 {
+    /// `cuMemAddressReserve`: address space without memory; `None` when there is none left.
+    pub(super) fn reserve(&mut self, bytes: u64) -> Option<u64> {
         if let Some(address) = self.expected.pop() {
-            return address;
+            return Some(address);
         }
         let address = self.next_reserved;
-        self.next_reserved = address
-            .saturating_add(granules(bytes))
-            .saturating_add(RESERVATION_GAP_BYTES);
-        address
+        let end = address.checked_add(granules(bytes))?;
+        let next = end.checked_add(RESERVATION_GAP_BYTES)?;
+        self.next_reserved = Some(next).filter(|&next| next < ADDRESS_LIMIT)?;
+        Some(address)
     }
 }
 

@@ -76,7 +76,7 @@ impl Simulator {
         };
         let reserve = self.reserve_bytes();
         let reserved = reserve.checked_next_multiple_of(page_bytes)?;
-        let address = self.driver.reserve(reserved);
+        let address = self.driver.reserve(reserved)?;
         if reserved < size {
             return None;
         }

@@ -3,7 +3,7 @@
 //! Responsible for taking segments and blocks over as they are, and for the operations that only a trace calls
 //! for: a request to one pool, a segment given back at a certain address.
 
-use super::block::{Block, NONE};
+use super::block::NONE;
 use super::expandable::ExpandableSegment;
 use super::private::Redirection;
 use super::rounding::SMALL_SEGMENT_BYTES;
@@ -144,6 +144,9 @@ impl Simulator {
                 statistics.allocation.increase(is_small, 1);
                 statistics.allocated_bytes.increase(is_small, block.size);
             }
+            if block.state == BlockState::AwaitingFree {
+                self.awaited.insert(index);
+            }
             if is_active {
                 in_use.push((block.address, BlockId(index)));
                 statistics.active.increase(is_small, 1);
@@ -230,8 +233,7 @@ impl Simulator {
 
     /// Gives back the segment at an address if it is one free block.
     pub(super) fn release_segment(&mut self, address: u64, size: u64) -> bool {
-        let found = self.free_block_at(address);
-        let Some(index) = found else {
+        let Some(index) = self.free_block_at(address, size) else {
             return false;
         };
         let block = self.blocks[index];
@@ -244,7 +246,7 @@ impl Simulator {
 
     /// Gives back the whole pages of the free block at an address if they are the range named.
     pub(super) fn unmap_range(&mut self, address: u64, size: u64) -> bool {
-        let Some(index) = self.free_block_at(address) else {
+        let Some(index) = self.free_block_at(address, size) else {
             return false;
         };
         if !self.blocks[index].is_expandable() || self.whole_pages(index) != Some((address, size)) {
@@ -255,14 +257,14 @@ impl Simulator {
         true
     }
 
-    /// The free block that holds an address.
-    fn free_block_at(&self, address: u64) -> Option<u32> {
-        let holds = |block: &Block| (block.address..block.address + block.size).contains(&address);
-        let found = self
-            .blocks
-            .iter()
-            .find(|(_, block)| block.is_mapped && holds(block) && block.is_idle());
-        found.map(|(index, _)| index)
+    /// The free block that holds `size` bytes from an address on.
+    fn free_block_at(&self, address: u64, size: u64) -> Option<u32> {
+        let end = address.checked_add(size)?;
+        let sets = self.pools.iter().flat_map(|pool| &pool.free);
+        // Few free blocks are as large as a segment or a page.
+        sets.flat_map(|set| set.iter().rev().take_while(|entry| entry.size >= size))
+            .find(|entry| entry.address <= address && end <= entry.address + entry.size)
+            .map(|entry| entry.block)
     }
 }
 

@@ -8,7 +8,7 @@
 //! a block whose other stream has just finished stays unused and the request fails
 //! (<https://github.com/pytorch/pytorch/issues/189504>).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::block::{Block, Blocks, NONE};
 use super::expandable::ExpandableSegment;
@@ -68,6 +68,8 @@ pub struct Simulator {
     pub(super) uses_in_capture: BTreeMap<u32, Vec<u64>>,
     pub(super) deferred: Vec<u32>,
     pub(super) queues: Vec<StreamQueue>,
+    /// Blocks that await streams no one named.
+    pub(super) awaited: BTreeSet<u32>,
     pub(super) are_events_ready: bool,
     trace: Option<Vec<TraceEvent>>,
     /// Whether the next request looks at no free block.
@@ -98,6 +100,7 @@ impl Simulator {
             uses_in_capture: BTreeMap::new(),
             deferred: Vec::new(),
             queues: Vec::new(),
+            awaited: BTreeSet::new(),
             are_events_ready: true,
             trace: None,
             skips_search: false,
@@ -256,7 +259,7 @@ impl Simulator {
         if let Some(owner) = owner {
             self.private[owner as usize].segment_count += 1;
         }
-        self.held_bytes += size;
+        self.held_bytes = after;
         let counter = self.next_segment_counter();
         let block = self.new_block(request.pool, request.stream, address, size, counter);
         let index = self.blocks.add(block);
@@ -350,7 +353,11 @@ impl Simulator {
     /// Takes a block back; it is free at once, or when the other streams that use it are done. A block that
     /// is not allocated is left alone.
     pub fn free(&mut self, block: BlockId) {
-        let index = block.0;
+        self.take_back(block.0, false);
+    }
+
+    /// `is_awaited` when other streams, not named, still use the block.
+    pub(super) fn take_back(&mut self, index: u32, is_awaited: bool) {
         if !self.is_allocated(index) {
             return;
         }
@@ -371,7 +378,10 @@ impl Simulator {
         if block.size >= self.settings.max_split_bytes {
             self.statistics.oversize_allocations.decrease(1);
         }
-        if !block.has_uses {
+        if is_awaited {
+            self.blocks[index].event_count += 1;
+            self.awaited.insert(index);
+        } else if !block.has_uses {
             self.free_block(index);
         } else if self.is_capturing {
             self.deferred.push(index);

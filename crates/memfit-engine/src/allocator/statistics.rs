@@ -15,14 +15,14 @@ pub struct Stat {
 
 impl Stat {
     pub(super) fn increase(&mut self, amount: u64) {
-        self.current += amount;
+        self.current = self.current.saturating_add(amount);
         self.peak = self.peak.max(self.current);
-        self.allocated += amount;
+        self.allocated = self.allocated.saturating_add(amount);
     }
 
     pub(super) fn decrease(&mut self, amount: u64) {
         self.current = self.current.saturating_sub(amount);
-        self.freed += amount;
+        self.freed = self.freed.saturating_add(amount);
     }
 
     fn reset_peak(&mut self) {

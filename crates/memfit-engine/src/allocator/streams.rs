@@ -67,20 +67,19 @@ impl Simulator {
         }
     }
 
-    /// Completes the events that keep a block from being free, and frees it. For replaying a trace that
-    /// says when a free completed. `false` when the block awaits nothing.
-    pub fn complete_free(&mut self, block: super::BlockId) -> bool {
-        let index = block.0;
-        if !self.blocks.contains(index) || self.blocks[index].event_count == 0 {
-            return false;
+    /// Takes a block back that other streams use, without saying which: it is free when
+    /// [`Simulator::complete_free`] says so or all streams are waited for. For traces, which do not name them.
+    pub(super) fn free_awaiting(&mut self, block: super::BlockId) {
+        self.take_back(block.0, true);
+    }
+
+    /// Frees a block that was taken back so; `false` when it awaits nothing.
+    pub(super) fn complete_free(&mut self, block: super::BlockId) -> bool {
+        let is_awaited = self.awaited.remove(&block.0);
+        if is_awaited {
+            self.settle(block.0);
         }
-        for queue in &mut self.queues {
-            queue.events.retain(|event| event.block != index);
-        }
-        self.queues.retain(|queue| !queue.events.is_empty());
-        self.blocks[index].event_count = 0;
-        self.free_block(index);
-        true
+        is_awaited
     }
 
     /// Turns the uses of a freed block into one event a stream.
@@ -146,6 +145,14 @@ impl Simulator {
             }
         }
         self.queues.retain(|queue| !queue.events.is_empty());
+        for index in std::mem::take(&mut self.awaited) {
+            let pool = self.blocks[index].pool as usize;
+            if private.is_some() && self.pools[pool].owner != private {
+                self.awaited.insert(index);
+            } else {
+                self.settle(index);
+            }
+        }
     }
 
     fn settle(&mut self, block: u32) {

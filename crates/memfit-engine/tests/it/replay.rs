@@ -4,7 +4,11 @@ use std::path::{Path, PathBuf};
 
 use memfit_engine::allocator::replay::{self, Outcome};
 use memfit_engine::allocator::{AddressOrder, Device, FreeOrder, Settings};
-use memfit_engine::snapshot::{self, Snapshot};
+use memfit_engine::snapshot::{
+    self, Action, Block, BlockState, DeviceRecord, Event, PoolIndex, Segment, Snapshot, StackIndex,
+    TextIndex,
+};
+use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
 
@@ -124,4 +128,112 @@ fn expandable_segments_avoid_an_error_of_fragmentation_alone() {
         Device::new(280 * MIB),
     );
     assert!(live.oom.is_some());
+}
+
+/// Any events over any segments, contradictions included.
+fn nonsense() -> impl Strategy<Value = Snapshot> {
+    let address = prop_oneof![
+        (0..64_u64).prop_map(|page| 0x1000_0000 + page * 0x10_0000),
+        Just(0),
+        Just(u64::MAX - 512),
+        any::<u64>(),
+    ];
+    let size = prop_oneof![
+        Just(2 * MIB),
+        Just(20 * MIB),
+        0..64 * MIB,
+        Just(0),
+        any::<u64>()
+    ];
+    let action = prop::sample::select(vec![
+        Action::Alloc,
+        Action::Alloc,
+        Action::FreeRequested,
+        Action::FreeCompleted,
+        Action::SegmentAlloc,
+        Action::SegmentFree,
+        Action::SegmentMap,
+        Action::SegmentUnmap,
+        Action::OutOfMemory,
+    ]);
+    let event = (action, address.clone(), size.clone(), 0..3_u64, 0..2_u16);
+    let state = prop::sample::select(vec![
+        BlockState::Allocated,
+        BlockState::AwaitingFree,
+        BlockState::Inactive,
+    ]);
+    let block = (address.clone(), size.clone(), state);
+    let segment = (
+        address,
+        size,
+        any::<[bool; 2]>(),
+        prop::collection::vec(block, 0..4),
+    );
+    (
+        prop::collection::vec(event, 0..80),
+        prop::collection::vec(segment, 0..5),
+    )
+        .prop_map(|(events, segments)| {
+            let mut snapshot = Snapshot::default();
+            let pool = snapshot.pools.index_of((0, 1)).unwrap();
+            let mut record = DeviceRecord::default();
+            for (action, address, size, stream, number) in events {
+                let event = Event {
+                    action,
+                    address,
+                    size,
+                    stream,
+                    time_us: 0,
+                    stack: StackIndex::NONE,
+                    pool: if number == 0 {
+                        PoolIndex::DEFAULT
+                    } else {
+                        pool
+                    },
+                    label: TextIndex::default(),
+                };
+                record.events.push(event).unwrap();
+            }
+            record.segments = segments
+                .into_iter()
+                .map(
+                    |(address, total_size, [is_small, is_expandable], blocks)| Segment {
+                        address,
+                        total_size,
+                        stream: 0,
+                        is_small,
+                        is_expandable,
+                        pool: PoolIndex::DEFAULT,
+                        stack: StackIndex::NONE,
+                        blocks: blocks
+                            .into_iter()
+                            .map(|(address, size, state)| Block {
+                                address,
+                                size,
+                                requested_size: size,
+                                state,
+                                stack: StackIndex::NONE,
+                            })
+                            .collect(),
+                    },
+                )
+                .collect();
+            snapshot.devices.push(record);
+            snapshot
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn contradictions_neither_panic_nor_hang(snapshot in nonsense(), expandable in any::<bool>()) {
+        let record = &snapshot.devices[0];
+        let _ = replay::check(&snapshot, record);
+        let settings = Settings { expandable_segments: expandable, ..Settings::default() };
+        for total_bytes in [0, 64 * MIB, u64::MAX] {
+            let device = Device::new(total_bytes);
+            let _ = replay::under(&snapshot, record, &settings, FreeOrder::default(), device);
+        }
+    }
 }

@@ -10,10 +10,12 @@
 #![expect(
     clippy::unwrap_used,
     clippy::print_stderr,
-    reason = "a test fails by panicking and says on stderr what it skips"
+    clippy::print_stdout,
+    reason = "a test fails by panicking, says on stderr what it skips and on stdout what it measured"
 )]
 
 mod cases;
+mod counterfactual;
 mod differential;
 mod random;
 mod real;

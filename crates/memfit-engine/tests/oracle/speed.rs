@@ -12,7 +12,6 @@ const OPERATIONS: usize = 2_000_000;
 
 #[test]
 #[ignore = "measures, and needs a release build to mean anything"]
-#[expect(clippy::print_stdout, reason = "the measurement is what it is for")]
 fn speed() {
     let Some(oracle) = oracle_or_skip() else {
         return;

@@ -8,10 +8,10 @@
 
 use std::collections::BTreeMap;
 
-use super::forward::{ANOTHER_STREAM, completes_at_once};
+use super::forward::completes_at_once;
 use super::{recorded_settings, start};
 use crate::allocator::{BlockId, Device, FreeOrder, OutOfMemory, Settings, Simulator};
-use crate::snapshot::{Action, BlockState, DeviceRecord, Event, Snapshot};
+use crate::snapshot::{Action, BlockState, DeviceRecord, Event, Events, Snapshot};
 
 /// A request that was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +54,8 @@ pub fn under(
 ) -> Outcome {
     let mut run = Run {
         snapshot,
+        events: &device.events,
+        row_of_frees: (0, false),
         simulator: Simulator::new(settings, order, model),
         blocks: BTreeMap::new(),
         waited_for: Vec::new(),
@@ -63,15 +65,13 @@ pub fn under(
         refusal: None,
         ooms_avoided: 0,
     };
-    run.simulator.set_events_ready(false);
     run.begin(device);
     let initial_bytes = run.simulator.statistics().active_bytes.all.current;
-    let events: Vec<Event> = device.events.iter().collect();
-    for (number, event) in events.iter().enumerate() {
+    for (number, event) in device.events.iter().enumerate() {
         if run.refusal.is_some() {
             break;
         }
-        run.step(number, event, &events[number + 1..]);
+        run.step(number, &event);
     }
     let statistics = run.simulator.statistics();
     Outcome {
@@ -88,6 +88,9 @@ pub fn under(
 
 struct Run<'a> {
     snapshot: &'a Snapshot,
+    events: &'a Events,
+    /// The first event behind the frees in a row that were looked at last, and whether they completed by waiting.
+    row_of_frees: (usize, bool),
     simulator: Simulator,
     blocks: BTreeMap<u64, BlockId>,
     /// Frees that completed because the recorded allocator waited for all streams. They do so here when it waits here,
@@ -119,8 +122,7 @@ impl Run<'_> {
                     Ok(id) => {
                         self.blocks.insert(block.address, id);
                         if block.state == BlockState::AwaitingFree {
-                            self.simulator.record_stream(id, ANOTHER_STREAM);
-                            self.simulator.free(id);
+                            self.simulator.free_awaiting(id);
                         }
                     }
                     Err(error) => self.refusal = Some(Refusal { event: None, error }),
@@ -129,7 +131,10 @@ impl Run<'_> {
         }
     }
 
-    fn step(&mut self, number: usize, event: &Event, rest: &[Event]) {
+    fn step(&mut self, number: usize, event: &Event) {
+        if !start::is_possible(event.address, event.size) {
+            return;
+        }
         let pool = self.snapshot.pools.id(event.pool);
         match event.action {
             Action::Alloc => match self.simulator.malloc_in(event.size, event.stream, pool) {
@@ -147,14 +152,15 @@ impl Run<'_> {
                 let Some(&block) = self.blocks.get(&event.address) else {
                     return;
                 };
-                if !completes_at_once(event, rest.first()) {
-                    self.simulator.record_stream(block, ANOTHER_STREAM);
+                if completes_at_once(event, self.events.get(number + 1).as_ref()) {
+                    self.simulator.free(block);
+                } else {
+                    self.simulator.free_awaiting(block);
                 }
-                self.simulator.free(block);
             }
             Action::FreeCompleted => {
                 if let Some(block) = self.blocks.remove(&event.address) {
-                    if completes_by_waiting(rest) {
+                    if self.completes_by_waiting(number) {
                         self.waited_for.push(block);
                     } else {
                         self.simulator.complete_free(block);
@@ -165,7 +171,7 @@ impl Run<'_> {
                 // Memory of a private pool goes only when nobody uses the pool any more.
                 self.simulator.release_pool(pool);
                 self.recorded_bytes = self.recorded_bytes.saturating_sub(event.size);
-                if self.is_last_of_the_programs_own(rest) {
+                if self.is_last_of_the_programs_own(number) {
                     self.simulator.empty_cache(None);
                 }
             }
@@ -185,9 +191,36 @@ impl Run<'_> {
         }
     }
 
+    /// Whether a late free completed because the allocator waited for all streams before it gave memory back:
+    /// segments freed come next, then a new segment or a refusal.
+    fn completes_by_waiting(&mut self, number: usize) -> bool {
+        let (end, answer) = self.row_of_frees;
+        if number < end {
+            return answer;
+        }
+        let action = |position: usize| self.events.get(position).map(|event| event.action);
+        let behind = |mut position: usize, is_in_row: fn(Action) -> bool| {
+            while action(position).is_some_and(is_in_row) {
+                position += 1;
+            }
+            position
+        };
+        let frees = behind(number, |action| action == Action::FreeCompleted);
+        let returns = behind(frees, |action| {
+            matches!(action, Action::SegmentFree | Action::SegmentUnmap)
+        });
+        let is_waiting = match action(returns) {
+            Some(Action::OutOfMemory) => true,
+            Some(Action::SegmentAlloc | Action::SegmentMap) => returns > frees,
+            _ => false,
+        };
+        self.row_of_frees = (frees, is_waiting);
+        is_waiting
+    }
+
     /// Whether the program itself gave memory back here, and this is the last segment of it.
-    fn is_last_of_the_programs_own(&self, rest: &[Event]) -> bool {
-        let Some(next) = rest.first() else {
+    fn is_last_of_the_programs_own(&self, number: usize) -> bool {
+        let Some(next) = self.events.get(number + 1) else {
             return true;
         };
         match next.action {
@@ -219,17 +252,4 @@ impl Run<'_> {
             }
         }
     }
-}
-
-/// Whether a late free completed because the allocator waited for all streams before it gave memory back: segments
-/// freed come next, then a new segment or a refusal.
-fn completes_by_waiting(rest: &[Event]) -> bool {
-    let is_freed = |event: &&Event| event.action == Action::FreeCompleted;
-    let is_return =
-        |event: &&Event| matches!(event.action, Action::SegmentFree | Action::SegmentUnmap);
-    let rest = &rest[rest.iter().take_while(is_freed).count()..];
-    let returned = rest.iter().take_while(is_return).count();
-    let next = rest.get(returned).map(|event| event.action);
-    next == Some(Action::OutOfMemory)
-        || (returned > 0 && matches!(next, Some(Action::SegmentAlloc | Action::SegmentMap)))
 }

@@ -11,9 +11,6 @@ use super::{ORDERS, recorded_settings, start};
 use crate::allocator::{BlockId, Device, FreeOrder, SegmentLayout, Settings, Simulator};
 use crate::snapshot::{Action, BlockState, DeviceRecord, Event, Snapshot};
 
-/// A stream that stands for the ones that a trace does not name.
-pub(super) const ANOTHER_STREAM: u64 = u64::MAX;
-
 /// How many of how many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Count {
@@ -78,12 +75,17 @@ impl ReplayReport {
 pub fn check(snapshot: &Snapshot, device: &DeviceRecord) -> ReplayReport {
     let settings = recorded_settings(snapshot);
     let layout = start::layout(snapshot, device, &settings);
-    let reports = ORDERS.map(|order| Forward::run(snapshot, device, &settings, order, &layout));
-    let [newest, older] = reports;
-    if older.allocations.matched > newest.allocations.matched {
-        older
+    let run = |order| Forward::run(snapshot, device, &settings, order, &layout);
+    let [newest, older] = ORDERS;
+    let report = run(newest);
+    if report.is_exact() {
+        return report;
+    }
+    let other = run(older);
+    if other.allocations.matched > report.allocations.matched {
+        other
     } else {
-        newest
+        report
     }
 }
 
@@ -116,7 +118,6 @@ impl<'a> Forward<'a> {
         let device_model = Device::new(reservation(device));
         let mut simulator = Simulator::new(&settings, order, device_model);
         simulator.never_refuse();
-        simulator.set_events_ready(false);
         let blocks = simulator.restore(layout);
         simulator.record_trace(true);
         let mut forward = Self {
@@ -144,6 +145,12 @@ impl<'a> Forward<'a> {
     }
 
     fn step(&mut self, number: u64, event: &Event, next: Option<&Event>) {
+        if !start::is_possible(event.address, event.size) {
+            if event.action == Action::Alloc {
+                self.report.allocations.add(false);
+            }
+            return;
+        }
         match event.action {
             Action::Alloc => self.alloc(number, event),
             Action::FreeRequested => {
@@ -151,10 +158,11 @@ impl<'a> Forward<'a> {
                 let Some(&block) = self.blocks.get(&event.address) else {
                     return;
                 };
-                if !completes_at_once(event, next) {
-                    self.simulator.record_stream(block, ANOTHER_STREAM);
+                if completes_at_once(event, next) {
+                    self.simulator.free(block);
+                } else {
+                    self.simulator.free_awaiting(block);
                 }
-                self.simulator.free(block);
             }
             Action::FreeCompleted => {
                 if let Some(block) = self.blocks.remove(&event.address) {

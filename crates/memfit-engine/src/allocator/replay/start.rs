@@ -11,6 +11,14 @@ use crate::allocator::rounding::{self, SMALL_BYTES, SMALL_SEGMENT_BYTES};
 use crate::allocator::{BlockLayout, SegmentLayout, Settings};
 use crate::snapshot::{Action, BlockState, DeviceRecord, PoolIndex, Snapshot};
 
+/// No device has more bytes, and no address lies beyond 2^60: what a trace says of larger ones is nonsense.
+const MAX_BYTES: u64 = 1 << 50;
+
+/// Whether a range can be true at all.
+pub(super) fn is_possible(address: u64, size: u64) -> bool {
+    address <= 1 << 60 && size <= MAX_BYTES
+}
+
 /// A block in use when the trace began.
 #[derive(Debug, Clone, Copy)]
 struct Held {
@@ -51,8 +59,17 @@ pub(super) fn layout(
         regions,
         boundaries,
     } = start;
-    let segments = regions.iter().map(|(&address, region)| {
-        let end = address.saturating_add(region.size);
+    // Segments that overlap the one before are left out: the recording contradicts itself there.
+    let mut covered = 0;
+    let possible = regions.iter().filter(|&(&address, region)| {
+        let is_sound = region.size > 0 && is_possible(address, region.size) && address >= covered;
+        if is_sound {
+            covered = address + region.size;
+        }
+        is_sound
+    });
+    let segments = possible.map(|(&address, region)| {
+        let end = address + region.size;
         SegmentLayout {
             address,
             total_size: region.size,
@@ -155,15 +172,17 @@ impl Start {
             let before = self.regions.range(..address).next_back();
             let before = before
                 .map(|(&start, &other)| (start, other))
-                .filter(|(start, other)| start + other.size == address && joins(other));
+                .filter(|(start, other)| {
+                    start.saturating_add(other.size) == address && joins(other)
+                });
             if let Some(after) = after {
                 self.regions.remove(&behind);
-                region.size += after.size;
+                region.size = region.size.saturating_add(after.size);
                 region.is_small = after.is_small;
             }
             if let Some((start, before)) = before {
                 address = start;
-                region.size += before.size;
+                region.size = region.size.saturating_add(before.size);
                 region.is_small = before.is_small;
             }
         }
@@ -214,7 +233,8 @@ fn blocks(
         }
         let next = inside.peek().map_or(end, |&(&next, _)| next);
         let rounded = rounding::block_bytes(settings, block.requested);
-        let mut size = block.size.unwrap_or(rounded).min(next - address);
+        let known = block.size.filter(|&size| size > 0);
+        let mut size = known.unwrap_or(rounded).min(next - address);
         if block.size.is_none() && !region.is_small && !region.is_expandable {
             let behind = address + size;
             let boundary = boundaries.range(behind..next).next();
