@@ -31,6 +31,7 @@ from memfit.snapshots import explain
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
     from memfit.fitted import Fitted
+    from memfit.placement import Placement, place
     from memfit.questions import fit, plan, predict, trace
     from memfit.workload import Workload
 
@@ -42,6 +43,7 @@ __all__ = [
     "Explanation",
     "Fitted",
     "MemfitError",
+    "Placement",
     "Plan",
     "Prediction",
     "SnapshotError",
@@ -53,6 +55,7 @@ __all__ = [
     "explain",
     "fit",
     "load",
+    "place",
     "plan",
     "predict",
     "trace",
@@ -61,8 +64,10 @@ __all__ = [
 
 _HOMES = {
     "Fitted": "memfit.fitted",
+    "Placement": "memfit.placement",
     "Workload": "memfit.workload",
     "fit": "memfit.questions",
+    "place": "memfit.placement",
     "plan": "memfit.questions",
     "predict": "memfit.questions",
     "trace": "memfit.questions",

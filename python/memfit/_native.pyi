@@ -12,6 +12,7 @@ __all__ = [
     "explanation_text",
     "file_kind",
     "parse_budget",
+    "place",
     "plan",
     "plan_text",
     "predict",
@@ -108,6 +109,18 @@ def plan(trace: Trace, costs_json: str, request_json: str) -> str:
     Raises:
         BudgetError: The request's budget cannot be read.
         UsageError: The costs are not those of the trace.
+    """
+
+def place(
+    csv: bytes, capacity: int | None, alignment: int, threads: int, time_limit: float | None
+) -> str:
+    """Place the allocations of a CSV: the lowest placement, or any within ``capacity`` bytes.
+
+    Returns:
+        A pair as JSON: the ids, and the answer.
+
+    Raises:
+        UsageError: The CSV cannot be read, or the time limit is no number of seconds.
     """
 
 def prediction_text(json: str) -> str:

@@ -22,10 +22,12 @@ mod _native {
     use std::fs::File;
     use std::path::PathBuf;
     use std::sync::Arc;
+    use std::time::{Duration, Instant};
 
     use memfit_engine::bytes::{Budget, Bytes};
     use memfit_engine::cost::CostSource;
     use memfit_engine::explain::{self, Explanation};
+    use memfit_engine::placement::{self, Goal};
     use memfit_engine::plan::{self, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
@@ -187,6 +189,34 @@ mod _native {
                 error => UsageError::new_err(error.to_string()),
             })?;
             to_json(&plan)
+        })
+    }
+
+    /// Places the allocations of a CSV; returns JSON.
+    #[pyfunction]
+    #[pyo3(name = "place", signature = (csv, capacity, alignment, threads, time_limit))]
+    fn place_json(
+        py: Python<'_>,
+        csv: &[u8],
+        capacity: Option<u64>,
+        alignment: u64,
+        threads: usize,
+        time_limit: Option<f64>,
+    ) -> PyResult<String> {
+        let usage = |error: &dyn std::fmt::Display| UsageError::new_err(error.to_string());
+        let limit = time_limit.map(Duration::try_from_secs_f64);
+        let limit = limit.transpose().map_err(|error| usage(&error))?;
+        py.detach(|| {
+            let table = placement::csv::parse(csv, alignment).map_err(|error| usage(&error))?;
+            let request = placement::Request {
+                threads,
+                ..placement::Request::new(capacity.map_or(Goal::Lowest, Goal::Within))
+            };
+            let start = Instant::now();
+            let stop = || limit.is_some_and(|limit| start.elapsed() >= limit);
+            let answer = placement::place(&table.problem, &request, &stop);
+            let answer = answer.map_err(|error| usage(&error))?;
+            to_json(&(table.ids, answer))
         })
     }
 

@@ -129,7 +129,7 @@ impl Problem {
 }
 
 /// Where everything lies.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Placement {
     /// Offset of each allocation, in the problem's order.
     pub offsets: Vec<u64>,

@@ -35,8 +35,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// Work that takes about ten seconds.
-    pub const DEFAULT_WORK: u64 = 1_000_000;
+    /// Work that takes about ten seconds of one core.
+    pub const DEFAULT_WORK: u64 = 100_000;
 
     /// A request with the default limits, on one thread.
     #[must_use]
@@ -80,7 +80,7 @@ pub enum StopReason {
 }
 
 /// The answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Answer {
     /// What is known about the goal.
     pub status: Status,
@@ -102,7 +102,7 @@ const QUICK_EXACT_ALLOCATIONS: usize = 128;
 const EXACT_ITEMS: usize = 6_000;
 const EXACT_OVERLAPS: usize = 16_000_000;
 /// A step of placing one allocation is worth so many nodes of the exact search.
-const STEPS_PER_NODE: u64 = 4;
+const STEPS_PER_NODE: u64 = 20;
 /// Rounds of the portfolio at one capacity before another is tried.
 const FIRST_ROUNDS: u32 = 3;
 /// The first bisection ends within this part of the lower bound; each further one within a quarter.

@@ -58,7 +58,8 @@ pub fn validate(problem: &Problem, placement: &Placement) -> Result<(), InvalidP
             allocations: allocations.len(),
         });
     }
-    let end = |index: usize| u128::from(offsets[index]) + u128::from(allocations[index].size);
+    // An end beyond 64 bits becomes the last number, which no height may be.
+    let end = |index: usize| offsets[index].saturating_add(allocations[index].size);
     let mut highest = 0;
     let mut order: Vec<usize> = (0..allocations.len()).collect();
     order.sort_by_key(|&index| allocations[index].lower);
@@ -80,8 +81,7 @@ pub fn validate(problem: &Problem, placement: &Placement) -> Result<(), InvalidP
             if b.lower >= a.upper {
                 break;
             }
-            let apart = end(index) <= u128::from(offsets[other])
-                || end(other) <= u128::from(offsets[index]);
+            let apart = end(index) <= offsets[other] || end(other) <= offsets[index];
             if !apart && b.size > 0 {
                 return Err(InvalidPlacement::Overlap {
                     first: index.min(other),
@@ -90,10 +90,10 @@ pub fn validate(problem: &Problem, placement: &Placement) -> Result<(), InvalidP
             }
         }
     }
-    if u128::from(placement.height) != highest {
+    if placement.height != highest || highest == u64::MAX {
         return Err(InvalidPlacement::Height {
             given: placement.height,
-            actual: u64::try_from(highest).unwrap_or(u64::MAX),
+            actual: highest,
         });
     }
     Ok(())
