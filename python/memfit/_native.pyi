@@ -6,19 +6,43 @@ from typing import Literal, final
 
 __all__ = [
     "Snapshot",
+    "AllocationWindow",
     "Trace",
+    "count_allocations",
+    "counted_bytes",
     "decode_plan",
     "encode_plan",
     "explanation_text",
     "file_kind",
+    "label_blocks",
+    "mark_allocations",
     "parse_budget",
     "place",
     "plan",
     "plan_text",
     "predict",
     "prediction_text",
+    "refused_bytes",
     "run",
+    "seed_blocks",
+    "uncounted_blocks",
 ]
+
+@final
+class AllocationWindow:
+    """A stretch of time with its own peak of tensor bytes on the CPU, open until closed or dropped."""
+
+    def __new__(cls) -> AllocationWindow:
+        """Begin one; its peak starts at what is live now."""
+
+    def peak(self) -> tuple[int, int]:
+        """Peak bytes so far and the number of the event that reached it; ``(0, 0)`` when closed."""
+
+    def read(self) -> str | None:
+        """What it has seen so far, as JSON; ``None`` when closed."""
+
+    def close(self) -> str | None:
+        """End it and say what it has seen, as JSON; ``None`` when it was closed before."""
 
 @final
 class Trace:
@@ -158,3 +182,32 @@ def parse_budget(text: str, unplanned_peak_bytes: int) -> int:
 
 def run(argv: Sequence[str], host: object) -> int:
     """Run the program with ``argv`` and return its exit code."""
+
+def count_allocations() -> str | None:
+    """Start to count what torch allocates on the CPU; again, check that the hooks are in place.
+
+    Returns:
+        Why that cannot be; ``None`` when it counts.
+    """
+
+def seed_blocks(blocks: Sequence[tuple[int, int]]) -> None:
+    """Make blocks known that were handed out before counting began, as ``(address, bytes)``."""
+
+def label_blocks(addresses: Sequence[int], category: str) -> None:
+    """Say what the blocks at these addresses hold; unknown addresses are passed over.
+
+    Raises:
+        UsageError: There is no such category.
+    """
+
+def mark_allocations(mark: int) -> None:
+    """Set the number that peaks reached from now on carry."""
+
+def counted_bytes() -> int:
+    """Bytes of all live blocks."""
+
+def refused_bytes() -> int:
+    """Size of the last request that the system refused; 0 when it refused none."""
+
+def uncounted_blocks() -> int:
+    """Blocks missing from the count because no memory was left to write them down."""

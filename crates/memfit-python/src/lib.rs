@@ -4,6 +4,7 @@
 //! Values cross as JSON text or encoded files, so that neither side holds the other's objects. The
 //! interpreter is released around every call into the engine.
 
+mod counting;
 mod host;
 
 use pyo3::import_exception;
@@ -37,6 +38,11 @@ mod _native {
     use serde::Serialize;
     use serde::de::DeserializeOwned;
 
+    #[pymodule_export]
+    use super::counting::{
+        AllocationWindow, count_allocations, counted_bytes, label_blocks, mark_allocations,
+        refused_bytes, seed_blocks, uncounted_blocks,
+    };
     use super::host::PythonHost;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
 

@@ -1,0 +1,489 @@
+//! Which blocks are live, how many bytes they take, and what was live at the peak.
+//!
+//! Responsible for the counting, as plain values under one lock that the caller holds. Not
+//! responsible for where the events come from ([`crate::hook`]).
+//!
+//! Invariant: `current_bytes` is the sum of all live blocks, and `category_bytes` divides it.
+//!
+//! A [`Window`] is a stretch of time with its own peak. To say what was live at that peak, the blocks
+//! live now are not enough: some have died since. So a block that dies is written down if it was
+//! already there at the peak of an open window. Each block dies once, so that list is never longer
+//! than the blocks at the peaks, however long the program runs.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Instant;
+
+/// What a block holds.
+///
+/// The hook sees addresses, so every block starts as `Other`; Python, which knows the tensors, says
+/// more by [`Ledger::label`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(u8)]
+pub enum Category {
+    /// Activations, temporaries, inputs: whatever nobody has named.
+    #[default]
+    Other,
+    /// A parameter of a module or of an optimizer.
+    Parameter,
+    /// A buffer of a module.
+    ModuleBuffer,
+    /// The `.grad` of a parameter.
+    Gradient,
+    /// A tensor in an optimizer's state.
+    OptimizerState,
+}
+
+impl Category {
+    /// Every category, in the order of [`CategoryBytes`].
+    pub const ALL: [Self; 5] = [
+        Self::Other,
+        Self::Parameter,
+        Self::ModuleBuffer,
+        Self::Gradient,
+        Self::OptimizerState,
+    ];
+
+    /// The name in JSON and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Other => "other",
+            Self::Parameter => "parameter",
+            Self::ModuleBuffer => "module_buffer",
+            Self::Gradient => "gradient",
+            Self::OptimizerState => "optimizer_state",
+        }
+    }
+
+    /// The category of a name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|category| category.name() == name)
+    }
+}
+
+/// Bytes of each category, indexed as [`Category::ALL`].
+pub type CategoryBytes = [u64; Category::ALL.len()];
+
+/// One live block.
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    bytes: u64,
+    born: u64,
+    category: Category,
+}
+
+/// A block that was live at the peak of some window and is no more.
+#[derive(Debug, Clone, Copy)]
+struct Dead {
+    block: Block,
+    died: u64,
+}
+
+/// Names an open window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WindowId(pub u64);
+
+#[derive(Debug)]
+struct Window {
+    id: WindowId,
+    opened: Instant,
+    peak_bytes: u64,
+    peak_sequence: u64,
+    peak_at: Instant,
+    peak_mark: u64,
+    allocations: u64,
+}
+
+impl Window {
+    /// Whether a block born then and dead from `died` on was live at the peak.
+    const fn had_at_peak(&self, born: u64, died: u64) -> bool {
+        born <= self.peak_sequence && self.peak_sequence < died
+    }
+}
+
+/// What a window has seen so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reading {
+    /// Bytes live now.
+    pub current_bytes: u64,
+    /// Bytes live now, by category.
+    pub current_by_category: CategoryBytes,
+    /// Most bytes live at once since the window was opened, those from before included.
+    pub peak_bytes: u64,
+    /// Bytes live at that peak, by the category known of each block by now or when it died.
+    pub peak_by_category: CategoryBytes,
+    /// Nanoseconds from the opening to the peak, zero where nothing was higher than the start.
+    pub peak_at_ns: u64,
+    /// The mark that was set when the peak was reached.
+    pub peak_mark: u64,
+    /// Allocations since the window was opened.
+    pub allocations: u64,
+}
+
+/// Spreads addresses, which are multiples of 64, over the table.
+#[derive(Debug, Default, Clone, Copy)]
+struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(self.0 ^ u64::from(byte));
+        }
+    }
+    fn write_usize(&mut self, value: usize) {
+        self.write_u64(value as u64);
+    }
+    fn write_u64(&mut self, value: u64) {
+        // Fibonacci hashing; the high half, which is well mixed, goes where the table looks.
+        let mixed = value.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = mixed ^ (mixed >> 32);
+    }
+}
+
+/// Dead blocks kept beyond those needed before they are sorted out.
+const SLACK: usize = 1024;
+
+/// The count of one process.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    blocks: HashMap<usize, Block, BuildHasherDefault<AddressHasher>>,
+    current_bytes: u64,
+    category_bytes: CategoryBytes,
+    /// Number of the last event.
+    sequence: u64,
+    windows: Vec<Window>,
+    last_window: u64,
+    dead: Vec<Dead>,
+    /// Length of `dead` at which it is next sorted out.
+    dead_limit: usize,
+    mark: u64,
+    /// Blocks that could not be written down because no memory was left for the table.
+    uncounted: u64,
+    /// Size of the last request that the system refused.
+    refused_bytes: u64,
+}
+
+impl Ledger {
+    pub(crate) const fn new() -> Self {
+        Self {
+            blocks: HashMap::with_hasher(BuildHasherDefault::new()),
+            current_bytes: 0,
+            category_bytes: [0; Category::ALL.len()],
+            sequence: 0,
+            windows: Vec::new(),
+            last_window: 0,
+            dead: Vec::new(),
+            dead_limit: SLACK,
+            mark: 0,
+            uncounted: 0,
+            refused_bytes: 0,
+        }
+    }
+
+    /// A block was handed out.
+    pub(crate) fn allocated(&mut self, address: usize, bytes: u64) {
+        // An address cannot be handed out twice: its block went by a way that is not watched.
+        self.freed(address);
+        self.sequence += 1;
+        // Growing the table must not end the process when memory is what is short.
+        if self.blocks.try_reserve(1).is_err() {
+            self.uncounted += 1;
+            return;
+        }
+        let block = Block {
+            bytes,
+            born: self.sequence,
+            category: Category::Other,
+        };
+        self.blocks.insert(address, block);
+        self.current_bytes += bytes;
+        self.category_bytes[Category::Other as usize] += bytes;
+        for window in &mut self.windows {
+            window.allocations += 1;
+            if self.current_bytes > window.peak_bytes {
+                window.peak_bytes = self.current_bytes;
+                window.peak_sequence = self.sequence;
+                window.peak_mark = self.mark;
+                window.peak_at = Instant::now();
+            }
+        }
+    }
+
+    /// A block is about to be given back; unknown ones are not counted.
+    pub(crate) fn freed(&mut self, address: usize) {
+        let Some(block) = self.blocks.remove(&address) else {
+            return;
+        };
+        self.sequence += 1;
+        self.current_bytes -= block.bytes;
+        self.category_bytes[block.category as usize] -= block.bytes;
+        let died = self.sequence;
+        let needed = |window: &Window| window.had_at_peak(block.born, died);
+        if self.windows.iter().any(needed) && self.dead.try_reserve(1).is_ok() {
+            self.dead.push(Dead { block, died });
+            if self.dead.len() >= self.dead_limit {
+                self.forget_dead();
+            }
+        }
+    }
+
+    /// Drops the dead that no open window had at its peak.
+    fn forget_dead(&mut self) {
+        let windows = &self.windows;
+        self.dead.retain(|dead| {
+            windows
+                .iter()
+                .any(|window| window.had_at_peak(dead.block.born, dead.died))
+        });
+        self.dead_limit = 2 * self.dead.len() + SLACK;
+    }
+
+    /// The system refused a request.
+    pub(crate) fn refused(&mut self, bytes: u64) {
+        self.refused_bytes = bytes;
+    }
+
+    /// A block from before counting began; it counts as live all along. Known ones stay as they are.
+    pub(crate) fn seed(&mut self, address: usize, bytes: u64) {
+        if self.blocks.contains_key(&address) || self.blocks.try_reserve(1).is_err() {
+            return;
+        }
+        let block = Block {
+            bytes,
+            born: 0,
+            category: Category::Other,
+        };
+        self.blocks.insert(address, block);
+        self.current_bytes += bytes;
+        self.category_bytes[Category::Other as usize] += bytes;
+        for window in &mut self.windows {
+            window.peak_bytes += bytes;
+        }
+    }
+
+    /// Says what the block at an address holds; unknown addresses are passed over.
+    pub(crate) fn label(&mut self, address: usize, category: Category) {
+        if let Some(block) = self.blocks.get_mut(&address) {
+            self.category_bytes[block.category as usize] -= block.bytes;
+            self.category_bytes[category as usize] += block.bytes;
+            block.category = category;
+        }
+    }
+
+    /// Sets the number that peaks reached from now on carry.
+    pub(crate) const fn set_mark(&mut self, mark: u64) {
+        self.mark = mark;
+    }
+
+    pub(crate) const fn current_bytes(&self) -> u64 {
+        self.current_bytes
+    }
+
+    pub(crate) const fn uncounted(&self) -> u64 {
+        self.uncounted
+    }
+
+    pub(crate) const fn refused_bytes(&self) -> u64 {
+        self.refused_bytes
+    }
+
+    /// Begins a window whose peak starts at what is live now.
+    pub(crate) fn open(&mut self) -> WindowId {
+        self.last_window += 1;
+        let id = WindowId(self.last_window);
+        let now = Instant::now();
+        self.windows.push(Window {
+            id,
+            opened: now,
+            peak_bytes: self.current_bytes,
+            peak_sequence: self.sequence,
+            peak_at: now,
+            peak_mark: self.mark,
+            allocations: 0,
+        });
+        id
+    }
+
+    /// Peak of a window so far and the number of the event that reached it.
+    pub(crate) fn peak(&self, id: WindowId) -> Option<(u64, u64)> {
+        let window = self.windows.iter().find(|window| window.id == id)?;
+        Some((window.peak_bytes, window.peak_sequence))
+    }
+
+    /// What a window has seen so far; `None` when it is closed.
+    pub(crate) fn read(&self, id: WindowId) -> Option<Reading> {
+        let window = self.windows.iter().find(|window| window.id == id)?;
+        let mut peak_by_category = CategoryBytes::default();
+        let live = self.blocks.values().map(|block| (block, u64::MAX));
+        let dead = self.dead.iter().map(|dead| (&dead.block, dead.died));
+        for (block, died) in live.chain(dead) {
+            if window.had_at_peak(block.born, died) {
+                peak_by_category[block.category as usize] += block.bytes;
+            }
+        }
+        let since = window.peak_at.duration_since(window.opened).as_nanos();
+        Some(Reading {
+            current_bytes: self.current_bytes,
+            current_by_category: self.category_bytes,
+            peak_bytes: window.peak_bytes,
+            peak_by_category,
+            peak_at_ns: u64::try_from(since).unwrap_or(u64::MAX),
+            peak_mark: window.peak_mark,
+            allocations: window.allocations,
+        })
+    }
+
+    /// Ends a window; other windows are not touched, in whatever order they end.
+    pub(crate) fn close(&mut self, id: WindowId) -> Option<Reading> {
+        let reading = self.read(id)?;
+        self.windows.retain(|window| window.id != id);
+        self.forget_dead();
+        Some(reading)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Event {
+        Allocate(usize, u64),
+        Free(usize),
+        Label(usize, Category),
+        Open,
+        Close(usize),
+    }
+
+    fn event() -> impl Strategy<Value = Event> {
+        let address = 1_usize..24;
+        prop_oneof![
+            4 => (address.clone(), 0_u64..1000).prop_map(|(a, b)| Event::Allocate(a * 64, b)),
+            4 => address.clone().prop_map(|a| Event::Free(a * 64)),
+            1 => (address, 0_usize..5).prop_map(|(a, c)| Event::Label(a * 64, Category::ALL[c])),
+            1 => Just(Event::Open),
+            1 => (0_usize..6).prop_map(Event::Close),
+        ]
+    }
+
+    /// A block of the slow twin: it forgets nothing.
+    #[derive(Debug, Clone, Copy)]
+    struct Life {
+        address: usize,
+        bytes: u64,
+        category: Category,
+        born: usize,
+        died: Option<usize>,
+    }
+
+    /// Bytes live after `time` events, by category.
+    fn live_at(lives: &[Life], time: usize) -> CategoryBytes {
+        let mut bytes = CategoryBytes::default();
+        for life in lives {
+            if life.born <= time && life.died.is_none_or(|died| time < died) {
+                bytes[life.category as usize] += life.bytes;
+            }
+        }
+        bytes
+    }
+
+    proptest! {
+        /// Peaks, and what was live at them, against a list of all lives that is asked at every time.
+        #[test]
+        fn windows_know_their_peaks(events in prop::collection::vec(event(), 0..400)) {
+            let mut ledger = Ledger::new();
+            let mut lives: Vec<Life> = Vec::new();
+            let mut windows: Vec<(WindowId, usize)> = Vec::new();
+            for (time, event) in events.iter().enumerate() {
+                let time = time + 1;
+                let end = |lives: &mut Vec<Life>, address: usize| {
+                    for life in lives.iter_mut() {
+                        if life.address == address && life.died.is_none() {
+                            life.died = Some(time);
+                        }
+                    }
+                };
+                match *event {
+                    Event::Allocate(address, bytes) => {
+                        end(&mut lives, address);
+                        let category = Category::Other;
+                        lives.push(Life { address, bytes, category, born: time, died: None });
+                        ledger.allocated(address, bytes);
+                    }
+                    Event::Free(address) => {
+                        end(&mut lives, address);
+                        ledger.freed(address);
+                    }
+                    Event::Label(address, category) => {
+                        let mut live = lives.iter_mut();
+                        if let Some(life) = live.find(|l| l.address == address && l.died.is_none()) {
+                            life.category = category;
+                        }
+                        ledger.label(address, category);
+                    }
+                    Event::Open => windows.push((ledger.open(), time)),
+                    Event::Close(which) if which < windows.len() => {
+                        let (id, opened) = windows.remove(which);
+                        let reading = ledger.close(id).unwrap();
+                        let totals = |time| live_at(&lives, time).iter().sum::<u64>();
+                        let highest = (opened..=time).map(totals).max().unwrap();
+                        let first = (opened..=time).find(|&t| totals(t) == highest).unwrap();
+                        prop_assert_eq!(reading.peak_bytes, highest);
+                        prop_assert_eq!(reading.peak_by_category, live_at(&lives, first));
+                        prop_assert_eq!(reading.current_by_category, live_at(&lives, time));
+                        prop_assert_eq!(reading.current_bytes, totals(time));
+                        prop_assert!(ledger.read(id).is_none());
+                    }
+                    Event::Close(_) => {}
+                }
+            }
+            prop_assert!(!windows.is_empty() || ledger.dead.is_empty());
+        }
+    }
+
+    #[test]
+    fn the_dead_do_not_pile_up() {
+        let mut ledger = Ledger::new();
+        let outer = ledger.open();
+        for address in 1..=50_usize {
+            ledger.allocated(address * 64, 100);
+        }
+        for address in 1..=50_usize {
+            ledger.freed(address * 64);
+        }
+        // A long program that stays below its peak, and small windows in it.
+        for _ in 0..10_000 {
+            let inner = ledger.open();
+            ledger.allocated(64, 10);
+            ledger.freed(64);
+            ledger.close(inner);
+        }
+        assert!(ledger.dead.len() <= 50 + SLACK, "{}", ledger.dead.len());
+        let reading = ledger.close(outer).unwrap();
+        assert_eq!(reading.peak_by_category[0], 5000);
+        assert!(ledger.dead.is_empty());
+    }
+
+    #[test]
+    fn blocks_from_before_lived_all_along() {
+        let mut ledger = Ledger::new();
+        let window = ledger.open();
+        ledger.seed(64, 100);
+        ledger.seed(64, 999);
+        ledger.label(64, Category::Parameter);
+        ledger.allocated(128, 10);
+        ledger.freed(64);
+        let reading = ledger.close(window).unwrap();
+        assert_eq!((reading.peak_bytes, reading.current_bytes), (110, 10));
+        assert_eq!(reading.peak_by_category, [10, 100, 0, 0, 0]);
+    }
+}

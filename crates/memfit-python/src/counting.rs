@@ -1,0 +1,113 @@
+//! What `memfit-guard` counts, for Python.
+//!
+//! Responsible for conversion, as the rest of the binding.
+
+use memfit_guard::{Category, Reading, WindowId};
+use pyo3::prelude::*;
+use serde_json::json;
+
+use crate::UsageError;
+
+/// Starts to count what torch allocates on the CPU; again, it checks that the hooks are in place.
+///
+/// Returns why that cannot be, or nothing.
+#[pyfunction]
+pub(crate) fn count_allocations() -> Option<String> {
+    memfit_guard::install().err().map(|error| error.to_string())
+}
+
+/// Makes blocks known that were handed out before: `(address, bytes)`.
+#[pyfunction]
+pub(crate) fn seed_blocks(blocks: Vec<(usize, u64)>) {
+    memfit_guard::seed(&blocks);
+}
+
+/// Says what the blocks at these addresses hold; unknown addresses are passed over.
+#[pyfunction]
+pub(crate) fn label_blocks(addresses: Vec<usize>, category: &str) -> PyResult<()> {
+    let category = Category::of_name(category)
+        .ok_or_else(|| UsageError::new_err(format!("there is no category `{category}`")))?;
+    memfit_guard::label(&addresses, category);
+    Ok(())
+}
+
+/// Sets the number that peaks reached from now on carry.
+#[pyfunction]
+pub(crate) fn mark_allocations(mark: u64) {
+    memfit_guard::set_mark(mark);
+}
+
+/// Bytes of all live blocks.
+#[pyfunction]
+pub(crate) fn counted_bytes() -> u64 {
+    memfit_guard::current_bytes()
+}
+
+/// Size of the last request that the system refused; 0 when it refused none.
+#[pyfunction]
+pub(crate) fn refused_bytes() -> u64 {
+    memfit_guard::refused_bytes()
+}
+
+/// Blocks missing from the count because no memory was left to write them down.
+#[pyfunction]
+pub(crate) fn uncounted_blocks() -> u64 {
+    memfit_guard::uncounted_blocks()
+}
+
+/// A stretch of time with its own peak. It is open from the start until it is closed or dropped.
+#[pyclass(frozen, module = "memfit._native")]
+pub(crate) struct AllocationWindow {
+    window: WindowId,
+}
+
+#[pymethods]
+impl AllocationWindow {
+    #[new]
+    fn new() -> Self {
+        Self {
+            window: memfit_guard::open_window(),
+        }
+    }
+
+    /// Peak bytes so far and the number of the event that reached it; `(0, 0)` when it is closed.
+    fn peak(&self) -> (u64, u64) {
+        memfit_guard::window_peak(self.window).unwrap_or_default()
+    }
+
+    /// What it has seen so far, as JSON; nothing when it is closed.
+    fn read(&self) -> Option<String> {
+        memfit_guard::read_window(self.window).map(|reading| to_json(&reading))
+    }
+
+    /// Ends it and says what it has seen, as JSON; nothing when it was closed before.
+    fn close(&self) -> Option<String> {
+        memfit_guard::close_window(self.window).map(|reading| to_json(&reading))
+    }
+}
+
+impl Drop for AllocationWindow {
+    fn drop(&mut self) {
+        // An open window costs a little at every allocation.
+        let _unread = memfit_guard::close_window(self.window);
+    }
+}
+
+fn to_json(reading: &Reading) -> String {
+    let by_category = |bytes: &memfit_guard::CategoryBytes| {
+        let named = Category::ALL.iter().zip(bytes);
+        named
+            .map(|(category, bytes)| (category.name().to_owned(), (*bytes).into()))
+            .collect::<serde_json::Map<_, _>>()
+    };
+    json!({
+        "current_bytes": reading.current_bytes,
+        "current_by_category": by_category(&reading.current_by_category),
+        "peak_bytes": reading.peak_bytes,
+        "peak_by_category": by_category(&reading.peak_by_category),
+        "peak_at_ns": reading.peak_at_ns,
+        "peak_mark": reading.peak_mark,
+        "allocations": reading.allocations,
+    })
+    .to_string()
+}
