@@ -21,6 +21,7 @@ from memfit.errors import (
     DivergenceWarning,
     DoesNotFit,
     MemfitError,
+    MemoryGrowthWarning,
     SnapshotError,
     TraceFileError,
     UsageError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from memfit.fitted import Fitted
     from memfit.placement import Placement, place
     from memfit.questions import fit, plan, predict, trace
+    from memfit.tracking.track import track
     from memfit.workload import Workload
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Fitted",
     "MemfitError",
     "Placement",
+    "MemoryGrowthWarning",
     "Plan",
     "Prediction",
     "SnapshotError",
@@ -59,6 +62,7 @@ __all__ = [
     "plan",
     "predict",
     "trace",
+    "track",
     "weightless",
 ]
 
@@ -71,6 +75,7 @@ _HOMES = {
     "plan": "memfit.questions",
     "predict": "memfit.questions",
     "trace": "memfit.questions",
+    "track": "memfit.tracking.track",
     "weightless": "memfit.capture.weightless",
 }
 

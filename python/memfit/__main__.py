@@ -11,7 +11,6 @@ is 130 and nothing half-written is left.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
@@ -21,9 +20,6 @@ from memfit.host import Host
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
-_PROFILER_LOG = "KINETO_LOG_LEVEL"
-"""Torch's profiler, which measures the peaks, talks on standard error below a high level."""
-
 
 def main() -> int:
     """Run the program on this process's arguments.
@@ -31,12 +27,18 @@ def main() -> int:
     Returns:
         The exit code, for ``sys.exit``.
     """
-    os.environ.setdefault(_PROFILER_LOG, "99")
+    host = Host()
     try:
-        code = _native.run(["memfit", *sys.argv[1:]], Host())
+        code = _native.run(["memfit", *sys.argv[1:]], host)
     except KeyboardInterrupt:
         # The signal came after the last question, on the way out.
         code = INTERRUPTED
+    if host.script_ended == "interrupted":
+        # Its traceback was shown; the interpreter ends as it does after any Ctrl-C.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
+    if host.script_ended is not None:
+        return code  # exit handlers and threads of the script may still run, and be interrupted
     # The answer is given; what is left is the interpreter's end, which torch makes long.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code

@@ -5,9 +5,10 @@ from os import PathLike
 from typing import Literal, final
 
 __all__ = [
-    "Snapshot",
     "AllocationWindow",
+    "Snapshot",
     "Trace",
+    "bytes_text",
     "count_allocations",
     "counted_bytes",
     "decode_plan",
@@ -25,12 +26,13 @@ __all__ = [
     "refused_bytes",
     "run",
     "seed_blocks",
+    "track_text",
     "uncounted_blocks",
 ]
 
 @final
 class AllocationWindow:
-    """A stretch of time with its own peak of tensor bytes on the CPU, open until closed or dropped."""
+    """A stretch of time with its own peak of CPU tensor bytes, open until closed or dropped."""
 
     def __new__(cls) -> AllocationWindow:
         """Begin one; its peak starts at what is live now."""
@@ -152,6 +154,12 @@ def prediction_text(json: str) -> str:
 
 def explanation_text(json: str) -> str:
     """The text of an explanation, from its JSON."""
+
+def track_text(json: str) -> str:
+    """The text of a track's record, from its JSON."""
+
+def bytes_text(count: int) -> str:
+    """Bytes as the reports write them, ``1.5 GiB``."""
 
 def plan_text(json: str) -> str:
     """The text of a plan, from its JSON."""

@@ -80,3 +80,7 @@ class SnapshotError(MemfitError):
 
 class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""
+
+
+class MemoryGrowthWarning(UserWarning):
+    """Each iteration of a loop keeps more bytes than the one before."""

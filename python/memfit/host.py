@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -28,15 +29,23 @@ if TYPE_CHECKING:
 Settings = Sequence[tuple[str, str]]
 """Names and texts, as ``--set name=value`` gave them."""
 
+_PROFILER_LOG = "KINETO_LOG_LEVEL"
+"""Torch's profiler, which measures the peaks, talks on standard error below a high level."""
+
 Explanation = tuple[str, str, str | None, str | None]
 """Kind, message, traceback and hint of a failure."""
 
 
 class Host:
-    """Answers the program. Its methods are called from Rust, by name."""
+    """Answers the program. Its methods are called from Rust, by name.
+
+    Attributes:
+        script_ended: How the script of ``memfit run`` came to its end; ``None`` where none ran.
+    """
 
     def __init__(self) -> None:
         """Make a host that has built nothing yet."""
+        self.script_ended: str | None = None
         self._built: tuple[str, Settings, Workload] | None = None
         self._captured: tuple[str, Settings, bytes] | None = None
 
@@ -144,6 +153,27 @@ class Host:
 
         return str(json.loads(Trace.decode(self._captured[2]).json())["meta"]["loss_reduction"])
 
+    def run_script(self, command: list[str], is_module: bool, snapshot: Path | None) -> str:  # noqa: FBT001 - called from Rust by position
+        """Run an unmodified script and say what it took.
+
+        What it prints stays where it prints it, unlike what a target's code prints.
+
+        Args:
+            command: The script or module, and its arguments.
+            is_module: Whether it is a module, as with ``python -m``.
+            snapshot: Where to write a snapshot of CUDA memory.
+
+        Returns:
+            The summary as JSON.
+        """
+        from memfit.tracking import watched
+
+        found = watched.run(
+            command, is_module=is_module, snapshot=None if snapshot is None else str(snapshot)
+        )
+        self.script_ended = found["ended"]
+        return json.dumps(_finite(found), allow_nan=False)
+
     def explain(self, error: BaseException) -> Explanation:
         """Say what an exception of the methods above means.
 
@@ -192,6 +222,7 @@ def _lightest(target: str, settings: Settings) -> Workload:
 @contextlib.contextmanager
 def _user_output() -> Iterator[None]:
     """Send what user code prints to standard error: standard output is for the report."""
+    os.environ.setdefault(_PROFILER_LOG, "99")
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

@@ -17,7 +17,7 @@ use std::time::Instant;
 /// What a block holds.
 ///
 /// The hook sees addresses, so every block starts as `Other`; Python, which knows the tensors, says
-/// more by [`Ledger::label`].
+/// more by [`crate::label`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(u8)]
 pub enum Category {

@@ -18,12 +18,20 @@ pub(crate) fn count_allocations() -> Option<String> {
 
 /// Makes blocks known that were handed out before: `(address, bytes)`.
 #[pyfunction]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "made from a Python list for this call"
+)]
 pub(crate) fn seed_blocks(blocks: Vec<(usize, u64)>) {
     memfit_guard::seed(&blocks);
 }
 
 /// Says what the blocks at these addresses hold; unknown addresses are passed over.
 #[pyfunction]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "made from a Python list for this call"
+)]
 pub(crate) fn label_blocks(addresses: Vec<usize>, category: &str) -> PyResult<()> {
     let category = Category::of_name(category)
         .ok_or_else(|| UsageError::new_err(format!("there is no category `{category}`")))?;

@@ -3,7 +3,7 @@
 //! Responsible for calling `memfit.host.Host` and for turning its exceptions into [`HostError`]. Which
 //! exception means what is decided there, by `Host.explain`.
 
-use memfit::{Host, HostError, HostErrorKind, Settings};
+use memfit::{Host, HostError, HostErrorKind, Script, Settings};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -106,6 +106,14 @@ impl Host for PythonHost {
         self.ask(|host| {
             host.call_method1("verify", (target, settings.to_vec(), plan_json))?
                 .extract()
+        })
+    }
+
+    fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
+        self.ask(|host| {
+            let command = script.command.clone();
+            let arguments = (command, script.is_module, script.snapshot.clone());
+            host.call_method1("run_script", arguments)?.extract()
         })
     }
 

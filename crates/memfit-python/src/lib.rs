@@ -240,6 +240,19 @@ mod _native {
         Ok(py.detach(|| memfit::of_explanation(&explanation)))
     }
 
+    /// The text of a track's record, from its JSON.
+    #[pyfunction]
+    fn track_text(py: Python<'_>, json: &str) -> PyResult<String> {
+        py.detach(|| memfit::of_track(json))
+            .map_err(|error| UsageError::new_err(format!("the record is not valid: {error}")))
+    }
+
+    /// Bytes as the reports write them, `1.5 GiB`.
+    #[pyfunction]
+    fn bytes_text(count: u64) -> String {
+        Bytes(count).to_string()
+    }
+
     /// The text of a plan, from its JSON.
     #[pyfunction]
     fn plan_text(py: Python<'_>, json: &str) -> PyResult<String> {

@@ -3,6 +3,7 @@
 //! Responsible for names, help and examples: shell completions, the man page and the reference are
 //! made from these definitions. Not responsible for what the words mean ([`crate::request`]).
 
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -32,6 +33,7 @@ Examples:
   memfit place   step.csv --minimize                    offsets for allocations, lowest arena
   memfit show    step.memfit                            what is in a saved trace or plan
   memfit explain snapshot.pickle                        why a CUDA memory snapshot peaked
+  memfit run     train.py --epochs 3                    run a script and say what it took
 
 Exit codes:
   0    it fits, or the work is done
@@ -39,7 +41,8 @@ Exit codes:
        `explain` an OOM or a leak
   2    wrong use or bad input
   101  a bug in memfit
-  130  interrupted"
+  130  interrupted
+`memfit run` exits with the script's own code."
 )]
 pub(crate) struct Arguments {
     #[command(subcommand)]
@@ -132,6 +135,18 @@ Examples:
 The file has a header and the columns id, lower, upper, size, and perhaps alignment, as google/minimalloc
 reads them; a live range is half-open.")]
     Place(PlaceArguments),
+
+    /// Run an unmodified script and say what it took, at its end or when memory runs out
+    #[command(after_help = "\
+Examples:
+  memfit run train.py --epochs 3                 the script's own arguments follow its name
+  memfit run -m my_project.train --epochs 3      a module, as with python -m
+  memfit run --report run.json train.py          the summary as JSON in a file
+  memfit run --snapshot oom.pickle train.py      CUDA memory history, for memfit explain
+
+The script runs as `python train.py` would run it. Standard output is the script's; the summary goes to
+standard error. The exit code is the script's.")]
+    Run(RunArguments),
 
     /// Print what is in a saved trace or plan
     #[command(after_help = "\
@@ -332,6 +347,30 @@ pub(crate) struct PlaceGoalArguments {
     /// Find the lowest placement
     #[arg(long)]
     pub(crate) minimize: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArguments {
+    /// Write the summary as JSON to a file
+    #[arg(long, value_name = "FILE.json")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Record the history of CUDA memory and write it at the end, or when memory runs out
+    #[arg(long, value_name = "FILE.pickle")]
+    pub(crate) snapshot: Option<PathBuf>,
+
+    /// Run a module instead of a file
+    #[arg(short, long)]
+    pub(crate) module: bool,
+
+    /// The script or module, and its arguments
+    #[arg(
+        value_name = "SCRIPT",
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    pub(crate) command: Vec<OsString>,
 }
 
 #[derive(Debug, Args)]

@@ -17,6 +17,8 @@ pub enum Exit {
     Internal,
     /// Interrupted by the user (Ctrl-C).
     Interrupted,
+    /// What a script that memfit ran exited with.
+    Script(u8),
 }
 
 impl Exit {
@@ -29,6 +31,7 @@ impl Exit {
             Self::Usage => 2,
             Self::Internal => 101,
             Self::Interrupted => 130,
+            Self::Script(code) => code,
         }
     }
 }

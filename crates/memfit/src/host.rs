@@ -3,8 +3,22 @@
 //! Responsible for the questions and for the kinds of failure. Not responsible for the answers: only
 //! the Python package imports torch. Tests answer with a fake.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
+
 /// Settings of a target's function, as `--set name=value` gave them.
 pub type Settings = [(String, String)];
+
+/// A script to run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Script {
+    /// The script or module, and its arguments.
+    pub command: Vec<OsString>,
+    /// Whether the command names a module, as with `python -m`.
+    pub is_module: bool,
+    /// Where to write a snapshot of CUDA memory.
+    pub snapshot: Option<PathBuf>,
+}
 
 /// The side that can build a model and run it.
 pub trait Host {
@@ -59,6 +73,15 @@ pub trait Host {
         settings: &Settings,
         plan_json: &str,
     ) -> Result<String, HostError>;
+
+    /// Runs an unmodified script under the count and returns what was seen as JSON.
+    ///
+    /// The script's own output, exceptions and exit are as without memfit.
+    ///
+    /// # Errors
+    ///
+    /// There is no such script; a script that fails is an answer, not an error.
+    fn run_script(&mut self, script: &Script) -> Result<String, HostError>;
 
     /// Whether the user has asked to stop since the last question. Asked often while the engine works.
     fn interrupted(&mut self) -> bool;

@@ -69,7 +69,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::host::{HostError, Settings};
+    use crate::host::{HostError, Script, Settings};
 
     /// Whether the user wants to stop.
     struct User(bool);
@@ -93,6 +93,9 @@ mod tests {
             unreachable!()
         }
         fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
+            unreachable!()
+        }
+        fn run_script(&mut self, _: &Script) -> Result<String, HostError> {
             unreachable!()
         }
         fn interrupted(&mut self) -> bool {

@@ -27,9 +27,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use clap::Parser as _;
 
 pub use exit::Exit;
-pub use host::{Host, HostError, HostErrorKind, Settings};
+pub use host::{Host, HostError, HostErrorKind, Script, Settings};
 pub use printer::Streams;
-pub use report::text::{of_explanation, of_plan, of_prediction, of_trace};
+pub use report::text::{of_explanation, of_plan, of_prediction, of_trace, of_track};
 
 use args::{Arguments, ColorChoice};
 use error::Failure;

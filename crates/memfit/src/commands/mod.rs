@@ -6,6 +6,7 @@ mod man;
 mod place;
 mod plan;
 mod predict;
+mod run;
 mod show;
 mod verify;
 
@@ -21,6 +22,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Plan(arguments) => plan::run(arguments, session),
         Command::Verify(arguments) => verify::run(arguments, session),
         Command::Place(arguments) => place::run(arguments, session),
+        Command::Run(arguments) => run::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Explain(arguments) => explain::run(arguments, session),
         Command::Completions(arguments) => completions::run(arguments, session),

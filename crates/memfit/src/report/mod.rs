@@ -1,11 +1,12 @@
 //! What a command says, as structs, and the two ways to print them.
 //!
 //! `document.rs` holds the structs; they are the JSON contract, and the text is printed from them and
-//! from the engine's own types, never the other way round.
+//! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code.
 
 pub(crate) mod document;
 mod table;
 pub(crate) mod text;
+pub(crate) mod tracked;
 pub(crate) mod words;
 
 use serde::Serialize;

@@ -18,7 +18,12 @@ pub(crate) const fn phase(phase: Phase) -> &'static str {
 
 /// The engine's word for a category, with spaces.
 pub(crate) fn category(category: Category) -> String {
-    category.name().replace('_', " ")
+    spaced(category.name())
+}
+
+/// A name with spaces.
+pub(crate) fn spaced(name: &str) -> String {
+    name.replace('_', " ")
 }
 
 pub(crate) const fn class(class: Class) -> &'static str {

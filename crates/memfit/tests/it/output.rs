@@ -156,3 +156,48 @@ fn the_manual_has_a_page_for_each_command() {
         unknown.stderr
     );
 }
+
+#[test]
+fn a_script_keeps_standard_output_and_its_own_arguments() {
+    let mut host = FakeHost::default();
+    let outcome = host.run("run train.py --quiet -m --format json -- x");
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (7, ""));
+    assert!(
+        outcome.stderr.contains("train.py  exited with 7"),
+        "{}",
+        outcome.stderr
+    );
+    let script = host.script_seen.unwrap();
+    let expected = words("--quiet -m --format json -- x");
+    assert_eq!(script.command[1..], expected[1..]);
+    assert_eq!((script.is_module, script.snapshot), (false, None));
+
+    let mut host = FakeHost::default();
+    let outcome = host.run("run --format json -m package.train --epochs 3");
+    let summary: serde_json::Value = serde_json::from_str(&outcome.stderr).unwrap();
+    assert_eq!(summary["exit_code"], 7);
+    let script = host.script_seen.unwrap();
+    assert!(script.is_module);
+    assert_eq!(script.command, words("package.train --epochs 3")[1..]);
+}
+
+#[test]
+fn the_summary_of_a_script_goes_to_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.json");
+    let outcome = FakeHost::default().run(&format!("--quiet run --report {} a.py", path.display()));
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (7, ""));
+    let text = std::fs::read_to_string(&path).unwrap();
+    let document: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(document["devices"][0]["peak_bytes"], 4_194_304);
+    assert!(document.get("quiet").is_none());
+
+    let mut host = FakeHost::default();
+    let absent = folder.path().join("absent").join("run.json");
+    let outcome = host.run(&format!("run --report {} a.py", absent.display()));
+    assert_eq!(outcome.code, 2);
+    assert!(
+        host.script_seen.is_none(),
+        "found out before the script runs"
+    );
+}

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io::{self, Write};
 
-use memfit::{Host, HostError, HostErrorKind, Settings, Streams};
+use memfit::{Host, HostError, HostErrorKind, Script, Settings, Streams};
 use memfit_engine::trace::encode;
 use serde_json::{Value, json};
 
@@ -33,6 +33,7 @@ pub(crate) struct FakeHost {
     pub(crate) settings_seen: Vec<(String, String)>,
     pub(crate) device_seen: Option<String>,
     pub(crate) verifications: u32,
+    pub(crate) script_seen: Option<Script>,
 }
 
 impl Default for FakeHost {
@@ -46,6 +47,7 @@ impl Default for FakeHost {
             settings_seen: Vec::new(),
             device_seen: None,
             verifications: 0,
+            script_seen: None,
         }
     }
 }
@@ -104,6 +106,11 @@ impl Host for FakeHost {
             "divergence": "", "kept_drops": [],
         })
         .to_string())
+    }
+
+    fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
+        self.script_seen = Some(script.clone());
+        Ok(sample::run(&script.command[0].to_string_lossy()).to_string())
     }
 
     fn interrupted(&mut self) -> bool {

@@ -175,3 +175,20 @@ pub(crate) fn trace() -> Trace {
     trace.check().unwrap();
     trace
 }
+
+/// What the Python side says about a script that trained two steps.
+pub(crate) fn run(script: &str) -> Value {
+    json!({
+        "schema_version": 1, "script": script, "ended": "exited", "exit_code": 7,
+        "elapsed_seconds": 2.5, "torch_imported": true,
+        "devices": [{
+            "device": "cpu", "peak_bytes": 4_194_304, "after_bytes": 1_048_576,
+            "peak_by_category": { "parameter": 1_048_576, "other": 3_145_728 },
+            "reserved_peak_bytes": null,
+            "peak": { "seconds": 1.5, "phase": "backward", "steps_done": 1 },
+        }],
+        "steps": { "count": 2, "growing": 0, "growth_bytes_per_step": 0,
+                   "growth_cause": null, "growth_advice": null },
+        "oom": null, "snapshot": null, "notes": [],
+    })
+}

@@ -8,6 +8,7 @@ mod placement;
 mod plan;
 mod prediction;
 mod trace;
+mod tracked;
 mod verify;
 
 pub(crate) use explanation::explanation;
@@ -15,6 +16,7 @@ pub(crate) use placement::placement;
 pub(crate) use plan::plan;
 pub(crate) use prediction::prediction;
 pub(crate) use trace::trace;
+pub(crate) use tracked::{run, track};
 pub(crate) use verify::verify;
 
 use memfit_engine::explain::Explanation;
@@ -24,6 +26,7 @@ use memfit_engine::trace::Trace;
 
 use crate::printer::Palette;
 use crate::report::document::{PlanDocument, TraceDocument};
+use crate::report::tracked::TrackDocument;
 
 /// The text of a prediction, as `memfit predict` prints it without a budget.
 #[must_use]
@@ -47,6 +50,16 @@ pub fn of_trace(value: &Trace) -> String {
 #[must_use]
 pub fn of_explanation(value: &Explanation) -> String {
     explanation(value, Palette::PLAIN)
+}
+
+/// The text of a track's record, from its JSON.
+///
+/// # Errors
+///
+/// The JSON is no such record.
+pub fn of_track(json: &str) -> Result<String, serde_json::Error> {
+    let document: TrackDocument = serde_json::from_str(json)?;
+    Ok(track(&document, Palette::PLAIN))
 }
 
 /// A heading and its table or text, set apart by an empty line; nothing when there is no body.

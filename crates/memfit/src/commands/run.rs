@@ -1,0 +1,52 @@
+//! `memfit run`: an unmodified script under the count, and what it took.
+
+use std::path::{Path, PathBuf};
+
+use crate::args::{Format, RunArguments};
+use crate::error::Failure;
+use crate::exit::Exit;
+use crate::host::Script;
+use crate::report::tracked::RunDocument;
+use crate::report::{json, text};
+use crate::save::PendingFile;
+use crate::session::Session;
+
+pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    // The script may change the working folder.
+    let report = arguments.report.as_deref().map(writable).transpose()?;
+    let snapshot = arguments.snapshot.as_deref().map(writable).transpose()?;
+    let answer = session.host.run_script(&Script {
+        command: arguments.command.clone(),
+        is_module: arguments.module,
+        snapshot,
+    })?;
+    let document: RunDocument =
+        serde_json::from_str(&answer).map_err(|error| Failure::bad_answer("run_script", error))?;
+    if document.quiet {
+        return Ok(Exit::Script(document.exit_code));
+    }
+    let summary = match session.format {
+        Format::Text => text::run(&document, session.printer.message_palette()),
+        Format::Json => json(&document)?,
+    };
+    // Standard output is the script's.
+    session.printer.note(summary.trim_end())?;
+    let written = report.map(|path| write(&path, &document)).transpose();
+    if let Err(failure) = written {
+        // The script is over, and what it exited with counts.
+        session.printer.failure(&failure);
+    }
+    Ok(Exit::Script(document.exit_code))
+}
+
+/// Where a file will be, once it is clear that it can be written.
+fn writable(path: &Path) -> Result<PathBuf, Failure> {
+    let path = std::path::absolute(path)
+        .map_err(|error| Failure::usage(format!("cannot write `{}`: {error}", path.display())))?;
+    drop(PendingFile::create(&path)?);
+    Ok(path)
+}
+
+fn write(path: &Path, document: &RunDocument) -> Result<(), Failure> {
+    PendingFile::create(path)?.commit(json(document)?.as_bytes())
+}

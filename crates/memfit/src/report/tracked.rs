@@ -1,0 +1,139 @@
+//! What was counted while code ran, as structs: a track's record and the summary of `memfit run`.
+//!
+//! Responsible for the shapes, which the Python side fills: fields are added, never renamed. Integers
+//! are bytes unless the name says otherwise. Not responsible for any number in them.
+
+use std::collections::BTreeMap;
+
+use memfit_engine::bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// Bytes by category: `parameter`, `module_buffer`, `gradient`, `optimizer_state`, `other`.
+pub(crate) type ByCategory = BTreeMap<String, Bytes>;
+
+/// What `memfit.track` has seen.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(crate) struct TrackDocument {
+    pub(crate) name: String,
+    pub(crate) devices: Vec<TrackedDevice>,
+    pub(crate) seconds: f64,
+    /// Class of the exception that ended it.
+    pub(crate) exception: Option<String>,
+    pub(crate) notes: Vec<String>,
+}
+
+/// One device of a track.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(crate) struct TrackedDevice {
+    pub(crate) device: String,
+    pub(crate) before_bytes: Bytes,
+    pub(crate) after_bytes: Bytes,
+    pub(crate) peak_bytes: Bytes,
+    pub(crate) before_by_category: ByCategory,
+    pub(crate) after_by_category: ByCategory,
+    /// Absent on CUDA, whose allocator does not tell.
+    pub(crate) peak_by_category: Option<ByCategory>,
+    pub(crate) reserved_before_bytes: Option<Bytes>,
+    pub(crate) reserved_after_bytes: Option<Bytes>,
+    pub(crate) reserved_peak_bytes: Option<Bytes>,
+}
+
+/// `memfit run`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunDocument {
+    pub(crate) schema_version: u32,
+    /// The script or module, as named on the command line.
+    pub(crate) script: String,
+    pub(crate) ended: Ended,
+    /// The script's own.
+    pub(crate) exit_code: u8,
+    pub(crate) elapsed_seconds: f64,
+    /// Whether the script imported torch at all.
+    pub(crate) torch_imported: bool,
+    pub(crate) devices: Vec<RunDevice>,
+    pub(crate) steps: Steps,
+    pub(crate) oom: Option<OutOfMemory>,
+    /// File with the CUDA memory snapshot, where one was asked for and written.
+    pub(crate) snapshot: Option<String>,
+    pub(crate) notes: Vec<String>,
+    /// Whether this process is one that the script forked off: the summary is its parent's.
+    #[serde(default, skip_serializing)]
+    pub(crate) quiet: bool,
+}
+
+/// How a script came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Ended {
+    /// It ran to its last line.
+    Finished,
+    /// It called `sys.exit`.
+    Exited,
+    /// An exception that nothing caught.
+    Exception,
+    /// The same, because memory was refused.
+    OutOfMemory,
+    /// Ctrl-C.
+    Interrupted,
+}
+
+/// One device of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunDevice {
+    pub(crate) device: String,
+    pub(crate) peak_bytes: Bytes,
+    pub(crate) after_bytes: Bytes,
+    /// Absent on CUDA.
+    pub(crate) peak_by_category: Option<ByCategory>,
+    /// On CUDA.
+    pub(crate) reserved_peak_bytes: Option<Bytes>,
+    /// When the peak was reached; absent on CUDA.
+    pub(crate) peak: Option<Moment>,
+}
+
+/// A point of a script.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Moment {
+    /// Since the script began.
+    pub(crate) seconds: f64,
+    pub(crate) phase: RunPhase,
+    /// Optimizer steps done by then.
+    pub(crate) steps_done: u64,
+}
+
+/// Where in a step a script is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum RunPhase {
+    /// Outside backward and the optimizer, and a backward follows or came before.
+    Forward,
+    /// In autograd's engine.
+    Backward,
+    /// In an optimizer's `step`.
+    Optimizer,
+}
+
+/// The optimizer steps of a script.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Steps {
+    pub(crate) count: u64,
+    /// Steps in a row, at the end or when it was first noticed, that each kept more than the last.
+    pub(crate) growing: u64,
+    /// By how much; 0 where nothing grows.
+    pub(crate) growth_bytes_per_step: Bytes,
+    /// What keeps the bytes, where that was found.
+    pub(crate) growth_cause: Option<String>,
+    pub(crate) growth_advice: Option<String>,
+}
+
+/// The request that was refused.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct OutOfMemory {
+    pub(crate) device: String,
+    /// Absent where the message does not say.
+    pub(crate) requested_bytes: Option<Bytes>,
+    /// Live tensors when it was refused.
+    pub(crate) live_bytes: Bytes,
+    pub(crate) live_by_category: Option<ByCategory>,
+    pub(crate) at: Moment,
+}
