@@ -63,6 +63,10 @@ pub struct DeviceExplanation {
     pub growth: Vec<Growth>,
     /// What other allocator settings would have done, the best first.
     pub counterfactuals: Vec<Counterfactual>,
+    /// What they come down to, in a sentence; why there are none, if there are none.
+    pub counterfactual_summary: Option<String>,
+    /// Peak of reserved bytes when replayed under the recorded settings: what to compare with.
+    pub replayed_reserved_bytes: Option<Bytes>,
     /// What the growth comes down to, in a sentence.
     pub growth_summary: Option<String>,
     /// How the steps were found, and how many there are; absent when none were.
@@ -121,6 +125,7 @@ pub struct Counterfactual {
     pub settings: String,
     /// Peak of reserved bytes.
     pub peak_reserved_bytes: Bytes,
-    /// Whether a recorded refusal would not have happened; absent when there was none.
+    /// Whether no recorded refusal would have happened; absent when there was none, or when a replay under the
+    /// recorded settings is not refused either.
     pub oom_avoided: Option<bool>,
 }

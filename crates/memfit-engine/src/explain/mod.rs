@@ -3,6 +3,7 @@
 //! Responsible for turning a [`Snapshot`] into an [`Explanation`]. Not responsible for reading the file,
 //! nor for printing.
 
+mod counterfactual;
 mod document;
 mod fragmentation;
 mod growth;
@@ -147,15 +148,19 @@ impl Subject<'_> {
             (None, Some(steps)) if !is_compared => growth::within(device, history, steps, judge),
             _ => growth::Found::default(),
         };
+        let refusals = self.refusals(device_memory);
+        let replayed = counterfactual::replay(judge.snapshot, device, (history, peaks), &refusals);
         DeviceExplanation {
             index: device.index,
             peak: self.peak(),
             live_before_recording_bytes: peaks.first.active_bytes,
             owners: limited(judge.owners(history, state)),
             fragmentation: Fragmentation::of(device, history, state, judge),
-            oom: self.refusals(device_memory),
+            oom: refusals,
             growth: found.growth,
-            counterfactuals: Vec::new(),
+            counterfactuals: replayed.counterfactuals,
+            counterfactual_summary: replayed.summary,
+            replayed_reserved_bytes: replayed.as_recorded,
             growth_summary: found.summary,
             steps: steps.map(|steps| StepsFound {
                 boundary_count: steps.boundaries.len() as u64,

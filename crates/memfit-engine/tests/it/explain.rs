@@ -107,3 +107,44 @@ fn the_growing_loss_is_recognised() {
     assert!(said.contains("`total_loss += loss`"), "{said}");
     assert!(said.contains("train.py:57"), "{said}");
 }
+
+#[test]
+fn settings_are_ranked_by_what_their_replay_did() {
+    let device = explained("oom_fragmentation", Some(512 << 20));
+    let best = &device.counterfactuals[0];
+    assert_eq!(
+        (best.settings.as_str(), best.oom_avoided),
+        ("expandable_segments:True", Some(true)),
+        "{:?}",
+        device.counterfactual_summary
+    );
+    assert!(best.peak_reserved_bytes <= Bytes(512 << 20));
+    // No setting makes room for tensors that are alive.
+    for name in ["oom_live_set", "oom_other_process", "oom_cap"] {
+        let device = explained(name, None);
+        let avoided: Vec<_> = device
+            .counterfactuals
+            .iter()
+            .map(|it| it.oom_avoided)
+            .collect();
+        assert!(avoided.len() > 5, "{name}");
+        assert!(
+            avoided.iter().all(|it| *it == Some(false)),
+            "{name}: {avoided:?}"
+        );
+        let said = device.counterfactual_summary.unwrap();
+        assert_eq!(
+            said, "no setting that was replayed avoids the OOM",
+            "{name}"
+        );
+    }
+    for name in ["streams", "split_limit", "private_pools"] {
+        let device = explained(name, None);
+        let peaks: Vec<_> = device
+            .counterfactuals
+            .iter()
+            .map(|it| it.peak_reserved_bytes)
+            .collect();
+        assert!(peaks.is_sorted(), "{name}: {peaks:?}");
+    }
+}

@@ -394,10 +394,20 @@ fn counterfactuals(device: &DeviceExplanation, palette: Palette) -> String {
             outcome.to_owned(),
         ]);
     }
-    if table.is_empty() {
-        return String::new();
+    let mut text = indented(
+        &device
+            .counterfactual_summary
+            .iter()
+            .map(|it| capitalized(it))
+            .collect::<Vec<_>>(),
+    );
+    if !table.is_empty() {
+        if let Some(bytes) = device.replayed_reserved_bytes {
+            table.row([bytes.to_string(), "(as recorded)".to_owned(), String::new()]);
+        }
+        text.push_str(&table.render(2, palette));
     }
-    table.render(2, palette)
+    text
 }
 
 fn problems(explanation: &Explanation) -> String {

@@ -1,0 +1,162 @@
+//! What other allocator settings would have done with the same requests.
+//!
+//! Responsible for choosing settings to try, for running them, and for ranking what came out. Not responsible
+//! for the replay itself ([`crate::allocator::replay`]).
+//!
+//! Nothing is advised that was not replayed, and a refusal counts as avoided only where the replay under the
+//! recorded settings is refused as the recording was. No replay is needed where it cannot help: reserved
+//! bytes are never below active bytes, so nothing saves more than the difference of their peaks. Work is
+//! limited by events replayed; the settings that help most often are tried first. A trace that contradicts
+//! itself is not replayed.
+//!
+//! The device of the replays: for a recording without refusal a large one; with one, what this process could
+//! have had at that moment, `reserved + device_free`, and where a limit refused, what it held then.
+
+use super::document::Counterfactual;
+use super::history::History;
+use super::oom::{Cause, OutOfMemory};
+use super::peak::Peaks;
+use crate::allocator::replay::{Outcome, recorded_settings, under};
+use crate::allocator::{Device, FreeOrder, Settings};
+use crate::bytes::Bytes;
+use crate::snapshot::{Action, DeviceRecord, Problem, Snapshot};
+
+/// Settings to try, in this order.
+const CANDIDATES: [&str; 7] = [
+    "expandable_segments:True",
+    "max_split_size_mb:64",
+    "max_split_size_mb:256",
+    "max_split_size_mb:128",
+    "max_split_size_mb:512",
+    "roundup_power2_divisions:8",
+    "roundup_power2_divisions:4",
+];
+/// Events replayed at most, once the recorded settings and the first candidate have run.
+const MAX_EVENTS: usize = 8_000_000;
+/// Memory of a device on which nothing is refused.
+const LARGE_DEVICE_BYTES: u64 = 1 << 40;
+
+/// The outcomes of a device, the best first, and what they come down to.
+#[derive(Debug, Default)]
+pub(super) struct Replayed {
+    pub(super) counterfactuals: Vec<Counterfactual>,
+    pub(super) summary: Option<String>,
+    /// Peak of reserved bytes when replayed under the recorded settings.
+    pub(super) as_recorded: Option<Bytes>,
+}
+
+/// Replays a device under other settings, where that can help.
+pub(super) fn replay(
+    snapshot: &Snapshot,
+    device: &DeviceRecord,
+    (history, peaks): (&History, &Peaks),
+    refusals: &[OutOfMemory],
+) -> Replayed {
+    if device.events.is_empty() {
+        return Replayed::default();
+    }
+    let said = |summary: String| Replayed {
+        summary: Some(summary),
+        ..Replayed::default()
+    };
+    let contradicts = |it: &Problem| it.device == Some(device.index);
+    if !history.problems.is_empty() || snapshot.problems.iter().any(contradicts) {
+        return said("the trace contradicts itself, so it was not replayed".to_owned());
+    }
+    let most = peaks.reserved.bytes - peaks.active.bytes;
+    let matters = u128::from(most.0) * 20 >= u128::from(peaks.reserved.bytes.0);
+    if refusals.is_empty() && !matters {
+        return said(format!(
+            "no other setting can save more than {most}, so none was replayed"
+        ));
+    }
+    let recorded = recorded_settings(snapshot);
+    let model = Device::new(memory(peaks, refusals));
+    let run = |settings: &Settings| under(snapshot, device, settings, FreeOrder::default(), model);
+    let baseline = run(&recorded);
+    let positions = (0..).zip(device.events.iter());
+    let refused: Vec<u64> = positions
+        .filter(|(_, event)| event.action == Action::OutOfMemory)
+        .map(|(position, _)| position)
+        .collect();
+    // A replay ends where it is refused; it repeats the recording when that is where the recording was.
+    let is_repeated = baseline.oom.map(|it| it.event) == refused.first().map(|&first| Some(first));
+    let tries = (MAX_EVENTS / device.events.len()).max(1);
+    let mut outcomes = Vec::new();
+    for candidate in CANDIDATES.iter().take(tries) {
+        let Ok(settings) = Settings::parse(candidate) else {
+            continue;
+        };
+        if settings != recorded {
+            outcomes.push((*candidate, run(&settings)));
+        }
+    }
+    // What was refused did not get as far as the others. The order of the candidates decides among equals.
+    outcomes.sort_by_key(|(_, outcome)| (outcome.oom.is_some(), outcome.peak_reserved_bytes));
+    let best = outcomes
+        .first()
+        .filter(|(_, outcome)| outcome.oom.is_none());
+    let summary = if !is_repeated {
+        "under the recorded settings a replay does not end as the recording did, so nothing is advised"
+            .to_owned()
+    } else if refused.is_empty() {
+        saving(best, baseline.peak_reserved_bytes)
+    } else {
+        rescue(best)
+    };
+    let counterfactuals = outcomes.iter().map(|(settings, outcome)| Counterfactual {
+        settings: (*settings).to_owned(),
+        peak_reserved_bytes: Bytes(outcome.peak_reserved_bytes),
+        oom_avoided: (is_repeated && !refused.is_empty())
+            .then(|| outcome.oom.is_none() && outcome.ooms_avoided == refused.len() as u64),
+    });
+    Replayed {
+        counterfactuals: counterfactuals.collect(),
+        summary: Some(summary),
+        as_recorded: Some(Bytes(baseline.peak_reserved_bytes)),
+    }
+}
+
+/// What the process could have had.
+fn memory(peaks: &Peaks, refusals: &[OutOfMemory]) -> u64 {
+    let at_refusal = refusals.iter().map(|it| {
+        let held = it.parts.live_set + it.parts.pending + it.parts.fragmentation;
+        match it.cause {
+            Cause::Cap => held,
+            _ => held + it.device_free_bytes,
+        }
+    });
+    let most = at_refusal
+        .max()
+        .map(|bytes| bytes.max(peaks.reserved.bytes));
+    most.map_or(LARGE_DEVICE_BYTES, |bytes| bytes.0)
+}
+
+/// What to say where nothing was refused.
+fn saving(best: Option<&(&str, Outcome)>, as_recorded: u64) -> String {
+    let saved = best.map(|(_, outcome)| as_recorded.saturating_sub(outcome.peak_reserved_bytes));
+    match best {
+        Some((settings, outcome))
+            if saved.is_some_and(|it| u128::from(it) * 100 >= u128::from(as_recorded)) =>
+        {
+            let (peak, as_recorded) = (Bytes(outcome.peak_reserved_bytes), Bytes(as_recorded));
+            format!(
+                "`PYTORCH_CUDA_ALLOC_CONF={settings}` would have reserved at most {peak} instead of \
+                 {as_recorded} (both replayed)"
+            )
+        }
+        _ => "no setting that was replayed saves 1 % of what is reserved".to_owned(),
+    }
+}
+
+/// What to say where something was refused.
+fn rescue(best: Option<&(&str, Outcome)>) -> String {
+    match best {
+        Some((settings, outcome)) => format!(
+            "`PYTORCH_CUDA_ALLOC_CONF={settings}` would have served every request, with at most {} \
+             reserved (replayed)",
+            Bytes(outcome.peak_reserved_bytes)
+        ),
+        None => "no setting that was replayed avoids the OOM".to_owned(),
+    }
+}
