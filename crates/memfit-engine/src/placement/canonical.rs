@@ -445,6 +445,12 @@ impl<'i> Search<'i> {
         if self.switches.lifting && !self.lift(scope, least, least_rank) {
             return false;
         }
+        // A section whose members fit above the highest minimum offset of all needs no closer look.
+        let unplaced = &self.order[scope.begin..scope.end];
+        let offsets = unplaced
+            .iter()
+            .map(|&item| self.minimum_offsets[item as usize]);
+        let highest = offsets.max().unwrap_or(0);
         let (mut from, mut to) = (usize::MAX, 0);
         for &change in &self.trail[mark..] {
             if let Change::MinimumOffset { item, .. } = change {
@@ -457,7 +463,8 @@ impl<'i> Search<'i> {
                 to = to.max(span.end as usize);
             }
         }
-        (from..to).all(|section| self.fits(section))
+        (from..to)
+            .all(|section| highest + self.totals[section] <= self.capacity || self.fits(section))
     }
 
     /// Raises what was passed over to the lowest end that an unplaced neighbour could have.

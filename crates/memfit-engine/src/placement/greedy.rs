@@ -1,7 +1,7 @@
 //! One-pass placement: every order, first fit and best fit.
 //!
 //! Responsible for placing items one after the other in a given order, and for the orders worth trying.
-//! On traced training steps decreasing size alone reaches the lower bound. Not responsible for improving
+//! On traced training steps the first order reaches the lower bound. Not responsible for improving
 //! an order (`local_search.rs`).
 
 use super::prepare::Prepared;
@@ -189,12 +189,12 @@ struct Facts {
 
 /// Sorted ascending, so what is wanted largest first is negated.
 const KEYS: [fn(&Facts) -> [u128; 3]; 8] = [
+    |facts| [!facts.total, !facts.size, 0],
+    |facts| [!facts.total, !facts.width, !facts.area],
     |facts| [!facts.size, !facts.width, 0],
+    |facts| [!facts.total, !facts.area, !facts.width],
     |facts| [!facts.area, !facts.size, 0],
     |facts| [!facts.width, !facts.size, 0],
-    |facts| [!facts.total, !facts.size, 0],
-    |facts| [!facts.total, !facts.area, !facts.width],
-    |facts| [!facts.total, !facts.width, !facts.area],
     |facts| [!facts.width, !facts.area, !facts.total],
     |facts| [facts.birth, !facts.size, 0],
 ];

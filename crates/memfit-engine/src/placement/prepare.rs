@@ -134,14 +134,20 @@ impl Prepared {
         height.saturating_sub(self.base) / self.unit
     }
 
+    /// Heights differ by multiples of this.
+    pub(super) fn step(&self) -> u64 {
+        let is_rounded = |item: &Item| item.size * self.unit != item.bytes;
+        if self.items.iter().any(is_rounded) {
+            // The highest allocation may end anywhere.
+            1
+        } else {
+            self.unit
+        }
+    }
+
     /// The lowest height above `capacity` that a placement can have.
     pub(super) fn next_height(&self, capacity: u64) -> u64 {
-        let rounded = self
-            .items
-            .iter()
-            .any(|item| item.size * self.unit != item.bytes);
-        if rounded || capacity < self.base {
-            // The highest allocation may end anywhere.
+        if self.step() == 1 || capacity < self.base {
             return capacity + 1;
         }
         self.base + (self.units_within(capacity) + 1) * self.unit

@@ -94,8 +94,8 @@ pub struct Answer {
     pub work: u64,
 }
 
-/// Orders tried when there is no time for more: decreasing size and decreasing area.
-const QUICK_ORDERS: usize = 2;
+/// Orders tried when there is no time for more.
+const QUICK_ORDERS: usize = 3;
 /// So many allocations take the first round of the exact search a few milliseconds.
 const QUICK_EXACT_ALLOCATIONS: usize = 128;
 /// The exact search keeps who overlaps whom, and its depth is the number of allocations.
@@ -103,8 +103,6 @@ const EXACT_ITEMS: usize = 6_000;
 const EXACT_OVERLAPS: usize = 16_000_000;
 /// A step of placing one allocation is worth so many nodes of the exact search.
 const STEPS_PER_NODE: u64 = 20;
-/// Rounds of the portfolio at one capacity before another is tried.
-const FIRST_ROUNDS: u32 = 3;
 /// The first bisection ends within this part of the lower bound; each further one within a quarter.
 const FIRST_PRECISION: u64 = 256;
 
@@ -345,34 +343,27 @@ impl Solver<'_> {
             .unwrap_or(Ended::WorkLimit)
     }
 
-    /// First the lower bound itself, then bisection between what is not known to be possible and what is.
+    /// In turns with ever more nodes for a probe: first the lower bound itself, then bisection between what
+    /// this turn has not found and what is known to be possible.
     fn lowest(&mut self, instance: &Instance<'_>) -> Ended {
-        if let Some(ended) = self.probe(instance, self.lower_bound, 0..FIRST_ROUNDS) {
-            return ended;
-        }
-        let mut precision = (self.lower_bound / FIRST_PRECISION).max(self.prepared.unit);
-        for round in FIRST_ROUNDS.. {
-            // Above `failed` it has not been tried in this turn.
+        let finest = self.prepared.step();
+        let mut precision = (self.lower_bound / FIRST_PRECISION).max(finest);
+        for round in 0.. {
+            if let Some(ended) = self.probe(instance, self.lower_bound, round..round + 1) {
+                return ended;
+            }
             let mut failed = self.lower_bound;
             while self.best.height - failed > precision {
                 let middle = failed.midpoint(self.best.height);
                 let before = self.best.height;
-                if let Some(ended) = self.probe(instance, middle, round - FIRST_ROUNDS..round) {
+                if let Some(ended) = self.probe(instance, middle, round..round + 1) {
                     return ended;
                 }
                 if self.best.height == before {
                     failed = middle.max(self.lower_bound);
                 }
             }
-            // What is left of the gap may be small; the next height below is the last thing to try.
-            let below = self.best.height - 1;
-            if let Some(ended) = self.probe(instance, below, round - 1..round) {
-                return ended;
-            }
-            if let Some(ended) = self.probe(instance, self.lower_bound, round..round + 1) {
-                return ended;
-            }
-            precision = (precision / 4).max(self.prepared.unit);
+            precision = (precision / 4).max(finest);
         }
         Ended::WorkLimit
     }
