@@ -32,7 +32,9 @@ const CANDIDATES: [&str; 7] = [
     "roundup_power2_divisions:4",
 ];
 /// Events replayed at most, once the recorded settings and the first candidate have run.
-const MAX_EVENTS: usize = 8_000_000;
+const MAX_EVENTS: usize = 4_000_000;
+/// Replays at a time. Each holds the events once more.
+const THREADS: usize = 2;
 /// Memory of a device on which nothing is refused.
 const LARGE_DEVICE_BYTES: u64 = 1 << 40;
 
@@ -82,14 +84,23 @@ pub(super) fn replay(
     // A replay ends where it is refused; it repeats the recording when that is where the recording was.
     let is_repeated = baseline.oom.map(|it| it.event) == refused.first().map(|&first| Some(first));
     let tries = (MAX_EVENTS / device.events.len()).max(1);
-    let mut outcomes = Vec::new();
-    for candidate in CANDIDATES.iter().take(tries) {
-        let Ok(settings) = Settings::parse(candidate) else {
-            continue;
-        };
-        if settings != recorded {
-            outcomes.push((*candidate, run(&settings)));
-        }
+    let candidates = CANDIDATES.iter().take(tries);
+    let parsed = candidates.filter_map(|text| Some((*text, Settings::parse(text).ok()?)));
+    let others: Vec<(&str, Settings)> = parsed.filter(|(_, it)| *it != recorded).collect();
+    let mut outcomes: Vec<(&str, Outcome)> = Vec::new();
+    for few in others.chunks(THREADS) {
+        std::thread::scope(|scope| {
+            let run = &run;
+            let threads = few
+                .iter()
+                .map(|(text, it)| (*text, scope.spawn(move || run(it))));
+            let threads: Vec<_> = threads.collect();
+            // A replay that could not be finished is left out.
+            let ended = threads
+                .into_iter()
+                .map(|(text, it)| Some((text, it.join().ok()?)));
+            outcomes.extend(ended.flatten());
+        });
     }
     // What was refused did not get as far as the others. The order of the candidates decides among equals.
     outcomes.sort_by_key(|(_, outcome)| (outcome.oom.is_some(), outcome.peak_reserved_bytes));
