@@ -399,6 +399,10 @@ pub(crate) struct ExplainArguments {
     /// With it an OOM is also divided into what other processes and libraries held.
     #[arg(long, value_name = "BYTES")]
     pub(crate) device_memory: Option<String>,
+
+    /// Also write one page that opens offline: timeline, owners, stacks, segments (under 5 MB)
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) html: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -51,7 +51,8 @@ impl Writer {
 }
 
 /// The bytes as a zlib stream.
-pub(super) fn deflated(bytes: &[u8]) -> Vec<u8> {
+#[must_use]
+pub fn deflated(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = ZlibEncoder::new(Vec::new(), Compression::default());
     // Writing into memory cannot fail.
     let _infallible = encoder.write_all(bytes);

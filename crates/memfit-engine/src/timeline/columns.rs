@@ -7,9 +7,9 @@
 //! attains it; the bands of a column are the owners' bytes at that moment and add up to `allocated`. Halving the
 //! number of columns gives what sweeping with twice the width would have given.
 
+use super::Moment;
 use super::lives::{Change, Lives};
 use super::segments::SegmentLife;
-use super::{Moment, Owners};
 
 /// The largest integer that a page's numbers hold exactly; hostile sums are cut to it.
 pub(super) const LARGEST: u64 = (1 << 53) - 1;
@@ -31,27 +31,27 @@ pub(super) struct Peak {
     pub(super) highest: Vec<i128>,
 }
 
-pub(super) fn peak(lives: &Lives, owners: &Owners) -> Peak {
-    let mut current = vec![0_i128; owners.count()];
+pub(super) fn peak(lives: &Lives<'_>, owners: usize) -> Peak {
+    let mut current = vec![0_i128; owners];
     let mut total = 0;
     for life in lives
         .all
         .iter()
         .filter(|life| life.birth == 0 && life.released > 0)
     {
-        current[owners.of(life.stack) as usize] += i128::from(life.size);
+        current[life.owner as usize] += i128::from(life.size);
         total += i128::from(life.size);
     }
     let mut peak = Peak {
         moment: 0,
         allocated: total,
-        owners: vec![(0, 0); owners.count()],
+        owners: vec![(0, 0); owners],
         highest: current.clone(),
     };
     let mut changes = lives.changes.iter().peekable();
     while let Some(&(moment, index, change)) = changes.next() {
         let life = &lives.all[index as usize];
-        let owner = owners.of(life.stack) as usize;
+        let owner = life.owner as usize;
         let delta = signed(change, life.size);
         current[owner] += delta;
         total += delta;
@@ -63,9 +63,9 @@ pub(super) fn peak(lives: &Lives, owners: &Owners) -> Peak {
             (peak.allocated, peak.moment) = (total, moment);
         }
     }
-    for life in &lives.all {
+    for life in lives.all {
         if (life.birth..life.released).contains(&peak.moment) {
-            let owner = &mut peak.owners[owners.of(life.stack) as usize];
+            let owner = &mut peak.owners[life.owner as usize];
             owner.0 += i128::from(life.size);
             owner.1 += 1;
         }
@@ -127,9 +127,8 @@ pub(super) struct Columns {
 impl Columns {
     /// Sweeps the lives over a grid. `band` says for each owner which band it is counted in.
     pub(super) fn sweep(
-        lives: &Lives,
+        lives: &Lives<'_>,
         segments: &[SegmentLife],
-        owners: &Owners,
         band: &[u8],
         bands: usize,
         grid: Grid,
@@ -145,11 +144,11 @@ impl Columns {
         };
         let band_of = |index: u32| {
             let life = &lives.all[index as usize];
-            usize::from(band[owners.of(life.stack) as usize])
+            usize::from(band[life.owner as usize])
         };
         let mut current = vec![0_i128; bands];
         let mut total = 0;
-        for (index, life) in (0..).zip(&lives.all) {
+        for (index, life) in (0..).zip(lives.all) {
             if life.birth == 0 && life.released > 0 {
                 current[band_of(index)] += i128::from(life.size);
                 total += i128::from(life.size);
@@ -223,7 +222,7 @@ impl Columns {
     }
 }
 
-fn active_changes(lives: &Lives) -> Vec<(Moment, i128)> {
+fn active_changes(lives: &Lives<'_>) -> Vec<(Moment, i128)> {
     let before = lives.all.iter().filter(|life| life.birth == 0);
     let mut changes = vec![(0, before.map(|life| i128::from(life.size)).sum())];
     changes.extend(lives.changes.iter().filter_map(|&(moment, index, change)| {

@@ -1,18 +1,13 @@
 //! When each allocation was there.
 //!
-//! Responsible for matching allocations with their frees, for allocations made before the recording began and
-//! for those still there at its end. Not responsible for segments.
+//! Responsible for putting what happens to lives in order. Not responsible for where lives come from
+//! (`subject.rs`) nor for segments.
 //!
 //! Invariants: `birth <= released <= end`, and `birth < end`; changes are in the order of their moments, and
 //! replaying them from the lives with birth 0 gives exactly the lives.
 
-use std::collections::HashMap;
-
-use super::Moment;
-use crate::snapshot::{Action, BlockState, DeviceRecord, StackIndex};
-
-/// Every block is a multiple of this (`kMinBlockSize`, `c10/cuda/CUDACachingAllocator.cpp`).
-const GRANULE_BYTES: u64 = 512;
+use super::{Moment, Subject};
+use crate::snapshot::StackIndex;
 
 /// One allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +24,8 @@ pub struct Life {
     pub end: Moment,
     /// Who asked for it.
     pub stack: StackIndex,
+    /// To whom it is counted.
+    pub owner: u32,
 }
 
 /// What happens to a life at a moment.
@@ -43,17 +40,19 @@ pub(super) enum Change {
 }
 
 /// All lives of a device, and what happens to them in order.
-#[derive(Debug, Default)]
-pub(super) struct Lives {
-    pub(super) all: Vec<Life>,
+#[derive(Debug)]
+pub(super) struct Lives<'a> {
+    pub(super) all: &'a [Life],
     pub(super) changes: Vec<(Moment, u32, Change)>,
     /// One more than the number of events.
     pub(super) moments: Moment,
 }
 
-impl Lives {
+impl<'a> Lives<'a> {
     /// Puts what happens to lives in order: by moment, then by their positions.
-    pub(super) fn new(lives: Vec<Life>, moments: Moment) -> Self {
+    pub(super) fn new(subject: &'a Subject<'_>) -> Self {
+        let lives = subject.lives.as_slice();
+        let moments = super::moments(subject.device);
         let changes_of = |life: &Life| {
             [
                 (life.birth, Change::Born),
@@ -74,7 +73,7 @@ impl Lives {
             *start = before;
         }
         let mut changes = vec![(0, 0, Change::Born); before as usize];
-        for (index, life) in (0..).zip(&lives) {
+        for (index, life) in (0..).zip(lives) {
             for (moment, change) in changes_of(life) {
                 let place = &mut starts[moment as usize];
                 changes[*place as usize] = (moment, index, change);
@@ -87,100 +86,4 @@ impl Lives {
             moments,
         }
     }
-
-    pub(super) fn of(device: &DeviceRecord) -> Self {
-        let mut builder = Builder::default();
-        let last = Moment::try_from(device.events.len()).unwrap_or(Moment::MAX - 1);
-        for (moment, event) in (1..=last).zip(device.events.iter()) {
-            match event.action {
-                Action::Alloc => {
-                    builder.end(event.address, moment);
-                    builder.add(Life {
-                        address: event.address,
-                        size: rounded(event.size),
-                        birth: moment,
-                        released: Moment::MAX,
-                        end: Moment::MAX,
-                        stack: event.stack,
-                    });
-                }
-                Action::FreeRequested => {
-                    let life = builder.at(event.address, event.size, event.stack, Moment::MAX);
-                    builder.lives[life].released = builder.lives[life].released.min(moment);
-                }
-                Action::FreeCompleted => {
-                    // Without its request in the trace, that request came before the recording.
-                    builder.at(event.address, event.size, event.stack, 0);
-                    builder.end(event.address, moment);
-                }
-                _ => {}
-            }
-        }
-        builder.finish(device, last + 1)
-    }
-}
-
-#[derive(Default)]
-struct Builder {
-    lives: Vec<Life>,
-    /// The life that is at an address.
-    open: HashMap<u64, usize>,
-}
-
-impl Builder {
-    fn add(&mut self, life: Life) -> usize {
-        let index = self.lives.len();
-        self.open.insert(life.address, index);
-        self.lives.push(life);
-        index
-    }
-
-    /// The life at an address; one from before the recording when none is known.
-    fn at(&mut self, address: u64, request: u64, stack: StackIndex, released: Moment) -> usize {
-        let known = self.open.get(&address).copied();
-        known.unwrap_or_else(|| {
-            self.add(Life {
-                address,
-                size: rounded(request),
-                birth: 0,
-                released,
-                end: Moment::MAX,
-                stack,
-            })
-        })
-    }
-
-    /// Ends the life at an address, if there is one: its free, or an allocation on top of it.
-    fn end(&mut self, address: u64, moment: Moment) {
-        if let Some(index) = self.open.remove(&address) {
-            let life = &mut self.lives[index];
-            life.released = life.released.min(moment);
-            life.end = moment;
-        }
-    }
-
-    fn finish(mut self, device: &DeviceRecord, moments: Moment) -> Lives {
-        for block in device.segments.iter().flat_map(|segment| &segment.blocks) {
-            let released = match block.state {
-                BlockState::Inactive => continue,
-                BlockState::Allocated => Moment::MAX,
-                BlockState::AwaitingFree => 0,
-            };
-            let index = self.at(block.address, block.size, block.stack, released);
-            self.lives[index].size = block.size;
-        }
-        for life in &mut self.lives {
-            life.released = life.released.min(moments);
-            life.end = life.end.min(moments);
-        }
-        Lives::new(self.lives, moments)
-    }
-}
-
-/// A request as the allocator rounds it by default (`round_size` in the same file).
-fn rounded(request: u64) -> u64 {
-    request
-        .max(1)
-        .checked_next_multiple_of(GRANULE_BYTES)
-        .unwrap_or(u64::MAX - (GRANULE_BYTES - 1))
 }

@@ -11,10 +11,11 @@
 use proptest::prelude::*;
 
 use super::columns::{self, Columns, Grid};
+use super::forward;
 use super::lives::Lives;
 use super::sample::{Random, Recorder, Shape, waves};
 use super::segments::{self, SegmentLife};
-use super::{Life, Moment, Owners, pack};
+use super::{Life, Moment, Packed, Subject, pack, subjects};
 use crate::snapshot::{Action, Snapshot, StackIndex};
 
 fn allocated(lives: &[Life], moment: Moment, of: impl Fn(&Life) -> bool) -> u64 {
@@ -55,13 +56,24 @@ fn shape(events: usize) -> Shape {
 }
 
 /// Owners 0, 1, 2 by stack number.
-fn three_owners(snapshot: &Snapshot) -> Owners {
-    Owners {
-        of_stack: (0..snapshot.stacks.len() as u32)
-            .map(|stack| stack % 3)
-            .collect(),
-        names: ["zero", "one", "two"].map(str::to_owned).to_vec(),
+fn three_owners(snapshot: &Snapshot) -> Subject<'_> {
+    let device = &snapshot.devices[0];
+    let mut lives = forward::of(device);
+    for life in &mut lives {
+        life.owner = life.stack.0 % 3;
     }
+    Subject::new(
+        device,
+        lives,
+        ["zero", "one", "two"].map(str::to_owned).to_vec(),
+    )
+}
+
+/// All of a snapshot within a budget.
+fn packed(snapshot: &Snapshot, budget: usize) -> Packed {
+    let subject = |device| forward::subject(snapshot, device);
+    let subjects: Vec<Subject<'_>> = snapshot.devices.iter().map(subject).collect();
+    pack(snapshot, &subjects, budget)
 }
 
 const ACTIONS: [Action; 10] = [
@@ -78,34 +90,33 @@ const ACTIONS: [Action; 10] = [
 ];
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn columns_are_the_maxima_and_bands_add_up(
         seed: u64,
-        events in 0_usize..300,
+        events in 0_usize..200,
         most in 1_u32..80,
         first in 0_u32..300,
     ) {
         let snapshot = waves(&shape(events), seed);
-        let device = &snapshot.devices[0];
-        let owners = three_owners(&snapshot);
-        let (lives, segments) = (Lives::of(device), segments::of(device));
+        let subject = three_owners(&snapshot);
+        let (lives, segments) = (Lives::new(&subject), segments::of(&snapshot.devices[0]));
         let whole = Grid::whole(lives.moments, most);
         prop_assert!(whole.count <= most);
         let part = Grid { first: first.min(lives.moments - 1), width: 1, count: 1 };
         let band = [0, 1, 1];
         for grid in [whole, part] {
-            let columns = Columns::sweep(&lives, &segments, &owners, &band, 2, grid);
+            let columns = Columns::sweep(&lives, &segments, &band, 2, grid);
             for column in 0..grid.count {
                 let start = grid.first + column * grid.width;
                 let moments = || start..(start + grid.width).min(lives.moments);
                 let index = column as usize;
-                let (at, most) = highest(moments(), |m| allocated(&lives.all, m, |_| true));
+                let (at, most) = highest(moments(), |m| allocated(lives.all, m, |_| true));
                 prop_assert_eq!((columns.at[index], columns.allocated[index]), (at, most));
                 prop_assert_eq!(
                     columns.active[index],
-                    highest(moments(), |m| active(&lives.all, m)).1
+                    highest(moments(), |m| active(lives.all, m)).1
                 );
                 prop_assert_eq!(
                     columns.reserved[index],
@@ -113,7 +124,7 @@ proptest! {
                 );
                 for (number, bytes) in columns.bands.iter().enumerate() {
                     let of = |life: &Life| usize::from(!life.stack.0.is_multiple_of(3)) == number;
-                    prop_assert_eq!(bytes[index], allocated(&lives.all, at, of));
+                    prop_assert_eq!(bytes[index], allocated(lives.all, at, of));
                 }
             }
         }
@@ -122,30 +133,47 @@ proptest! {
             count: whole.count.div_ceil(2),
             ..whole
         };
-        let sweep = |grid| Columns::sweep(&lives, &segments, &owners, &band, 2, grid);
+        let sweep = |grid| Columns::sweep(&lives, &segments, &band, 2, grid);
         prop_assert_eq!(sweep(whole).halved(), sweep(double));
     }
 
     #[test]
     fn the_peak_is_the_highest_moment(seed: u64, events in 0_usize..300) {
         let snapshot = waves(&shape(events), seed);
-        let owners = three_owners(&snapshot);
-        let lives = Lives::of(&snapshot.devices[0]);
-        let peak = columns::peak(&lives, &owners);
-        let (at, most) = highest(0..lives.moments, |m| allocated(&lives.all, m, |_| true));
+        let subject = three_owners(&snapshot);
+        let lives = Lives::new(&subject);
+        let peak = columns::peak(&lives, 3);
+        let (at, most) = highest(0..lives.moments, |m| allocated(lives.all, m, |_| true));
         prop_assert_eq!((peak.moment, peak.allocated), (at, i128::from(most)));
         for owner in 0..3 {
             let of = |life: &Life| life.stack.0 % 3 == owner;
             let owner = owner as usize;
             prop_assert_eq!(
                 peak.owners[owner].0,
-                i128::from(allocated(&lives.all, at, of))
+                i128::from(allocated(lives.all, at, of))
             );
             prop_assert_eq!(
                 peak.highest[owner],
-                i128::from(highest(0..lives.moments, |m| allocated(&lives.all, m, of)).1)
+                i128::from(highest(0..lives.moments, |m| allocated(lives.all, m, of)).1)
             );
         }
+    }
+
+    /// Backwards or forwards, the lives are the same. Sizes are not: only the rollback knows the layout.
+    #[test]
+    fn lives_are_those_of_a_walk_forwards(seed: u64, events in 0_usize..300) {
+        let snapshot = waves(&shape(events), seed);
+        let sorted = |lives: &[Life]| {
+            let key = |life: &Life| (life.birth, life.address, life.end, life.released);
+            let mut keys: Vec<_> = lives.iter().map(key).collect();
+            keys.sort_unstable();
+            keys
+        };
+        let explained = subjects(&snapshot);
+        prop_assert_eq!(
+            sorted(&explained[0].lives),
+            sorted(&forward::of(&snapshot.devices[0]))
+        );
     }
 
     /// Contradictions of every kind: nothing panics, and the packed bytes stay within the budget.
@@ -166,8 +194,10 @@ proptest! {
         }
         recorder.segment(number(&mut random), number(&mut random), random.below(2) == 0);
         let snapshot = recorder.snapshot();
-        let packed = pack(&snapshot, &Owners::by_source_line(&snapshot), 20_000);
-        prop_assert!(packed.bytes() <= 20_000, "{}", packed.bytes());
+        for subjects in [subjects(&snapshot), vec![forward::subject(&snapshot, &snapshot.devices[0])]] {
+            let packed = pack(&snapshot, &subjects, 20_000);
+            prop_assert!(packed.bytes() <= 20_000, "{}", packed.bytes());
+        }
     }
 }
 
@@ -176,15 +206,15 @@ fn the_budget_holds_whatever_the_input() {
     let hard = [
         // All stacks distinct and deep.
         Shape {
-            events: 20_000,
+            events: 6_000,
             segments: 40,
-            stacks: 8_000,
+            stacks: 4_000,
             depth: 12,
             letters: 30,
         },
         // Many segments.
         Shape {
-            events: 20_000,
+            events: 6_000,
             segments: 10_000,
             stacks: 3,
             depth: 2,
@@ -201,9 +231,8 @@ fn the_budget_holds_whatever_the_input() {
     ];
     for shape in &hard {
         let snapshot = waves(shape, 7);
-        let owners = Owners::by_source_line(&snapshot);
         for budget in [3_500_000, 200_000, 40_000] {
-            let packed = pack(&snapshot, &owners, budget);
+            let packed = packed(&snapshot, budget);
             assert!(packed.bytes() <= budget, "{} > {budget}", packed.bytes());
             // A budget is for being used: no level is dropped without need.
             if budget == 40_000 {
@@ -220,7 +249,7 @@ fn the_budget_holds_whatever_the_input() {
 #[test]
 fn nothing_and_one_event_are_pictures_too() {
     let empty = Snapshot::default();
-    assert!(pack(&empty, &Owners::default(), 10_000).devices.is_empty());
+    assert!(packed(&empty, 10_000).devices.is_empty());
 
     for events in 0..2 {
         let mut recorder = Recorder::default();
@@ -228,7 +257,7 @@ fn nothing_and_one_event_are_pictures_too() {
             recorder.event_of(Action::Alloc, 0x1000, 700, StackIndex::NONE);
         }
         let snapshot = recorder.snapshot();
-        let packed = pack(&snapshot, &Owners::default(), 10_000);
+        let packed = packed(&snapshot, 10_000);
         assert_eq!(packed.devices.len(), 1);
         assert!(packed.bytes() < 2_000);
     }
@@ -237,11 +266,7 @@ fn nothing_and_one_event_are_pictures_too() {
 #[test]
 fn the_same_snapshot_packs_to_the_same_bytes() {
     let snapshot = waves(&shape(3000), 3);
-    let owners = Owners::by_source_line(&snapshot);
-    assert_eq!(
-        pack(&snapshot, &owners, 50_000),
-        pack(&snapshot, &owners, 50_000)
-    );
+    assert_eq!(packed(&snapshot, 50_000), packed(&snapshot, 50_000));
 }
 
 #[test]
@@ -251,9 +276,9 @@ fn allocations_from_before_the_recording_count() {
     recorder.event(Action::FreeCompleted, 0x4000, 1024);
     recorder.event(Action::Alloc, 0x1000, 700);
     recorder.free(0x2000, 512);
-    let lives = Lives::of(&recorder.device);
-    let total = |moment| allocated(&lives.all, moment, |_| true);
+    let lives = forward::of(&recorder.device);
+    let total = |moment| allocated(&lives, moment, |_| true);
     assert_eq!([0, 1, 2, 3, 4].map(total), [512, 512, 1536, 1024, 1024]);
-    let total = |moment| active(&lives.all, moment);
+    let total = |moment| active(&lives, moment);
     assert_eq!([0, 1, 2, 3, 4].map(total), [1536, 512, 1536, 1536, 1024]);
 }

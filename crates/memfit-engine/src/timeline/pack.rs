@@ -18,7 +18,7 @@ use super::lives::{Life, Lives};
 use super::segments::{self, SegmentLife};
 use super::select::{self, Ranked, Reason};
 use super::texts::{self, StackNumbers};
-use super::{Moment, Owners};
+use super::{Moment, Subject};
 use crate::snapshot::{Annotation, DeviceRecord, Snapshot};
 
 /// Bands that are drawn apart; everybody else is one more.
@@ -81,17 +81,17 @@ pub struct PackedDevice {
     pub texts: Vec<u8>,
 }
 
-/// Packs the timelines of a snapshot's devices into at most so many bytes.
+/// Packs the timelines of devices into at most so many bytes.
 #[must_use]
-pub fn pack(snapshot: &Snapshot, owners: &Owners, budget: usize) -> Packed {
-    let mut devices: Vec<&DeviceRecord> = snapshot.devices.iter().collect();
-    devices.sort_by_key(|device| (Reverse(device.events.len()), device.index));
-    devices.truncate(DEVICES);
-    devices.sort_by_key(|device| device.index);
-    let devices_untold = snapshot.devices.len() - devices.len();
-    let pictures: Vec<Picture<'_>> = devices
-        .iter()
-        .map(|device| Picture::new(snapshot, device, owners))
+pub fn pack(snapshot: &Snapshot, subjects: &[Subject<'_>], budget: usize) -> Packed {
+    let mut told: Vec<&Subject<'_>> = subjects.iter().collect();
+    told.sort_by_key(|subject| (Reverse(subject.device.events.len()), subject.device.index));
+    told.truncate(DEVICES);
+    told.sort_by_key(|subject| subject.device.index);
+    let devices_untold = subjects.len() - told.len();
+    let pictures: Vec<Picture<'_>> = told
+        .into_iter()
+        .map(|subject| Picture::new(snapshot, subject))
         .collect();
     // Every device gets its part by events, and something even when it has none.
     let weight = |picture: &Picture<'_>| u64::from(picture.lives.moments) + 10_000;
@@ -138,8 +138,8 @@ fn assemble(
 struct Picture<'a> {
     snapshot: &'a Snapshot,
     device: &'a DeviceRecord,
-    owners: &'a Owners,
-    lives: Lives,
+    owners: &'a [String],
+    lives: Lives<'a>,
     segments: Vec<SegmentLife>,
     peak: Peak,
     /// Owners by importance, and the place of each in that order.
@@ -157,11 +157,12 @@ struct Picture<'a> {
 }
 
 impl<'a> Picture<'a> {
-    fn new(snapshot: &'a Snapshot, device: &'a DeviceRecord, owners: &'a Owners) -> Self {
-        let lives = Lives::of(device);
+    fn new(snapshot: &'a Snapshot, subject: &'a Subject<'a>) -> Self {
+        let Subject { device, owners, .. } = subject;
+        let lives = Lives::new(subject);
         let segments = segments::of(device);
-        let peak = columns::peak(&lives, owners);
-        let mut order: Vec<u32> = (0..).take(owners.count()).collect();
+        let peak = columns::peak(&lives, owners.len());
+        let mut order: Vec<u32> = (0..).take(owners.len()).collect();
         order.retain(|&owner| peak.highest[owner as usize] > 0);
         order.sort_by_key(|&owner| {
             let at_peak = peak.owners[owner as usize].0;
@@ -171,8 +172,8 @@ impl<'a> Picture<'a> {
                 owner,
             )
         });
-        let mut places = vec![u32::MAX; owners.count()];
-        let mut band = vec![0; owners.count()];
+        let mut places = vec![u32::MAX; owners.len()];
+        let mut band = vec![0; owners.len()];
         let named = order.len().min(BANDS);
         band.fill(u8::try_from(named).unwrap_or(u8::MAX));
         for (place, &owner) in (0..).zip(&order) {
@@ -184,7 +185,7 @@ impl<'a> Picture<'a> {
             }
         }
         let bands = named + 1;
-        let sweep = |grid| Columns::sweep(&lives, &segments, owners, &band, bands, grid);
+        let sweep = |grid| Columns::sweep(&lives, &segments, &band, bands, grid);
         let columns = sweep(Grid::whole(lives.moments, COLUMNS));
         let refusals = select::refusals(device)
             .into_iter()
@@ -208,7 +209,7 @@ impl<'a> Picture<'a> {
         }
         let annotations = placed(&snapshot.annotations, device);
         let chosen = select::moments(device, &annotations, peak.moment, lives.moments);
-        let ranked = select::ranked(&lives.all, &chosen, peak.moment, LIVES);
+        let ranked = select::ranked(lives.all, &chosen, peak.moment, LIVES);
         let ranked_segments = select::ranked(&segments, &chosen, peak.moment, SEGMENTS);
         let totals = chosen
             .into_iter()
@@ -391,18 +392,17 @@ impl<'a> Picture<'a> {
         writer.plain(lives().map(|life| life.size.min(LARGEST) / unit));
         writer.differences(lives().map(|life| life.address.min(LARGEST) / unit));
         writer.plain(rows.iter().map(|row| u64::from(row.1)));
-        writer.plain(lives().map(|life| {
-            let owner = self.owners.of(life.stack);
-            u64::from(self.places[owner as usize].min(everybody_else))
-        }));
+        writer.plain(
+            lives().map(|life| u64::from(self.places[life.owner as usize].min(everybody_else))),
+        );
         (writer, unit)
     }
 
     fn owners(&self, most: usize, numbers: &mut StackNumbers) -> Vec<OwnerHead> {
         let listed = &self.order[..self.order.len().min(most)];
         let mut heaviest = vec![(0_u64, None); listed.len()];
-        for life in &self.lives.all {
-            let place = self.places[self.owners.of(life.stack) as usize] as usize;
+        for life in self.lives.all {
+            let place = self.places[life.owner as usize] as usize;
             let is_there = (life.birth..life.released).contains(&self.peak.moment);
             if let Some(heaviest) = heaviest.get_mut(place)
                 && (heaviest.1.is_none() || is_there && life.size > heaviest.0)
@@ -415,7 +415,7 @@ impl<'a> Picture<'a> {
             .zip(heaviest)
             .map(|(&owner, (_, stack))| {
                 let owner = owner as usize;
-                let name = self.owners.names.get(owner).map_or("", String::as_str);
+                let name = self.owners.get(owner).map_or("", String::as_str);
                 OwnerHead {
                     name: texts::head(name, NAME).into_owned(),
                     peak_bytes: capped(self.peak.owners[owner].0),
@@ -462,7 +462,7 @@ impl<'a> Picture<'a> {
             capped(there.map(|life| i128::from(life.size())).sum())
         }
         MomentHead {
-            listed_active_bytes: sum(&self.lives.all, lives, totals.moment),
+            listed_active_bytes: sum(self.lives.all, lives, totals.moment),
             listed_reserved_bytes: sum(&self.segments, segments, totals.moment),
             ..*totals
         }
@@ -472,11 +472,11 @@ impl<'a> Picture<'a> {
 /// The totals of a moment, by asking every life.
 fn totals(
     (moment, reason): (Moment, Reason),
-    lives: &Lives,
+    lives: &Lives<'_>,
     segments: &[SegmentLife],
 ) -> MomentHead {
     let (mut allocated, mut active) = (0, 0);
-    for life in &lives.all {
+    for life in lives.all {
         if life.range().contains(&moment) {
             active += i128::from(life.size);
             if moment < life.released {

@@ -92,7 +92,7 @@ pub(super) struct Shape {
 /// Allocations and frees in slots of segments, in waves that rise and fall.
 pub(super) fn waves(shape: &Shape, seed: u64) -> Snapshot {
     const SLOT: u64 = 1 << 20;
-    const SLOTS: u64 = 20;
+    const SLOTS: u64 = 6;
     let mut random = Random(seed);
     let mut snapshot = Snapshot::default();
     let mut stacks = vec![StackIndex::NONE];

@@ -14,20 +14,40 @@ use crate::args::{ExplainArguments, Format};
 use crate::error::Failure;
 use crate::exit::Exit;
 use crate::interrupt::interruptible;
-use crate::report::{json, text};
+use crate::report::{html, json, text};
+use crate::save::PendingFile;
 use crate::session::Session;
 
 pub(crate) fn run(
     arguments: &ExplainArguments,
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
-    let (_, explanation) = load(arguments, session)?;
+    let page = arguments.html.as_deref().map(PendingFile::create);
+    let page = page.transpose()?;
+    let (snapshot, explanation) = load(arguments, session)?;
+    if let Some(page) = page {
+        write(page, snapshot, &explanation, session)?;
+    }
     let report = match session.format {
         Format::Text => text::explanation(&explanation, session.printer.report_palette()),
         Format::Json => json(&*explanation)?,
     };
     session.printer.data(&report)?;
     Ok(exit(&explanation))
+}
+
+/// Writes the page; an interruption leaves nothing behind.
+fn write(
+    page: PendingFile,
+    snapshot: Arc<Snapshot>,
+    explanation: &Arc<Explanation>,
+    session: &mut Session<'_>,
+) -> Result<(), Failure> {
+    let explanation = Arc::clone(explanation);
+    let (html, _) = session.slow("drawing", |host| {
+        interruptible(host, move || html::explanation(&snapshot, &explanation))
+    })?;
+    page.commit(html.as_bytes())
 }
 
 /// Reads what was asked for and explains it: the snapshot, the later one of two, with its explanation.

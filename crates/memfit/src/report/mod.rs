@@ -4,6 +4,7 @@
 //! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code.
 
 pub(crate) mod document;
+pub(crate) mod html;
 mod table;
 pub(crate) mod text;
 pub(crate) mod tracked;

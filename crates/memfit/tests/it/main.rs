@@ -4,6 +4,7 @@
 
 mod explain;
 mod files;
+mod html;
 mod output;
 mod pickle;
 mod place;
