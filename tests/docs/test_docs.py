@@ -25,6 +25,7 @@ COMMANDS = (
     "plan",
     "verify",
     "explain",
+    "replay",
     "place",
     "run",
     "show",

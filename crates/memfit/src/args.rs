@@ -172,6 +172,16 @@ Record one with:
 Nothing in the file is executed. The exit code is 1 when an OOM or a leak was found.")]
     Explain(ExplainArguments),
 
+    /// Run the requests of a CUDA memory snapshot again under other allocator settings
+    #[command(after_help = "\
+Examples:
+  memfit replay snapshot.pickle                            a list of settings, ranked
+  memfit replay snapshot.pickle --set expandable_segments=True --set max_split_size_mb=256
+  memfit replay snapshot.pickle --device-memory 24GiB      as if on another device
+
+Exit code 1: the recording ran out of memory, and no replay avoids it.")]
+    Replay(ReplayArguments),
+
     /// Print a completion script for a shell
     #[command(after_help = "\
 Examples:
@@ -403,6 +413,21 @@ pub(crate) struct ExplainArguments {
     /// Also write one page that opens offline: timeline, owners, stacks, segments (under 5 MB)
     #[arg(long, value_name = "FILE.html")]
     pub(crate) html: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArguments {
+    /// A file that `torch.cuda.memory._dump_snapshot` wrote, gzip'ed or not
+    #[arg(value_name = "SNAPSHOT.pickle")]
+    pub(crate) snapshot: PathBuf,
+
+    /// An option of `PYTORCH_CUDA_ALLOC_CONF`, on top of the recording's own (repeatable)
+    #[arg(long = "set", value_name = "NAME=VALUE")]
+    pub(crate) settings: Vec<String>,
+
+    /// Replay on a device with so much memory [default: what a recorded OOM shows; else no end]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) device_memory: Option<String>,
 }
 
 #[derive(Debug, Args)]

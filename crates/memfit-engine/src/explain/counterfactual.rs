@@ -16,12 +16,13 @@ use super::document::Counterfactual;
 use super::history::History;
 use super::oom::{Cause, OutOfMemory};
 use super::peak::Peaks;
+use crate::allocator::replay::ranking::{on_top_of, recorded_text};
 use crate::allocator::replay::{Outcome, recorded_settings, under};
 use crate::allocator::{Device, FreeOrder, Settings};
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord, Problem, Snapshot};
 
-/// Settings to try, in this order.
+/// Changes to try on top of the recorded settings, in this order.
 const CANDIDATES: [&str; 7] = [
     "expandable_segments:True",
     "max_split_size_mb:64",
@@ -83,17 +84,21 @@ pub(super) fn replay(
         .collect();
     // A replay ends where it is refused; it repeats the recording when that is where the recording was.
     let is_repeated = baseline.oom.map(|it| it.event) == refused.first().map(|&first| Some(first));
+    let own = recorded_text(snapshot);
     let tries = (MAX_EVENTS / device.events.len()).max(1);
     let candidates = CANDIDATES.iter().take(tries);
-    let parsed = candidates.filter_map(|text| Some((*text, Settings::parse(text).ok()?)));
-    let others: Vec<(&str, Settings)> = parsed.filter(|(_, it)| *it != recorded).collect();
-    let mut outcomes: Vec<(&str, Outcome)> = Vec::new();
+    let parsed = candidates.filter_map(|change| {
+        let text = on_top_of(&own, change);
+        Settings::parse(&text).ok().map(|settings| (text, settings))
+    });
+    let others: Vec<(String, Settings)> = parsed.filter(|(_, it)| *it != recorded).collect();
+    let mut outcomes: Vec<(String, Outcome)> = Vec::new();
     for few in others.chunks(THREADS) {
         std::thread::scope(|scope| {
             let run = &run;
             let threads = few
                 .iter()
-                .map(|(text, it)| (*text, scope.spawn(move || run(it))));
+                .map(|(text, it)| (text.clone(), scope.spawn(move || run(it))));
             let threads: Vec<_> = threads.collect();
             // A replay that could not be finished is left out.
             let ended = threads
@@ -116,7 +121,7 @@ pub(super) fn replay(
         rescue(best)
     };
     let counterfactuals = outcomes.iter().map(|(settings, outcome)| Counterfactual {
-        settings: (*settings).to_owned(),
+        settings: settings.clone(),
         peak_reserved_bytes: Bytes(outcome.peak_reserved_bytes),
         oom_avoided: (is_repeated && !refused.is_empty())
             .then(|| outcome.oom.is_none() && outcome.ooms_avoided == refused.len() as u64),
@@ -144,7 +149,7 @@ fn memory(peaks: &Peaks, refusals: &[OutOfMemory]) -> u64 {
 }
 
 /// What to say where nothing was refused.
-fn saving(best: Option<&(&str, Outcome)>, as_recorded: u64) -> String {
+fn saving(best: Option<&(String, Outcome)>, as_recorded: u64) -> String {
     let saved = best.map(|(_, outcome)| as_recorded.saturating_sub(outcome.peak_reserved_bytes));
     match best {
         Some((settings, outcome))
@@ -161,7 +166,7 @@ fn saving(best: Option<&(&str, Outcome)>, as_recorded: u64) -> String {
 }
 
 /// What to say where something was refused.
-fn rescue(best: Option<&(&str, Outcome)>) -> String {
+fn rescue(best: Option<&(String, Outcome)>) -> String {
     match best {
         Some((settings, outcome)) => format!(
             "`PYTORCH_CUDA_ALLOC_CONF={settings}` would have served every request, with at most {} \

@@ -88,7 +88,7 @@ fn load(
 }
 
 /// Reads a snapshot; nothing in it is executed.
-fn read(path: &Path, session: &mut Session<'_>) -> Result<Arc<Snapshot>, Failure> {
+pub(super) fn read(path: &Path, session: &mut Session<'_>) -> Result<Arc<Snapshot>, Failure> {
     let what = format!("reading {}", path.display());
     let opened: PathBuf = path.to_owned();
     let (snapshot, _) = session.slow(&what, |host| {
@@ -107,7 +107,7 @@ fn read(path: &Path, session: &mut Session<'_>) -> Result<Arc<Snapshot>, Failure
     Ok(Arc::new(snapshot))
 }
 
-fn device_memory(text: &str) -> Result<Bytes, Failure> {
+pub(super) fn device_memory(text: &str) -> Result<Bytes, Failure> {
     match Budget::parse(text) {
         Ok(Budget::Absolute(bytes)) => Ok(bytes),
         Ok(Budget::Percent(_)) | Err(_) => Err(Failure::usage(format!(

@@ -6,6 +6,7 @@ mod man;
 mod place;
 mod plan;
 mod predict;
+mod replay;
 mod run;
 mod show;
 mod verify;
@@ -25,6 +26,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Run(arguments) => run::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Explain(arguments) => explain::run(arguments, session),
+        Command::Replay(arguments) => replay::run(arguments, session),
         Command::Completions(arguments) => completions::run(arguments, session),
         Command::Man(arguments) => man::run(arguments, session),
     }

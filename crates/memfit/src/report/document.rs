@@ -339,6 +339,51 @@ impl TraceDocument {
     }
 }
 
+/// `memfit replay --format json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct ReplayDocument {
+    pub(crate) schema_version: u32,
+    pub(crate) source: String,
+    pub(crate) devices: Vec<ReplayedDevice>,
+}
+
+/// One device's requests, replayed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct ReplayedDevice {
+    pub(crate) index: u32,
+    pub(crate) events: u64,
+    /// Addresses of allocations that the simulated allocator predicts under the recording's settings.
+    pub(crate) allocations: ReplayedCount,
+    /// New segments that it predicts.
+    pub(crate) segments: ReplayedCount,
+    /// Segments that end up with the same blocks.
+    pub(crate) final_segments: ReplayedCount,
+    /// The best first, the recording's own among them.
+    pub(crate) replays: Vec<ReplayedSettings>,
+}
+
+/// Settings, and what came of the requests under them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct ReplayedSettings {
+    /// As in `PYTORCH_CUDA_ALLOC_CONF`; empty for PyTorch's defaults.
+    pub(crate) settings: String,
+    pub(crate) is_recorded: bool,
+    pub(crate) peak_reserved_bytes: Bytes,
+    pub(crate) peak_allocated_bytes: Bytes,
+    pub(crate) num_alloc_retries: u64,
+    pub(crate) device_calls: u64,
+    pub(crate) is_refused: bool,
+    /// `null` where no OOM was recorded.
+    pub(crate) oom_avoided: Option<bool>,
+}
+
+/// How many of how many are as recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct ReplayedCount {
+    pub(crate) matched: u64,
+    pub(crate) total: u64,
+}
+
 /// `memfit place --format json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PlaceDocument {

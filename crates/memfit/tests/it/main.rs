@@ -9,6 +9,7 @@ mod output;
 mod pickle;
 mod place;
 mod program;
+mod replay;
 mod reports;
 mod sample;
 mod usage;

@@ -9,6 +9,7 @@
 
 mod counterfactual;
 mod forward;
+pub mod ranking;
 mod start;
 
 pub use counterfactual::{Outcome, Refusal, under};

@@ -1,0 +1,129 @@
+//! `memfit replay`: the requests of a snapshot, run again under other allocator settings.
+//!
+//! Responsible for reading the settings as typed and for the exit code. Not responsible for the replays.
+
+use std::sync::Arc;
+
+use memfit_engine::allocator::replay::{self, ranking};
+use memfit_engine::allocator::{Device, Settings};
+use memfit_engine::bytes::Bytes;
+use memfit_engine::snapshot::{Action, DeviceRecord, Snapshot};
+
+use super::explain::{device_memory, read};
+use crate::args::{Format, ReplayArguments};
+use crate::error::Failure;
+use crate::exit::Exit;
+use crate::interrupt::interruptible;
+use crate::report::document::{
+    ReplayDocument, ReplayedCount, ReplayedDevice, ReplayedSettings, SCHEMA_VERSION,
+};
+use crate::report::{json, text};
+use crate::session::Session;
+
+pub(crate) fn run(arguments: &ReplayArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    let memory = arguments
+        .device_memory
+        .as_deref()
+        .map(device_memory)
+        .transpose()?;
+    let asked = settings(arguments)?;
+    let snapshot = read(&arguments.snapshot, session)?;
+    let subject = Arc::clone(&snapshot);
+    let (devices, _) = session.slow("replaying", |host| {
+        interruptible(host, move || {
+            let devices = subject.devices.iter();
+            devices
+                .map(|device| one_device(&subject, device, &asked, memory))
+                .collect::<Vec<_>>()
+        })
+    })?;
+    let document = ReplayDocument {
+        schema_version: SCHEMA_VERSION,
+        source: arguments.snapshot.display().to_string(),
+        devices,
+    };
+    let report = match session.format {
+        Format::Text => text::replay(&document, session.printer.report_palette()),
+        Format::Json => json(&document)?,
+    };
+    session.printer.data(&report)?;
+    Ok(exit(&document))
+}
+
+/// The settings as PyTorch reads them: all of `--set` together, on top of the recording's own.
+fn settings(arguments: &ReplayArguments) -> Result<String, Failure> {
+    let mut parts = Vec::new();
+    for text in &arguments.settings {
+        let Some((name, value)) = text.split_once('=') else {
+            return Err(Failure::usage(format!(
+                "cannot read `--set {text}`: write `name=value`, as in `--set max_split_size_mb=256`"
+            )));
+        };
+        parts.push(format!("{}:{}", name.trim(), value.trim()));
+    }
+    let text = parts.join(",");
+    Settings::parse(&text).map_err(|error| Failure::usage(error.to_string()))?;
+    Ok(text)
+}
+
+fn one_device(
+    snapshot: &Snapshot,
+    device: &DeviceRecord,
+    asked: &str,
+    memory: Option<Bytes>,
+) -> ReplayedDevice {
+    let check = replay::check(snapshot, device);
+    let model = memory.map_or_else(|| ranking::device_of(device), |bytes| Device::new(bytes.0));
+    let changes = match asked {
+        "" => &ranking::TRIED[..],
+        asked => &[asked],
+    };
+    let refused = device
+        .events
+        .iter()
+        .any(|event| event.action == Action::OutOfMemory);
+    let ranked = ranking::rank(snapshot, device, model, changes);
+    ReplayedDevice {
+        index: device.index,
+        events: device.events.len() as u64,
+        allocations: count(check.allocations),
+        segments: count(check.segments),
+        final_segments: count(check.final_segments),
+        replays: ranked
+            .into_iter()
+            .map(|it| ReplayedSettings {
+                settings: it.settings,
+                is_recorded: it.is_recorded,
+                peak_reserved_bytes: Bytes(it.outcome.peak_reserved_bytes),
+                peak_allocated_bytes: Bytes(it.outcome.peak_allocated_bytes),
+                num_alloc_retries: it.outcome.num_alloc_retries,
+                device_calls: it.outcome.device_calls,
+                is_refused: it.outcome.oom.is_some(),
+                oom_avoided: refused.then_some(it.outcome.oom.is_none()),
+            })
+            .collect(),
+    }
+}
+
+const fn count(count: replay::Count) -> ReplayedCount {
+    ReplayedCount {
+        matched: count.matched,
+        total: count.total,
+    }
+}
+
+/// With a recorded OOM the question is whether something avoids it.
+fn exit(document: &ReplayDocument) -> Exit {
+    let hopeless = |device: &ReplayedDevice| {
+        !device.replays.is_empty()
+            && device
+                .replays
+                .iter()
+                .all(|it| it.oom_avoided == Some(false))
+    };
+    if document.devices.iter().any(hopeless) {
+        Exit::No
+    } else {
+        Exit::Done
+    }
+}
