@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minimalloc", type=Path, default=os.environ.get("MINIMALLOC"))
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--note", default="", help="what to say about PROGRAM below the tables")
     arguments = parser.parse_args()
     hard = [
         measure_hard(path, arguments.minimalloc, arguments.seconds)
@@ -48,7 +49,8 @@ def main() -> int:
     ]
     training = [measure_training(path) for path in sorted(arguments.folder.glob("training_*.csv"))]
     large = [measure_large(name, problem) for name, problem in large_problems()]
-    table = "\n\n".join([hard_table(hard), training_table(training), large_table(large)])
+    parts = [hard_table(hard), training_table(training), large_table(large), arguments.note]
+    table = "\n\n".join(filter(None, parts))
     print(table)
     rows = {"hard": hard, "training": training, "large": large}
     write_results("placement", Machine.here(), rows, table)
@@ -233,7 +235,7 @@ def hard_table(rows: list[dict[str, Any]]) -> str:
         "CPU seconds to a placement within the file's capacity, and the lowest in the time given",
         "",
         (
-            "| instance | n | lower bound | one pass, size | memfit s | all threads s | "
+            "| instance | n | lower bound | first order | memfit s | all threads s | "
             "minimalloc s | lowest | of lower bound |"
         ),
         "|---|---|---|---|---|---|---|---|---|",
@@ -269,7 +271,7 @@ def training_table(rows: list[dict[str, Any]]) -> str:
 def large_table(rows: list[dict[str, Any]]) -> str:
     """Problems beyond exact search."""
     lines = [
-        "| problem | n | one pass / lower bound | memfit / lower bound | status | CPU s |",
+        "| problem | n | first order / lower bound | memfit / lower bound | status | CPU s |",
         "|---|---|---|---|---|---|",
     ]
     lines += [

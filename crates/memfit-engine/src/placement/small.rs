@@ -246,3 +246,38 @@ fn a_work_limit_is_said_and_is_no_proof() {
         );
     }
 }
+
+/// Numbers at which arithmetic goes wrong.
+fn extreme() -> impl Strategy<Value = i64> {
+    let near = proptest::sample::select(vec![i64::MIN, -1, 0, 1, 1 << 32, 1 << 62, i64::MAX]);
+    (near, -2..3_i64).prop_map(|(number, more)| number.saturating_add(more))
+}
+
+proptest! {
+    #[test]
+    fn no_numbers_break_it(
+        rows in proptest::collection::vec((extreme(), extreme(), extreme(), extreme()), 0..6),
+        capacity in extreme(),
+    ) {
+        let rows = rows.iter().map(|&(lower, upper, size, alignment)| Allocation {
+            lower,
+            upper,
+            size: size.unsigned_abs() >> 1,
+            alignment: alignment.unsigned_abs() >> 2,
+        });
+        if let Ok(problem) = Problem::new(rows.collect()) {
+            for goal in [Goal::Lowest, Goal::Within(capacity.unsigned_abs())] {
+                let answer = solve(&problem, goal, 1);
+                prop_assert!(answer.lower_bound <= answer.placement.height);
+            }
+        }
+    }
+
+    #[test]
+    fn no_text_breaks_the_reader(text in "[a-e0-9,.\\-\r\n ]{0,80}", header in 0..3_usize) {
+        let header = ["", "id,lower,upper,size\n", "id,size,begin,end,alignment,gaps\r\n"][header];
+        if let Ok(table) = super::csv::parse(format!("{header}{text}").as_bytes(), 1) {
+            prop_assert_eq!(table.ids.len(), table.problem.allocations().len());
+        }
+    }
+}
