@@ -33,7 +33,7 @@ const CANDIDATES: [&str; 7] = [
     "roundup_power2_divisions:4",
 ];
 /// Events replayed at most, once the recorded settings and the first candidate have run.
-const MAX_EVENTS: usize = 4_000_000;
+const MAX_EVENTS: usize = 2_000_000;
 /// Replays at a time. Each holds the events once more.
 const THREADS: usize = 2;
 /// Memory of a device on which nothing is refused.
