@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ from memfit.tracking import owners
 
 GROWTHS = 4
 """Iterations in a row that must each keep more than the one before."""
+
+LOOK_SHARE = 100
+"""A loop whose bytes do not grow spends at most this part of its time on being looked at."""
+
+LOOK_SECONDS = 0.05
+"""What a first look is taken to cost: a search through all objects, torch's among them."""
 
 _CHAIN_LIMIT = 4096
 _TENSOR_LIMIT = 4096
@@ -61,17 +68,25 @@ class GrowthWatch:
     """What is kept after each iteration of one loop.
 
     Bytes are compared after every iteration. Graphs cost a search through Python's objects, so they
-    are looked at after iterations 4, 8, 16 and so on.
+    are looked at when bytes grow, and otherwise after iterations 4, 8, 16 and so on, as long as the
+    looks take no more than one part in ``look_share`` of the loop's time.
     """
 
-    def __init__(self) -> None:
-        """Know no iteration yet."""
+    def __init__(self, look_share: int | None = None) -> None:
+        """Know no iteration yet.
+
+        Args:
+            look_share: 0 looks whatever it takes; :data:`LOOK_SHARE` when left out.
+        """
+        self._look_share = LOOK_SHARE if look_share is None else look_share
         self.iterations = 0
         self._run: list[int] = []
         self._last: int | None = None
         self._graphs: Graphs | None = None
         self._looked_at = 0
         self._found = False
+        self._started = time.perf_counter()
+        self._looking_seconds = 0.0
 
     def observe(self, kept_bytes: int) -> Cause | None:
         """Note what an iteration left behind.
@@ -91,17 +106,27 @@ class GrowthWatch:
         self._last = kept_bytes
         if self._found:
             return None
-        looks = self.iterations >= GROWTHS and self.iterations & (self.iterations - 1) == 0
         grows = len(self._run) >= GROWTHS
-        if not looks and not grows:
+        if not grows and not self._may_look():
             return None
+        start = time.perf_counter()
         graphs = Graphs()
         cause = graphs.cause(self._graphs) if grows else None
         if cause is None and self._graphs is not None:
             cause = graphs.steady_sum(self._graphs, self.iterations - self._looked_at)
         self._graphs, self._looked_at = graphs.forget(), self.iterations
         self._found = cause is not None
+        self._looking_seconds += time.perf_counter() - start
         return cause
+
+    def _may_look(self) -> bool:
+        """Whether it is time for a look although no bytes grow, and the loop can afford one."""
+        is_turn = self.iterations >= GROWTHS and self.iterations & (self.iterations - 1) == 0
+        elapsed_seconds = time.perf_counter() - self._started
+        next_seconds = max(LOOK_SECONDS, self._looking_seconds)
+        return is_turn and elapsed_seconds >= self._look_share * (
+            self._looking_seconds + next_seconds
+        )
 
     @property
     def bytes_per_iteration(self) -> int:

@@ -180,7 +180,7 @@ class Watch:
         kept = _native.counted_bytes() if self._cpu is not None else 0
         if cuda.in_use():
             kept += cuda.allocated_bytes()
-        loop = self._loops.setdefault(id(optimizer), growth.GrowthWatch())
+        loop = self._loops.setdefault(id(optimizer), growth.GrowthWatch(look_share=0))
         cause = loop.observe(kept)
         if cause is not None and self._growth is None:
             self._growth = (loop, cause)
