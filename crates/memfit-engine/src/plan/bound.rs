@@ -8,17 +8,27 @@
 //! that a replay needs are ignored, which only lowers it.
 
 use super::problem::Problem;
+use super::relaxation::{Relaxation, Relaxed};
 use crate::bytes::Bytes;
 use crate::step::Evaluator;
-use crate::trace::OpIndex;
+use crate::trace::{AllocationId, OpIndex};
+
+/// Moments looked at more closely.
+const MOST_MOMENTS: usize = 6;
+/// Those whose choices the search starts from.
+const START_MOMENTS: usize = 2;
+/// They lie at least this part of the step apart.
+const SPREAD: usize = 64;
 
 /// The bound for one problem.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct Bound {
     /// Least seconds of replay of any plan within the target; infinite when there is none.
     pub(super) replay_seconds: f64,
     /// No plan has a lower peak.
     pub(super) peak_bytes: Bytes,
+    /// Sets of drops that are best at one of the worst moments, for the target or somewhat less.
+    pub(super) choices: Vec<Vec<AllocationId>>,
 }
 
 /// An allocation that could be freed over a stretch of the step.
@@ -42,17 +52,53 @@ pub(super) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
     let mut result = Bound {
         replay_seconds: 0.0,
         peak_bytes: Bytes::ZERO,
+        choices: Vec::new(),
     };
+    let mut seconds_at = vec![0.0; heights.len()];
     for (op, &height) in heights.iter().enumerate() {
         let there = || freeable.iter().filter(|f| f.from <= op && op < f.until);
         let removable: Bytes = there().map(|f| Bytes(f.bytes)).sum();
         result.peak_bytes = result.peak_bytes.max(height - removable);
         if height > target {
             let seconds = knapsack_seconds(there(), height - target);
+            seconds_at[op] = seconds;
             result.replay_seconds = result.replay_seconds.max(seconds);
         }
     }
+    if result.replay_seconds.is_finite() {
+        for (rank, op) in moments(&seconds_at).into_iter().enumerate() {
+            let mut relaxation = Relaxation::new(problem, op, heights[op]);
+            let relaxed = relaxation.solve(target);
+            result.replay_seconds = result.replay_seconds.max(relaxed.replay_seconds);
+            if rank >= START_MOMENTS {
+                continue;
+            }
+            let choices = |relaxed: Relaxed| relaxed.choices.into_iter().map(|c| c.dropped);
+            result.choices.extend(choices(relaxed));
+            for part in [16, 6, 3] {
+                let less = target - Bytes((heights[op] - target).0 / part);
+                result.choices.extend(choices(relaxation.solve(less)));
+            }
+        }
+    }
     result
+}
+
+/// The ops of the largest seconds, spread over the step.
+pub(super) fn moments(seconds: &[f64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..seconds.len()).filter(|&op| seconds[op] > 0.0).collect();
+    order.sort_by(|&a, &b| seconds[b].total_cmp(&seconds[a]).then(a.cmp(&b)));
+    let apart = seconds.len() / SPREAD;
+    let mut moments: Vec<usize> = Vec::new();
+    for op in order {
+        if moments.iter().all(|&moment| moment.abs_diff(op) > apart) {
+            moments.push(op);
+            if moments.len() == MOST_MOMENTS {
+                break;
+            }
+        }
+    }
+    moments
 }
 
 fn knapsack_seconds<'f>(freeable: impl Iterator<Item = &'f Freeable>, excess: Bytes) -> f64 {

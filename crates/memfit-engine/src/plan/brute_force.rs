@@ -5,11 +5,15 @@ use proptest::test_runner::TestRunner;
 
 use super::bound::bound;
 use super::problem::{Problem, Scorer};
+use super::relaxation::Relaxation;
 use super::search::{Effort, search};
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
-use crate::step::{Variant, random};
+use crate::step::{Evaluator, Variant, random};
 use crate::trace::Trace;
+
+/// Random traces on which each moment is held against all subsets.
+const CASES: u32 = 400;
 
 /// The least replay time of any valid subset within `target`, and the lowest peak of any.
 fn optimum(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
@@ -41,6 +45,41 @@ fn costs(trace: &Trace) -> Costs {
 }
 
 #[test]
+fn no_moment_bounds_above_the_optimum() {
+    let mut runner = TestRunner::deterministic();
+    let (mut bounds, mut tight) = (0, 0);
+    for case in 0..CASES {
+        let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
+        let trace = random::build(&recipe);
+        let costs = costs(&trace);
+        let variant = Variant {
+            fuse_optimizer: case % 2 == 1,
+            accumulate: case % 4 >= 2,
+        };
+        let problem = Problem::new(&trace, variant, &costs);
+        if problem.candidates.len() < 2 || problem.candidates.len() > 10 {
+            continue;
+        }
+        let nothing = vec![false; trace.allocations.len()];
+        let heights = Evaluator::new(&problem.model).timeline(&nothing);
+        let peak = heights.iter().copied().max().unwrap();
+        let (_, bottom) = optimum(&problem, Bytes::ZERO);
+        for share in [0, 3, 7] {
+            let target = Bytes(bottom.0 + (peak.0 - bottom.0) / 10 * share);
+            let fastest = optimum(&problem, target).0.unwrap();
+            let most = (0..heights.len())
+                .map(|op| Relaxation::new(&problem, op, heights[op]).solve(target))
+                .fold(0.0, |most, relaxed| relaxed.replay_seconds.max(most));
+            assert!(most <= fastest + 1e-9, "{most} is above {fastest}");
+            bounds += u32::from(fastest > 0.0);
+            tight += u32::from(fastest > 0.0 && most >= fastest * 0.5);
+        }
+    }
+    // It would be no bound worth computing if it were far below most of the time.
+    assert!(bounds > 100 && tight * 2 > bounds, "{tight} of {bounds}");
+}
+
+#[test]
 fn the_search_finds_the_optimum_of_small_cases() {
     let mut runner = TestRunner::deterministic();
     let (mut cases, mut optimal, mut lowest_found) = (0, 0, 0);
@@ -62,8 +101,8 @@ fn the_search_finds_the_optimum_of_small_cases() {
         cases += 1;
         let target = Bytes(u64::midpoint(bottom.0, peak.0));
         let (fastest, _) = optimum(&problem, target);
-        let found = search(&problem, target, Effort::Full);
         let least = bound(&problem, target);
+        let found = search(&problem, target, &least, f64::INFINITY, Effort::Full);
         assert!(
             least.peak_bytes <= bottom,
             "the bound on the peak is above the optimum"

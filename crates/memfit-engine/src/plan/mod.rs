@@ -12,9 +12,11 @@ mod bound;
 mod brute_force;
 mod emit;
 mod explain;
+mod min_cut;
 mod outer;
 mod problem;
 mod refusal;
+mod relaxation;
 mod search;
 mod validate;
 
@@ -161,9 +163,11 @@ pub enum StopReason {
     NothingToDo,
     /// The plan's time meets the lower bound.
     ProvedOptimal,
+    /// The plan's replays take no more than a thousandth of forward above the lower bound.
+    NearBound,
     /// No move of the neighbourhood improves the plan.
     LocalOptimum,
-    /// The limit on evaluated candidates was reached.
+    /// The limit on the work of the search was reached.
     MoveLimit,
     /// No plan fits, shown by the lower bound on the peak.
     ProvedInfeasible,

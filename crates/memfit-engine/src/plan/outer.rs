@@ -45,6 +45,7 @@ struct Outcome {
     base_seconds: f64,
     evaluations: u64,
     limited: bool,
+    near: bool,
 }
 
 impl Outcome {
@@ -174,11 +175,7 @@ impl Planner<'_> {
             }
             return Ok(ran);
         }
-        let mut outcomes: Vec<Outcome> = self
-            .variants()
-            .into_iter()
-            .map(|variant| self.outcome(variant, 1, Effort::Full))
-            .collect();
+        let mut outcomes = self.exact();
         let exact_fits = outcomes.iter().any(|outcome| outcome.best.is_some());
         let wider = refusal::micro_batch(self.trace, self.request).is_none();
         let mut next: Vec<Outcome> = Vec::new();
@@ -186,7 +183,13 @@ impl Planner<'_> {
             // Without leave, equivalent actions are for where no exact plan fits; otherwise they are
             // only looked at, to say what they would gain.
             let needed = !exact_fits || self.request.allow >= Class::Equivalent;
-            next = self.micro_batches(if needed { Effort::Full } else { Effort::Glance });
+            let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
+            let best = best.unwrap_or(f64::INFINITY);
+            next = if needed {
+                self.micro_batches(Effort::Full, best)
+            } else {
+                self.micro_batches(Effort::Glance, best * WORTH_TELLING)
+            };
             if needed {
                 outcomes.append(&mut next);
             }
@@ -253,11 +256,7 @@ impl Planner<'_> {
 
     /// The smallest peak any allowed plan reaches, when none is needed.
     fn minimum(&self, plan: &mut Plan) -> Bytes {
-        let outcomes: Vec<Outcome> = self
-            .variants()
-            .into_iter()
-            .map(|variant| self.outcome(variant, 1, Effort::Full))
-            .collect();
+        let outcomes = self.exact();
         plan.evaluations = outcomes.iter().map(|outcome| outcome.evaluations).sum();
         lowest(&outcomes).evaluation.peak_bytes
     }
@@ -273,7 +272,7 @@ impl Planner<'_> {
         variants
     }
 
-    fn outcome(&self, variant: Variant, pieces: u64, effort: Effort) -> Outcome {
+    fn outcome(&self, variant: Variant, pieces: u64, effort: Effort, best_seconds: f64) -> Outcome {
         let trace = self.piece(pieces);
         let costs = if pieces > 1 {
             self.costs.scaled(self.trace, &trace)
@@ -282,19 +281,22 @@ impl Planner<'_> {
         };
         let problem = Problem::new(&trace, variant, &costs);
         let forbidden = self.request.forbid.contains(&ActionKind::Remat);
+        let bound = bound(&problem, self.cap);
+        let base_seconds = self.base_seconds(&costs, &trace, pieces);
+        #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+        let worth = (best_seconds - base_seconds) / pieces as f64;
         let Found {
             best,
             lowest,
             evaluations,
             limited,
+            near,
         } = if forbidden {
             nothing_dropped(&problem, self.target)
         } else {
-            search(&problem, self.target, effort)
+            search(&problem, self.target, &bound, worth, effort)
         };
-        let bound = bound(&problem, self.cap);
         drop(problem);
-        let base_seconds = self.base_seconds(&costs, &trace, pieces);
         Outcome {
             trace,
             variant,
@@ -305,6 +307,7 @@ impl Planner<'_> {
             base_seconds,
             evaluations,
             limited,
+            near,
         }
     }
 
@@ -335,15 +338,37 @@ impl Planner<'_> {
         piece
     }
 
-    fn micro_batches(&self, effort: Effort) -> Vec<Outcome> {
+    /// The exact combinations. One that its bound shows to be slower than one before is not searched for
+    /// its fastest plan.
+    fn exact(&self) -> Vec<Outcome> {
+        let tries = self.variants().into_iter().map(|variant| (variant, 1));
+        self.outcomes(tries, Effort::Full, f64::INFINITY)
+    }
+
+    fn outcomes(
+        &self,
+        tries: impl Iterator<Item = (Variant, u64)>,
+        effort: Effort,
+        mut best_seconds: f64,
+    ) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        for (variant, pieces) in tries {
+            let outcome = self.outcome(variant, pieces, effort, best_seconds);
+            if let Some(best) = &outcome.best {
+                best_seconds = best_seconds.min(outcome.seconds(best));
+            }
+            outcomes.push(outcome);
+        }
+        outcomes
+    }
+
+    fn micro_batches(&self, effort: Effort, best_seconds: f64) -> Vec<Outcome> {
         let variant = Variant {
             accumulate: true,
             ..Variant::default()
         };
         let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
-        counts
-            .map(|pieces| self.outcome(variant, pieces, effort))
-            .collect()
+        self.outcomes(counts.map(|pieces| (variant, pieces)), effort, best_seconds)
     }
 
     /// Fills in what is done and what it leads to, after the check.
@@ -458,7 +483,7 @@ impl Planner<'_> {
     fn next_class(&self, plan: &Plan, next: &[Outcome]) -> Option<NextClass> {
         let (outcome, candidate) = fastest(next)?;
         let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
-        let gains = ratio < plan.predicted_step_ratio * 0.995;
+        let gains = ratio < plan.predicted_step_ratio * WORTH_TELLING;
         let mut kinds = vec![ActionKind::MicroBatch];
         if candidate.dropped.iter().any(|&drop| drop) {
             kinds.push(ActionKind::Remat);
@@ -472,6 +497,8 @@ impl Planner<'_> {
     }
 }
 
+/// Part of the plan's time below which a looser class is worth a word.
+const WORTH_TELLING: f64 = 0.995;
 /// Divisors of the batch tried as number of pieces.
 const MOST_DIVISORS: usize = 6;
 
@@ -515,12 +542,15 @@ fn nothing_dropped(problem: &Problem<'_>, target: Bytes) -> Found {
         lowest: only,
         evaluations: 1,
         limited: false,
+        near: false,
     }
 }
 
 fn stop_reason(outcome: &Outcome, seconds: f64, least: f64) -> StopReason {
     if seconds <= least * (1.0 + 1e-9) {
         StopReason::ProvedOptimal
+    } else if outcome.near {
+        StopReason::NearBound
     } else if outcome.limited {
         StopReason::MoveLimit
     } else {

@@ -78,6 +78,11 @@ impl<'t> Problem<'t> {
         (from < until).then_some((from, until))
     }
 
+    /// Does backward ask for it?
+    pub(super) fn is_asked_for(&self, id: AllocationId) -> bool {
+        self.first_unpack[id.index()] != usize::MAX
+    }
+
     /// The ops that must run again if an allocation is dropped, at least.
     pub(super) fn needed_makers(&self, id: AllocationId) -> impl Iterator<Item = OpIndex> + '_ {
         self.model
@@ -130,6 +135,8 @@ pub(super) struct Scorer<'p> {
     pub(super) problem: &'p Problem<'p>,
     pub(super) evaluator: Evaluator<'p>,
     pub(super) evaluations: u64,
+    /// Events swept for them.
+    pub(super) events: u64,
 }
 
 impl<'p> Scorer<'p> {
@@ -138,6 +145,7 @@ impl<'p> Scorer<'p> {
             problem,
             evaluator: Evaluator::new(&problem.model),
             evaluations: 0,
+            events: 0,
         }
     }
 
@@ -152,8 +160,15 @@ impl<'p> Scorer<'p> {
 
     /// Scores without taking the set.
     pub(super) fn peek(&mut self, dropped: &[bool]) -> (Evaluation, f64) {
+        self.peek_within(dropped, Bytes(u64::MAX))
+    }
+
+    /// The same, but gives up where the peak is above `limit`: then only that is known, and what is
+    /// returned has such a peak.
+    pub(super) fn peek_within(&mut self, dropped: &[bool], limit: Bytes) -> (Evaluation, f64) {
+        let evaluation = self.evaluator.evaluate_within(dropped, limit);
         self.evaluations += 1;
-        let evaluation = self.evaluator.evaluate(dropped);
+        self.events += self.evaluator.swept() as u64 + 1;
         let op_seconds = &self.problem.op_seconds;
         let seconds = self
             .evaluator

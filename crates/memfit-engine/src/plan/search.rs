@@ -5,7 +5,8 @@
 //!
 //! # How
 //!
-//! 1. *Starts*: nothing dropped; everything without floating-point work dropped; everything dropped;
+//! 1. *Starts*: what is best at one moment (`relaxation.rs`), for the target and for somewhat less, as
+//!    replays need room too; nothing dropped; everything without floating-point work dropped; everything dropped;
 //!    everything but the inputs of repeated blocks (and of every second or third block) dropped.
 //! 2. *Descend* from each: find the peak, take what autograd alone holds there, drop what frees the most
 //!    bytes per second, with and without recomputing its inputs instead of pinning them; several at
@@ -17,15 +18,18 @@
 
 use std::collections::BTreeMap;
 
+use super::bound::Bound;
 use super::problem::{Candidate, Problem, Scorer};
 use crate::bytes::Bytes;
 use crate::trace::AllocationId;
 
-/// Events one inner search may sweep; a sweep touches each event of the model once.
+/// Events one inner search may sweep; a sweep touches each event of the model at most once.
 const EVENT_LIMIT: u64 = 40_000_000;
 /// Shares of the limit that are spent when the bottom and the starts are done.
 const BOTTOM_SHARE: f64 = 0.4;
 const START_SHARE: f64 = 0.7;
+/// A plan is good enough where its replays take no more than this part of forward above the bound.
+const NEAR: f64 = 1e-3;
 /// Exchanges tried without success before the search ends.
 const EXCHANGE_PATIENCE: usize = 32;
 /// Single moves tried at one peak before it counts as stuck.
@@ -50,10 +54,26 @@ pub(super) struct Found {
     pub(super) evaluations: u64,
     /// The limit was reached.
     pub(super) limited: bool,
+    /// The best is so near the bound that the search ended.
+    pub(super) near: bool,
 }
 
-pub(super) fn search(problem: &Problem<'_>, target: Bytes, effort: Effort) -> Found {
+/// `least` is the bound for the target. Where it shows that no plan replays for less than `worth` seconds,
+/// only the bottom is looked for.
+pub(super) fn search(
+    problem: &Problem<'_>,
+    target: Bytes,
+    least: &Bound,
+    worth: f64,
+    effort: Effort,
+) -> Found {
     let mut search = Search::new(problem, effort);
+    let hopeless = least.replay_seconds >= worth;
+    if hopeless && effort == Effort::Glance {
+        let nothing = vec![false; problem.trace.allocations.len()];
+        let lowest = search.scorer.score(nothing);
+        return search.found(None, lowest, least);
+    }
     let starts = search.starts();
     // The way to the bottom comes first and does not know the target: the minimum is the step's own.
     search.allow(BOTTOM_SHARE);
@@ -61,27 +81,18 @@ pub(super) fn search(problem: &Problem<'_>, target: Bytes, effort: Effort) -> Fo
         .iter()
         .map(|start| search.descend(start.clone(), Bytes::ZERO, None));
     let bottoms = descents.collect();
-    let lowest = search.lowest(bottoms);
-    search.allow(START_SHARE);
-    let mut best: Option<Candidate> = None;
-    for start in starts.into_iter().chain([lowest.clone()]) {
-        let met = search.descend(start, target, None);
-        if met.evaluation.peak_bytes <= target {
-            let pruned = search.prune(met, target);
-            if best.as_ref().is_none_or(|best| faster(&pruned, best)) {
-                best = Some(pruned);
-            }
-        }
-    }
+    let mut lowest = search.lowest(bottoms);
     search.allow(1.0);
-    let best = best.map(|best| search.exchange(best, target));
-    let evaluations = search.scorer.evaluations;
-    Found {
-        best,
-        lowest,
-        evaluations,
-        limited: search.exhausted(),
+    if hopeless {
+        return search.found(None, lowest, least);
     }
+    let best = search.within(target, least, starts, &lowest);
+    if let Some(best) = &best
+        && best.evaluation.peak_bytes < lowest.evaluation.peak_bytes
+    {
+        lowest = best.clone();
+    }
+    search.found(best, lowest, least)
 }
 
 fn faster(a: &Candidate, b: &Candidate) -> bool {
@@ -110,8 +121,8 @@ pub(super) enum Effort {
 struct Search<'p> {
     problem: &'p Problem<'p>,
     scorer: Scorer<'p>,
-    most_evaluations: u64,
-    evaluation_limit: u64,
+    most_events: u64,
+    event_limit: u64,
 }
 
 /// A way to free an allocation: what to add to the dropped set, and an estimate of its worth.
@@ -128,17 +139,77 @@ impl<'p> Search<'p> {
             Effort::Full => EVENT_LIMIT,
             Effort::Glance => EVENT_LIMIT / 4,
         };
-        let most_evaluations = limit / (problem.model.event_count() as u64).max(1);
         let scorer = Scorer::new(problem);
         Self {
             problem,
             scorer,
-            most_evaluations,
-            evaluation_limit: most_evaluations,
+            most_events: limit,
+            event_limit: limit,
         }
     }
 
-    /// Sets the limit to a share of the most evaluations allowed.
+    fn found(self, best: Option<Candidate>, lowest: Candidate, least: &Bound) -> Found {
+        let near = best.as_ref().is_some_and(|best| self.is_near(best, least));
+        Found {
+            best,
+            lowest,
+            evaluations: self.scorer.evaluations,
+            limited: self.exhausted(),
+            near,
+        }
+    }
+
+    fn is_near(&self, candidate: &Candidate, least: &Bound) -> bool {
+        let forward_seconds: f64 = self.problem.op_seconds.iter().sum();
+        candidate.replay_seconds <= least.replay_seconds + forward_seconds * NEAR
+    }
+
+    /// The fastest candidate within `target`.
+    fn within(
+        &mut self,
+        target: Bytes,
+        least: &Bound,
+        starts: Vec<Candidate>,
+        lowest: &Candidate,
+    ) -> Option<Candidate> {
+        self.allow(START_SHARE);
+        let mut best: Option<Candidate> = None;
+        let relaxed = self.relaxed_starts(least);
+        for start in relaxed.into_iter().chain(starts).chain([lowest.clone()]) {
+            let met = self.descend(start, target, None);
+            if met.evaluation.peak_bytes <= target {
+                let pruned = self.prune(met, target);
+                if best.as_ref().is_none_or(|best| faster(&pruned, best)) {
+                    best = Some(pruned);
+                }
+            }
+            if best.as_ref().is_some_and(|best| self.is_near(best, least)) {
+                self.allow(1.0);
+                return best;
+            }
+        }
+        self.allow(1.0);
+        best.map(|best| self.exchange(best, target))
+    }
+
+    /// What the relaxations chose, as far as it can be done.
+    fn relaxed_starts(&mut self, least: &Bound) -> Vec<Candidate> {
+        let mut starts: Vec<Candidate> = Vec::new();
+        for choice in &least.choices {
+            let mut set = vec![false; self.problem.trace.allocations.len()];
+            for id in choice {
+                set[id.index()] = true;
+            }
+            self.repair(&mut set);
+            if starts.iter().all(|start| start.dropped != set) {
+                let start = self.scorer.score(set);
+                starts.extend(start.evaluation.valid.then_some(start));
+            }
+        }
+        starts
+    }
+
+    /// Sets the limit to a share of the most events allowed.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
@@ -146,11 +217,11 @@ impl<'p> Search<'p> {
         reason = "a share of a small count"
     )]
     fn allow(&mut self, share: f64) {
-        self.evaluation_limit = (self.most_evaluations as f64 * share) as u64;
+        self.event_limit = (self.most_events as f64 * share) as u64;
     }
 
     fn exhausted(&self) -> bool {
-        self.scorer.evaluations >= self.evaluation_limit
+        self.scorer.events >= self.event_limit
     }
 
     fn starts(&mut self) -> Vec<Candidate> {
@@ -380,7 +451,7 @@ impl<'p> Search<'p> {
                     continue;
                 }
                 at.dropped[id.index()] = false;
-                let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
+                let (evaluation, replay_seconds) = self.scorer.peek_within(&at.dropped, target);
                 let fits = evaluation.valid && evaluation.peak_bytes <= target;
                 if fits && replay_seconds <= at.replay_seconds {
                     at.evaluation = evaluation;
@@ -512,7 +583,8 @@ impl<'p> Search<'p> {
         for id in ids {
             at.dropped[id.index()] ^= true;
         }
-        let (evaluation, replay_seconds) = self.scorer.peek(&at.dropped);
+        let limit = at.evaluation.peak_bytes;
+        let (evaluation, replay_seconds) = self.scorer.peek_within(&at.dropped, limit);
         let lower = evaluation.peak_bytes < at.evaluation.peak_bytes;
         let same = evaluation.peak_bytes == at.evaluation.peak_bytes;
         if evaluation.valid && (lower || (same && same_peak_will_do)) {

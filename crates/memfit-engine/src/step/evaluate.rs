@@ -97,6 +97,8 @@ pub struct Evaluator<'m> {
     state: State,
     /// Ops replayed in the last sweep, in order.
     replayed: Vec<usize>,
+    /// Events the last sweep touched.
+    swept: usize,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -127,6 +129,8 @@ struct State {
     tick: u64,
     peak_tick: u64,
     stop_tick: u64,
+    /// Height above which the sweep stops.
+    limit: u64,
     valid: bool,
     /// What changes, when someone asked; and the event that is being applied.
     log: Option<Vec<Change>>,
@@ -141,6 +145,7 @@ impl<'m> Evaluator<'m> {
             model,
             state: State::default(),
             replayed: Vec::new(),
+            swept: 0,
         }
     }
 
@@ -152,7 +157,13 @@ impl<'m> Evaluator<'m> {
 
     /// Evaluates the step with `dropped[allocation]`. Flags on undroppable allocations make it invalid.
     pub fn evaluate(&mut self, dropped: &[bool]) -> Evaluation {
-        self.sweep(dropped, u64::MAX);
+        self.evaluate_within(dropped, Bytes(u64::MAX))
+    }
+
+    /// The same, but stops where the step rises above `limit`: then the peak is what it rises to there,
+    /// which is no more than the peak, and what comes after was not looked at.
+    pub fn evaluate_within(&mut self, dropped: &[bool], limit: Bytes) -> Evaluation {
+        self.sweep(dropped, u64::MAX, limit);
         let (position, replay) = self.state.peak_at.unwrap_or((0, None));
         let index = |i| OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
         Evaluation {
@@ -169,6 +180,12 @@ impl<'m> Evaluator<'m> {
         }
     }
 
+    /// Events that the last evaluation touched.
+    #[must_use]
+    pub const fn swept(&self) -> usize {
+        self.swept
+    }
+
     /// Forward ops replayed in the last evaluation, in the order they ran.
     pub fn replayed(&self) -> impl Iterator<Item = OpIndex> + '_ {
         self.replayed
@@ -178,9 +195,10 @@ impl<'m> Evaluator<'m> {
 
     /// What is alive at the peak of `dropped`, largest first, ties by index.
     pub fn holdings_at_peak(&mut self, dropped: &[bool]) -> Vec<Holding> {
-        self.sweep(dropped, u64::MAX);
+        let no_limit = Bytes(u64::MAX);
+        self.sweep(dropped, u64::MAX, no_limit);
         let tick = self.state.peak_tick;
-        self.sweep(dropped, tick);
+        self.sweep(dropped, tick, no_limit);
         let (model, state) = (self.model, &self.state);
         let (position, replay) = state.peak_at.unwrap_or((0, None));
         let mut holdings = Vec::new();
@@ -263,6 +281,7 @@ impl<'m> Evaluator<'m> {
         state.tick = 0;
         state.peak_tick = 0;
         state.stop_tick = u64::MAX;
+        state.limit = u64::MAX;
         state.valid = dropped.len() == model.bytes.len()
             && dropped
                 .iter()
@@ -271,15 +290,19 @@ impl<'m> Evaluator<'m> {
         self.replayed.clear();
     }
 
-    /// Walks all events, or those up to the look at the height numbered `stop_tick`.
-    fn sweep(&mut self, dropped: &[bool], stop_tick: u64) {
+    /// Walks all events, or those up to the look at the height numbered `stop_tick`, or to the first
+    /// height above `limit`.
+    fn sweep(&mut self, dropped: &[bool], stop_tick: u64, limit: Bytes) {
         self.begin(dropped);
         self.state.stop_tick = stop_tick;
+        self.state.limit = limit.0;
+        self.swept = 0;
         if !self.state.valid {
             return;
         }
         let model = self.model;
         for &(position, event) in &model.events {
+            self.swept += 1;
             self.apply(dropped, position, event);
             if self.state.stopped() {
                 return;
@@ -416,6 +439,9 @@ impl State {
             self.peak = height;
             self.peak_at = Some((position, replay));
             self.peak_tick = self.tick;
+            if height > self.limit {
+                self.stop_tick = self.tick;
+            }
         }
     }
 

@@ -165,6 +165,16 @@ impl StepModel {
         inputs
     }
 
+    /// The allocations made in forward that one op of forward reads, those it writes to excepted.
+    pub fn reads(&self, op: OpIndex) -> impl Iterator<Item = AllocationId> + '_ {
+        let record = &self.records[op.index()];
+        let others = record.reads.iter().filter(|&&(read, slot)| {
+            let makes = |&made: &usize| self.slots[made].allocation == read;
+            slot.is_some() && !record.makes.iter().any(makes)
+        });
+        others.map(|&(read, _)| AllocationId(u32::try_from(read).unwrap_or(u32::MAX)))
+    }
+
     /// Would `input`, kept, still hold at replay what the makers of `allocation` read in forward?
     #[must_use]
     pub fn may_pin(&self, allocation: AllocationId, input: AllocationId) -> bool {

@@ -83,6 +83,7 @@ pub(crate) const fn stop_reason(reason: StopReason) -> &'static str {
     match reason {
         StopReason::NothingToDo => "the unplanned step fits",
         StopReason::ProvedOptimal => "proved optimal under its costs",
+        StopReason::NearBound => "as near to the lower bound as makes no difference",
         StopReason::LocalOptimum => "no single change improves it",
         StopReason::MoveLimit => "the limit on candidates was reached",
         StopReason::ProvedInfeasible => "proved: no allowed plan can fit",
