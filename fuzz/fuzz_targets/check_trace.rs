@@ -25,6 +25,7 @@ fuzz_target!(|data: &[u8]| {
         flops_per_second: BTreeMap::from([("float32".to_owned(), 1e11)]),
         bytes_per_second: 1e10,
         op_overhead_seconds: 1e-6,
+        ..DeviceProfile::default()
     };
     let request = PlanRequest { budget: "60%".to_owned(), ..PlanRequest::default() };
     let _plan = plan(&trace, &CostSource::Roofline { profile }, &request);

@@ -9,12 +9,14 @@ __all__ = [
     "Snapshot",
     "Trace",
     "bytes_text",
+    "check_profile",
     "count_allocations",
     "counted_bytes",
     "decode_plan",
     "encode_plan",
     "explanation_text",
     "file_kind",
+    "gpu_profile",
     "label_blocks",
     "mark_allocations",
     "parse_budget",
@@ -179,6 +181,20 @@ def file_kind(data: bytes) -> Literal["trace", "plan"]:
 
     Raises:
         TraceFileError: They are none, or of a later schema.
+    """
+
+def gpu_profile(name: str | None) -> str:
+    """A GPU's datasheet as device profile JSON; without a name, of the one that stands in.
+
+    Raises:
+        UsageError: No datasheet of such a GPU is known, or several are.
+    """
+
+def check_profile(json: str) -> None:
+    """Check that device profile JSON can be used for costs.
+
+    Raises:
+        UsageError: It is not of that shape, or a number in it is not positive.
     """
 
 def parse_budget(text: str, unplanned_peak_bytes: int) -> int:

@@ -1,52 +1,74 @@
 """Where a plan's op times come from.
 
-Responsible for the two cost sources as the engine's JSON: a roofline of this machine, measured
-once, or the op times of one real step. Not responsible for measuring (:mod:`memfit.measure`).
+Responsible for choosing among the cost sources and writing them as the engine's JSON: a
+calibrated profile, the datasheet of a GPU, a quick roofline of this machine, or the op times of
+one real step. Not responsible for measuring (:mod:`memfit.measure`) nor for profile files
+(:mod:`memfit.profiles`).
 """
 
 from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from memfit._native import Trace
+from memfit import profiles
+from memfit._native import Trace, gpu_profile
 from memfit.workload import Workload
 
 
 @cache
-def device_profile(device_kind: str) -> dict[str, Any]:
-    """What a device of this machine can do, measured once in a process.
+def _quick(device_kind: str) -> dict[str, Any]:
+    """What a device of this machine can do, measured in under a second, once in a process."""
+    from memfit.measure import calibrate  # imports torch
+
+    return dict(calibrate(device_kind))
+
+
+def device_profile(device_kind: str, file: Path | None = None) -> dict[str, Any]:
+    """What a device can do.
 
     Args:
-        device_kind: ``cpu`` or ``cuda``. Without a GPU the CPU stands in for it, since a plan needs
-            only the ratios of op times; the profile's name says so.
+        device_kind: ``cpu`` or ``cuda``.
+        file: A profile that ``memfit calibrate`` wrote. By default the one kept for this machine
+            if it matches; else a quick measurement; else, for CUDA without a GPU, a datasheet.
 
     Returns:
-        A ``DeviceProfile`` of the engine: rates in FLOPs and bytes a second, overhead in seconds.
+        A ``DeviceProfile`` of the engine; its name says which.
+
+    Raises:
+        UsageError: The file cannot be read, or is of another kind of device.
     """
     import torch
 
-    from memfit.measure import calibrate
-
-    if device_kind == "cuda" and torch.cuda.is_available():
-        return dict(calibrate("cuda"))
-    profile = dict(calibrate())
-    if device_kind != "cpu":
-        profile["name"] = f"{profile['name']}, standing in for {device_kind}"
+    found, why_not = profiles.usable(device_kind, file)
+    if found is not None:
+        return found
+    if device_kind == "cuda" and not torch.cuda.is_available():
+        return dict(json.loads(gpu_profile(None)))
+    profile = dict(_quick(device_kind))
+    if why_not:
+        profile["name"] = f"{profile['name']}; {why_not}"
     return profile
 
 
-def roofline(device_kind: str) -> str:
+def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None) -> str:
     """The cost source that needs no run of the model.
 
     Args:
         device_kind: As in :func:`device_profile`.
+        file: As in :func:`device_profile`.
+        gpu: Name of a GPU whose datasheet to use instead.
 
     Returns:
         A cost source of the engine, as JSON.
+
+    Raises:
+        UsageError: As in :func:`device_profile`, or no datasheet of such a GPU is known.
     """
-    return json.dumps({"kind": "roofline", "profile": device_profile(device_kind)})
+    profile = device_profile(device_kind, file) if gpu is None else json.loads(gpu_profile(gpu))
+    return json.dumps({"kind": "roofline", "profile": profile})
 
 
 def profiled(workload: Workload, trace: Trace) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import CaptureError, DoesNotFit, MemfitError, WorkloadError
 
@@ -109,11 +109,12 @@ class Host:
 
             return profiled(workload_factory(target, settings)(), Trace.decode(trace))
 
-    def device_profile(self, device_kind: str) -> str:
-        """Measure a device of this machine for the roofline.
+    def device_profile(self, device_kind: str, file: Path | None) -> str:
+        """Find or measure the profile of a device for the roofline.
 
         Args:
             device_kind: ``cpu`` or ``cuda``, as the trace has it.
+            file: A profile that the user named.
 
         Returns:
             A device profile as JSON.
@@ -121,7 +122,38 @@ class Host:
         with _user_output():
             from memfit.costs import device_profile
 
-            return json.dumps(device_profile(device_kind))
+            return json.dumps(device_profile(device_kind, file))
+
+    def profile_path(self, device_kind: str) -> Path:
+        """Where the calibrated profile of this machine's device is kept.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``.
+        """
+        from memfit.profiles import default_path
+
+        return default_path(device_kind)
+
+    def calibrate(
+        self, device_kind: Literal["cpu", "cuda"], seconds: float, folder: Path | None
+    ) -> str:
+        """Measure a device of this machine at length.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``.
+            seconds: About how long.
+            folder: Whose disk to measure.
+
+        Returns:
+            The profile file's text.
+        """
+        # Read when torch is imported; see `memfit.measure.curves`.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        with _user_output():
+            from memfit.profiles import make
+
+            found = make(device_kind, seconds=seconds, folder=folder)
+            return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
     def verify(self, target: str, settings: Settings, plan_json: str) -> str:
         """Run real steps with and without a plan and compare them.

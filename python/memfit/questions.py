@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from memfit import _native
@@ -78,6 +80,8 @@ def plan(
     own_loop: bool = False,
     forbid: Sequence[Kind] = (),
     profile: bool = False,
+    costs: str | PathLike[str] | None = None,
+    gpu: str | None = None,
 ) -> Plan:
     """Find the fastest way to make a step fit a budget.
 
@@ -88,24 +92,25 @@ def plan(
         own_loop: Only plan what works inside the caller's own loop.
         forbid: Kinds of action to leave out.
         profile: Take op times from one real step; the subject must be a workload.
+        costs: Take them from a profile that ``memfit calibrate`` wrote. By default, the one kept
+            for this machine if it matches, else a quick measurement.
+        gpu: Take them from a GPU's datasheet (``"h100"``), for a step on CUDA.
 
     Returns:
         The plan, whether it fits or not: see ``fits`` and ``minimum_peak_bytes``.
 
     Raises:
         BudgetError: The budget cannot be read.
-        UsageError: ``profile`` without a workload.
+        UsageError: ``profile`` without a workload, an unreadable ``costs``, an unknown ``gpu``, or
+            more than one of the three.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
     recorded = _trace(subject)
-    if not profile:
-        costs = roofline(_meta(recorded)["device_kind"])
-    elif isinstance(subject, Workload):
-        costs = profiled(subject, recorded.native)
-    else:
-        raise UsageError("`profile=True` runs the model: give the workload, not its trace")
-    return _plan(recorded, costs, budget, _Choice(allow, own_loop, tuple(forbid)))
+    source = _Costs(profile, None if costs is None else Path(costs), gpu)
+    workload = subject if isinstance(subject, Workload) else None
+    choice = _Choice(allow, own_loop, tuple(forbid))
+    return _plan(recorded, source.of(recorded, workload), budget, choice)
 
 
 def fit(
@@ -116,6 +121,8 @@ def fit(
     own_loop: bool = False,
     forbid: Sequence[Kind] = (),
     profile: bool = False,
+    costs: str | PathLike[str] | None = None,
+    gpu: str | None = None,
 ) -> Fitted:
     """Plan a step and apply the plan.
 
@@ -126,6 +133,8 @@ def fit(
         own_loop: As in :func:`plan`; then use ``with fitted.forward():``.
         forbid: As in :func:`plan`.
         profile: As in :func:`plan`.
+        costs: As in :func:`plan`.
+        gpu: As in :func:`plan`.
 
     Returns:
         The fitted workload: ``fitted.step(batch)`` runs one step inside the budget.
@@ -133,14 +142,15 @@ def fit(
     Raises:
         DoesNotFit: No allowed plan brings the step under the budget.
         BudgetError: The budget cannot be read.
+        UsageError: As in :func:`plan`.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
     recorded = trace(workload)
     meta = _meta(recorded)
-    costs = profiled(workload, recorded.native) if profile else roofline(meta["device_kind"])
+    source = _Costs(profile, None if costs is None else Path(costs), gpu)
     choice = _Choice(allow, own_loop, tuple(forbid))
-    made = _plan(recorded, costs, budget, choice)
+    made = _plan(recorded, source.of(recorded, workload), budget, choice)
     if not made.fits:
         message = (
             f"no allowed plan brings the step under {made.budget_bytes} bytes: "
@@ -154,7 +164,7 @@ def fit(
         The budget stays the same number of bytes, also where it was given as a percentage.
         """
         moved = trace(replace(workload, batch=batch))
-        again = _plan(moved, roofline(meta["device_kind"]), made.budget_bytes, choice)
+        again = _plan(moved, source.roofline(moved), made.budget_bytes, choice)
         return again.as_dict() if again.fits else None
 
     reduction = meta["loss_reduction"]
@@ -165,6 +175,34 @@ def _meta(recorded: Trace) -> dict[str, str]:
     """Where a trace comes from, as the engine has it."""
     meta: dict[str, str] = json.loads(recorded.json())["meta"]
     return meta
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Where op times are asked to come from."""
+
+    profile: bool
+    file: Path | None
+    gpu: str | None
+
+    def __post_init__(self) -> None:
+        if self.profile + (self.file is not None) + (self.gpu is not None) > 1:
+            raise UsageError("op times have one source: give one of `profile`, `costs` and `gpu`")
+
+    def of(self, recorded: Trace, workload: Workload | None) -> str:
+        """The engine's cost source."""
+        if not self.profile:
+            return self.roofline(recorded)
+        if workload is None:
+            raise UsageError("`profile=True` runs the model: give the workload, not its trace")
+        return profiled(workload, recorded.native)
+
+    def roofline(self, recorded: Trace) -> str:
+        """The engine's cost source, without running the model."""
+        device_kind = _meta(recorded)["device_kind"]
+        if self.gpu is not None and device_kind != "cuda":
+            raise UsageError(f"`gpu` names a GPU and the step runs on `{device_kind}`")
+        return roofline(device_kind, self.file, self.gpu)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ COMMANDS = (
     "explain",
     "replay",
     "place",
+    "calibrate",
     "run",
     "show",
     "completions",
@@ -106,7 +107,9 @@ def test_the_json_reference_names_every_field():
     page = (ROOT / "docs" / "reference" / "json.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))
     report = ROOT / "crates" / "memfit" / "src" / "report"
-    source = "".join((report / name).read_text() for name in ("document.rs", "tracked.rs"))
+    source = "".join(
+        (report / name).read_text() for name in ("document.rs", "tracked.rs", "calibration.rs")
+    )
     structs = re.findall(
         r"^#\[derive\([^)]*\bSerialize\b[^)]*\)\]\npub\(crate\) struct \w+ \{\n(.*?)^\}",
         source,

@@ -3,33 +3,141 @@
 //! Responsible for turning a device profile or measured op times into seconds per op. Not responsible
 //! for measuring (the Python package does) nor for what is recomputed ([`crate::plan`]).
 //!
-//! Ratios of these times are what a plan needs. On a CPU the roofline is crude, because tensors sit in
-//! cache and a step is 2 to 3.5 times faster than it says; it still ranks a matrix product above a copy.
+//! Three sources, from crude to good. A flat roofline has one rate for each roof and is crude on a CPU,
+//! where small tensors sit in cache. A calibrated one has curves: the seconds that each size took. A
+//! profiled step has the seconds of every op. Ratios of these times are what a plan needs.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::trace::{Phase, Trace};
+use crate::curve::Curve;
+use crate::trace::{Op, Phase, Trace};
+
+/// Name in [`DeviceProfile::flops_per_second`] for float32 convolutions on CUDA, which use TF32 tensor cores
+/// unless `torch.backends.cudnn.allow_tf32` is off (torch documentation, *CUDA semantics*).
+pub const TF32: &str = "tf32";
 
 /// What a device can do, measured by calibration or taken from a datasheet.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DeviceProfile {
     /// What was measured, for people.
     pub name: String,
-    /// Floating-point operations a second in a large matrix product, by element type (`float32`).
+    /// Floating-point operations a second in a large matrix product, by element type (`float32`). One that is
+    /// missing computes as `float32` does, else as the fastest.
     pub flops_per_second: BTreeMap<String, f64>,
     /// Bytes a second read plus written by a large element-wise op.
     pub bytes_per_second: f64,
     /// Least time of any op.
     pub op_overhead_seconds: f64,
+    /// Seconds by size, where measured.
+    #[serde(default, skip_serializing_if = "Curves::is_empty")]
+    pub curves: Curves,
+    /// How fast bytes move elsewhere.
+    #[serde(default, skip_serializing_if = "Transfers::is_empty")]
+    pub transfers: Transfers,
+}
+
+/// Measured seconds of ops by their work, dispatch included.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Curves {
+    /// By kind (`matmul`, `convolution`, `convolution_backward`, `attention`, `attention_backward`) and element
+    /// type; work in FLOPs. A kind that is missing follows `matmul`, and without that the flat rate.
+    #[serde(default)]
+    pub compute: BTreeMap<String, BTreeMap<String, Curve>>,
+    /// By operator without overload (`gelu_backward`); work in bytes moved. Others follow `in_place` where
+    /// they make no tensor and `elementwise` where they do; without those, the flat bandwidth.
+    #[serde(default)]
+    pub memory: BTreeMap<String, Curve>,
+}
+
+impl Curves {
+    fn is_empty(&self) -> bool {
+        self.compute.is_empty() && self.memory.is_empty()
+    }
+
+    fn check(&self) -> Result<(), CostError> {
+        for (kind, by_type) in &self.compute {
+            for (dtype, curve) in by_type {
+                curve.check(&format!("curves.compute.{kind}.{dtype}"))?;
+            }
+        }
+        for (operator, curve) in &self.memory {
+            curve.check(&format!("curves.memory.{operator}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes a second between a device and elsewhere, each absent where not known.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Transfers {
+    /// From pinned host memory.
+    pub host_to_device_pinned: Option<f64>,
+    /// To pinned host memory.
+    pub device_to_host_pinned: Option<f64>,
+    /// From pageable host memory.
+    pub host_to_device_pageable: Option<f64>,
+    /// To pageable host memory.
+    pub device_to_host_pageable: Option<f64>,
+    /// Writing files, on the disk when counted.
+    pub disk_write: Option<f64>,
+    /// Reading files that no cache holds.
+    pub disk_read: Option<f64>,
+}
+
+impl Transfers {
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    fn check(&self) -> Result<(), CostError> {
+        for (what, rate) in [
+            ("host_to_device_pinned", self.host_to_device_pinned),
+            ("device_to_host_pinned", self.device_to_host_pinned),
+            ("host_to_device_pageable", self.host_to_device_pageable),
+            ("device_to_host_pageable", self.device_to_host_pageable),
+            ("disk_write", self.disk_write),
+            ("disk_read", self.disk_read),
+        ] {
+            rate.map_or(Ok(()), |rate| positive(&format!("transfers.{what}"), rate))?;
+        }
+        Ok(())
+    }
+}
+
+impl DeviceProfile {
+    /// Checks every number.
+    ///
+    /// # Errors
+    ///
+    /// Names the one that is not positive and finite, or the curve that does not ascend.
+    pub fn check(&self) -> Result<(), CostError> {
+        positive("bytes_per_second", self.bytes_per_second)?;
+        positive("op_overhead_seconds", self.op_overhead_seconds)?;
+        for (dtype, &rate) in &self.flops_per_second {
+            positive(&format!("flops_per_second[{dtype}]"), rate)?;
+        }
+        self.curves.check()?;
+        self.transfers.check()
+    }
+
+    fn source(&self) -> String {
+        if self.curves.is_empty() {
+            format!("roofline ({})", self.name)
+        } else {
+            self.name.clone()
+        }
+    }
 }
 
 /// Where op times come from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum CostSource {
-    /// `max(flops / rate, bytes / bandwidth) + overhead` for each op.
+    /// For each op the slower of computing and moving bytes: by the profile's curves where it has them, else
+    /// `max(flops / rate, bytes / bandwidth) + overhead`.
     Roofline {
         /// The device.
         profile: DeviceProfile,
@@ -62,6 +170,12 @@ pub enum CostError {
         /// Its value.
         value: f64,
     },
+    /// A curve without points.
+    #[error("`{0}` of the cost source has no points")]
+    NoPoints(String),
+    /// A curve whose work does not grow from point to point.
+    #[error("the points of `{0}` of the cost source do not ascend")]
+    NotAscending(String),
 }
 
 /// Seconds per op of one trace.
@@ -81,14 +195,10 @@ impl Costs {
     pub fn new(trace: &Trace, source: &CostSource) -> Result<Self, CostError> {
         match source {
             CostSource::Roofline { profile } => {
-                positive("bytes_per_second", profile.bytes_per_second)?;
-                positive("op_overhead_seconds", profile.op_overhead_seconds)?;
-                for (dtype, &rate) in &profile.flops_per_second {
-                    positive(&format!("flops_per_second[{dtype}]"), rate)?;
-                }
+                profile.check()?;
                 Ok(Self {
                     seconds: roofline(trace, profile),
-                    source: format!("roofline ({})", profile.name),
+                    source: profile.source(),
                     update_bytes_per_second: profile.bytes_per_second,
                 })
             }
@@ -181,41 +291,99 @@ fn positive(what: &str, value: f64) -> Result<(), CostError> {
 }
 
 fn roofline(trace: &Trace, profile: &DeviceProfile) -> Vec<f64> {
-    let fallback = profile
-        .flops_per_second
-        .values()
-        .copied()
-        .fold(0.0, f64::max);
-    let rate_of = |dtype: &str| {
-        profile
-            .flops_per_second
-            .get(dtype)
-            .copied()
-            .unwrap_or(fallback)
-    };
+    let overhead = profile.op_overhead_seconds;
     let seconds = trace.ops.iter().map(|op| {
-        let only_reserves = trace.string(op.name).contains("empty");
-        if op.view || only_reserves {
-            return profile.op_overhead_seconds;
+        let name = trace.string(op.name);
+        if op.view || name.contains("empty") {
+            return overhead;
         }
-        let dtype = op
-            .outputs
-            .first()
-            .map_or("", |&v| trace.string(trace.values[v.index()].dtype));
-        let rate = rate_of(dtype);
-        #[expect(
-            clippy::cast_precision_loss,
-            reason = "times need no more than 53 bits"
-        )]
-        let compute = if rate > 0.0 {
-            op.flops as f64 / rate
-        } else {
-            0.0
+        let compute = compute_seconds(trace, op, name, profile);
+        let transfer = transfer_seconds(op, name, profile);
+        // A curve holds the dispatch, a flat rate does not.
+        let whole = |part: Part| match part {
+            Part::Measured(seconds) => seconds,
+            Part::Flat(seconds) => seconds + overhead,
         };
-        let transfer = op.moved_bytes.as_f64() / profile.bytes_per_second;
-        compute.max(transfer) + profile.op_overhead_seconds
+        whole(compute).max(whole(transfer)).max(overhead)
     });
     seconds.collect()
+}
+
+/// One side of the roofline.
+#[derive(Clone, Copy)]
+enum Part {
+    /// From a curve, dispatch included.
+    Measured(f64),
+    /// From a rate.
+    Flat(f64),
+}
+
+fn compute_seconds(trace: &Trace, op: &Op, name: &str, profile: &DeviceProfile) -> Part {
+    if op.flops == 0 {
+        return Part::Flat(0.0);
+    }
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "times need no more than 53 bits"
+    )]
+    let flops = op.flops as f64;
+    let dtype = op
+        .outputs
+        .first()
+        .map_or("", |&v| trace.string(trace.values[v.index()].dtype));
+    let kind = kind_of(name);
+    let curves = &profile.curves.compute;
+    let curve = [kind, "matmul"]
+        .iter()
+        .find_map(|kind| curves.get(*kind)?.get(dtype));
+    if let Some(curve) = curve {
+        return Part::Measured(curve.seconds(flops));
+    }
+    let rates = &profile.flops_per_second;
+    let tensor_cores = dtype == "float32" && kind.starts_with("convolution");
+    let rate = tensor_cores
+        .then(|| rates.get(TF32))
+        .flatten()
+        .or_else(|| rates.get(dtype))
+        .or_else(|| rates.get("float32"))
+        .copied()
+        .unwrap_or_else(|| rates.values().copied().fold(0.0, f64::max));
+    Part::Flat(if rate > 0.0 { flops / rate } else { 0.0 })
+}
+
+/// Which curve an op with FLOPs follows.
+fn kind_of(name: &str) -> &'static str {
+    match (
+        name.contains("conv"),
+        name.contains("attention"),
+        name.contains("backward"),
+    ) {
+        (true, _, false) => "convolution",
+        (true, _, true) => "convolution_backward",
+        (_, true, false) => "attention",
+        (_, true, true) => "attention_backward",
+        _ => "matmul",
+    }
+}
+
+fn transfer_seconds(op: &Op, name: &str, profile: &DeviceProfile) -> Part {
+    let bytes = op.moved_bytes.as_f64();
+    let curves = &profile.curves.memory;
+    // `aten.gelu_backward.default` is `gelu_backward`.
+    let operator = name.split('.').nth(1).unwrap_or(name);
+    let makes_none = op.outputs.is_empty() || operator.ends_with('_');
+    let common = if makes_none {
+        "in_place"
+    } else {
+        "elementwise"
+    };
+    let curve = curves
+        .get(operator)
+        .or_else(|| curves.get(common))
+        .or_else(|| curves.get("elementwise"));
+    curve.map_or(Part::Flat(bytes / profile.bytes_per_second), |curve| {
+        Part::Measured(curve.seconds(bytes))
+    })
 }
 
 /// Bytes a second of the element-wise ops in a profiled step, for ops that the step does not contain.
@@ -234,6 +402,7 @@ fn update_rate(trace: &Trace, op_seconds: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::curve::Point;
     use crate::trace::sample;
 
     pub(crate) fn profile() -> DeviceProfile {
@@ -242,7 +411,79 @@ mod tests {
             flops_per_second: BTreeMap::from([("float32".into(), 1e9)]),
             bytes_per_second: 1e9,
             op_overhead_seconds: 1e-6,
+            ..DeviceProfile::default()
         }
+    }
+
+    fn line(work: f64, seconds: f64) -> Curve {
+        Curve {
+            points: vec![Point { work, seconds }],
+        }
+    }
+
+    fn seconds_of(op: usize, trace: &Trace, profile: DeviceProfile) -> f64 {
+        let costs = Costs::new(trace, &CostSource::Roofline { profile }).unwrap();
+        costs.seconds(op)
+    }
+
+    #[test]
+    fn curves_come_before_rates_and_missing_ones_fall_back_as_documented() {
+        let mut trace = sample::chain();
+        trace.ops[0].flops = 1_000_000;
+        let flat = seconds_of(0, &trace, profile());
+        let with = |kind: &str, dtype: &str| {
+            let mut measured = profile();
+            let curves = BTreeMap::from([(dtype.to_owned(), line(1e6, 0.5))]);
+            measured.curves.compute.insert(kind.to_owned(), curves);
+            seconds_of(0, &trace, measured)
+        };
+        assert!((with("matmul", "float32") - 0.5).abs() < 1e-12);
+        assert!((with("matmul", "bfloat16") - flat).abs() < 1e-12);
+        assert!((with("convolution", "float32") - flat).abs() < 1e-12);
+
+        let mut other = profile();
+        other.flops_per_second = BTreeMap::from([("bfloat16".into(), 4e9), ("int8".into(), 8e9)]);
+        assert!((seconds_of(0, &trace, other) - (1e6 / 8e9 + 1e-6)).abs() < 1e-12);
+
+        let mut memory = profile();
+        memory
+            .curves
+            .memory
+            .insert("elementwise".into(), line(1.0, 0.25));
+        let moved = trace.ops[1].moved_bytes.as_f64();
+        assert!((seconds_of(1, &trace, memory.clone()) - moved * 0.25).abs() < 1e-9);
+        let name = trace.string(trace.ops[1].name).split('.').nth(1).unwrap();
+        memory.curves.memory.insert(name.to_owned(), line(1.0, 0.5));
+        assert!((seconds_of(1, &trace, memory) - moved * 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_profile_written_before_there_were_curves_is_read() {
+        let old = r#"{"name": "old", "flops_per_second": {"float32": 1.0}, "bytes_per_second": 1.0,
+            "op_overhead_seconds": 1.0}"#;
+        let profile: DeviceProfile = serde_json::from_str(old).unwrap();
+        assert!(profile.check().is_ok());
+        assert!(!serde_json::to_string(&profile).unwrap().contains("curves"));
+    }
+
+    #[test]
+    fn nonsense_in_a_profile_is_named() {
+        let mut bad = profile();
+        bad.transfers.disk_write = Some(-1.0);
+        assert!(
+            bad.check()
+                .unwrap_err()
+                .to_string()
+                .contains("transfers.disk_write")
+        );
+        let mut bad = profile();
+        bad.curves.memory.insert("gelu".into(), Curve::default());
+        assert!(
+            bad.check()
+                .unwrap_err()
+                .to_string()
+                .contains("curves.memory.gelu")
+        );
     }
 
     #[test]

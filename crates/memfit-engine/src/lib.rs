@@ -6,6 +6,7 @@
 pub mod allocator;
 pub mod bytes;
 pub mod cost;
+pub mod curve;
 pub mod devices;
 pub mod explain;
 pub mod placement;

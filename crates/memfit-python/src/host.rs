@@ -3,7 +3,9 @@
 //! Responsible for calling `memfit.host.Host` and for turning its exceptions into [`HostError`]. Which
 //! exception means what is decided there, by `Host.explain`.
 
-use memfit::{Host, HostError, HostErrorKind, Script, Settings};
+use std::path::{Path, PathBuf};
+
+use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -90,10 +92,26 @@ impl Host for PythonHost {
         })
     }
 
-    fn device_profile(&mut self, device_kind: &str) -> Result<String, HostError> {
+    fn device_profile(
+        &mut self,
+        device_kind: &str,
+        file: Option<&Path>,
+    ) -> Result<String, HostError> {
         self.ask(|host| {
-            host.call_method1("device_profile", (device_kind,))?
+            host.call_method1("device_profile", (device_kind, file))?
                 .extract()
+        })
+    }
+
+    fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
+        self.ask(|host| host.call_method1("profile_path", (device_kind,))?.extract())
+    }
+
+    fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError> {
+        self.ask(|host| {
+            let folder = calibration.folder.as_ref();
+            let arguments = (&calibration.device_kind, calibration.seconds, folder);
+            host.call_method1("calibrate", arguments)?.extract()
         })
     }
 

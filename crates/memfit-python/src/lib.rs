@@ -26,7 +26,8 @@ mod _native {
     use std::time::{Duration, Instant};
 
     use memfit_engine::bytes::{Budget, Bytes};
-    use memfit_engine::cost::CostSource;
+    use memfit_engine::cost::{CostSource, DeviceProfile};
+    use memfit_engine::devices;
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::placement::{self, Goal};
     use memfit_engine::plan::{self, Plan, PlanRequest};
@@ -283,6 +284,27 @@ mod _native {
             trace::FileKind::Trace => Ok("trace"),
             trace::FileKind::Plan => Ok("plan"),
         }
+    }
+
+    /// The datasheet of a GPU as a device profile; without a name, of the one that stands in.
+    #[pyfunction]
+    #[pyo3(signature = (name))]
+    fn gpu_profile(name: Option<&str>) -> PyResult<String> {
+        let Some(name) = name else {
+            return to_json(&devices::stand_in());
+        };
+        let device = devices::find(name).map_err(|error| UsageError::new_err(error.to_string()))?;
+        to_json(&device.profile())
+    }
+
+    /// Checks that a device profile can be used.
+    #[pyfunction]
+    fn check_profile(json: &str) -> PyResult<()> {
+        let profile: DeviceProfile =
+            serde_json::from_str(json).map_err(|error| UsageError::new_err(error.to_string()))?;
+        profile
+            .check()
+            .map_err(|error| UsageError::new_err(error.to_string()))
     }
 
     /// A budget as written, in bytes.

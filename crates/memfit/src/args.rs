@@ -136,6 +136,19 @@ The file has a header and the columns id, lower, upper, size, and perhaps alignm
 reads them; a live range is half-open.")]
     Place(PlaceArguments),
 
+    /// Measure this machine, so that plans know what ops cost here
+    #[command(after_help = "\
+Examples:
+  memfit calibrate                                         this machine's processor, about 15 seconds
+  memfit calibrate --device cuda
+  memfit calibrate --folder /scratch                       the disk there, for offload
+  memfit calibrate --output node7.json --format json       elsewhere; for `memfit plan --costs`
+
+Products and convolutions by type and size, memory bandwidth from cache to beyond it, the cost of an op
+that does nothing, copies between host and device, the disk. `memfit plan` uses the profile while
+device, torch version and number of threads are the same.")]
+    Calibrate(CalibrateArguments),
+
     /// Run an unmodified script and say what it took, at its end or when memory runs out
     #[command(after_help = "\
 Examples:
@@ -233,6 +246,14 @@ pub(crate) struct PlanChoiceArguments {
     /// Take op times from one profiled real step instead of a roofline of this machine
     #[arg(long)]
     pub(crate) profile: bool,
+
+    /// Take op times from a profile that `memfit calibrate` wrote [default: this machine's, if kept]
+    #[arg(long, value_name = "FILE.json", conflicts_with_all = ["profile", "gpu"])]
+    pub(crate) costs: Option<PathBuf>,
+
+    /// Take op times from a GPU's datasheet (h100, rtx4090, a100-80gb), for steps on CUDA
+    #[arg(long, value_name = "NAME", conflicts_with = "profile")]
+    pub(crate) gpu: Option<String>,
 }
 
 /// Classes of actions.
@@ -357,6 +378,25 @@ pub(crate) struct PlaceGoalArguments {
     /// Find the lowest placement
     #[arg(long)]
     pub(crate) minimize: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CalibrateArguments {
+    /// Kind of device to measure
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    pub(crate) device: DeviceChoice,
+
+    /// About how long to measure; less leaves large sizes out
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
+    pub(crate) seconds: f64,
+
+    /// Folder whose disk to measure; the file there is removed [default: the temporary folder]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) folder: Option<PathBuf>,
+
+    /// Where to write the profile [default: memfit/<DEVICE>.json in the user's cache folder]
+    #[arg(long, value_name = "FILE.json")]
+    pub(crate) output: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@
 //! the Python package imports torch. Tests answer with a fake.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Settings of a target's function, as `--set name=value` gave them.
 pub type Settings = [(String, String)];
@@ -18,6 +18,17 @@ pub struct Script {
     pub is_module: bool,
     /// Where to write a snapshot of CUDA memory.
     pub snapshot: Option<PathBuf>,
+}
+
+/// What to calibrate.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Calibration {
+    /// `cpu` or `cuda`.
+    pub device_kind: String,
+    /// About how long to measure.
+    pub seconds: f64,
+    /// Whose disk to measure; the folder for temporary files when absent.
+    pub folder: Option<PathBuf>,
 }
 
 /// The side that can build a model and run it.
@@ -53,14 +64,33 @@ pub trait Host {
         trace: &[u8],
     ) -> Result<String, HostError>;
 
-    /// Measures a device of this machine for the roofline and returns its profile as JSON.
+    /// Finds or measures the profile of a device for the roofline and returns it as JSON.
     ///
-    /// `device_kind` is that of the trace, `cpu` or `cuda`; the profile's name says what was measured.
+    /// `device_kind` is that of the trace, `cpu` or `cuda`; `file` is a profile that the user named. The
+    /// profile's name says what it is.
     ///
     /// # Errors
     ///
-    /// The measurement fails.
-    fn device_profile(&mut self, device_kind: &str) -> Result<String, HostError>;
+    /// The measurement fails, or the file is no profile of such a device.
+    fn device_profile(
+        &mut self,
+        device_kind: &str,
+        file: Option<&Path>,
+    ) -> Result<String, HostError>;
+
+    /// Where the calibrated profile of this machine's device is kept.
+    ///
+    /// # Errors
+    ///
+    /// There is no such place.
+    fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError>;
+
+    /// Measures a device of this machine at length and returns the profile file's text.
+    ///
+    /// # Errors
+    ///
+    /// There is no such device, or the folder cannot be written to.
+    fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError>;
 
     /// Runs real steps with and without the plan, compares them, and returns the comparison as JSON.
     ///

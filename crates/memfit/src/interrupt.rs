@@ -89,7 +89,17 @@ mod tests {
         fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
             unreachable!()
         }
-        fn device_profile(&mut self, _: &str) -> Result<String, HostError> {
+        fn device_profile(
+            &mut self,
+            _: &str,
+            _: Option<&std::path::Path>,
+        ) -> Result<String, HostError> {
+            unreachable!()
+        }
+        fn profile_path(&mut self, _: &str) -> Result<std::path::PathBuf, HostError> {
+            unreachable!()
+        }
+        fn calibrate(&mut self, _: &crate::host::Calibration) -> Result<String, HostError> {
             unreachable!()
         }
         fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {

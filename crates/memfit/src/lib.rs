@@ -27,7 +27,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use clap::Parser as _;
 
 pub use exit::Exit;
-pub use host::{Host, HostError, HostErrorKind, Script, Settings};
+pub use host::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
 pub use printer::Streams;
 pub use report::text::{of_explanation, of_plan, of_prediction, of_trace, of_track};
 

@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 
 use memfit_engine::bytes::Budget;
+use memfit_engine::devices::{self, Device};
 use memfit_engine::plan::{ActionKind, Class, PlanRequest};
 
 use crate::args::{ClassChoice, DeviceChoice, KindChoice, PlanChoiceArguments, TargetArguments};
@@ -98,6 +99,10 @@ fn parse_settings(texts: &[String]) -> Result<Vec<(String, String)>, Failure> {
 pub(crate) struct PlanChoice {
     pub(crate) request: PlanRequest,
     pub(crate) profile: bool,
+    /// A profile that `memfit calibrate` wrote.
+    pub(crate) costs: Option<PathBuf>,
+    /// A GPU whose datasheet gives the costs.
+    pub(crate) gpu: Option<&'static Device>,
     /// Things to tell the user about the choice itself.
     pub(crate) notes: Vec<&'static str>,
 }
@@ -123,9 +128,16 @@ impl PlanChoice {
             own_loop: arguments.own_loop,
             forbid,
         };
+        let gpu = arguments.gpu.as_deref().map(devices::find).transpose();
+        let gpu = gpu.map_err(|error| {
+            Failure::usage(error.to_string())
+                .hint("measure another one where it is: `memfit calibrate --device cuda`")
+        })?;
         Ok(Self {
             request,
             profile: arguments.profile,
+            costs: arguments.costs.clone(),
+            gpu,
             notes,
         })
     }

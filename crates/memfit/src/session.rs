@@ -155,8 +155,18 @@ impl Session<'_> {
     ) -> Result<(CostSource, f64), Failure> {
         if !choice.profile {
             let device_kind = &recorded.trace.meta.device_kind;
+            if let Some(gpu) = choice.gpu {
+                if device_kind != "cuda" {
+                    return Err(Failure::usage(format!(
+                        "`--gpu` names a GPU and the step runs on `{device_kind}`"
+                    ))
+                    .hint("capture it for a GPU, which need not be here: `--device cuda`"));
+                }
+                let profile = gpu.profile();
+                return Ok((CostSource::Roofline { profile }, 0.0));
+            }
             let (json, seconds) = self.slow("measuring this machine", |host| {
-                Ok(host.device_profile(device_kind)?)
+                Ok(host.device_profile(device_kind, choice.costs.as_deref())?)
             })?;
             let profile = serde_json::from_str(&json)
                 .map_err(|error| Failure::bad_answer("device_profile", error))?;

@@ -1,8 +1,8 @@
 """Measuring what really happens: peaks, step times, op times and this machine's speed.
 
 ``peak`` measures the memory of a call, ``step_time`` compares the times of two, ``op_times`` times
-every op of a recorded step, ``calibration`` measures this machine for the roofline cost model. The
-engine only ever sees the numbers.
+every op of a recorded step, ``calibration`` measures this machine for the flat roofline, ``curves``
+op by op and size by size, ``transfers`` copies and the disk. The engine only ever sees the numbers.
 """
 
 from memfit.measure.calibration import calibrate

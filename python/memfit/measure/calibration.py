@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.measure.curves import seconds_here
+
 _MATRIX = 768
 _BANDWIDTH_BYTES = 96 << 20
 _SMALL_OPS = 500
@@ -56,11 +58,11 @@ def _fastest(call: Callable[[], Any], device: torch.device) -> float:
     start = time.perf_counter()
     runs = 0
     while runs < 2 or time.perf_counter() - start < _SECONDS_EACH:  # noqa: PLR2004 - first warms up
-        began = time.perf_counter()
+        began = seconds_here(device)
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, seconds_here(device) - began)
         runs += 1
     return max(best, 1e-9)
 
@@ -78,11 +80,11 @@ def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 def _fastest_once(matrix: Tensor, device: torch.device) -> float:
     _ = matrix @ matrix
-    began = time.perf_counter()
+    began = seconds_here(device)
     _ = matrix @ matrix
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return seconds_here(device) - began
 
 
 def _bandwidth(device: torch.device) -> float:

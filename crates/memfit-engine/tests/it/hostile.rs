@@ -204,6 +204,7 @@ proptest! {
             flops_per_second: BTreeMap::new(),
             bytes_per_second: 1e9,
             op_overhead_seconds: 1e-6,
+            ..DeviceProfile::default()
         };
         let request = PlanRequest { budget: format!("{percent}%"), ..PlanRequest::default() };
         // Nonsense may fail the plan's own check, as two readings of it can differ; nothing else.

@@ -1,5 +1,6 @@
 //! The commands, one file each: typed arguments in, a report and an exit code out.
 
+mod calibrate;
 mod completions;
 mod explain;
 mod man;
@@ -23,6 +24,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Plan(arguments) => plan::run(arguments, session),
         Command::Verify(arguments) => verify::run(arguments, session),
         Command::Place(arguments) => place::run(arguments, session),
+        Command::Calibrate(arguments) => calibrate::run(arguments, session),
         Command::Run(arguments) => run::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Explain(arguments) => explain::run(arguments, session),

@@ -3,6 +3,7 @@
 //! `document.rs` holds the structs; they are the JSON contract, and the text is printed from them and
 //! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code.
 
+pub(crate) mod calibration;
 pub(crate) mod document;
 pub(crate) mod html;
 mod table;

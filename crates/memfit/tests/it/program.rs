@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 
-use memfit::{Host, HostError, HostErrorKind, Script, Settings, Streams};
+use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings, Streams};
 use memfit_engine::trace::encode;
 use serde_json::{Value, json};
 
@@ -34,6 +35,8 @@ pub(crate) struct FakeHost {
     pub(crate) device_seen: Option<String>,
     pub(crate) verifications: u32,
     pub(crate) script_seen: Option<Script>,
+    pub(crate) calibration_seen: Option<Calibration>,
+    pub(crate) cache: Option<PathBuf>,
 }
 
 impl Default for FakeHost {
@@ -48,6 +51,8 @@ impl Default for FakeHost {
             device_seen: None,
             verifications: 0,
             script_seen: None,
+            calibration_seen: None,
+            cache: None,
         }
     }
 }
@@ -78,10 +83,40 @@ impl Host for FakeHost {
         Ok(json!({ "kind": "profile", "op_seconds": seconds }).to_string())
     }
 
-    fn device_profile(&mut self, _: &str) -> Result<String, HostError> {
+    fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<String, HostError> {
         Ok(json!({
             "name": "a test machine", "flops_per_second": { "float32": 1e11 },
             "bytes_per_second": 1e10, "op_overhead_seconds": 1e-6,
+        })
+        .to_string())
+    }
+
+    fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
+        let folder = self.cache.clone().unwrap();
+        Ok(folder.join("memfit").join(format!("{device_kind}.json")))
+    }
+
+    fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError> {
+        self.calibration_seen = Some(calibration.clone());
+        let point = json!([{ "work": 1e6, "seconds": 1e-5 }]);
+        Ok(json!({
+            "schema_version": 1, "kind": "device_profile", "device_kind": "cpu",
+            "device_name": "a test processor", "torch_version": "2.15.0", "threads": 2,
+            "date": "2026-01-02", "seconds": 1.5, "median_spread": 0.25,
+            "disk": { "folder": "/scratch", "method": "direct" },
+            "warnings": ["the machine is busy"],
+            "samples": [
+                { "what": "matmul.float32", "flops": 1_000_000, "seconds": 1e-5, "per_second": 1e11,
+                  "spread": 0.1, "runs": 9 },
+                { "what": "gelu", "bytes": 1_000_000, "seconds": 1e-5, "per_second": 1e11,
+                  "spread": 0.1, "runs": 9 },
+            ],
+            "profile": {
+                "name": "a test machine", "flops_per_second": { "float32": 1e11 },
+                "bytes_per_second": 1e10, "op_overhead_seconds": 1e-6,
+                "curves": { "compute": { "matmul": { "float32": point } }, "memory": {} },
+                "transfers": { "disk_write": 1e9, "disk_read": 2e9 },
+            },
         })
         .to_string())
     }

@@ -3,6 +3,7 @@
 //! Responsible for what a person reads on standard output. Each is a function from a struct and a
 //! palette to text: no I/O, no width of the terminal, the same text every time.
 
+mod calibration;
 mod explanation;
 mod placement;
 mod plan;
@@ -12,6 +13,7 @@ mod trace;
 mod tracked;
 mod verify;
 
+pub(crate) use calibration::calibration;
 pub(crate) use explanation::explanation;
 pub(crate) use placement::placement;
 pub(crate) use plan::plan;
