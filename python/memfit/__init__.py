@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memfit.answers import Explanation, Plan, Prediction, Trace, load
+from memfit.answers import Explanation, Front, Plan, Prediction, Trace, load
 from memfit.errors import (
     BudgetError,
     CaptureError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
     from memfit.fitted import Fitted
     from memfit.placement import Placement, place
-    from memfit.questions import fit, plan, predict, trace
+    from memfit.questions import fit, pareto, plan, predict, trace
     from memfit.tracking.track import track
     from memfit.workload import Workload
 
@@ -44,6 +44,7 @@ __all__ = [
     "DoesNotFit",
     "Explanation",
     "Fitted",
+    "Front",
     "MemfitError",
     "MemoryGrowthWarning",
     "Placement",
@@ -58,6 +59,7 @@ __all__ = [
     "explain",
     "fit",
     "load",
+    "pareto",
     "place",
     "plan",
     "predict",
@@ -71,6 +73,7 @@ _HOMES = {
     "Placement": "memfit.placement",
     "Workload": "memfit.workload",
     "fit": "memfit.questions",
+    "pareto": "memfit.questions",
     "place": "memfit.placement",
     "plan": "memfit.questions",
     "predict": "memfit.questions",

@@ -16,6 +16,9 @@ __all__ = [
     "encode_plan",
     "explanation_text",
     "file_kind",
+    "front",
+    "front_page",
+    "front_text",
     "gpu_profile",
     "label_blocks",
     "mark_allocations",
@@ -139,6 +142,14 @@ def plan(trace: Trace, costs_json: str, request_json: str) -> str:
         UsageError: The costs are not those of the trace.
     """
 
+def front(trace: Trace, costs_json: str, request_json: str) -> str:
+    """Plan a step for many budgets, on all cores.
+
+    Raises:
+        BudgetError: The request's budget cannot be read.
+        UsageError: The costs are not those of the trace.
+    """
+
 def place(
     csv: bytes, capacity: int | None, alignment: int, threads: int, time_limit: float | None
 ) -> str:
@@ -165,6 +176,12 @@ def bytes_text(count: int) -> str:
 
 def plan_text(json: str) -> str:
     """The text of a plan, from its JSON."""
+
+def front_text(json: str) -> str:
+    """The text of a front, from its JSON."""
+
+def front_page(json: str, svg: bool = False) -> str:
+    """The page of a front, or with ``svg`` the plot alone, from its JSON."""
 
 def decode_plan(data: bytes) -> str:
     """The bytes of a ``.memfit`` file as plan JSON.

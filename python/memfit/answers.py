@@ -198,6 +198,34 @@ class Plan(_Answer):
         return _native.plan_text(self._text)
 
 
+class Front(_Answer):
+    """Step time against peak over all budgets; each point is a plan.
+
+    ``points``, each with ``budget_bytes``, ``predicted_peak_bytes``, ``predicted_step_ratio``,
+    ``lower_bound_ratio``, ``class`` and ``actions``; ``unplanned``, ``minimum_peak_bytes``,
+    ``bound``: see the JSON reference.
+    """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Draw the front into a file, whole or not at all.
+
+        Args:
+            path: The file: a page when it ends in ``.html``, an image when it ends in ``.svg``.
+
+        Raises:
+            UsageError: The ending is another, or the file cannot be written.
+        """
+        ending = Path(path).suffix.lower()
+        if ending not in {".html", ".htm", ".svg"}:
+            message = f"cannot tell what to write from `{path}`: write FILE.html or FILE.svg"
+            raise UsageError(message)
+        _save(path, _native.front_page(self._text, ending == ".svg").encode())
+
+    def __str__(self) -> str:
+        """The front as ``memfit plan --pareto`` prints it."""
+        return _native.front_text(self._text)
+
+
 class Explanation(_Answer):
     """What happened in a CUDA memory snapshot.
 

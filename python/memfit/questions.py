@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit import _native
-from memfit.answers import Plan, Prediction, Trace
+from memfit.answers import Front, Plan, Prediction, Trace
 from memfit.capture import capture
 from memfit.costs import profiled, roofline
 from memfit.errors import DoesNotFit, UsageError
@@ -111,6 +111,51 @@ def plan(
     workload = subject if isinstance(subject, Workload) else None
     choice = _Choice(allow, own_loop, tuple(forbid))
     return _plan(recorded, source.of(recorded, workload), budget, choice)
+
+
+def pareto(
+    subject: Workload | Trace,
+    *,
+    budget: str | int | None = None,
+    own_loop: bool = False,
+    forbid: Sequence[Kind] = (),
+    profile: bool = False,
+    costs: str | PathLike[str] | None = None,
+    gpu: str | None = None,
+) -> Front:
+    """Plan a step for many budgets: step time against peak.
+
+    Exact and equivalent plans each have a front of their own.
+
+    Args:
+        subject: The step, or a trace of it.
+        budget: A budget to plan for besides, as in :func:`plan`; marked in the plot.
+        own_loop: As in :func:`plan`.
+        forbid: As in :func:`plan`.
+        profile: As in :func:`plan`.
+        costs: As in :func:`plan`.
+        gpu: As in :func:`plan`.
+
+    Returns:
+        The front; ``save("front.html")`` draws it.
+
+    Raises:
+        BudgetError: The budget cannot be read.
+        UsageError: ``profile`` without a workload, an unreadable ``costs``, an unknown ``gpu``, or
+            more than one of the three.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    recorded = _trace(subject)
+    source = _Costs(profile, None if costs is None else Path(costs), gpu)
+    workload = subject if isinstance(subject, Workload) else None
+    request = {
+        "budget": None if budget is None else str(budget),
+        "own_loop": own_loop,
+        "forbid": list(forbid),
+    }
+    op_times = source.of(recorded, workload)
+    return Front(_native.front(recorded.native, op_times, json.dumps(request)))
 
 
 def fit(

@@ -48,6 +48,25 @@ def test_a_trace_and_a_plan_survive_their_files(trace: memfit.Trace, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.memfit", "step.memfit"]
 
 
+def test_every_point_of_a_front_is_a_plan(trace: memfit.Trace, tmp_path: Path):
+    front = memfit.pareto(trace, budget="80%")
+    assert front == memfit.pareto(trace, budget="80%")
+    assert str(front).startswith("mlp")
+    assert front.points
+    for point in front.points:
+        plan = memfit.plan(trace, point.budget_bytes, allow=point.allow)
+        assert plan.planned.predicted_peak_bytes == point.predicted_peak_bytes
+        assert plan.predicted_step_ratio == point.predicted_step_ratio
+    front.save(tmp_path / "front.html")
+    assert (tmp_path / "front.html").read_text().startswith("<!DOCTYPE html>")
+    front.save(tmp_path / "front.svg")
+    assert "<svg" in (tmp_path / "front.svg").read_text()
+    with pytest.raises(memfit.UsageError, match=r"front\.png"):
+        front.save(tmp_path / "front.png")
+    with pytest.raises(memfit.BudgetError, match="lots"):
+        memfit.pareto(trace, budget="lots")
+
+
 def test_files_that_are_none(tmp_path: Path):
     with pytest.raises(memfit.UsageError, match="cannot read"):
         memfit.load(tmp_path / "absent.memfit")

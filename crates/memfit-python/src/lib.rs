@@ -30,7 +30,7 @@ mod _native {
     use memfit_engine::devices;
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Plan, PlanRequest};
+    use memfit_engine::plan::{self, Front, FrontRequest, Plan, PlanError, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
     use memfit_engine::trace;
@@ -191,11 +191,27 @@ mod _native {
         let request: PlanRequest = from_json("request", request_json)?;
         let trace = Arc::clone(&trace.trace);
         py.detach(|| {
-            let plan = plan::plan(&trace, &costs, &request).map_err(|error| match error {
-                plan::PlanError::Budget(error) => BudgetError::new_err(error.to_string()),
-                error => UsageError::new_err(error.to_string()),
-            })?;
+            let plan = plan::plan(&trace, &costs, &request).map_err(plan_error)?;
             to_json(&plan)
+        })
+    }
+
+    /// Plans a step for many budgets, on all cores; takes and returns JSON.
+    #[pyfunction]
+    #[pyo3(name = "front")]
+    fn front_json(
+        py: Python<'_>,
+        trace: &Trace,
+        costs_json: &str,
+        request_json: &str,
+    ) -> PyResult<String> {
+        let costs: CostSource = from_json("costs", costs_json)?;
+        let mut request: FrontRequest = from_json("request", request_json)?;
+        request.threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let trace = Arc::clone(&trace.trace);
+        py.detach(|| {
+            let front = plan::front(&trace, &costs, &request).map_err(plan_error)?;
+            to_json(&front)
         })
     }
 
@@ -261,6 +277,21 @@ mod _native {
         Ok(py.detach(|| memfit::of_plan(&plan)))
     }
 
+    /// The text of a front, from its JSON.
+    #[pyfunction]
+    fn front_text(py: Python<'_>, json: &str) -> PyResult<String> {
+        let front: Front = from_json("front", json)?;
+        Ok(py.detach(|| memfit::of_front(&front)))
+    }
+
+    /// The page of a front, or with `svg` the plot alone, from its JSON.
+    #[pyfunction]
+    #[pyo3(signature = (json, svg=false))]
+    fn front_page(py: Python<'_>, json: &str, svg: bool) -> PyResult<String> {
+        let front: Front = from_json("front", json)?;
+        Ok(py.detach(|| memfit::page_of_front(&front, svg)))
+    }
+
     /// The bytes of a `.memfit` file as plan JSON.
     #[pyfunction]
     fn decode_plan(py: Python<'_>, data: &[u8]) -> PyResult<String> {
@@ -324,6 +355,13 @@ mod _native {
             let streams = memfit::Streams::process(&mut stdout, &mut stderr);
             memfit::run(argv, &mut host, streams)
         })
+    }
+
+    fn plan_error(error: PlanError) -> PyErr {
+        match error {
+            PlanError::Budget(error) => BudgetError::new_err(error.to_string()),
+            error => UsageError::new_err(error.to_string()),
+        }
     }
 
     fn checked_trace(json: &[u8]) -> PyResult<trace::Trace> {

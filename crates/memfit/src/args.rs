@@ -112,7 +112,8 @@ Examples:
   memfit plan examples/gpt2.py:build --budget 60%          of the unplanned predicted peak
   memfit plan step.memfit --budget 3GiB                    from a saved trace
   memfit plan examples/gpt2.py:build --budget 2GiB --allow equivalent --save gpt2.memfit
-  memfit plan examples/gpt2.py:build --budget 3GiB --own-loop")]
+  memfit plan examples/gpt2.py:build --budget 3GiB --own-loop
+  memfit plan examples/gpt2.py:build --pareto front.html   step time against peak, over all budgets")]
     Plan(PlanArguments),
 
     /// Run real steps with and without the plan and compare memory, time, loss and gradients
@@ -227,10 +228,6 @@ pub(crate) struct TargetArguments {
 /// Which plans are allowed.
 #[derive(Debug, Args)]
 pub(crate) struct PlanChoiceArguments {
-    /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
-    #[arg(long, value_name = "BYTES")]
-    pub(crate) budget: String,
-
     /// Loosest class of action to consider even where a stricter one fits
     #[arg(long, value_enum, default_value_t = ClassChoice::Exact, value_name = "CLASS")]
     pub(crate) allow: ClassChoice,
@@ -320,6 +317,10 @@ pub(crate) struct PlanArguments {
     #[command(flatten)]
     pub(crate) target: TargetArguments,
 
+    /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
+    #[arg(long, value_name = "BYTES", required_unless_present = "pareto")]
+    pub(crate) budget: Option<String>,
+
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,
 
@@ -330,12 +331,22 @@ pub(crate) struct PlanArguments {
     /// Save the plan, for `memfit.load` and `memfit show`
     #[arg(long, value_name = "FILE.memfit")]
     pub(crate) save: Option<PathBuf>,
+
+    /// Plan for many budgets and draw step time against peak, as a page or an image that opens offline
+    ///
+    /// The report and the JSON are then those of the front. `--budget` is not needed, and marked if given.
+    #[arg(long, value_name = "FILE.html|FILE.svg", conflicts_with = "save")]
+    pub(crate) pareto: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArguments {
     #[command(flatten)]
     pub(crate) target: TargetArguments,
+
+    /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) budget: String,
 
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,

@@ -29,7 +29,8 @@ use clap::Parser as _;
 pub use exit::Exit;
 pub use host::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
 pub use printer::Streams;
-pub use report::text::{of_explanation, of_plan, of_prediction, of_trace, of_track};
+pub use report::front::page_of_front;
+pub use report::text::{of_explanation, of_front, of_plan, of_prediction, of_trace, of_track};
 
 use args::{Arguments, ColorChoice};
 use error::Failure;

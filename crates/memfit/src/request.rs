@@ -108,8 +108,8 @@ pub(crate) struct PlanChoice {
 }
 
 impl PlanChoice {
-    pub(crate) fn parse(arguments: &PlanChoiceArguments) -> Result<Self, Failure> {
-        Budget::parse(&arguments.budget)?;
+    pub(crate) fn parse(arguments: &PlanChoiceArguments, budget: &str) -> Result<Self, Failure> {
+        Budget::parse(budget)?;
         let mut notes = Vec::new();
         let allow = match arguments.allow {
             ClassChoice::Exact => Class::Exact,
@@ -123,7 +123,7 @@ impl PlanChoice {
         };
         let forbid = arguments.forbid.iter().map(|kind| kind.meant()).collect();
         let request = PlanRequest {
-            budget: arguments.budget.clone(),
+            budget: budget.to_owned(),
             allow,
             own_loop: arguments.own_loop,
             forbid,

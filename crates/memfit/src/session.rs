@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfit_engine::cost::CostSource;
-use memfit_engine::plan::{self, Plan};
+use memfit_engine::plan::{self, Front, FrontRequest, Plan};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::{self, Trace};
 
@@ -145,6 +145,23 @@ impl Session<'_> {
             plan: plan?,
             plan_seconds: seconds + cost_seconds,
         })
+    }
+
+    /// Plans the step for many budgets.
+    pub(crate) fn front(
+        &mut self,
+        target: &Target,
+        recorded: &Recorded,
+        choice: &PlanChoice,
+        request: FrontRequest,
+    ) -> Result<(Front, f64), Failure> {
+        let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
+        let trace = Arc::clone(&recorded.trace);
+        let (front, seconds) = self.slow("planning for many budgets", |host| {
+            interruptible(host, move || plan::front(&trace, &costs, &request))
+        })?;
+        let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
+        Ok((front?, seconds + cost_seconds))
     }
 
     fn costs(

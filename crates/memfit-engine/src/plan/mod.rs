@@ -1,7 +1,7 @@
 //! What to do so that a step fits, and the promise that comes with it.
 //!
 //! Responsible for the plan's types (this file), the search (`search.rs`), the outer choices
-//! (`outer.rs`), the lower bound (`bound.rs`) and the check every plan passes before anyone sees it
+//! (`outer.rs`), the front over all budgets (`front.rs`), the lower bound (`bound.rs`) and the check every plan passes before anyone sees it
 //! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
 //! out (the Python package).
 
@@ -12,6 +12,7 @@ mod bound;
 mod brute_force;
 mod emit;
 mod explain;
+mod front;
 mod min_cut;
 mod outer;
 mod problem;
@@ -20,6 +21,7 @@ mod relaxation;
 mod search;
 mod validate;
 
+pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, PointAction, front};
 pub use outer::{PlanError, plan};
 pub use validate::InvalidPlan;
 

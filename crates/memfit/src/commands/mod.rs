@@ -4,6 +4,7 @@ mod calibrate;
 mod completions;
 mod explain;
 mod man;
+mod pareto;
 mod place;
 mod plan;
 mod predict;

@@ -4,6 +4,7 @@ use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
 use memfit_engine::trace;
 
+use super::pareto;
 use crate::args::{DeviceChoice, Format, PlanArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
@@ -14,8 +15,13 @@ use crate::save::PendingFile;
 use crate::session::Session;
 
 pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    if let Some(path) = &arguments.pareto {
+        return pareto::run(arguments, path, session);
+    }
     let target = Target::parse(&arguments.target)?;
-    let choice = PlanChoice::parse(&arguments.choice)?;
+    // Without `--pareto`, the command line requires it.
+    let budget = arguments.budget.as_deref().unwrap_or_default();
+    let choice = PlanChoice::parse(&arguments.choice, budget)?;
     let save = arguments
         .save
         .as_deref()

@@ -14,7 +14,7 @@ use crate::session::{Planned, Session};
 
 pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
     let live = Target::parse(&arguments.target)?.live("verify")?;
-    let choice = PlanChoice::parse(&arguments.choice)?;
+    let choice = PlanChoice::parse(&arguments.choice, &arguments.budget)?;
     let target = Target::Live(live.clone());
 
     let recorded = session.record(&target, None)?;

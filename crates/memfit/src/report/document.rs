@@ -7,7 +7,7 @@
 use memfit_engine::bytes::Bytes;
 use memfit_engine::placement::{self, Status};
 use memfit_engine::plan::{
-    ActionKind, Arena, Bottleneck, Class, NextClass, Plan, Refusal, StopReason, Verdict,
+    ActionKind, Arena, Bottleneck, Class, Front, NextClass, Plan, Refusal, StopReason, Verdict,
 };
 use memfit_engine::predict::{Breakdown, Prediction};
 use memfit_engine::reserved::Reserved;
@@ -138,6 +138,17 @@ impl PlanDocument {
             plan_seconds: None,
         }
     }
+}
+
+/// `memfit plan --pareto FILE --format json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct FrontDocument {
+    /// Everything the engine says, `schema_version` and `target` first.
+    #[serde(flatten)]
+    pub(crate) front: Front,
+    pub(crate) capture_seconds: Option<f64>,
+    /// All plans together.
+    pub(crate) plan_seconds: f64,
 }
 
 /// `memfit verify --format json`.

@@ -5,6 +5,7 @@
 
 pub(crate) mod calibration;
 pub(crate) mod document;
+pub(crate) mod front;
 pub(crate) mod html;
 mod table;
 pub(crate) mod text;

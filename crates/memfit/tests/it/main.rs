@@ -7,6 +7,7 @@ mod explain;
 mod files;
 mod html;
 mod output;
+mod pareto;
 mod pickle;
 mod place;
 mod program;

@@ -133,7 +133,7 @@ fn filled(page: &Page<'_>, sections: &str, nonce: &str) -> String {
 }
 
 /// Text as it stands in HTML, at most about so many bytes of it.
-fn escaped(text: &str, most: usize) -> String {
+pub(in crate::report) fn escaped(text: &str, most: usize) -> String {
     let mut html = String::with_capacity(text.len().min(most));
     for character in text.chars() {
         if html.len() >= most {
@@ -185,7 +185,7 @@ fn base64(bytes: &[u8]) -> String {
 
 /// FNV-1a (Fowler, Noll and Vo), so that the page's own script is told from any other by a number that its content
 /// gives.
-fn checksum(bytes: &[u8]) -> u64 {
+pub(in crate::report) fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     })

@@ -5,6 +5,7 @@
 
 mod calibration;
 mod explanation;
+mod front;
 mod placement;
 mod plan;
 mod prediction;
@@ -15,6 +16,7 @@ mod verify;
 
 pub(crate) use calibration::calibration;
 pub(crate) use explanation::explanation;
+pub(crate) use front::front;
 pub(crate) use placement::placement;
 pub(crate) use plan::plan;
 pub(crate) use prediction::prediction;
@@ -24,7 +26,7 @@ pub(crate) use tracked::{run, track};
 pub(crate) use verify::verify;
 
 use memfit_engine::explain::Explanation;
-use memfit_engine::plan::Plan;
+use memfit_engine::plan::{Front, Plan};
 use memfit_engine::predict::Prediction;
 use memfit_engine::trace::Trace;
 
@@ -42,6 +44,12 @@ pub fn of_prediction(value: &Prediction) -> String {
 #[must_use]
 pub fn of_plan(value: &Plan) -> String {
     plan(&PlanDocument::of(value), Palette::PLAIN)
+}
+
+/// The text of a front, as `memfit plan --pareto` prints it.
+#[must_use]
+pub fn of_front(value: &Front) -> String {
+    front(value, Palette::PLAIN)
 }
 
 /// The text of a trace, as `memfit show` prints it.
