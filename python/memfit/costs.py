@@ -19,8 +19,12 @@ from memfit.workload import Workload
 
 
 @cache
-def _quick(device_kind: str) -> dict[str, Any]:
-    """What a device of this machine can do, measured in under a second, once in a process."""
+def quick(device_kind: str) -> dict[str, Any]:
+    """What a device of this machine can do, measured in under a second, once in a process.
+
+    Args:
+        device_kind: ``cpu`` or ``cuda``.
+    """
     from memfit.measure import calibrate  # imports torch
 
     return dict(calibrate(device_kind))
@@ -47,7 +51,7 @@ def device_profile(device_kind: str, file: Path | None = None) -> dict[str, Any]
         return found
     if device_kind == "cuda" and not torch.cuda.is_available():
         return dict(json.loads(gpu_profile(None)))
-    profile = dict(_quick(device_kind))
+    profile = dict(quick(device_kind))
     if why_not:
         profile["name"] = f"{profile['name']}; {why_not}"
     return profile
