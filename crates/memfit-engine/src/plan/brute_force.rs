@@ -83,6 +83,7 @@ fn no_moment_bounds_above_the_optimum() {
 fn the_search_finds_the_optimum_of_small_cases() {
     let mut runner = TestRunner::deterministic();
     let (mut cases, mut optimal, mut lowest_found) = (0, 0, 0);
+    let mut off: f64 = 0.0;
     while cases < 400 {
         let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
         let trace = random::build(&recipe);
@@ -125,12 +126,15 @@ fn the_search_finds_the_optimum_of_small_cases() {
                 "faster than every subset"
             );
             optimal += u32::from(best.replay_seconds <= fastest + 1e-9);
+            let step = costs.step_seconds();
+            off = off.max((best.replay_seconds - fastest) / (step + fastest));
         }
     }
     assert!(
         optimal * 100 >= cases * 95,
         "optimal in {optimal} of {cases}"
     );
+    assert!(off <= 0.02, "{off} of the step time above the optimum");
     assert!(
         lowest_found * 100 >= cases * 95,
         "lowest peak in {lowest_found} of {cases}"

@@ -7,6 +7,7 @@
 
 mod allocator;
 mod arena;
+mod blocks;
 mod bound;
 #[cfg(test)]
 mod brute_force;

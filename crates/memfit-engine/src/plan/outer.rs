@@ -7,7 +7,7 @@
 use super::allocator::{self, Answer};
 use super::bound::{Bound, bound};
 use super::problem::{Candidate, Problem};
-use super::search::{Effort, Found, search};
+use super::search::{Effort, Found, nothing_dropped, search};
 use super::validate::{InvalidPlan, validate};
 use super::{
     Action, ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason,
@@ -531,19 +531,6 @@ fn lowest_of(outcomes: &[Outcome]) -> (&Outcome, &Candidate) {
 
 fn lowest(outcomes: &[Outcome]) -> &Candidate {
     lowest_of(outcomes).1
-}
-
-fn nothing_dropped(problem: &Problem<'_>, target: Bytes) -> Found {
-    let mut scorer = super::problem::Scorer::new(problem);
-    let only = scorer.score(vec![false; problem.trace.allocations.len()]);
-    let best = (only.evaluation.peak_bytes <= target).then(|| only.clone());
-    Found {
-        best,
-        lowest: only,
-        evaluations: 1,
-        limited: false,
-        near: false,
-    }
 }
 
 fn stop_reason(outcome: &Outcome, seconds: f64, least: f64) -> StopReason {

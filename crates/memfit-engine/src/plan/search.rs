@@ -13,11 +13,13 @@
 //!    once while the target is far. Repeat until it is met or nothing at the peak can go.
 //! 3. *Prune*: keep again whatever the target allows, most seconds first.
 //! 4. *Exchange*: forbid one expensive drop at a time, descend and prune again, accept what is faster.
+//! 5. *Polish*: change a few at once, accept what is faster.
+//!
+//! The search ends early where the bound leaves next to nothing to gain.
 //!
 //! Deterministic: ties go to the lower index, and the limit counts evaluations, not seconds.
 
-use std::collections::BTreeMap;
-
+use super::blocks::block_boundaries;
 use super::bound::Bound;
 use super::problem::{Candidate, Problem, Scorer};
 use crate::bytes::Bytes;
@@ -93,6 +95,20 @@ pub(super) fn search(
         lowest = best.clone();
     }
     search.found(best, lowest, least)
+}
+
+/// What there is where nothing may be dropped.
+pub(super) fn nothing_dropped(problem: &Problem<'_>, target: Bytes) -> Found {
+    let mut scorer = Scorer::new(problem);
+    let only = scorer.score(vec![false; problem.trace.allocations.len()]);
+    let best = (only.evaluation.peak_bytes <= target).then(|| only.clone());
+    Found {
+        best,
+        lowest: only,
+        evaluations: 1,
+        limited: false,
+        near: false,
+    }
 }
 
 fn faster(a: &Candidate, b: &Candidate) -> bool {
@@ -189,7 +205,55 @@ impl<'p> Search<'p> {
             }
         }
         self.allow(1.0);
-        best.map(|best| self.exchange(best, target))
+        let best = best.map(|best| self.exchange(best, target));
+        best.map(|best| self.polish(best, target))
+    }
+
+    /// Flips one allocation at a time, then pairs and, in small problems, threes, as long as that makes the
+    /// plan faster within the target.
+    fn polish(&mut self, mut at: Candidate, target: Bytes) -> Candidate {
+        let candidates = &self.problem.candidates;
+        let mut sets: Vec<Vec<AllocationId>> = candidates.iter().map(|&id| vec![id]).collect();
+        let pairs = self.pairs();
+        sets.extend(pairs.iter().map(|&(id, other)| vec![id, other]));
+        if candidates.len() <= SMALL_PROBLEM {
+            for (id, other) in pairs {
+                let third = candidates.iter().take_while(|&&third| third < other);
+                sets.extend(third.map(|&third| vec![id, other, third]));
+            }
+        }
+        let mut before = f64::INFINITY;
+        while at.replay_seconds < before && !self.exhausted() {
+            before = at.replay_seconds;
+            for ids in &sets {
+                at = self.quicken(at, ids, target);
+            }
+        }
+        at
+    }
+
+    /// Flips `ids` if that saves time within `target`.
+    fn quicken(&mut self, mut at: Candidate, ids: &[AllocationId], target: Bytes) -> Candidate {
+        // What only drops more costs time.
+        if self.exhausted() || ids.iter().all(|id| !at.dropped[id.index()]) {
+            return at;
+        }
+        for id in ids {
+            at.dropped[id.index()] ^= true;
+        }
+        let (evaluation, replay_seconds) = self.scorer.peek_within(&at.dropped, target);
+        let fits = evaluation.valid && evaluation.peak_bytes <= target;
+        if fits && replay_seconds < at.replay_seconds {
+            return Candidate {
+                evaluation,
+                replay_seconds,
+                ..at
+            };
+        }
+        for id in ids {
+            at.dropped[id.index()] ^= true;
+        }
+        at
     }
 
     /// What the relaxations chose, as far as it can be done.
@@ -632,46 +696,4 @@ impl<'p> Search<'p> {
         }
         at
     }
-}
-
-/// For each kind of repeated block (same module path but for numbers), the allocations alive at the
-/// start of each block that the block or a later op reads.
-fn block_boundaries(problem: &Problem<'_>) -> Vec<Vec<Vec<AllocationId>>> {
-    let trace = problem.trace;
-    let mut kinds: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for region in &trace.regions {
-        let path = trace.string(region.module);
-        if path.bytes().any(|byte| byte.is_ascii_digit()) && region.start < region.end {
-            let kind: String = path
-                .chars()
-                .map(|c| if c.is_ascii_digit() { '#' } else { c })
-                .collect();
-            kinds
-                .entry(kind.replace("##", "#"))
-                .or_default()
-                .push(region.start.index());
-        }
-    }
-    let mut all = Vec::new();
-    for mut starts in kinds.into_values().filter(|starts| starts.len() >= 2) {
-        starts.sort_unstable();
-        starts.dedup();
-        let boundary = |&start: &usize| -> Vec<AllocationId> {
-            let alive = |id: &&AllocationId| {
-                let natural = &trace.allocations[id.index()].natural;
-                natural
-                    .iter()
-                    .any(|(from, until)| from.index() < start && start < until.index())
-            };
-            problem.candidates.iter().filter(alive).copied().collect()
-        };
-        let boundaries: Vec<_> = starts.iter().map(boundary).collect();
-        if !all.contains(&boundaries) {
-            all.push(boundaries);
-        }
-    }
-    // The coarsest kinds (fewest blocks) first; a handful is enough.
-    all.sort_by_key(Vec::len);
-    all.truncate(3);
-    all
 }

@@ -4,7 +4,8 @@
 //! `docs/concepts/transformed-trace.md`. At every moment it recomputes from nothing what is reachable.
 //! Shares no code and no data structure with `model.rs` and `evaluate.rs`; every plan passes it.
 //!
-//! Quadratic: a step of some thousand ops takes a fraction of a second.
+//! Quadratic: a step of some thousand ops takes a fraction of a second. What cannot be alive for hundreds of
+//! ops around is not asked about there; that is all the cleverness.
 
 use super::Variant;
 use crate::bytes::Bytes;
@@ -53,9 +54,16 @@ struct Twin<'t> {
     /// Saved tensors of each allocation, and versions of each dropped allocation.
     saved_of: Vec<Vec<usize>>,
     versions_of: Vec<Vec<usize>>,
+    /// The ranges in which the natural ranges of each allocation really hold, under the variant.
+    ranges: Vec<Vec<(usize, usize)>>,
+    /// Per stretch of [`STRETCH`] positions: allocations that something but a pin or a replay may hold there.
+    near: Vec<Vec<usize>>,
     constant: u64,
     result: NaiveEvaluation,
 }
+
+/// Positions in a stretch; few in tests, whose steps are short.
+const STRETCH: usize = if cfg!(test) { 4 } else { 256 };
 
 /// Evaluates `trace` with `dropped[allocation]`, naively.
 #[must_use]
@@ -89,15 +97,24 @@ pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvalu
         records: Vec::new(),
         saved_of,
         versions_of: vec![Vec::new(); trace.allocations.len()],
+        ranges: Vec::new(),
+        near: Vec::new(),
         constant,
         result,
     };
+    twin.lay_out();
     twin.run();
     twin.result
 }
 
 impl Twin<'_> {
     fn run(&mut self) {
+        let mut unpacks = vec![Vec::new(); self.trace.ops.len() + 1];
+        for (i, saved) in self.trace.saved.iter().enumerate() {
+            if let Some(unpack) = saved.unpack {
+                unpacks[unpack.index()].push(i);
+            }
+        }
         let fused_end = self
             .trace
             .ops
@@ -107,11 +124,9 @@ impl Twin<'_> {
             Some(end) if self.variant.fuse_optimizer => end,
             _ => self.trace.ops.len(),
         };
-        for p in 0..=end {
+        for (p, unpacks) in unpacks.iter().enumerate().take(end + 1) {
             self.updates_at(p);
-            let unpacks = (0..self.trace.saved.len())
-                .filter(|&i| self.trace.saved[i].unpack.is_some_and(|u| u.index() == p));
-            for i in unpacks.collect::<Vec<_>>() {
+            for &i in unpacks {
                 self.unpack(i, p);
             }
             if p == end {
@@ -129,29 +144,44 @@ impl Twin<'_> {
         self.result.peak_bytes = self.result.peak_bytes.max(Bytes(height));
     }
 
-    /// The range in which a natural range really holds, under the variant.
-    fn natural_ranges(&self, a: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let allocation = &self.trace.allocations[a];
-        let ready = || {
-            self.trace
-                .updates
-                .iter()
-                .rfind(|update| update.gradient.index() == a)
-        };
+    fn lay_out(&mut self) {
         let shortened = self.variant.fuse_optimizer || self.variant.accumulate;
-        let cut = (shortened && allocation.category == Category::Gradient)
-            .then(ready)
-            .flatten()
-            .map_or(usize::MAX, |update| update.ready.index());
-        allocation
-            .natural
-            .iter()
-            .map(move |&(s, e)| (s.index(), e.index().min(cut)))
+        let mut cuts = vec![usize::MAX; self.dropped.len()];
+        for update in self.trace.updates.iter().filter(|_| shortened) {
+            let gradient = update.gradient.index();
+            if self.trace.allocations[gradient].category == Category::Gradient {
+                cuts[gradient] = update.ready.index();
+            }
+        }
+        self.near = vec![Vec::new(); self.trace.ops.len() / STRETCH + 1];
+        for (a, allocation) in self.trace.allocations.iter().enumerate() {
+            let natural = allocation.natural.iter();
+            let ranges: Vec<_> = natural
+                .map(|&(s, e)| (s.index(), e.index().min(cuts[a])))
+                .collect();
+            let tokens = self.saved_of[a].iter().map(|&i| {
+                let saved = &self.trace.saved[i];
+                (saved.pack.index(), saved.release.index())
+            });
+            for (s, e) in ranges.iter().copied().chain(tokens) {
+                let last = (e / STRETCH).min(self.near.len() - 1);
+                for stretch in s / STRETCH..=last {
+                    if self.near[stretch].last() != Some(&a) {
+                        self.near[stretch].push(a);
+                    }
+                }
+            }
+            self.ranges.push(ranges);
+        }
+        for near in &mut self.near {
+            near.sort_unstable();
+            near.dedup();
+        }
     }
 
     /// Is allocation `a` naturally alive? `running`: while op `p` runs; otherwise just before it.
     fn natural(&self, a: usize, p: usize, running: bool, forward_only: bool) -> bool {
-        self.natural_ranges(a).any(|(s, e)| {
+        self.ranges[a].iter().any(|&(s, e)| {
             let counts = !forward_only || s < self.forward_end;
             counts
                 && if running {
@@ -179,29 +209,29 @@ impl Twin<'_> {
     fn reach(&self, p: usize, running: bool, without: Option<usize>) -> (Vec<bool>, Vec<bool>) {
         let mut versions = vec![false; self.versions.len()];
         let mut records = vec![false; self.records.len()];
-        for (i, version) in self.versions.iter().enumerate() {
-            versions[i] |= self.natural(version.allocation, p, running, true);
-        }
-        for (i, saved) in self.trace.saved.iter().enumerate() {
-            let value = &self.trace.values[saved.value.index()];
-            let a = value.allocation.index();
-            if self.dropped[a]
-                && self.token_alive(i, p)
-                && let Some(version) = self.version_of(a, value.version)
-            {
-                versions[version] = true;
+        for &a in self.near[p / STRETCH].iter().filter(|&&a| self.dropped[a]) {
+            let natural = self.natural(a, p, running, true);
+            for &version in &self.versions_of[a] {
+                versions[version] |= natural;
             }
-        }
-        for a in (0..self.dropped.len()).filter(|&a| self.dropped[a]) {
-            for (s, e) in self
-                .natural_ranges(a)
-                .filter(|&(s, _)| s >= self.forward_end)
-            {
+            for &i in self.saved_of[a].iter().filter(|&&i| self.token_alive(i, p)) {
+                let value = &self.trace.values[self.trace.saved[i].value.index()];
+                if let Some(version) = self.version_of(a, value.version) {
+                    versions[version] = true;
+                }
+            }
+            let backward = self.ranges[a]
+                .iter()
+                .filter(|range| range.0 >= self.forward_end);
+            for &(s, e) in backward {
                 let open = if running {
                     s <= p && p < e
                 } else {
                     s < p && p < e
                 };
+                if !open {
+                    continue;
+                }
                 let by = self.saved_of[a]
                     .iter()
                     .map(|&i| &self.trace.saved[i])
@@ -211,7 +241,7 @@ impl Twin<'_> {
                         self.version_of(a, self.trace.values[saved.value.index()].version)
                     })
                     .or_else(|| self.latest(a));
-                if let (true, Some(version)) = (open, version) {
+                if let Some(version) = version {
                     versions[version] = true;
                 }
             }
@@ -234,19 +264,22 @@ impl Twin<'_> {
     /// Bytes alive, plus `extra`.
     fn height(&self, p: usize, running: bool, extra: u64) -> u64 {
         let (versions, records) = self.reach(p, running, None);
-        let mut pinned = vec![false; self.dropped.len()];
-        for r in (0..self.records.len()).filter(|&r| records[r]) {
-            for &a in &self.records[r].pins {
-                pinned[a] = true;
-            }
-        }
+        let mut counted = vec![false; self.dropped.len()];
         let mut total = self.constant + extra;
-        for (a, allocation) in self.trace.allocations.iter().enumerate() {
+        let mut count = |a: usize| {
+            if !std::mem::replace(&mut counted[a], true) {
+                total += self.trace.allocations[a].bytes.0;
+            }
+        };
+        for r in (0..self.records.len()).filter(|&r| records[r]) {
+            self.records[r].pins.iter().for_each(|&a| count(a));
+        }
+        for &a in &self.near[p / STRETCH] {
             let saved =
                 !self.dropped[a] && self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
             let forward_only = self.dropped[a] && self.latest(a).is_some();
-            if saved || pinned[a] || self.natural(a, p, running, forward_only) {
-                total += allocation.bytes.0;
+            if saved || self.natural(a, p, running, forward_only) {
+                count(a);
             }
         }
         for (v, version) in self.versions.iter().enumerate() {
