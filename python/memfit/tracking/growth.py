@@ -68,8 +68,9 @@ class GrowthWatch:
     """What is kept after each iteration of one loop.
 
     Bytes are compared after every iteration. Graphs cost a search through Python's objects, so they
-    are looked at when bytes grow, and otherwise after iterations 4, 8, 16 and so on, as long as the
-    looks take no more than one part in ``look_share`` of the loop's time.
+    are looked at when bytes begin to grow and when they have grown. Otherwise they are looked at
+    after iterations 4, 8, 16 and so on, as long as the looks take no more than one part in
+    ``look_share`` of the loop's time.
     """
 
     def __init__(self, look_share: int | None = None) -> None:
@@ -107,7 +108,7 @@ class GrowthWatch:
         if self._found:
             return None
         grows = len(self._run) >= GROWTHS
-        if not grows and not self._may_look():
+        if not grows and not self._begins_to_grow() and not self._may_look():
             return None
         start = time.perf_counter()
         graphs = Graphs()
@@ -118,6 +119,11 @@ class GrowthWatch:
         self._found = cause is not None
         self._looking_seconds += time.perf_counter() - start
         return cause
+
+    def _begins_to_grow(self) -> bool:
+        """Whether to look at what is there, so that what comes can be told from it."""
+        is_fresh = self._graphs is not None and self.iterations < 2 * self._looked_at
+        return len(self._run) == GROWTHS // 2 and not is_fresh
 
     def _may_look(self) -> bool:
         """Whether it is time for a look although no bytes grow, and the loop can afford one."""
