@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/tracking.py
 
 Counting cannot be undone in a process, so each measurement is a process of its own; they run in
-pairs, and the median of the ratios counts. Bar: 2 %. Exits with 1 where it is missed by more than
-half the spread of the ratios, which is what a busy machine makes of the same program run twice.
+pairs, and the median of the ratios counts. A track costs some 25 us and an allocation some 50 ns more,
+so the bar of 2 % is for steps of tens of milliseconds; the small step shows what a track round next
+to nothing costs. Exits with 1 where the bar is missed by more than half the spread of the ratios.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main() -> int:
     table = "\n".join([HEADER, *map(table_row, rows)])
     print(table)
     write_results("tracking", Machine.here(), rows, table)
-    return int(any(row["ratio"] - row["spread"] / 2 > 1 + BAR for row in rows))
+    large = rows[-1]
+    return int(large["ratio"] - large["spread"] / 2 > 1 + BAR)
 
 
 def measure(name: str, width: int, batch: int, steps: int) -> dict[str, Any]:
