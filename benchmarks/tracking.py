@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/tracking.py
 
 Counting cannot be undone in a process, so each measurement is a process of its own; they run in
-pairs, and the median of the ratios counts. A track costs some 25 us and an allocation some 50 ns more,
-so the bar of 2 % is for steps of tens of milliseconds; the small step shows what a track round next
-to nothing costs. Exits with 1 where the bar is missed by more than half the spread of the ratios.
+pairs, and the median of the ratios counts. A track costs some 25 us and an allocation some 50 ns
+more, so the bar of 2 % is for steps of tens of milliseconds; the small step shows what a track
+round next to nothing costs. Exits with 1 where the bar is missed by more than half the spread of
+the ratios.
 """
 
 from __future__ import annotations
