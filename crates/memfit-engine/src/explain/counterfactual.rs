@@ -16,25 +16,15 @@ use super::document::Counterfactual;
 use super::history::History;
 use super::oom::{Cause, OutOfMemory};
 use super::peak::Peaks;
-use crate::allocator::replay::ranking::{on_top_of, recorded_text};
+use crate::allocator::replay::ranking::{TRIED, on_top_of, recorded_text};
 use crate::allocator::replay::{Outcome, recorded_settings, under};
 use crate::allocator::{Device, FreeOrder, Settings};
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord, Problem, Snapshot};
 
-/// Changes to try on top of the recorded settings, in this order.
-const CANDIDATES: [&str; 7] = [
-    "expandable_segments:True",
-    "max_split_size_mb:64",
-    "max_split_size_mb:256",
-    "max_split_size_mb:128",
-    "max_split_size_mb:512",
-    "roundup_power2_divisions:8",
-    "roundup_power2_divisions:4",
-];
 /// Events replayed at most, once the recorded settings and the first candidate have run.
 const MAX_EVENTS: usize = 2_000_000;
-/// Replays at a time. Each holds the events once more.
+/// Replays at a time: each takes a core.
 const THREADS: usize = 2;
 /// Memory of a device on which nothing is refused.
 const LARGE_DEVICE_BYTES: u64 = 1 << 40;
@@ -86,7 +76,7 @@ pub(super) fn replay(
     let is_repeated = baseline.oom.map(|it| it.event) == refused.first().map(|&first| Some(first));
     let own = recorded_text(snapshot);
     let tries = (MAX_EVENTS / device.events.len()).max(1);
-    let candidates = CANDIDATES.iter().take(tries);
+    let candidates = TRIED.iter().take(tries);
     let parsed = candidates.filter_map(|change| {
         let text = on_top_of(&own, change);
         Settings::parse(&text).ok().map(|settings| (text, settings))

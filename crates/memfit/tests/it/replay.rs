@@ -32,6 +32,8 @@ fn settings_are_ranked_and_only_what_a_replay_proved_is_advised() {
       460.0 MiB             8        1  PyTorch's defaults          as recorded, OOM
       460.0 MiB             8        1  max_split_size_mb:64        OOM
       460.0 MiB             8        1  max_split_size_mb:256       OOM
+      460.0 MiB             8        1  max_split_size_mb:128       OOM
+      460.0 MiB             8        1  max_split_size_mb:512       OOM
       460.0 MiB             8        1  roundup_power2_divisions:8  OOM
       460.0 MiB             8        1  large_segment_size_mb:64    OOM
       488.0 MiB             8        1  roundup_power2_divisions:4  OOM

@@ -10,12 +10,14 @@ use crate::snapshot::{Action, DeviceRecord, Snapshot};
 
 /// Changes that are tried, each alone on top of what was set: the options that PyTorch's documentation and its
 /// OOM message name for fragmentation, with values on both sides of a 20 MiB segment's multiples.
-pub const TRIED: [&str; 6] = [
+pub const TRIED: [&str; 8] = [
     "expandable_segments:True",
     "max_split_size_mb:64",
     "max_split_size_mb:256",
-    "roundup_power2_divisions:4",
+    "max_split_size_mb:128",
+    "max_split_size_mb:512",
     "roundup_power2_divisions:8",
+    "roundup_power2_divisions:4",
     "large_segment_size_mb:64",
 ];
 
