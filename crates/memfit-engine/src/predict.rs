@@ -153,6 +153,16 @@ pub struct DeviceFit {
     pub fits: bool,
 }
 
+impl Prediction {
+    /// What the device must have for the step: on CUDA whole segments, elsewhere what is allocated.
+    #[must_use]
+    pub fn needed_bytes(&self) -> Bytes {
+        self.reserved
+            .as_ref()
+            .map_or(self.predicted_peak_bytes, |it| it.peak_reserved_bytes)
+    }
+}
+
 const TOP: usize = 10;
 const TIMELINE_POINTS: usize = 512;
 /// No batch larger than this is tried.
@@ -477,6 +487,17 @@ mod tests {
         for list in [&prediction.breakdown.category, &prediction.breakdown.module] {
             assert_eq!(list.iter().map(|share| share.bytes).sum::<Bytes>(), peak);
         }
+    }
+
+    #[test]
+    fn on_cuda_whole_segments_are_needed() {
+        let on_cpu = predict(&sample::chain(), &PredictRequest::default()).unwrap();
+        assert_eq!(on_cpu.needed_bytes(), on_cpu.predicted_peak_bytes);
+        let mut trace = sample::chain();
+        trace.meta.device_kind = "cuda".into();
+        let on_cuda = predict(&trace, &PredictRequest::default()).unwrap();
+        assert_eq!(on_cuda.predicted_peak_bytes, on_cpu.predicted_peak_bytes);
+        assert_eq!(on_cuda.needed_bytes(), Bytes(2 << 20), "one small segment");
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(crate) fn run(
         let budget = budget.resolve(peak);
         (
             budget,
-            if peak <= budget {
+            if prediction.needed_bytes() <= budget {
                 Verdict::Fits
             } else {
                 Verdict::DoesNotFit

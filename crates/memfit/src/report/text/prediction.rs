@@ -259,7 +259,7 @@ fn devices(prediction: &Prediction, palette: Palette) -> String {
 }
 
 fn answer(prediction: &Prediction, budget: Bytes, verdict: Verdict, palette: Palette) -> String {
-    let peak = prediction.predicted_peak_bytes;
+    let peak = prediction.needed_bytes();
     match verdict {
         Verdict::Fits => format!(
             "{} {peak} predicted, {} under the budget of {budget}\n",
