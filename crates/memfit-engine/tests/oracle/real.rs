@@ -19,11 +19,14 @@ pub(crate) fn oracle() -> Result<&'static Oracle, &'static str> {
     ORACLE.get_or_init(build).as_ref().map_err(String::as_str)
 }
 
-/// The oracle, or a line on stderr that says why the test is skipped.
+/// The oracle, or a line on stderr that says why the test is skipped. With `MEMFIT_ORACLE=required` a test
+/// without it fails.
 pub(crate) fn oracle_or_skip() -> Option<&'static Oracle> {
     match oracle() {
         Ok(oracle) => Some(oracle),
         Err(reason) => {
+            let is_required = std::env::var("MEMFIT_ORACLE").is_ok_and(|it| it == "required");
+            assert!(!is_required, "the real allocator is required: {reason}");
             eprintln!("skipped: {reason}");
             None
         }
