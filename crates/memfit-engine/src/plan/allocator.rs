@@ -59,6 +59,7 @@ pub(super) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
         count: 1,
         bytes: less,
         remat: None,
+        offload: None,
         settings: Some(reserved.settings.clone()),
     })
 }

@@ -48,6 +48,7 @@ fn dropped_allocation(trace: &Trace, id: AllocationId) -> Option<Dropped> {
         shape: trace.values[op.outputs[output].index()].shape.clone(),
         bytes: allocation.bytes,
         module: trace.string(op.module).to_owned(),
+        home: None,
     })
 }
 

@@ -84,6 +84,22 @@ pub enum ActionKind {
     MicroBatch,
     /// Set up the caching allocator so that free memory does not lie in pieces.
     AllocatorSettings,
+    /// Write saved activations elsewhere in forward and fetch them in backward.
+    Offload,
+    /// Keep the optimizer's state elsewhere, and fetch it for one parameter at a time.
+    OffloadOptimizer,
+    /// Compute a region, such as the loss over a vocabulary, in slices of its rows.
+    Chunk,
+}
+
+/// Where bytes go that leave a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tier {
+    /// The host's memory: for devices that have one of their own.
+    Host,
+    /// Files.
+    Disk,
 }
 
 /// One technique as applied.
@@ -101,6 +117,9 @@ pub struct Action {
     /// What the executor needs for `remat`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remat: Option<Remat>,
+    /// What the executor needs for `offload`; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload: Option<Offload>,
     /// What to set for `allocator_settings`, as in `PYTORCH_CUDA_ALLOC_CONF`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<String>,
@@ -120,7 +139,24 @@ pub struct Remat {
     pub forward: Vec<u32>,
 }
 
-/// One dropped allocation.
+/// What to offload, addressed like [`Remat`]. Where a plan holds both, both watch the same regions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offload {
+    /// Where to.
+    pub tier: Tier,
+    /// Most bytes on their way out, and most fetched ahead.
+    pub window_bytes: Bytes,
+    /// The stored allocations, by creating op, ascending.
+    pub stores: Vec<Dropped>,
+    /// As in [`Remat::active`].
+    pub active: Vec<ActiveRegion>,
+    /// As in [`Remat::names`].
+    pub names: Vec<String>,
+    /// As in [`Remat::forward`].
+    pub forward: Vec<u32>,
+}
+
+/// One dropped or stored allocation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dropped {
     /// Index of the forward op that creates it.
@@ -133,6 +169,10 @@ pub struct Dropped {
     pub bytes: Bytes,
     /// Module path, for people.
     pub module: String,
+    /// Forward op from which on requests for other values let it pass: it is computed or fetched for them
+    /// and let go. Absent: it stays once it is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub home: Option<OpIndex>,
 }
 
 /// A module call that the executor watches.

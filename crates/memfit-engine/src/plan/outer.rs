@@ -419,6 +419,7 @@ impl Planner<'_> {
                 count: remat.drops.len() as u64,
                 bytes: remat.drops.iter().map(|drop| drop.bytes).sum(),
                 remat: Some(remat),
+                offload: None,
                 settings: None,
             });
         }
@@ -439,6 +440,7 @@ impl Planner<'_> {
                 .map(|gradient| self.trace.allocations[gradient].bytes)
                 .sum(),
             remat: None,
+            offload: None,
             settings: None,
         }
     }
@@ -450,6 +452,7 @@ impl Planner<'_> {
             count: outcome.pieces,
             bytes: self.unplanned_peak - predict::unplanned_peak(&outcome.trace),
             remat: None,
+            offload: None,
             settings: None,
         }
     }

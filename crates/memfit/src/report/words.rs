@@ -49,6 +49,9 @@ pub(crate) const fn kind(kind: ActionKind) -> &'static str {
         ActionKind::FuseOptimizer => "optimizer step in backward",
         ActionKind::MicroBatch => "micro-batches",
         ActionKind::AllocatorSettings => "allocator settings",
+        ActionKind::Offload => "offloading",
+        ActionKind::OffloadOptimizer => "optimizer state offloaded",
+        ActionKind::Chunk => "chunking",
     }
 }
 
@@ -64,6 +67,16 @@ pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
         }
         ActionKind::MicroBatch => format!("the batch in {}", counted(count, "piece")),
         ActionKind::AllocatorSettings => "free memory does not lie in pieces".to_owned(),
+        ActionKind::Offload => {
+            format!("{} kept elsewhere until backward", counted(count, "tensor"))
+        }
+        ActionKind::OffloadOptimizer => {
+            format!(
+                "fetched for one of {} at a time",
+                counted(count, "parameter")
+            )
+        }
+        ActionKind::Chunk => format!("a region computed in {}", counted(count, "slice")),
     }
 }
 

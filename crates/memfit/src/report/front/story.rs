@@ -82,6 +82,9 @@ pub(crate) fn actions(point: &FrontPoint) -> String {
         ActionKind::FuseOptimizer => "fuse_optimizer".to_owned(),
         ActionKind::MicroBatch => format!("micro_batch {}", action.count),
         ActionKind::AllocatorSettings => "allocator_settings".to_owned(),
+        ActionKind::Offload => format!("offload {}", action.count),
+        ActionKind::OffloadOptimizer => "offload_optimizer".to_owned(),
+        ActionKind::Chunk => format!("chunk {}", action.count),
     });
     parts.collect::<Vec<_>>().join(", ")
 }
@@ -94,9 +97,14 @@ pub(crate) fn techniques(point: &FrontPoint) -> String {
     let parts = point.actions.iter().map(|action| {
         let kind = words::kind(action.kind);
         match action.kind {
-            ActionKind::Remat => format!("{kind} of {}", words::counted(action.count, "tensor")),
+            ActionKind::Remat | ActionKind::Offload => {
+                format!("{kind} of {}", words::counted(action.count, "tensor"))
+            }
             ActionKind::MicroBatch => format!("{} {kind}", action.count),
-            ActionKind::FuseOptimizer | ActionKind::AllocatorSettings => kind.to_owned(),
+            ActionKind::Chunk => format!("{kind} into {}", words::counted(action.count, "slice")),
+            ActionKind::FuseOptimizer
+            | ActionKind::AllocatorSettings
+            | ActionKind::OffloadOptimizer => kind.to_owned(),
         }
     });
     parts.collect::<Vec<_>>().join(", ")
