@@ -7,6 +7,8 @@ from typing import Literal, final
 __all__ = [
     "AllocationWindow",
     "Snapshot",
+    "Store",
+    "StoredBlock",
     "Trace",
     "bytes_text",
     "check_profile",
@@ -125,6 +127,80 @@ class Snapshot:
             steps: Steps between the two.
             device_memory_bytes: Memory of the device.
         """
+
+@final
+class Store:
+    """Writes blocks of memory to a file without a name in a folder, and reads them back."""
+
+    def __new__(
+        cls,
+        folder: str | PathLike[str],
+        window_bytes: int,
+        *,
+        drop_cache: bool = False,
+        allow_memory: bool = False,
+    ) -> Store:
+        """Open the file.
+
+        Args:
+            folder: Where; nothing is left there when the process ends, however it ends.
+            window_bytes: Most bytes on their way out at a time; a larger block goes alone.
+            drop_cache: Let go of the system's copies in memory as soon as they are on the disk.
+            allow_memory: Accept a folder on tmpfs or ramfs.
+
+        Raises:
+            OffloadError: The folder cannot be used.
+        """
+
+    def write(self, address: int, length: int, owner: object) -> StoredBlock:
+        """Send memory out in the background; waits while the window is full.
+
+        Args:
+            address: Its first byte.
+            length: Its bytes; nobody may write to them before the block settled.
+            owner: What keeps it alive; the block holds it until the transfer ended.
+
+        Raises:
+            OffloadError: This process is a fork of the one that opened the store.
+        """
+
+    def statistics(self) -> str:
+        """What it did so far, as JSON."""
+
+@final
+class StoredBlock:
+    """A block of a store; dropping it forgets it, after the transfer under way."""
+
+    def settle(self) -> None:
+        """Wait until it is written, and let its owner go.
+
+        Raises:
+            OffloadError: The write failed; says so every time.
+        """
+
+    def fetch(self, address: int, length: int) -> None:
+        """Read it to ``address``.
+
+        Raises:
+            OffloadError: The write or the read failed, or the bytes are not those written.
+        """
+
+    def prefetch(self, address: int, length: int, owner: object) -> None:
+        """Have it read to ``address`` in the background, holding ``owner`` until :meth:`wait`.
+
+        Raises:
+            OffloadError: The write failed, or the block is being fetched ahead already.
+        """
+
+    def wait(self) -> None:
+        """Wait for what is fetched ahead.
+
+        Raises:
+            OffloadError: The read failed, the bytes are not those written, or nothing is fetched.
+        """
+
+    def forget(self) -> None:
+        """Wait for the transfer under way, and give the block's room in the file back."""
 
 def predict(trace: Trace, request_json: str) -> str:
     """Predict a step.

@@ -78,6 +78,13 @@ class SnapshotError(MemfitError):
     """A file is no CUDA memory snapshot, or a damaged one; the message says what it is."""
 
 
+class OffloadError(MemfitError):
+    """A tensor could not be written elsewhere, or did not come back as it was.
+
+    Raised before anything is computed from wrong bytes: no gradient is wrong, none is whole either.
+    """
+
+
 class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""
 

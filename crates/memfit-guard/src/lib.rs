@@ -3,7 +3,8 @@
 //! PyTorch keeps no memory statistics for the CPU, and its profiler slows a program and keeps every
 //! event. So this crate stands where torch asks the C library for tensor memory: it makes libc10 call
 //! two functions of its own, which pass the call on and count. It is the only crate of memfit with
-//! unsafe code.
+//! unsafe code, but for the two lines of the binding that lend memory to [`LentBytes`], which has nothing
+//! to do with counting and is here for that reason.
 //!
 //! Responsible for installing that and for the numbers. Not responsible for what a block holds, which
 //! only Python can know ([`label`]), nor for words about it.
@@ -18,6 +19,7 @@
 ))]
 mod hook;
 mod ledger;
+mod lent;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -25,6 +27,7 @@ mod ledger;
 mod patch;
 
 pub use ledger::{Category, CategoryBytes, Reading, WindowId};
+pub use lent::{LentBytes, LentBytesMut};
 
 /// Why nothing can be counted.
 #[derive(Debug, thiserror::Error)]

@@ -6,12 +6,14 @@
 
 mod counting;
 mod host;
+mod offload;
 
 use pyo3::import_exception;
 use pyo3::prelude::*;
 
 import_exception!(memfit.errors, BudgetError);
 import_exception!(memfit.errors, CaptureError);
+import_exception!(memfit.errors, OffloadError);
 import_exception!(memfit.errors, SnapshotError);
 import_exception!(memfit.errors, TraceFileError);
 import_exception!(memfit.errors, UsageError);
@@ -45,6 +47,8 @@ mod _native {
         refused_bytes, seed_blocks, uncounted_blocks,
     };
     use super::host::PythonHost;
+    #[pymodule_export]
+    use super::offload::{Store, StoredBlock};
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
 
     /// One recorded step, checked.

@@ -1,6 +1,7 @@
 //! The memfit program: arguments in, reports and an exit code out.
 //!
-//! Responsible for the command line, the reports, saving files, progress and exit codes. Not
+//! Responsible for the command line, the reports, saving files, progress and exit codes; and for the
+//! store that offloaded tensors are written to ([`store`]), which the executor uses. Not
 //! responsible for any number in a report (the engine, `memfit_engine`, computes them) nor for building or
 //! running a model (the [`Host`] does, on the Python side).
 //!
@@ -20,6 +21,7 @@ mod report;
 mod request;
 mod save;
 mod session;
+pub mod store;
 
 use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
