@@ -12,7 +12,7 @@ use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::devices;
 use crate::reserved::{Requests, Reserved};
 use crate::step::lives::lives;
-use crate::step::{Evaluator, Holding, StepModel, Variant};
+use crate::step::{Evaluator, Holding, StepModel, Treatment, Variant};
 use crate::trace::{BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
 
 /// What to predict.
@@ -184,7 +184,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
     };
     let model = StepModel::new(at, Variant::default());
     let mut evaluator = Evaluator::new(&model);
-    let none = vec![false; at.allocations.len()];
+    let none = vec![Treatment::Keep; at.allocations.len()];
     let evaluation = evaluator.evaluate(&none);
     let peak_bytes = evaluation.peak_bytes;
     let holdings = evaluator.holdings_at_peak(&none);
@@ -227,7 +227,11 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
 /// What the caching allocator takes for the unplanned step.
 fn reserved(trace: &Trace, model: &StepModel) -> Option<Reserved> {
     (trace.meta.device_kind == "cuda").then(|| {
-        let lives = lives(trace, model, &vec![false; trace.allocations.len()]);
+        let lives = lives(
+            trace,
+            model,
+            &vec![Treatment::Keep; trace.allocations.len()],
+        );
         Requests::new(trace, &lives).reserved(&Settings::default(), "")
     })
 }
@@ -237,7 +241,7 @@ fn reserved(trace: &Trace, model: &StepModel) -> Option<Reserved> {
 pub fn unplanned_peak(trace: &Trace) -> Bytes {
     let model = StepModel::new(trace, Variant::default());
     Evaluator::new(&model)
-        .evaluate(&vec![false; trace.allocations.len()])
+        .evaluate(&vec![Treatment::Keep; trace.allocations.len()])
         .peak_bytes
 }
 

@@ -185,7 +185,7 @@ struct Run {
 mod tests {
     use super::*;
     use crate::step::lives::{highest, lives};
-    use crate::step::{StepModel, Variant};
+    use crate::step::{StepModel, Treatment, Variant};
     use crate::trace::sample;
 
     const MIB: u64 = 1 << 20;
@@ -255,7 +255,11 @@ mod tests {
     fn allocated_is_at_least_what_is_requested() {
         for trace in [sample::chain(), sample::batched_chain(4)] {
             let model = StepModel::new(&trace, Variant::default());
-            let lives = lives(&trace, &model, &vec![false; trace.allocations.len()]);
+            let lives = lives(
+                &trace,
+                &model,
+                &vec![Treatment::Keep; trace.allocations.len()],
+            );
             let reserved = Requests::new(&trace, &lives).reserved(&Settings::default(), "");
             assert!(reserved.peak_allocated_bytes >= highest(&lives));
             assert!(reserved.peak_reserved_bytes >= reserved.peak_allocated_bytes);

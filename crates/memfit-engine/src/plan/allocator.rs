@@ -9,7 +9,7 @@ use crate::allocator::Settings;
 use crate::bytes::Bytes;
 use crate::reserved::{EXPANDABLE, Requests, Reserved};
 use crate::step::lives::lives;
-use crate::step::{StepModel, Variant};
+use crate::step::{StepModel, Treatment, Variant};
 use crate::trace::Trace;
 
 /// What the allocator says about a candidate.
@@ -27,7 +27,7 @@ pub(super) enum Answer {
 pub(super) fn ask(
     trace: &Trace,
     variant: Variant,
-    dropped: &[bool],
+    dropped: &[Treatment],
     cap: Bytes,
     may_set: bool,
 ) -> Answer {

@@ -8,7 +8,7 @@ use super::Arena;
 use crate::bytes::Bytes;
 use crate::placement::{Allocation, Problem, quick};
 use crate::step::lives::lives;
-use crate::step::{StepModel, Variant};
+use crate::step::{StepModel, Treatment, Variant};
 use crate::trace::Trace;
 
 /// Allocations of PyTorch start at multiples of this: `kMinBlockSize` in `c10/cuda/CUDACachingAllocator.h`.
@@ -18,7 +18,7 @@ const CPU_ALIGNMENT: u64 = 64;
 
 /// The arena of a step under a set of drops; what is there before the step lies outside. Absent where the
 /// sizes cannot be summed.
-pub(super) fn arena(trace: &Trace, variant: Variant, dropped: &[bool]) -> Option<Arena> {
+pub(super) fn arena(trace: &Trace, variant: Variant, dropped: &[Treatment]) -> Option<Arena> {
     let model = StepModel::new(trace, variant);
     let alignment = if trace.meta.device_kind == "cuda" {
         CUDA_ALIGNMENT
@@ -58,7 +58,7 @@ mod tests {
         // Batch 4, rows of 8 floats: activations of 128 bytes, a loss of 4, which takes 64. Most is alive at
         // `mean`, which sees two saved activations and the one made from them, and makes the loss.
         let trace = sample::chain();
-        let dropped = vec![false; trace.allocations.len()];
+        let dropped = vec![Treatment::Keep; trace.allocations.len()];
         let arena = arena(&trace, Variant::default(), &dropped).unwrap();
         assert_eq!(arena.lower_bound_bytes, Bytes(128 + 128 + 128 + 64));
         assert_eq!(arena.bytes, arena.lower_bound_bytes);
@@ -70,7 +70,7 @@ mod tests {
         for _ in 0..60 {
             let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
             let trace = random::build(&recipe);
-            let dropped = vec![false; trace.allocations.len()];
+            let dropped = vec![Treatment::Keep; trace.allocations.len()];
             let arena = arena(&trace, Variant::default(), &dropped).unwrap();
             let model = StepModel::new(&trace, Variant::default());
             let mut lives = lives(&trace, &model, &dropped);

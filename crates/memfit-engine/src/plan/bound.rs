@@ -10,7 +10,7 @@
 use super::problem::Problem;
 use super::relaxation::{Relaxation, Relaxed};
 use crate::bytes::Bytes;
-use crate::step::Evaluator;
+use crate::step::{Evaluator, Treatment};
 use crate::trace::{AllocationId, OpIndex};
 
 /// Moments looked at more closely.
@@ -41,7 +41,7 @@ struct Freeable {
 }
 
 pub(super) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
-    let none = vec![false; problem.trace.allocations.len()];
+    let none = vec![Treatment::Keep; problem.trace.allocations.len()];
     let heights = Evaluator::new(&problem.model).timeline(&none);
     let mut freeable = freeable(problem);
     // Most bytes per second first: the order of the fractional knapsack.

@@ -9,7 +9,7 @@ use super::relaxation::Relaxation;
 use super::search::{Effort, search};
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
-use crate::step::{Evaluator, Variant, random};
+use crate::step::{Evaluator, Treatment, Variant, random};
 use crate::trace::Trace;
 
 /// Random traces on which each moment is held against all subsets.
@@ -20,9 +20,9 @@ fn optimum(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
     let mut scorer = Scorer::new(problem);
     let (mut fastest, mut lowest): (Option<f64>, Bytes) = (None, Bytes(u64::MAX));
     for subset in 0_u32..1 << problem.candidates.len() {
-        let mut dropped = vec![false; problem.trace.allocations.len()];
+        let mut dropped = vec![Treatment::Keep; problem.trace.allocations.len()];
         for (i, id) in problem.candidates.iter().enumerate() {
-            dropped[id.index()] = subset >> i & 1 == 1;
+            dropped[id.index()] = Treatment::dropped(subset >> i & 1 == 1);
         }
         let (evaluation, seconds) = scorer.peek(&dropped);
         if !evaluation.valid {
@@ -55,12 +55,13 @@ fn no_moment_bounds_above_the_optimum() {
         let variant = Variant {
             fuse_optimizer: case % 2 == 1,
             accumulate: case % 4 >= 2,
+            ..Variant::default()
         };
         let problem = Problem::new(&trace, variant, &costs);
         if problem.candidates.len() < 2 || problem.candidates.len() > 10 {
             continue;
         }
-        let nothing = vec![false; trace.allocations.len()];
+        let nothing = vec![Treatment::Keep; trace.allocations.len()];
         let heights = Evaluator::new(&problem.model).timeline(&nothing);
         let peak = heights.iter().copied().max().unwrap();
         let (_, bottom) = optimum(&problem, Bytes::ZERO);
@@ -91,9 +92,10 @@ fn the_search_finds_the_optimum_of_small_cases() {
         let variant = Variant {
             fuse_optimizer: cases % 2 == 1,
             accumulate: cases % 4 >= 2,
+            ..Variant::default()
         };
         let problem = Problem::new(&trace, variant, &costs);
-        let nothing = vec![false; trace.allocations.len()];
+        let nothing = vec![Treatment::Keep; trace.allocations.len()];
         let peak = Scorer::new(&problem).peek(&nothing).0.peak_bytes;
         let (_, bottom) = optimum(&problem, Bytes::ZERO);
         if problem.candidates.len() < 3 || problem.candidates.len() > 12 || bottom >= peak {

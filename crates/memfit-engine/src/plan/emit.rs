@@ -7,13 +7,14 @@ use std::collections::BTreeMap;
 
 use super::problem::Problem;
 use super::{ActiveRegion, Dropped, Remat};
+use crate::step::Treatment;
 use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// The `remat` part of an action.
-pub(super) fn remat(problem: &Problem<'_>, dropped: &[bool]) -> Remat {
+pub(super) fn remat(problem: &Problem<'_>, dropped: &[Treatment]) -> Remat {
     let trace = problem.trace;
     let mut drops: Vec<Dropped> = (0..dropped.len())
-        .filter(|&index| dropped[index])
+        .filter(|&index| dropped[index].is_drop())
         .filter_map(|index| dropped_allocation(trace, AllocationId(u32::try_from(index).ok()?)))
         .collect();
     drops.sort_by_key(|drop| (drop.op, drop.output));
@@ -54,10 +55,10 @@ fn dropped_allocation(trace: &Trace, id: AllocationId) -> Option<Dropped> {
 
 /// The innermost module calls that hold every op the executor must see: those that make, write, view or
 /// save a dropped allocation.
-fn active_regions(problem: &Problem<'_>, dropped: &[bool]) -> Vec<ActiveRegion> {
+fn active_regions(problem: &Problem<'_>, dropped: &[Treatment]) -> Vec<ActiveRegion> {
     let trace = problem.trace;
     let forward_end = trace.forward_end();
-    let is_dropped = |value| dropped[trace.allocation_of(value).index()];
+    let is_dropped = |value| dropped[trace.allocation_of(value).index()].is_drop();
     let mut seen = vec![false; forward_end.index()];
     for (i, op) in trace.ops[..forward_end.index()].iter().enumerate() {
         let makes = op

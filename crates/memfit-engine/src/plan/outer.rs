@@ -16,7 +16,7 @@ use super::{
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::step::Variant;
+use crate::step::{Treatment, Variant};
 use crate::trace::{Category, Phase, SCHEMA_VERSION, Trace};
 
 /// Why there is no plan.
@@ -166,7 +166,7 @@ impl Planner<'_> {
 
     fn solve(&self, plan: &mut Plan) -> Result<Ran, PlanError> {
         if self.unplanned_peak <= self.target {
-            let nothing = vec![false; self.trace.allocations.len()];
+            let nothing = vec![Treatment::Keep; self.trace.allocations.len()];
             let ran = self.ask_allocator(plan, self.trace, Variant::default(), &nothing);
             if ran == Ran::Yes {
                 plan.stop_reason = StopReason::NothingToDo;
@@ -231,7 +231,7 @@ impl Planner<'_> {
         plan: &mut Plan,
         trace: &Trace,
         variant: Variant,
-        dropped: &[bool],
+        dropped: &[Treatment],
     ) -> Ran {
         let may_set = !self.request.forbid.contains(&ActionKind::AllocatorSettings);
         match allocator::ask(trace, variant, dropped, self.cap, may_set) {
@@ -410,7 +410,11 @@ impl Planner<'_> {
                 plan.notes.push(RANDOM_NOTE.to_owned());
             }
         }
-        if candidate.dropped.iter().any(|&drop| drop) {
+        if candidate
+            .dropped
+            .iter()
+            .any(|treatment| treatment.is_drop())
+        {
             let problem = Problem::new(&outcome.trace, outcome.variant, self.costs);
             let remat = emit::remat(&problem, &candidate.dropped);
             plan.actions.push(Action {
@@ -488,7 +492,11 @@ impl Planner<'_> {
         let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         let gains = ratio < plan.predicted_step_ratio * WORTH_TELLING;
         let mut kinds = vec![ActionKind::MicroBatch];
-        if candidate.dropped.iter().any(|&drop| drop) {
+        if candidate
+            .dropped
+            .iter()
+            .any(|treatment| treatment.is_drop())
+        {
             kinds.push(ActionKind::Remat);
         }
         gains.then_some(NextClass {

@@ -5,7 +5,7 @@
 
 use crate::bytes::Bytes;
 use crate::cost::Costs;
-use crate::step::{Evaluation, Evaluator, StepModel, Variant};
+use crate::step::{Evaluation, Evaluator, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// The inner problem. Everything is indexed like the trace.
@@ -123,7 +123,7 @@ fn candidates(trace: &Trace, model: &StepModel) -> Vec<AllocationId> {
 /// A set of dropped allocations and what it leads to.
 #[derive(Debug, Clone)]
 pub(super) struct Candidate {
-    pub(super) dropped: Vec<bool>,
+    pub(super) dropped: Vec<Treatment>,
     pub(super) evaluation: Evaluation,
     /// Seconds spent in replays.
     pub(super) replay_seconds: f64,
@@ -149,7 +149,7 @@ impl<'p> Scorer<'p> {
         }
     }
 
-    pub(super) fn score(&mut self, dropped: Vec<bool>) -> Candidate {
+    pub(super) fn score(&mut self, dropped: Vec<Treatment>) -> Candidate {
         let (evaluation, replay_seconds) = self.peek(&dropped);
         Candidate {
             dropped,
@@ -159,13 +159,13 @@ impl<'p> Scorer<'p> {
     }
 
     /// Scores without taking the set.
-    pub(super) fn peek(&mut self, dropped: &[bool]) -> (Evaluation, f64) {
+    pub(super) fn peek(&mut self, dropped: &[Treatment]) -> (Evaluation, f64) {
         self.peek_within(dropped, Bytes(u64::MAX))
     }
 
     /// The same, but gives up where the peak is above `limit`: then only that is known, and what is
     /// returned has such a peak.
-    pub(super) fn peek_within(&mut self, dropped: &[bool], limit: Bytes) -> (Evaluation, f64) {
+    pub(super) fn peek_within(&mut self, dropped: &[Treatment], limit: Bytes) -> (Evaluation, f64) {
         let evaluation = self.evaluator.evaluate_within(dropped, limit);
         self.evaluations += 1;
         self.events += self.evaluator.swept() as u64 + 1;

@@ -23,6 +23,7 @@ use super::blocks::block_boundaries;
 use super::bound::Bound;
 use super::problem::{Candidate, Problem, Scorer};
 use crate::bytes::Bytes;
+use crate::step::Treatment;
 use crate::trace::AllocationId;
 
 /// Events one inner search may sweep; a sweep touches each event of the model at most once.
@@ -72,7 +73,7 @@ pub(super) fn search(
     let mut search = Search::new(problem, effort);
     let hopeless = least.replay_seconds >= worth;
     if hopeless && effort == Effort::Glance {
-        let nothing = vec![false; problem.trace.allocations.len()];
+        let nothing = vec![Treatment::Keep; problem.trace.allocations.len()];
         let lowest = search.scorer.score(nothing);
         return search.found(None, lowest, least);
     }
@@ -100,7 +101,7 @@ pub(super) fn search(
 /// What there is where nothing may be dropped.
 pub(super) fn nothing_dropped(problem: &Problem<'_>, target: Bytes) -> Found {
     let mut scorer = Scorer::new(problem);
-    let only = scorer.score(vec![false; problem.trace.allocations.len()]);
+    let only = scorer.score(vec![Treatment::Keep; problem.trace.allocations.len()]);
     let best = (only.evaluation.peak_bytes <= target).then(|| only.clone());
     Found {
         best,
@@ -235,11 +236,11 @@ impl<'p> Search<'p> {
     /// Flips `ids` if that saves time within `target`.
     fn quicken(&mut self, mut at: Candidate, ids: &[AllocationId], target: Bytes) -> Candidate {
         // What only drops more costs time.
-        if self.exhausted() || ids.iter().all(|id| !at.dropped[id.index()]) {
+        if self.exhausted() || ids.iter().all(|id| at.dropped[id.index()].is_keep()) {
             return at;
         }
         for id in ids {
-            at.dropped[id.index()] ^= true;
+            at.dropped[id.index()] = at.dropped[id.index()].flipped();
         }
         let (evaluation, replay_seconds) = self.scorer.peek_within(&at.dropped, target);
         let fits = evaluation.valid && evaluation.peak_bytes <= target;
@@ -251,7 +252,7 @@ impl<'p> Search<'p> {
             };
         }
         for id in ids {
-            at.dropped[id.index()] ^= true;
+            at.dropped[id.index()] = at.dropped[id.index()].flipped();
         }
         at
     }
@@ -260,9 +261,9 @@ impl<'p> Search<'p> {
     fn relaxed_starts(&mut self, least: &Bound) -> Vec<Candidate> {
         let mut starts: Vec<Candidate> = Vec::new();
         for choice in &least.choices {
-            let mut set = vec![false; self.problem.trace.allocations.len()];
+            let mut set = vec![Treatment::Keep; self.problem.trace.allocations.len()];
             for id in choice {
-                set[id.index()] = true;
+                set[id.index()] = Treatment::DROP;
             }
             self.repair(&mut set);
             if starts.iter().all(|start| start.dropped != set) {
@@ -290,18 +291,18 @@ impl<'p> Search<'p> {
 
     fn starts(&mut self) -> Vec<Candidate> {
         let problem = self.problem;
-        let nothing = vec![false; problem.trace.allocations.len()];
+        let nothing = vec![Treatment::Keep; problem.trace.allocations.len()];
         let mut cheap = nothing.clone();
         for &id in &problem.candidates {
             let no_flops = problem
                 .model
                 .makers(id)
                 .all(|op| problem.trace.ops[op.index()].flops == 0);
-            cheap[id.index()] = no_flops;
+            cheap[id.index()] = Treatment::dropped(no_flops);
         }
         let mut everything = nothing.clone();
         for &id in &problem.candidates {
-            everything[id.index()] = true;
+            everything[id.index()] = Treatment::DROP;
         }
         let mut sets = vec![nothing, cheap, everything.clone()];
         for boundaries in block_boundaries(problem) {
@@ -311,7 +312,7 @@ impl<'p> Search<'p> {
                 }
                 let mut set = everything.clone();
                 for kept in boundaries.iter().step_by(stride).flatten() {
-                    set[kept.index()] = false;
+                    set[kept.index()] = Treatment::Keep;
                 }
                 sets.push(set);
             }
@@ -328,15 +329,18 @@ impl<'p> Search<'p> {
     }
 
     /// Keeps again what cannot be dropped beside what is kept: a pinned input that is overwritten.
-    fn repair(&self, dropped: &mut [bool]) {
+    fn repair(&self, dropped: &mut [Treatment]) {
         let model = &self.problem.model;
         loop {
             let mut changed = false;
             for &id in &self.problem.candidates {
-                let fine =
-                    |input: &AllocationId| dropped[input.index()] || model.may_pin(id, *input);
-                if dropped[id.index()] && !self.problem.inputs[id.index()].iter().all(fine) {
-                    dropped[id.index()] = false;
+                let fine = |input: &AllocationId| {
+                    dropped[input.index()].is_drop() || model.may_pin(id, *input)
+                };
+                if dropped[id.index()].is_drop()
+                    && !self.problem.inputs[id.index()].iter().all(fine)
+                {
+                    dropped[id.index()] = Treatment::Keep;
                     changed = true;
                 }
             }
@@ -397,7 +401,7 @@ impl<'p> Search<'p> {
     fn taking(&mut self, at: &Candidate, moves: &[Move]) -> Candidate {
         let mut dropped = at.dropped.clone();
         for id in moves.iter().flat_map(|mv| &mv.adds) {
-            dropped[id.index()] = true;
+            dropped[id.index()] = Treatment::DROP;
         }
         self.scorer.score(dropped)
     }
@@ -414,7 +418,7 @@ impl<'p> Search<'p> {
         let mut moves = Vec::new();
         for holding in &holdings {
             let id = holding.allocation;
-            let free = !at.dropped[id.index()] && self.problem.model.is_droppable(id);
+            let free = at.dropped[id.index()].is_keep() && self.problem.model.is_droppable(id);
             let away = self.problem.first_unpack[id.index()] >= position;
             if !free || !away || holding.natural > 0 || tabu == Some(id) {
                 continue;
@@ -437,7 +441,7 @@ impl<'p> Search<'p> {
     fn drop_set(
         &self,
         id: AllocationId,
-        dropped: &[bool],
+        dropped: &[Treatment],
         present: &[(bool, bool)],
         recompute_inputs: bool,
         tabu: Option<AllocationId>,
@@ -448,7 +452,7 @@ impl<'p> Search<'p> {
         while let Some(&current) = adds.get(next) {
             next += 1;
             for &input in &self.problem.inputs[current.index()] {
-                if dropped[input.index()] || adds.contains(&input) {
+                if dropped[input.index()].is_drop() || adds.contains(&input) {
                     continue;
                 }
                 let must = !model.may_pin(current, input);
@@ -482,7 +486,7 @@ impl<'p> Search<'p> {
             }
             seconds += self.problem.drop_seconds(id);
             for &input in &self.problem.inputs[id.index()] {
-                let held = present[input.index()].0 || at.dropped[input.index()];
+                let held = present[input.index()].0 || at.dropped[input.index()].is_drop();
                 if !held && !adds.contains(&input) && !pinned.contains(&input) {
                     gained -= model.bytes(input).as_f64();
                     pinned.push(input);
@@ -514,7 +518,7 @@ impl<'p> Search<'p> {
                 if !self.has_room(id, &at.dropped, &heights, target) {
                     continue;
                 }
-                at.dropped[id.index()] = false;
+                at.dropped[id.index()] = Treatment::Keep;
                 let (evaluation, replay_seconds) = self.scorer.peek_within(&at.dropped, target);
                 let fits = evaluation.valid && evaluation.peak_bytes <= target;
                 if fits && replay_seconds <= at.replay_seconds {
@@ -522,7 +526,7 @@ impl<'p> Search<'p> {
                     at.replay_seconds = replay_seconds;
                     heights = self.scorer.evaluator.timeline(&at.dropped);
                 } else {
-                    at.dropped[id.index()] = true;
+                    at.dropped[id.index()] = Treatment::DROP;
                 }
             }
             if at.replay_seconds >= before {
@@ -536,7 +540,7 @@ impl<'p> Search<'p> {
     fn has_room(
         &self,
         id: AllocationId,
-        dropped: &[bool],
+        dropped: &[Treatment],
         heights: &[Bytes],
         target: Bytes,
     ) -> bool {
@@ -549,14 +553,16 @@ impl<'p> Search<'p> {
             .copied();
         let model = &self.problem.model;
         let inputs = self.problem.inputs[id.index()].iter();
-        let pinned = inputs.filter(|input| !dropped[input.index()]);
+        let pinned = inputs.filter(|input| dropped[input.index()].is_keep());
         let pinned: Bytes = pinned.map(|&input| model.bytes(input)).sum();
         top.unwrap_or(Bytes::ZERO) + model.bytes(id) <= target + pinned
     }
 
     fn dropped_ids(&self, at: &Candidate) -> Vec<AllocationId> {
         let candidates = self.problem.candidates.iter().copied();
-        candidates.filter(|id| at.dropped[id.index()]).collect()
+        candidates
+            .filter(|id| at.dropped[id.index()].is_drop())
+            .collect()
     }
 
     /// The lowest of the bottoms, after polishing the few lowest.
@@ -580,7 +586,7 @@ impl<'p> Search<'p> {
             before = at.evaluation.peak_bytes;
             for &id in &self.problem.candidates {
                 // Keeping what need not be dropped saves time at the same peak.
-                let same_peak_will_do = at.dropped[id.index()];
+                let same_peak_will_do = at.dropped[id.index()].is_drop();
                 at = self.flip(at, &[id], same_peak_will_do);
             }
             for (id, other) in self.pairs() {
@@ -645,7 +651,7 @@ impl<'p> Search<'p> {
             return at;
         }
         for id in ids {
-            at.dropped[id.index()] ^= true;
+            at.dropped[id.index()] = at.dropped[id.index()].flipped();
         }
         let limit = at.evaluation.peak_bytes;
         let (evaluation, replay_seconds) = self.scorer.peek_within(&at.dropped, limit);
@@ -659,7 +665,7 @@ impl<'p> Search<'p> {
             };
         }
         for id in ids {
-            at.dropped[id.index()] ^= true;
+            at.dropped[id.index()] = at.dropped[id.index()].flipped();
         }
         at
     }
@@ -676,11 +682,11 @@ impl<'p> Search<'p> {
             if failures >= EXCHANGE_PATIENCE || self.exhausted() {
                 break;
             }
-            if !at.dropped[id.index()] {
+            if at.dropped[id.index()].is_keep() {
                 continue;
             }
             let mut dropped = at.dropped.clone();
-            dropped[id.index()] = false;
+            dropped[id.index()] = Treatment::Keep;
             self.repair(&mut dropped);
             let start = self.scorer.score(dropped);
             let met = self.descend(start, target, Some(id));

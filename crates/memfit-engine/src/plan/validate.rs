@@ -4,7 +4,7 @@
 //! Slow, plain, and sharing nothing with the search.
 
 use crate::bytes::Bytes;
-use crate::step::{Variant, naive};
+use crate::step::{Treatment, Variant, naive};
 use crate::trace::Trace;
 
 /// The first way in which a plan is wrong. Reaching a user with one is a bug in memfit.
@@ -24,6 +24,12 @@ pub enum InvalidPlan {
         /// Index of the op.
         op: u32,
     },
+    /// An allocation is treated as it may not be.
+    #[error("allocation {allocation} may not be stored, or may not have the home it has")]
+    Refused {
+        /// Index of the allocation.
+        allocation: u32,
+    },
     /// The plan needs more memory than no plan.
     #[error("the plan's peak {planned} is above the unplanned {unplanned}")]
     Rises {
@@ -37,12 +43,17 @@ pub enum InvalidPlan {
 pub(super) fn validate(
     trace: &Trace,
     variant: Variant,
-    dropped: &[bool],
+    dropped: &[Treatment],
     claimed: Bytes,
 ) -> Result<(), InvalidPlan> {
     let checked = naive::evaluate(trace, variant, dropped);
     if let Some(op) = checked.stale {
         return Err(InvalidPlan::Stale { op: op.0 });
+    }
+    if let Some(allocation) = checked.refused {
+        return Err(InvalidPlan::Refused {
+            allocation: allocation.0,
+        });
     }
     if checked.peak_bytes != claimed {
         return Err(InvalidPlan::Peak {

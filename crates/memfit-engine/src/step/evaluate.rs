@@ -1,6 +1,6 @@
 //! The peak of a transformed trace, in one sweep.
 //!
-//! Responsible for walking the events of a [`StepModel`] under a set of dropped allocations and
+//! Responsible for walking the events of a [`StepModel`] under a treatment of each allocation and
 //! reporting the exact peak, where it is, and which ops were replayed. One sweep touches each event
 //! once and allocates nothing, so a search can afford tens of thousands.
 //!
@@ -10,7 +10,10 @@
 //! the model's ground is added at each look. Checked against `naive.rs` on random traces.
 
 use super::events::Event;
-use super::model::StepModel;
+use super::model::{Slot, StepModel};
+use super::state::{Hold, State, reset};
+use super::transfers::Transfer;
+use super::treatment::Treatment;
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, OpIndex};
 
@@ -19,7 +22,7 @@ use crate::trace::{AllocationId, OpIndex};
 pub struct Moment {
     /// The op that runs, or the op before which the replay runs.
     pub position: OpIndex,
-    /// The forward op being replayed there.
+    /// The forward op being replayed there, or the one that made what is fetched there.
     pub replay: Option<OpIndex>,
 }
 
@@ -30,7 +33,8 @@ pub struct Evaluation {
     pub peak_bytes: Bytes,
     /// Where it is.
     pub moment: Moment,
-    /// A replay would read something overwritten since: the set must not be used.
+    /// False when a replay would read something overwritten since, or an allocation may not be treated as it
+    /// is: the treatments must not be used.
     pub valid: bool,
 }
 
@@ -39,7 +43,7 @@ pub struct Evaluation {
 pub struct Holding {
     /// The allocation.
     pub allocation: AllocationId,
-    /// Its bytes there; a dropped allocation may be there more than once.
+    /// Its bytes there; a dropped or stored allocation may be there more than once.
     pub bytes: Bytes,
     /// Number of natural ranges that hold it.
     pub natural: u32,
@@ -47,7 +51,7 @@ pub struct Holding {
     pub saved: u32,
     /// Number of records that pin it.
     pub pins: u32,
-    /// It is dropped, and there because it was computed again.
+    /// It is dropped or stored, and there because it was computed again or fetched.
     pub materialised: bool,
 }
 
@@ -101,42 +105,6 @@ pub struct Evaluator<'m> {
     swept: usize,
 }
 
-#[derive(Debug, Default, Clone)]
-struct State {
-    live: u64,
-    natural: Vec<u32>,
-    saved: Vec<u32>,
-    pins: Vec<u32>,
-    /// References to each slot: its tensor in forward, tokens, records that read it.
-    slot_refs: Vec<u32>,
-    materialised: Vec<bool>,
-    /// The slot's storage became that of the next version.
-    stolen: Vec<bool>,
-    /// The record of this op exists and has not been replayed.
-    pending: Vec<bool>,
-    /// References to outputs of a pending record.
-    output_refs: Vec<u32>,
-    /// The tensor of this slot, or a later version of it, is alive in forward.
-    original: Vec<bool>,
-    /// Slots that lose one reference each when [`State::drain`] runs.
-    stack: Vec<usize>,
-    /// Ops to replay, and whether each op is among them.
-    closure: Vec<usize>,
-    in_closure: Vec<bool>,
-    peak: u64,
-    peak_at: Option<(usize, Option<usize>)>,
-    /// Number of looks at the height so far, at the peak, and at which to stop.
-    tick: u64,
-    peak_tick: u64,
-    stop_tick: u64,
-    /// Height above which the sweep stops.
-    limit: u64,
-    valid: bool,
-    /// What changes, when someone asked; and the event that is being applied.
-    log: Option<Vec<Change>>,
-    at: (usize, u8),
-}
-
 impl<'m> Evaluator<'m> {
     /// An evaluator for `model`.
     #[must_use]
@@ -155,15 +123,15 @@ impl<'m> Evaluator<'m> {
         self.model
     }
 
-    /// Evaluates the step with `dropped[allocation]`. Flags on undroppable allocations make it invalid.
-    pub fn evaluate(&mut self, dropped: &[bool]) -> Evaluation {
-        self.evaluate_within(dropped, Bytes(u64::MAX))
+    /// Evaluates the step with `treatments[allocation]`. It is not valid if one of them is not allowed.
+    pub fn evaluate(&mut self, treatments: &[Treatment]) -> Evaluation {
+        self.evaluate_within(treatments, Bytes(u64::MAX))
     }
 
     /// The same, but stops where the step rises above `limit`: then the peak is what it rises to there,
     /// which is no more than the peak, and what comes after was not looked at.
-    pub fn evaluate_within(&mut self, dropped: &[bool], limit: Bytes) -> Evaluation {
-        self.sweep(dropped, u64::MAX, limit);
+    pub fn evaluate_within(&mut self, treatments: &[Treatment], limit: Bytes) -> Evaluation {
+        self.sweep(treatments, u64::MAX, limit);
         let (position, replay) = self.state.peak_at.unwrap_or((0, None));
         let index = |i| OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
         Evaluation {
@@ -186,24 +154,30 @@ impl<'m> Evaluator<'m> {
         self.swept
     }
 
-    /// Forward ops replayed in the last evaluation, in the order they ran.
+    /// Forward ops replayed in the last evaluation, in the order they ran; with homes, an op may run again.
     pub fn replayed(&self) -> impl Iterator<Item = OpIndex> + '_ {
         self.replayed
             .iter()
             .map(|&op| OpIndex(u32::try_from(op).unwrap_or(u32::MAX)))
     }
 
-    /// What is alive at the peak of `dropped`, largest first, ties by index.
-    pub fn holdings_at_peak(&mut self, dropped: &[bool]) -> Vec<Holding> {
+    /// What moved in the last evaluation, in order. Empty where nothing is stored.
+    #[must_use]
+    pub fn transfers(&self) -> &[Transfer] {
+        &self.state.traffic.transfers
+    }
+
+    /// What is alive at the peak of `treatments`, largest first, ties by index.
+    pub fn holdings_at_peak(&mut self, treatments: &[Treatment]) -> Vec<Holding> {
         let no_limit = Bytes(u64::MAX);
-        self.sweep(dropped, u64::MAX, no_limit);
+        self.sweep(treatments, u64::MAX, no_limit);
         let tick = self.state.peak_tick;
-        self.sweep(dropped, tick, no_limit);
+        self.sweep(treatments, tick, no_limit);
         let (model, state) = (self.model, &self.state);
         let (position, replay) = state.peak_at.unwrap_or((0, None));
         let mut holdings = Vec::new();
         for (i, &bytes) in model.bytes.iter().enumerate() {
-            let occupied = |&slot: &usize| dropped[i] && state.occupies(slot);
+            let occupied = |&slot: &usize| !treatments[i].is_keep() && state.occupies(slot);
             let copies = model.slots_of(i).filter(occupied).count() as u64;
             let fixed = |&(start, stop): &(usize, usize)| {
                 start < position + usize::from(replay.is_none()) && position < stop
@@ -225,24 +199,24 @@ impl<'m> Evaluator<'m> {
         holdings
     }
 
-    /// All changes of a sweep in order; `None` when the set is not valid.
-    pub(super) fn changes(&mut self, dropped: &[bool]) -> Option<Vec<Change>> {
-        self.begin(dropped);
+    /// All changes of a sweep in order; `None` when the treatments are not valid.
+    pub(super) fn changes(&mut self, treatments: &[Treatment]) -> Option<Vec<Change>> {
+        self.begin(treatments);
         self.state.log = Some(Vec::new());
         for &(position, event) in &self.model.events {
             self.state.at = (position, event.rank());
-            self.apply(dropped, position, event);
+            self.apply(treatments, position, event);
         }
         self.state.log.take().filter(|_| self.state.valid)
     }
 
     /// Bytes alive during each op, the largest replay before it included, and the op's own workspace.
-    pub fn timeline(&mut self, dropped: &[bool]) -> Vec<Bytes> {
+    pub fn timeline(&mut self, treatments: &[Treatment]) -> Vec<Bytes> {
         let model = self.model;
         let mut heights = vec![Bytes::ZERO; model.ground.len()];
         // An update at the very end counts with the last op.
         let last = heights.len().saturating_sub(1);
-        self.begin(dropped);
+        self.begin(treatments);
         for &(position, event) in &model.events {
             if let Event::Run { until, .. } = event {
                 let live = Bytes(self.state.live);
@@ -252,7 +226,7 @@ impl<'m> Evaluator<'m> {
                 }
             }
             self.state.peak = 0;
-            self.apply(dropped, position, event);
+            self.apply(treatments, position, event);
             if let Some(height) = heights.get_mut(position.min(last))
                 && !matches!(event, Event::Run { .. })
             {
@@ -262,7 +236,7 @@ impl<'m> Evaluator<'m> {
         heights
     }
 
-    fn begin(&mut self, dropped: &[bool]) {
+    fn begin(&mut self, treatments: &[Treatment]) {
         let model = self.model;
         let state = &mut self.state;
         state.live = 0;
@@ -282,18 +256,28 @@ impl<'m> Evaluator<'m> {
         state.peak_tick = 0;
         state.stop_tick = u64::MAX;
         state.limit = u64::MAX;
-        state.valid = dropped.len() == model.bytes.len()
-            && dropped
-                .iter()
-                .zip(&model.undroppable)
-                .all(|(&drop, why)| !drop || why.is_none());
+        let (mut stores, mut homes) = (false, false);
+        state.valid = treatments.len() == model.bytes.len();
+        for (allocation, treatment) in treatments.iter().enumerate() {
+            if !treatment.is_keep() {
+                state.valid &= state.valid && model.allows(allocation, *treatment);
+                stores |= treatment.is_store();
+                homes |= treatment.home() != Treatment::NO_HOME;
+            }
+        }
+        state.has_homes = homes;
+        if homes {
+            reset(&mut state.readers, model.slots.len());
+            reset(&mut state.passing, model.slots.len());
+        }
+        state.traffic.begin(model, stores);
         self.replayed.clear();
     }
 
     /// Walks all events, or those up to the look at the height numbered `stop_tick`, or to the first
     /// height above `limit`.
-    fn sweep(&mut self, dropped: &[bool], stop_tick: u64, limit: Bytes) {
-        self.begin(dropped);
+    fn sweep(&mut self, treatments: &[Treatment], stop_tick: u64, limit: Bytes) {
+        self.begin(treatments);
         self.state.stop_tick = stop_tick;
         self.state.limit = limit.0;
         self.swept = 0;
@@ -303,44 +287,54 @@ impl<'m> Evaluator<'m> {
         let model = self.model;
         for &(position, event) in &model.events {
             self.swept += 1;
-            self.apply(dropped, position, event);
+            self.apply(treatments, position, event);
             if self.state.stopped() {
                 return;
             }
         }
     }
 
-    fn apply(&mut self, dropped: &[bool], position: usize, event: Event) {
+    fn apply(&mut self, treatments: &[Treatment], position: usize, event: Event) {
         let model = self.model;
         let state = &mut self.state;
         match event {
-            Event::Pack(saved) => match model.saved[saved] {
-                (allocation, Some(slot)) if dropped[allocation] => state.add_ref(model, slot),
-                (allocation, _) => state.hold(model, allocation, Hold::Saved),
-            },
+            Event::Pack(saved) => {
+                let (allocation, slot) = model.saved[saved];
+                match (treatments[allocation], slot) {
+                    (Treatment::Drop { .. }, Some(slot)) => state.add_ref(model, slot),
+                    (Treatment::Store { .. }, Some(slot)) => {
+                        state.slot_refs[slot] += 1;
+                        state.go_out(model, allocation, position);
+                    }
+                    _ => state.hold(model, allocation, Hold::Saved),
+                }
+            }
+            Event::ForwardEnd => state.settle_all(model, position),
             Event::Release(saved) => match model.saved[saved] {
-                (allocation, Some(slot)) if dropped[allocation] => {
-                    state.drop_ref(model, dropped, slot);
+                (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
+                    state.drop_ref(model, treatments, slot);
                 }
                 (allocation, _) => state.let_go(model, allocation, Hold::Saved),
             },
-            Event::Unpack(saved) => {
-                if let (allocation, Some(slot)) = model.saved[saved]
-                    && dropped[allocation]
-                {
-                    self.materialise(dropped, slot, position);
+            Event::Unpack(saved) => match model.saved[saved] {
+                (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
+                    self.request(treatments, slot, position);
                 }
-            }
-            Event::Start { allocation, slot } => match slot {
-                Some(slot) if dropped[allocation] => state.add_ref(model, slot),
+                _ => {}
+            },
+            Event::Start { allocation, slot } => match (treatments[allocation], slot) {
+                (Treatment::Drop { .. }, Some(slot)) => state.add_ref(model, slot),
+                (Treatment::Store { .. }, Some(slot)) => state.slot_refs[slot] += 1,
                 _ => state.hold(model, allocation, Hold::Natural),
             },
             Event::End { allocation, slot } => match slot {
-                Some(slot) if dropped[allocation] => state.drop_ref(model, dropped, slot),
+                Some(slot) if !treatments[allocation].is_keep() => {
+                    state.drop_ref(model, treatments, slot);
+                }
                 _ => {
                     state.let_go(model, allocation, Hold::Natural);
-                    if dropped[allocation] && state.natural[allocation] == 0 {
-                        state.forget_original(model, dropped, allocation);
+                    if treatments[allocation].is_drop() && state.natural[allocation] == 0 {
+                        state.forget_original(model, treatments, allocation);
                     }
                 }
             },
@@ -348,271 +342,77 @@ impl<'m> Evaluator<'m> {
             Event::Run { highest, .. } => {
                 state.observe(model.ground[highest], highest, None);
                 if position < model.forward_end {
-                    state.record(model, dropped, position);
+                    state.record(model, treatments, position);
                 }
             }
         }
     }
 
-    /// Runs, in forward order, every pending record that `slot` needs.
-    fn materialise(&mut self, dropped: &[bool], slot: usize, position: usize) {
+    /// Backward asks for `slot`: runs, in forward order, every pending record that it needs, and fetches
+    /// what is stored.
+    fn request(&mut self, treatments: &[Treatment], slot: usize, position: usize) {
         let model = self.model;
         let state = &mut self.state;
-        if !state.pending[model.slots[slot].maker] {
+        let Slot {
+            allocation,
+            maker: asker,
+        } = model.slots[slot];
+        if treatments[allocation].is_store() {
+            if state.slot_refs[slot] == 0 {
+                return;
+            }
+            let there = state.materialised[slot];
+            state.closure.clear();
+            state.traffic.want(slot, there);
+        } else if state.pending[asker] {
+            state.collect_closure(model, treatments, asker);
+        } else {
             return;
         }
-        state.collect_closure(model, dropped, slot);
+        let mut fetched = 0;
         for i in 0..state.closure.len() {
             let op = state.closure[i];
+            while let Some(&slot) = state.traffic.wanted.get(fetched)
+                && model.slots[slot].maker <= op
+            {
+                fetched += 1;
+                state.fetch(model, treatments, slot, asker, position);
+                if state.stopped() {
+                    return;
+                }
+            }
             if model.records[op].stale_from <= position {
                 state.valid = false;
             }
-            state.replay(model, dropped, op, position);
+            state.replay(model, treatments, op, asker, position);
             self.replayed.push(op);
             if state.stopped() {
                 return;
             }
         }
-    }
-}
-
-#[derive(Clone, Copy)]
-enum Hold {
-    Natural,
-    Saved,
-    Pin,
-}
-
-impl State {
-    fn stopped(&self) -> bool {
-        self.tick >= self.stop_tick
-    }
-
-    fn held(&self, allocation: usize) -> bool {
-        self.natural[allocation] + self.saved[allocation] + self.pins[allocation] > 0
-    }
-
-    /// Does this slot occupy memory of its own in backward?
-    fn occupies(&self, slot: usize) -> bool {
-        self.materialised[slot] && !self.stolen[slot] && self.slot_refs[slot] > 0
-    }
-
-    fn note(&mut self, change: impl FnOnce((usize, u8)) -> Change) {
-        let at = self.at;
-        if let Some(log) = &mut self.log {
-            log.push(change(at));
+        if state.traffic.active {
+            self.finish_request(treatments, fetched, asker, position);
         }
     }
 
-    fn hold(&mut self, model: &StepModel, allocation: usize, by: Hold) {
-        if !self.held(allocation) {
-            self.live = self.live.saturating_add(model.bytes[allocation]);
-            self.note(|at| Change::Held { at, allocation });
-        }
-        *self.count(allocation, by) += 1;
-    }
-
-    fn let_go(&mut self, model: &StepModel, allocation: usize, by: Hold) {
-        let count = self.count(allocation, by);
-        if *count == 0 {
-            return;
-        }
-        *count -= 1;
-        if !self.held(allocation) {
-            self.live = self.live.saturating_sub(model.bytes[allocation]);
-            self.note(|at| Change::LetGo { at, allocation });
-        }
-    }
-
-    fn count(&mut self, allocation: usize, by: Hold) -> &mut u32 {
-        match by {
-            Hold::Natural => &mut self.natural[allocation],
-            Hold::Saved => &mut self.saved[allocation],
-            Hold::Pin => &mut self.pins[allocation],
-        }
-    }
-
-    fn observe(&mut self, extra: u64, position: usize, replay: Option<usize>) {
-        self.tick += 1;
-        let height = self.live.saturating_add(extra);
-        if height > self.peak {
-            self.peak = height;
-            self.peak_at = Some((position, replay));
-            self.peak_tick = self.tick;
-            if height > self.limit {
-                self.stop_tick = self.tick;
+    /// What no record of the request reads, and what is fetched ahead after it.
+    fn finish_request(
+        &mut self,
+        treatments: &[Treatment],
+        fetched: usize,
+        asker: usize,
+        position: usize,
+    ) {
+        let state = &mut self.state;
+        // A record reads what was made before it, so only a token's own slot is left.
+        for i in fetched..state.traffic.wanted.len() {
+            let slot = state.traffic.wanted[i];
+            state.fetch(self.model, treatments, slot, asker, position);
+            if state.stopped() {
+                return;
             }
         }
+        state.traffic.wanted.clear();
+        state.fetch_ahead(self.model, treatments, position);
     }
-
-    /// The op has run in forward: if it made a dropped slot, its record starts to exist.
-    fn record(&mut self, model: &StepModel, dropped: &[bool], op: usize) {
-        let record = &model.records[op];
-        let mut outputs = 0;
-        for &slot in &record.makes {
-            if dropped[model.slots[slot].allocation] {
-                // The tensor itself refers to the record while its storage lives.
-                self.slot_refs[slot] += 1;
-                self.original[slot] = true;
-                outputs += 1;
-            }
-        }
-        if outputs == 0 {
-            return;
-        }
-        self.pending[op] = true;
-        self.output_refs[op] = outputs;
-        for &(allocation, slot) in &record.reads {
-            match slot {
-                Some(slot) if dropped[allocation] => self.add_ref(model, slot),
-                _ => {
-                    if model.last_write[allocation].is_some_and(|write| write > op) {
-                        self.valid = false;
-                    }
-                    self.hold(model, allocation, Hold::Pin);
-                }
-            }
-        }
-    }
-
-    /// The storage of a dropped allocation died in forward: its tensors no longer refer to the records.
-    fn forget_original(&mut self, model: &StepModel, dropped: &[bool], allocation: usize) {
-        for slot in model.slots_of(allocation) {
-            if std::mem::take(&mut self.original[slot]) {
-                self.drop_ref(model, dropped, slot);
-            }
-        }
-    }
-
-    fn add_ref(&mut self, model: &StepModel, slot: usize) {
-        self.slot_refs[slot] += 1;
-        if self.slot_refs[slot] == 1 {
-            self.output_refs[model.slots[slot].maker] += 1;
-        }
-    }
-
-    fn drop_ref(&mut self, model: &StepModel, dropped: &[bool], slot: usize) {
-        self.stack.push(slot);
-        self.drain(model, dropped);
-    }
-
-    /// Takes one reference from each queued slot, and from what goes with it.
-    fn drain(&mut self, model: &StepModel, dropped: &[bool]) {
-        while let Some(slot) = self.stack.pop() {
-            if self.slot_refs[slot] == 0 {
-                continue;
-            }
-            self.slot_refs[slot] -= 1;
-            if self.slot_refs[slot] > 0 {
-                continue;
-            }
-            let maker = model.slots[slot].maker;
-            if self.materialised[slot] {
-                if !self.stolen[slot] {
-                    let bytes = model.bytes[model.slots[slot].allocation];
-                    self.live = self.live.saturating_sub(bytes);
-                    self.note(|at| Change::Gone { at, slot, bytes });
-                }
-                continue;
-            }
-            self.output_refs[maker] = self.output_refs[maker].saturating_sub(1);
-            if self.pending[maker] && self.output_refs[maker] == 0 {
-                self.consume(model, dropped, maker);
-            }
-        }
-    }
-
-    /// The record of `op` goes: its pins let go, its references to inputs are queued for dropping.
-    fn consume(&mut self, model: &StepModel, dropped: &[bool], op: usize) {
-        self.pending[op] = false;
-        for &(allocation, slot) in &model.records[op].reads {
-            match slot {
-                Some(slot) if dropped[allocation] => self.stack.push(slot),
-                _ => self.let_go(model, allocation, Hold::Pin),
-            }
-        }
-    }
-
-    fn collect_closure(&mut self, model: &StepModel, dropped: &[bool], slot: usize) {
-        self.closure.clear();
-        self.stack.push(model.slots[slot].maker);
-        while let Some(op) = self.stack.pop() {
-            if std::mem::replace(&mut self.in_closure[op], true) {
-                continue;
-            }
-            self.closure.push(op);
-            for &(allocation, slot) in &model.records[op].reads {
-                if let Some(slot) = slot
-                    && dropped[allocation]
-                    && self.pending[model.slots[slot].maker]
-                {
-                    self.stack.push(model.slots[slot].maker);
-                }
-            }
-        }
-        self.closure.sort_unstable();
-        for &op in &self.closure {
-            self.in_closure[op] = false;
-        }
-    }
-
-    fn replay(&mut self, model: &StepModel, dropped: &[bool], op: usize, position: usize) {
-        let record = &model.records[op];
-        let steals = record
-            .takes
-            .filter(|&taken| self.steals(model, dropped, taken));
-        let mut made: u64 = 0;
-        for &slot in &record.makes {
-            let allocation = model.slots[slot].allocation;
-            if !(steals.is_some() && dropped[allocation] && is_next(model, steals, slot)) {
-                made = made.saturating_add(model.bytes[allocation]);
-            }
-        }
-        let ground = model.ground_between.get(position).copied().unwrap_or(0);
-        let extra = made.saturating_add(record.workspace).saturating_add(ground);
-        self.observe(extra, position, Some(op));
-        for &slot in &record.makes {
-            let allocation = model.slots[slot].allocation;
-            if dropped[allocation] && self.slot_refs[slot] > 0 {
-                self.materialised[slot] = true;
-                self.output_refs[op] = self.output_refs[op].saturating_sub(1);
-                if is_next(model, steals, slot) {
-                    // The storage passes on; from here the taken slot occupies nothing.
-                    self.stolen[slot - 1] = true;
-                    self.note(|at| Change::Passed { at, from: slot - 1 });
-                } else {
-                    let bytes = model.bytes[allocation];
-                    self.live = self.live.saturating_add(bytes);
-                    made = made.saturating_sub(bytes);
-                    self.note(|at| Change::Made { at, slot, bytes });
-                }
-            }
-        }
-        // What is left of it nothing waits for.
-        let bytes = made.saturating_add(record.workspace);
-        self.note(|at| Change::Scratch { at, bytes });
-        if self.stopped() {
-            return;
-        }
-        self.consume(model, dropped, op);
-        self.drain(model, dropped);
-    }
-
-    /// May the replay that takes `slot` to its next version write on it in place?
-    fn steals(&self, model: &StepModel, dropped: &[bool], slot: usize) -> bool {
-        dropped[model.slots[slot].allocation]
-            && self.materialised[slot]
-            && self.slot_refs[slot] == 1
-    }
-}
-
-fn is_next(model: &StepModel, taken: Option<usize>, slot: usize) -> bool {
-    taken.is_some_and(|taken| {
-        taken + 1 == slot && model.slots[taken].allocation == model.slots[slot].allocation
-    })
-}
-
-fn reset<T: Clone + Default>(values: &mut Vec<T>, length: usize) {
-    values.clear();
-    values.resize(length, T::default());
 }

@@ -13,6 +13,8 @@ use crate::trace::{Category, OpIndex, ParameterUpdate, Phase, Trace};
 pub(super) enum Event {
     /// Autograd packs saved tensor `.0`.
     Pack(usize),
+    /// Forward is over, and what it saved is packed: every write elsewhere settles.
+    ForwardEnd,
     /// Natural range ends: allocation, and for a range that backward opened the slot it holds.
     End {
         allocation: usize,
@@ -40,7 +42,7 @@ impl Event {
     /// before any other that is ready.
     pub(super) const fn rank(self) -> u8 {
         match self {
-            Self::Pack(_) => 0,
+            Self::Pack(_) | Self::ForwardEnd => 0,
             Self::End { .. } => 1,
             Self::Release(_) => 2,
             Self::Update { .. } => 3,
@@ -62,7 +64,7 @@ impl StepModel {
         // The last gradient may be complete at the end itself: what lives on is still alive there.
         let last = end + 1;
         let cuts = self.gradient_cuts(trace);
-        let mut events: Vec<(usize, Event)> = Vec::new();
+        let mut events: Vec<(usize, Event)> = vec![(self.forward_end, Event::ForwardEnd)];
         for (i, saved) in trace.saved.iter().enumerate() {
             let value = &trace.values[saved.value.index()];
             let allocation = value.allocation.index();

@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::evaluate::{Change, Evaluator};
 use super::model::StepModel;
+use super::treatment::Treatment;
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, Category, Trace};
 
@@ -59,10 +60,10 @@ struct Turn {
     bytes: u64,
 }
 
-/// The lives of a step under `dropped[allocation]`, by start. Empty when the set of drops is not valid.
+/// The lives of a step under `treatments[allocation]`, by start. Empty when they are not valid.
 #[must_use]
-pub fn lives(trace: &Trace, model: &StepModel, dropped: &[bool]) -> Vec<Life> {
-    let Some(changes) = Evaluator::new(model).changes(dropped) else {
+pub fn lives(trace: &Trace, model: &StepModel, treatments: &[Treatment]) -> Vec<Life> {
+    let Some(changes) = Evaluator::new(model).changes(treatments) else {
         return Vec::new();
     };
     let mut script = Script {

@@ -1,8 +1,8 @@
 //! The transformed trace: what a step does to memory under a plan.
 //!
 //! The meaning is written once, in `docs/concepts/transformed-trace.md`; this module evaluates it.
-//! [`StepModel`] lays a trace out for evaluation, [`Evaluator`] sweeps it under a set of dropped
-//! allocations, and `naive.rs` does the same with reference-counted objects, slowly and without shared
+//! [`StepModel`] lays a trace out for evaluation, [`Evaluator`] sweeps it under a [`Treatment`] of
+//! each allocation, and `naive.rs` does the same with reference-counted objects, slowly and without shared
 //! code: every plan passes it before anyone sees it. [`lives`] writes a step out for allocators.
 //!
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
@@ -14,6 +14,13 @@ mod model;
 pub mod naive;
 #[cfg(test)]
 pub(crate) mod random;
+mod state;
+mod storable;
+mod transfers;
+mod treatment;
 
 pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
 pub use model::{StepModel, Undroppable, Variant};
+pub use storable::Unstorable;
+pub use transfers::Transfer;
+pub use treatment::Treatment;

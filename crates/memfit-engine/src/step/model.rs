@@ -9,6 +9,7 @@
 //! stretch of which only the highest counts.
 
 use super::events::Event;
+use super::storable::Unstorable;
 use crate::bytes::Bytes;
 use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace};
 
@@ -19,6 +20,11 @@ pub struct Variant {
     pub fuse_optimizer: bool,
     /// Gradients of earlier micro-batches are alive throughout.
     pub accumulate: bool,
+    /// Most bytes of stored allocations on their way out, and most fetched ahead. With none, every write
+    /// settles before the pack returns, and nothing is fetched ahead.
+    pub window_bytes: Bytes,
+    /// The optimizer runs per parameter, whose state is in memory only during its update.
+    pub offload_optimizer: bool,
 }
 
 /// A version of an allocation: the unit that is recomputed.
@@ -64,6 +70,9 @@ pub struct StepModel {
     pub variant: Variant,
     pub(super) bytes: Vec<u64>,
     pub(super) undroppable: Vec<Option<Undroppable>>,
+    pub(super) unstorable: Vec<Option<Unstorable>>,
+    /// Storable allocations in the order in which backward first asks for them.
+    pub(super) fetch_order: Vec<usize>,
     pub(super) slots: Vec<Slot>,
     /// First slot of each allocation; slots of one allocation are consecutive versions.
     pub(super) first_slot: Vec<Option<usize>>,
@@ -74,7 +83,7 @@ pub struct StepModel {
     pub(super) saved: Vec<(usize, Option<usize>)>,
     /// Per allocation: last op in forward or backward that writes to it in place.
     pub(super) last_write: Vec<Option<usize>>,
-    /// Some set of drops changes when it is alive: it may be dropped, or be pinned by what is.
+    /// Some plan changes when it is alive: it may be dropped or stored, or be pinned by what is dropped.
     pub(super) mobile: Vec<bool>,
     /// Per op: bytes of everything else while it runs, its workspace included.
     pub(super) ground: Vec<u64>,
@@ -94,6 +103,8 @@ impl StepModel {
             variant,
             bytes: trace.allocations.iter().map(|a| a.bytes.0).collect(),
             undroppable: vec![None; trace.allocations.len()],
+            unstorable: vec![None; trace.allocations.len()],
+            fetch_order: Vec::new(),
             slots: Vec::new(),
             first_slot: vec![None; trace.allocations.len()],
             records: vec![Record::default(); forward_end],
@@ -109,6 +120,7 @@ impl StepModel {
         model.lay_out_slots(trace);
         model.lay_out_records(trace);
         model.find_undroppable(trace);
+        model.find_unstorable(trace);
         model.find_mobile(trace);
         model.lay_out_events(trace);
         model
@@ -323,6 +335,7 @@ impl StepModel {
             trace.allocations[allocation].natural.first() == Some(&(OpIndex(0), trace.end()))
         };
         for allocation in 0..self.bytes.len() {
+            self.mobile[allocation] |= self.unstorable[allocation].is_none();
             if self.undroppable[allocation].is_some() {
                 continue;
             }

@@ -7,7 +7,9 @@
 //! Quadratic: a step of some thousand ops takes a fraction of a second. What cannot be alive for hundreds of
 //! ops around is not asked about there; that is all the cleverness.
 
-use super::Variant;
+mod stored;
+
+use super::{Transfer, Treatment, Variant};
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
 
@@ -27,6 +29,8 @@ struct Version {
 struct Record {
     op: usize,
     reads_versions: Vec<usize>,
+    /// Stored allocations that it reads.
+    reads_stored: Vec<usize>,
     pins: Vec<usize>,
     /// The versions it makes.
     made: std::ops::Range<usize>,
@@ -40,14 +44,47 @@ pub struct NaiveEvaluation {
     pub peak_bytes: Bytes,
     /// Forward ops replayed, in order.
     pub replayed: Vec<OpIndex>,
-    /// A replay read something overwritten since.
+    /// A replay read something overwritten since, or a stored allocation was needed too early.
     pub stale: Option<OpIndex>,
+    /// An allocation that may not be stored, or may not have the home it has.
+    pub refused: Option<AllocationId>,
+    /// What moved, in order.
+    pub transfers: Vec<Transfer>,
+}
+
+/// What there is of the stored allocations; per allocation.
+#[derive(Debug, Default)]
+struct Stored {
+    any: bool,
+    /// In the order of their writes; those up to `settled` are no longer on their way out.
+    sent: Vec<usize>,
+    settled: usize,
+    fetched: Vec<bool>,
+    /// It came ahead, and nothing asked for it yet.
+    unasked: Vec<bool>,
+    /// By first own unpack.
+    order: Vec<usize>,
+}
+
+/// Something that a request runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Errand {
+    Fetch(usize),
+    Replay(usize),
+}
+
+/// What is reachable at a moment.
+struct Reach {
+    versions: Vec<bool>,
+    records: Vec<bool>,
+    /// Stored allocations to which something refers.
+    stored: Vec<bool>,
 }
 
 struct Twin<'t> {
     trace: &'t Trace,
     variant: Variant,
-    dropped: &'t [bool],
+    treatments: &'t [Treatment],
     forward_end: usize,
     versions: Vec<Version>,
     records: Vec<Record>,
@@ -58,6 +95,12 @@ struct Twin<'t> {
     ranges: Vec<Vec<(usize, usize)>>,
     /// Per stretch of [`STRETCH`] positions: allocations that something but a pin or a replay may hold there.
     near: Vec<Vec<usize>>,
+    stored: Stored,
+    /// Forward ops that make the versions of each allocation.
+    makers: Vec<Vec<usize>>,
+    /// Versions and stored allocations that are there only until a record of this request ran.
+    passing_versions: Vec<usize>,
+    passing_stored: Vec<usize>,
     constant: u64,
     result: NaiveEvaluation,
 }
@@ -65,9 +108,9 @@ struct Twin<'t> {
 /// Positions in a stretch; few in tests, whose steps are short.
 const STRETCH: usize = if cfg!(test) { 4 } else { 256 };
 
-/// Evaluates `trace` with `dropped[allocation]`, naively.
+/// Evaluates `trace` with `treatments[allocation]`, naively. Whether what is dropped may be is not asked.
 #[must_use]
-pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvaluation {
+pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> NaiveEvaluation {
     let forward_end = trace.forward_end().index();
     let gradients = trace.updates.iter().map(|u| u.gradient.index());
     let is_gradient = |a: &usize| trace.allocations[*a].category == Category::Gradient;
@@ -83,6 +126,8 @@ pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvalu
         peak_bytes: Bytes::ZERO,
         replayed: Vec::new(),
         stale: None,
+        refused: None,
+        transfers: Vec::new(),
     };
     let mut saved_of = vec![Vec::new(); trace.allocations.len()];
     for (i, saved) in trace.saved.iter().enumerate() {
@@ -91,7 +136,7 @@ pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvalu
     let mut twin = Twin {
         trace,
         variant,
-        dropped,
+        treatments,
         forward_end,
         versions: Vec::new(),
         records: Vec::new(),
@@ -99,10 +144,15 @@ pub fn evaluate(trace: &Trace, variant: Variant, dropped: &[bool]) -> NaiveEvalu
         versions_of: vec![Vec::new(); trace.allocations.len()],
         ranges: Vec::new(),
         near: Vec::new(),
+        stored: Stored::default(),
+        makers: Vec::new(),
+        passing_versions: Vec::new(),
+        passing_stored: Vec::new(),
         constant,
         result,
     };
     twin.lay_out();
+    twin.judge();
     twin.run();
     twin.result
 }
@@ -125,9 +175,10 @@ impl Twin<'_> {
             _ => self.trace.ops.len(),
         };
         for (p, unpacks) in unpacks.iter().enumerate().take(end + 1) {
+            self.packs_at(p);
             self.updates_at(p);
             for &i in unpacks {
-                self.unpack(i, p);
+                self.request(i, p);
             }
             if p == end {
                 break;
@@ -146,7 +197,7 @@ impl Twin<'_> {
 
     fn lay_out(&mut self) {
         let shortened = self.variant.fuse_optimizer || self.variant.accumulate;
-        let mut cuts = vec![usize::MAX; self.dropped.len()];
+        let mut cuts = vec![usize::MAX; self.treatments.len()];
         for update in self.trace.updates.iter().filter(|_| shortened) {
             let gradient = update.gradient.index();
             if self.trace.allocations[gradient].category == Category::Gradient {
@@ -205,11 +256,32 @@ impl Twin<'_> {
         self.versions_of[a].last().copied()
     }
 
-    /// Which versions and records are reachable, as if record `without` did not exist.
-    fn reach(&self, p: usize, running: bool, without: Option<usize>) -> (Vec<bool>, Vec<bool>) {
+    fn is_dropped(&self, a: usize) -> bool {
+        matches!(self.treatments[a], Treatment::Drop { .. })
+    }
+
+    fn is_stored(&self, a: usize) -> bool {
+        matches!(self.treatments[a], Treatment::Store { .. })
+    }
+
+    /// What is reachable, as if record `without` did not exist.
+    fn reach(&self, p: usize, running: bool, without: Option<usize>) -> Reach {
         let mut versions = vec![false; self.versions.len()];
         let mut records = vec![false; self.records.len()];
-        for &a in self.near[p / STRETCH].iter().filter(|&&a| self.dropped[a]) {
+        let mut stored = vec![
+            false;
+            if self.stored.any {
+                self.treatments.len()
+            } else {
+                0
+            }
+        ];
+        let near = self.near[p / STRETCH].iter().copied();
+        for a in near.clone().filter(|&a| self.is_stored(a)) {
+            let token = self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
+            stored[a] = token || self.backward_ranges(a, p, running).next().is_some();
+        }
+        for a in near.filter(|&a| self.is_dropped(a)) {
             let natural = self.natural(a, p, running, true);
             for &version in &self.versions_of[a] {
                 versions[version] |= natural;
@@ -220,18 +292,7 @@ impl Twin<'_> {
                     versions[version] = true;
                 }
             }
-            let backward = self.ranges[a]
-                .iter()
-                .filter(|range| range.0 >= self.forward_end);
-            for &(s, e) in backward {
-                let open = if running {
-                    s <= p && p < e
-                } else {
-                    s < p && p < e
-                };
-                if !open {
-                    continue;
-                }
+            for s in self.backward_ranges(a, p, running) {
                 let by = self.saved_of[a]
                     .iter()
                     .map(|&i| &self.trace.saved[i])
@@ -256,38 +317,73 @@ impl Twin<'_> {
                 for &v in &self.records[r].reads_versions {
                     versions[v] = true;
                 }
+                for &a in &self.records[r].reads_stored {
+                    stored[a] = true;
+                }
             }
         }
-        (versions, records)
+        Reach {
+            versions,
+            records,
+            stored,
+        }
+    }
+
+    /// Where the ranges of `a` that backward opened and that hold it at `p` start.
+    fn backward_ranges(
+        &self,
+        a: usize,
+        p: usize,
+        running: bool,
+    ) -> impl Iterator<Item = usize> + '_ {
+        let ranges = self.ranges[a].iter();
+        let backward = ranges.filter(|range| range.0 >= self.forward_end);
+        let open = backward.filter(move |&&(s, e)| (s < p || running && s == p) && p < e);
+        open.map(|&(s, _)| s)
     }
 
     /// Bytes alive, plus `extra`.
     fn height(&self, p: usize, running: bool, extra: u64) -> u64 {
-        let (versions, records) = self.reach(p, running, None);
-        let mut counted = vec![false; self.dropped.len()];
+        let reach = self.reach(p, running, None);
+        let mut counted = vec![false; self.treatments.len()];
         let mut total = self.constant + extra;
         let mut count = |a: usize| {
             if !std::mem::replace(&mut counted[a], true) {
-                total += self.trace.allocations[a].bytes.0;
+                total += self.bytes(a);
             }
         };
-        for r in (0..self.records.len()).filter(|&r| records[r]) {
+        for r in (0..self.records.len()).filter(|&r| reach.records[r]) {
             self.records[r].pins.iter().for_each(|&a| count(a));
         }
+        let outgoing = &self.stored.sent[self.stored.settled..];
+        for &a in outgoing {
+            count(a);
+        }
         for &a in &self.near[p / STRETCH] {
-            let saved =
-                !self.dropped[a] && self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
-            let forward_only = self.dropped[a] && self.latest(a).is_some();
+            let kept = !self.is_dropped(a) && !self.is_stored(a);
+            let saved = kept && self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
+            let forward_only = self.is_stored(a) || self.is_dropped(a) && self.latest(a).is_some();
             if saved || self.natural(a, p, running, forward_only) {
                 count(a);
             }
         }
         for (v, version) in self.versions.iter().enumerate() {
-            if version.materialised && !version.stolen && versions[v] {
-                total += self.trace.allocations[version.allocation].bytes.0;
+            let stays = version.materialised && !version.stolen && reach.versions[v];
+            if stays || self.passing_versions.contains(&v) {
+                total += self.bytes(version.allocation);
+            }
+        }
+        for &a in &self.stored.sent {
+            let stays = self.stored.fetched[a] && reach.stored[a];
+            if stays || self.passing_stored.contains(&a) {
+                total += self.bytes(a);
             }
         }
         total
+    }
+
+    fn bytes(&self, a: usize) -> u64 {
+        self.trace.allocations[a].bytes.0
     }
 
     fn record(&mut self, op: usize) {
@@ -296,13 +392,13 @@ impl Twin<'_> {
         let mut makes: Vec<(usize, u32)> = Vec::new();
         for &output in &trace.ops[op].outputs {
             let a = trace.allocation_of(output).index();
-            if self.dropped[a] && trace.allocations[a].producer == Some(index) {
+            if self.is_dropped(a) && trace.allocations[a].producer == Some(index) {
                 makes.push((a, 0));
             }
         }
         for &write in &trace.ops[op].writes {
             let a = trace.allocation_of(write).index();
-            if let (true, Some(last)) = (self.dropped[a], self.latest(a)) {
+            if let (true, Some(last)) = (self.is_dropped(a), self.latest(a)) {
                 makes.push((a, self.versions[last].number + 1));
             }
         }
@@ -311,15 +407,19 @@ impl Twin<'_> {
         if makes.is_empty() {
             return;
         }
-        let (mut reads_versions, mut pins) = (Vec::new(), Vec::new());
+        let (mut reads_versions, mut reads_stored, mut pins) = (Vec::new(), Vec::new(), Vec::new());
         let shape_is_enough = trace.reads_only_shape(&trace.ops[op]);
         for &read in trace.ops[op].reads.iter().filter(|_| !shape_is_enough) {
             let value = &trace.values[read.index()];
             let a = value.allocation.index();
             match self.version_of(a, value.version) {
-                Some(version) if self.dropped[a] => reads_versions.push(version),
+                Some(version) if self.is_dropped(a) => reads_versions.push(version),
                 _ => {
-                    pins.push(a);
+                    if self.is_stored(a) {
+                        reads_stored.push(a);
+                    } else {
+                        pins.push(a);
+                    }
                     let overwritten = trace.ops[op + 1..].iter().any(|later| {
                         later.phase != Phase::Optimizer
                             && later
@@ -350,39 +450,14 @@ impl Twin<'_> {
         self.records.push(Record {
             op,
             reads_versions,
+            reads_stored,
             pins,
             made,
             consumed: false,
         });
     }
 
-    fn unpack(&mut self, saved: usize, p: usize) {
-        let value = &self.trace.values[self.trace.saved[saved].value.index()];
-        let a = value.allocation.index();
-        if !self.dropped[a] {
-            return;
-        }
-        let Some(version) = self.version_of(a, value.version) else {
-            return;
-        };
-        let mut needed = vec![self.versions[version].record];
-        let mut i = 0;
-        while i < needed.len() {
-            for &v in &self.records[needed[i]].reads_versions {
-                if !needed.contains(&self.versions[v].record) {
-                    needed.push(self.versions[v].record);
-                }
-            }
-            i += 1;
-        }
-        needed.retain(|&r| !self.records[r].consumed);
-        needed.sort_unstable();
-        for record in needed {
-            self.replay(record, p);
-        }
-    }
-
-    fn replay(&mut self, record: usize, p: usize) {
+    fn replay(&mut self, record: usize, asker: usize, p: usize) {
         let op = self.records[record].op;
         let index = OpIndex(u32::try_from(op).unwrap_or(u32::MAX));
         if self.variant.fuse_optimizer {
@@ -393,7 +468,7 @@ impl Twin<'_> {
                 self.result.stale = Some(index);
             }
         }
-        let (others, _) = self.reach(p, false, Some(record));
+        let others = self.reach(p, false, Some(record)).versions;
         let (mut made, mut passed) = (0, None);
         for v in 0..self.versions.len() {
             if self.versions[v].record != record {
@@ -412,7 +487,7 @@ impl Twin<'_> {
         }
         for &output in &self.trace.ops[op].outputs {
             let a = self.trace.allocation_of(output).index();
-            if !self.dropped[a] && self.trace.allocations[a].producer == Some(index) {
+            if !self.is_dropped(a) && self.trace.allocations[a].producer == Some(index) {
                 made += self.trace.allocations[a].bytes.0;
             }
         }
@@ -422,13 +497,21 @@ impl Twin<'_> {
         if let Some(taken) = passed {
             self.versions[taken].stolen = true;
         }
+        self.result.replayed.push(index);
+        let made = self.records[record].made.clone();
+        if made
+            .clone()
+            .all(|v| self.is_far(self.versions[v].allocation, asker))
+        {
+            self.passing_versions.extend(made);
+            return;
+        }
         self.records[record].consumed = true;
         for v in 0..self.versions.len() {
             if self.versions[v].record == record {
                 self.versions[v].materialised = true;
             }
         }
-        self.result.replayed.push(index);
     }
 
     /// Fused updates whose gradient is complete at `p`, in order; each frees its gradient.

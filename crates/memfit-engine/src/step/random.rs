@@ -1,10 +1,13 @@
 //! Random traces for property tests: every feature the transformed trace knows, in small.
 
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{TestCaseError, TestRunner};
 
+use super::{Evaluator, StepModel, Transfer, Treatment, Variant, lives, naive};
 use crate::bytes::Bytes;
 use crate::trace::sample::Builder;
-use crate::trace::{Category, OpIndex, ParameterUpdate, Phase, Trace, ValueId};
+use crate::trace::{AllocationId, Category, OpIndex, ParameterUpdate, Phase, Trace, ValueId};
 
 /// What to build a trace from: one tuple per forward op (kind, first operand, second operand, size,
 /// workspace, saves), and drops chosen by index.
@@ -127,37 +130,177 @@ fn backward(builder: &mut Builder, to_save: &[(ValueId, u32)], loss: ValueId, pa
     });
 }
 
+/// What to do with each allocation (kind, home), and the variant (flags, window).
+type Choices = (Vec<(u8, u8)>, (u8, u8));
+
+fn choices() -> impl Strategy<Value = Choices> {
+    let kinds = prop::collection::vec((any::<u8>(), any::<u8>()), 40);
+    (kinds, (any::<u8>(), any::<u8>()))
+}
+
+fn variant(flags: u8, window: u8) -> Variant {
+    Variant {
+        fuse_optimizer: flags & 1 != 0,
+        accumulate: flags & 2 != 0,
+        offload_optimizer: flags & 4 != 0,
+        // Sizes are 4 to 32 bytes.
+        window_bytes: Bytes(match window % 4 {
+            0 => 0,
+            1 => u64::MAX,
+            _ => u64::from(window),
+        }),
+    }
+}
+
+fn allocations(trace: &Trace) -> impl Iterator<Item = AllocationId> {
+    (0..u32::try_from(trace.allocations.len()).unwrap()).map(AllocationId)
+}
+
+/// Treatments that are allowed for each allocation alone; few are kept that need not be.
+fn treatments(trace: &Trace, model: &StepModel, kinds: &[(u8, u8)]) -> Vec<Treatment> {
+    let treatment = |id: AllocationId| {
+        let (kind, home) = kinds[id.index() % kinds.len()];
+        let drop = model.is_droppable(id).then_some(Treatment::DROP);
+        let store = model.is_storable(id).then_some(Treatment::STORE);
+        let either = if kind % 2 == 0 {
+            drop.or(store)
+        } else {
+            store.or(drop)
+        };
+        let chosen = either.filter(|_| kind < 220).unwrap_or_default();
+        // Most often soon after the op that makes it, where more requests are far.
+        let after = trace.allocations[id.index()]
+            .producer
+            .map_or(0, |op| op.0 + 1);
+        if kind & 8 != 0 && model.may_have_home(id) {
+            chosen.with_home(OpIndex(after + u32::from(home % 4)))
+        } else {
+            chosen
+        }
+    };
+    allocations(trace).map(treatment).collect()
+}
+
+/// Holds the sweep, its timeline, its holdings and its lives against the slow twin. Tells whether the
+/// treatments are valid.
+fn compare(
+    trace: &Trace,
+    variant: Variant,
+    treatments: &[Treatment],
+) -> Result<bool, TestCaseError> {
+    let model = StepModel::new(trace, variant);
+    let mut evaluator = Evaluator::new(&model);
+    let fast = evaluator.evaluate(treatments);
+    let slow = naive::evaluate(trace, variant, treatments);
+    prop_assert_eq!(fast.valid, slow.stale.is_none() && slow.refused.is_none());
+    if !fast.valid {
+        return Ok(false);
+    }
+    prop_assert_eq!(evaluator.replayed().collect::<Vec<_>>(), slow.replayed);
+    prop_assert_eq!(evaluator.transfers(), slow.transfers);
+    prop_assert_eq!(fast.peak_bytes, slow.peak_bytes);
+    let timeline = evaluator.timeline(treatments);
+    prop_assert_eq!(timeline.into_iter().max().unwrap(), slow.peak_bytes);
+    let holdings = evaluator.holdings_at_peak(treatments);
+    let held: Bytes = holdings.iter().map(|h| h.bytes).sum();
+    // Workspaces, an update's temporaries and state, a replay's unwanted outputs and the gradients of
+    // earlier pieces are no allocation held.
+    prop_assert!(held <= fast.peak_bytes);
+    prop_assert!(held + Bytes(120) >= fast.peak_bytes);
+    let lives = lives::lives(trace, &model, treatments);
+    prop_assert_eq!(lives::highest(&lives), slow.peak_bytes);
+    prop_assert!(lives.is_sorted_by_key(|life| life.start));
+    prop_assert!(lives.iter().all(|life| life.start < life.end));
+    Ok(true)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
     #[test]
-    fn the_sweep_agrees_with_its_slow_twin((recipe, drops, variant) in recipes()) {
-        use super::{Evaluator, StepModel, Variant, naive};
+    fn the_sweep_agrees_with_its_slow_twin((recipe, drops, flags) in recipes()) {
         let trace = build(&recipe);
-        let variant = Variant { fuse_optimizer: variant & 1 != 0, accumulate: variant & 2 != 0 };
+        let variant = variant(flags, 0);
         let model = StepModel::new(&trace, variant);
-        let mut dropped: Vec<bool> = (0..trace.allocations.len()).map(|i| drops[i % drops.len()]).collect();
-        for (i, drop) in dropped.iter_mut().enumerate() {
-            let id = crate::trace::AllocationId(u32::try_from(i).unwrap());
-            *drop &= model.is_droppable(id);
-        }
-        let mut evaluator = Evaluator::new(&model);
-        let fast = evaluator.evaluate(&dropped);
-        let slow = naive::evaluate(&trace, variant, &dropped);
-        prop_assert_eq!(fast.valid, slow.stale.is_none());
-        if fast.valid {
-            prop_assert_eq!(evaluator.replayed().collect::<Vec<_>>(), slow.replayed);
-            prop_assert_eq!(fast.peak_bytes, slow.peak_bytes);
-            let timeline = evaluator.timeline(&dropped);
-            prop_assert_eq!(timeline.into_iter().max().unwrap(), slow.peak_bytes);
-            let held: Bytes = evaluator.holdings_at_peak(&dropped).iter().map(|h| h.bytes).sum();
-            // Workspaces, an update's temporaries, a replay's unwanted outputs and the gradients of earlier
-            // pieces are no allocation held.
-            prop_assert!(held <= fast.peak_bytes);
-            prop_assert!(held + Bytes(120) >= fast.peak_bytes);
-            let lives = super::lives::lives(&trace, &model, &dropped);
-            prop_assert_eq!(super::lives::highest(&lives), slow.peak_bytes);
-            prop_assert!(lives.is_sorted_by_key(|life| life.start));
-            prop_assert!(lives.iter().all(|life| life.start < life.end));
+        let drop = |id: AllocationId| drops[id.index() % drops.len()] && model.is_droppable(id);
+        let treatments: Vec<_> = allocations(&trace).map(|id| Treatment::dropped(drop(id))).collect();
+        compare(&trace, variant, &treatments)?;
+    }
+
+    #[test]
+    fn the_sweep_agrees_with_its_slow_twin_on_stores_and_homes(
+        (recipe, _, _) in recipes(),
+        (kinds, (flags, window)) in choices(),
+    ) {
+        let trace = build(&recipe);
+        let variant = variant(flags, window);
+        let treatments = treatments(&trace, &StepModel::new(&trace, variant), &kinds);
+        compare(&trace, variant, &treatments)?;
+    }
+
+    #[test]
+    fn only_what_the_page_allows_is_storable_or_has_a_home(
+        (recipe, _, _) in recipes(),
+        (kinds, (flags, window)) in choices(),
+    ) {
+        let trace = build(&recipe);
+        let variant = variant(flags, window);
+        let model = StepModel::new(&trace, variant);
+        // One allocation at a time is treated as it may be or not.
+        for id in allocations(&trace) {
+            let (kind, home) = kinds[id.index() % kinds.len()];
+            let home = OpIndex(u32::from(home % 16));
+            let chosen = match kind % 3 {
+                0 => Treatment::STORE,
+                1 => Treatment::Store { home },
+                _ if model.is_droppable(id) => Treatment::Drop { home },
+                _ => Treatment::Keep,
+            };
+            let mut treatments = vec![Treatment::Keep; trace.allocations.len()];
+            treatments[id.index()] = chosen;
+            let valid = compare(&trace, variant, &treatments)?;
+            if chosen == Treatment::STORE {
+                prop_assert_eq!(valid, model.is_storable(id));
+            }
         }
     }
+}
+
+/// What the comparisons above must have met: a test on treatments that never matter would prove nothing.
+#[test]
+fn random_treatments_reach_every_kind_of_transfer_and_runs_of_one_op_again() {
+    let mut runner = TestRunner::deterministic();
+    let mut met = [0; 7];
+    for _ in 0..2000 {
+        let (recipe, _, _) = recipes().new_tree(&mut runner).unwrap().current();
+        let (kinds, (flags, window)) = choices().new_tree(&mut runner).unwrap().current();
+        let trace = build(&recipe);
+        let variant = variant(flags, window);
+        let model = StepModel::new(&trace, variant);
+        let treatments = treatments(&trace, &model, &kinds);
+        let mut evaluator = Evaluator::new(&model);
+        if !evaluator.evaluate(&treatments).valid {
+            continue;
+        }
+        let mut replayed: Vec<_> = evaluator.replayed().collect();
+        let runs = replayed.len();
+        replayed.sort_unstable();
+        replayed.dedup();
+        met[0] += usize::from(replayed.len() < runs);
+        let mut fetched = vec![0; trace.allocations.len()];
+        for transfer in evaluator.transfers() {
+            let kind = match transfer {
+                Transfer::Out { .. } => 1,
+                Transfer::Settled { .. } => 2,
+                Transfer::Fetch { allocation, .. } => {
+                    fetched[allocation.index()] += 1;
+                    3
+                }
+                Transfer::Ahead { .. } => 4,
+                Transfer::Asked { .. } => 5,
+            };
+            met[kind] += 1;
+        }
+        met[6] += usize::from(fetched.iter().any(|&times| times > 1));
+    }
+    assert!(met.iter().all(|&times| times >= 20), "{met:?}");
 }

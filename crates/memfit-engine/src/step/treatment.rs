@@ -1,0 +1,91 @@
+//! What a plan does with one allocation.
+//!
+//! Responsible for the type that every evaluation takes, one for each allocation of a trace. Which
+//! treatments an allocation may get is for the model to say ([`super::StepModel`]).
+
+use crate::trace::OpIndex;
+
+/// What happens to an allocation between forward and backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Treatment {
+    /// It stays as long as something holds it.
+    #[default]
+    Keep,
+    /// It goes, and is computed again.
+    Drop {
+        /// Requests for what ops from here on made let it pass; [`Treatment::NO_HOME`] for none.
+        home: OpIndex,
+    },
+    /// It is written elsewhere, and fetched.
+    Store {
+        /// As for a drop.
+        home: OpIndex,
+    },
+}
+
+impl Treatment {
+    /// A home behind every op of forward: there is none.
+    pub const NO_HOME: OpIndex = OpIndex(u32::MAX);
+    /// Computed again at most once.
+    pub const DROP: Self = Self::Drop {
+        home: Self::NO_HOME,
+    };
+    /// Fetched at most once.
+    pub const STORE: Self = Self::Store {
+        home: Self::NO_HOME,
+    };
+
+    /// Does it stay?
+    #[must_use]
+    pub const fn is_keep(self) -> bool {
+        matches!(self, Self::Keep)
+    }
+
+    /// Is it computed again?
+    #[must_use]
+    pub const fn is_drop(self) -> bool {
+        matches!(self, Self::Drop { .. })
+    }
+
+    /// Is it written elsewhere?
+    #[must_use]
+    pub const fn is_store(self) -> bool {
+        matches!(self, Self::Store { .. })
+    }
+
+    /// Its home; [`Treatment::NO_HOME`] when it has none or stays.
+    #[must_use]
+    pub const fn home(self) -> OpIndex {
+        match self {
+            Self::Keep => Self::NO_HOME,
+            Self::Drop { home } | Self::Store { home } => home,
+        }
+    }
+
+    /// The same with a home; what is kept stays kept.
+    #[must_use]
+    pub const fn with_home(self, home: OpIndex) -> Self {
+        match self {
+            Self::Keep => Self::Keep,
+            Self::Drop { .. } => Self::Drop { home },
+            Self::Store { .. } => Self::Store { home },
+        }
+    }
+
+    /// Dropped, or kept: what a set of drops says.
+    #[must_use]
+    pub const fn dropped(drop: bool) -> Self {
+        if drop { Self::DROP } else { Self::Keep }
+    }
+
+    /// Kept becomes dropped; anything else becomes kept.
+    #[must_use]
+    pub const fn flipped(self) -> Self {
+        Self::dropped(self.is_keep())
+    }
+
+    /// Does a request for what op `asker` made let it pass?
+    pub(super) const fn passes(self, asker: usize) -> bool {
+        self.home().index() <= asker
+    }
+}
