@@ -9,6 +9,7 @@ pub mod cost;
 pub mod curve;
 pub mod devices;
 pub mod explain;
+pub mod lease;
 pub mod placement;
 pub mod plan;
 pub mod predict;
