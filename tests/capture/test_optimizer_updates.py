@@ -69,3 +69,61 @@ def test_a_subclass_is_not_trusted():
     workload.optimizer = MyAdam
     refusal = record(workload, probe=False)["meta"]["fused_optimizer_refusal"]
     assert refusal == "`MyAdam` is not known to update each parameter on its own"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+    ],
+    ids=["Adam", "AdamW", "Adam with amsgrad", "SGD with momentum", "plain SGD"],
+)
+def test_each_updates_state_is_what_the_optimizer_holds_for_the_parameter(optimizer):
+    workload = small_example("gpt2", layers=1)
+    workload.optimizer = optimizer
+    trace = record(workload, probe=False)
+    real = small_example("gpt2", layers=1)
+    stepped = optimizer(real.model.parameters())
+    real.loss(real.model, real.batch).backward()
+    stepped.step()
+    held = {
+        name: sum(
+            value.untyped_storage().nbytes()
+            for value in stepped.state[parameter].values()
+            if isinstance(value, torch.Tensor)
+        )
+        for name, parameter in real.model.named_parameters()
+    }
+    allocations = trace["allocations"]
+    recorded = {
+        trace["strings"][allocations[update["parameter"]]["name"]]: sum(
+            allocations[state]["bytes"] for state in update["state"]
+        )
+        for update in trace["updates"]
+    }
+    assert recorded == held
+    states = [state for update in trace["updates"] for state in update["state"]]
+    assert len(states) == len(set(states))
+    assert {allocations[state]["category"] for state in states} <= {"optimizer_state"}
+
+
+def test_state_that_two_parameters_share_is_no_ones():
+    class Shared(torch.optim.SGD):
+        def step(self, closure=None):
+            shared = torch.zeros(7)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault("shared", shared)
+                    state.setdefault("own", torch.zeros(3))
+            return super().step(closure)
+
+    workload = small_example("gpt2", layers=1)
+    workload.optimizer = lambda params: Shared(params, lr=0.1)
+    trace = record(workload, probe=False)
+    for update in trace["updates"]:
+        assert [trace["allocations"][state]["bytes"] for state in update["state"]] == [12]

@@ -29,6 +29,7 @@ class Update:
         ready: Position at which the gradient is complete.
         temporary_bytes: Peak of temporaries while the optimizer updates it alone.
         moved_bytes: Bytes moved by that update.
+        state: Allocations of the optimizer's state for this parameter alone.
     """
 
     parameter: int
@@ -36,6 +37,7 @@ class Update:
     ready: int
     temporary_bytes: int = 0
     moved_bytes: int = 0
+    state: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -162,6 +164,7 @@ def trace_json(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
                 "ready": update.ready,
                 "temporary_bytes": update.temporary_bytes,
                 "moved_bytes": update.moved_bytes,
+                "state": update.state,
             }
             for update in facts.updates
         ],

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memfit.capture.emit import Update
+from memfit.capture.ledger import Ledger
 from memfit.capture.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
 from memfit.capture.stage import Stage, batch_entries
 from memfit.errors import MemfitError, StepPhase, UsageError, WorkloadError
@@ -61,6 +63,7 @@ class StepRunner:
         self.recorder = recorder
         self.roles = Roles()
         self.ready: dict[int, tuple[nn.Parameter, int, int]] = {}
+        self._own_state: dict[int, list[int]] = {}
 
     def run(self) -> Roles:
         """Run the step once.
@@ -176,6 +179,7 @@ class StepRunner:
                 for value in state.values():
                     if isinstance(value, Tensor):
                         roles.optimizer_state.add(ledger.seen(value))
+            self._own_state = _state_by_parameter(stage.optimizer, ledger)
 
     def _register_as(self, members: set[int], tensor: Tensor, name: str) -> int | None:
         try:
@@ -203,7 +207,9 @@ class StepRunner:
         ledger = self.recorder.ledger
         for parameter, allocation, ready in self.ready.values():
             self.roles.gradients.add(allocation)
-            self.roles.updates.append(Update(ledger.seen(parameter), allocation, ready))
+            update = Update(ledger.seen(parameter), allocation, ready)
+            update.state = self._own_state.get(id(parameter), [])
+            self.roles.updates.append(update)
 
     @contextlib.contextmanager
     def _guarded(self, phase: StepPhase) -> Iterator[None]:
@@ -220,6 +226,20 @@ class StepRunner:
                 raise RealStepNeeded(message) from error
             message = f"the step failed in {phase}: {type(error).__name__}: {error}"
             raise WorkloadError(message, phase=phase) from error
+
+
+def _state_by_parameter(optimizer: Optimizer, ledger: Ledger) -> dict[int, list[int]]:
+    """State of each parameter, by its ``id``; what two parameters share is no one's."""
+    owners: dict[int, set[int]] = {}
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                owners.setdefault(ledger.seen(value), set()).add(id(parameter))
+    owned: dict[int, list[int]] = {}
+    for allocation, parameters in sorted(owners.items()):
+        if len(parameters) == 1:
+            owned.setdefault(parameters.pop(), []).append(allocation)
+    return owned
 
 
 def _only_fakes_fail(error: Exception) -> bool:

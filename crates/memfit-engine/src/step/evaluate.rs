@@ -298,17 +298,15 @@ impl<'m> Evaluator<'m> {
         let model = self.model;
         let state = &mut self.state;
         match event {
-            Event::Pack(saved) => {
-                let (allocation, slot) = model.saved[saved];
-                match (treatments[allocation], slot) {
-                    (Treatment::Drop { .. }, Some(slot)) => state.add_ref(model, slot),
-                    (Treatment::Store { .. }, Some(slot)) => {
-                        state.slot_refs[slot] += 1;
+            Event::Pack(saved) => match model.saved[saved] {
+                (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
+                    state.refer(model, treatments[allocation], slot);
+                    if treatments[allocation].is_store() {
                         state.go_out(model, allocation, position);
                     }
-                    _ => state.hold(model, allocation, Hold::Saved),
                 }
-            }
+                (allocation, _) => state.hold(model, allocation, Hold::Saved),
+            },
             Event::ForwardEnd => state.settle_all(model, position),
             Event::Release(saved) => match model.saved[saved] {
                 (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
@@ -322,9 +320,10 @@ impl<'m> Evaluator<'m> {
                 }
                 _ => {}
             },
-            Event::Start { allocation, slot } => match (treatments[allocation], slot) {
-                (Treatment::Drop { .. }, Some(slot)) => state.add_ref(model, slot),
-                (Treatment::Store { .. }, Some(slot)) => state.slot_refs[slot] += 1,
+            Event::Start { allocation, slot } => match slot {
+                Some(slot) if !treatments[allocation].is_keep() => {
+                    state.refer(model, treatments[allocation], slot);
+                }
                 _ => state.hold(model, allocation, Hold::Natural),
             },
             Event::End { allocation, slot } => match slot {

@@ -22,7 +22,7 @@ pub(super) enum Event {
     },
     /// The node of saved tensor `.0` lets go.
     Release(usize),
-    /// Fused updates, of which the highest reaches `height` above what may be dropped.
+    /// Updates one by one, of which the highest reaches `height` above what may be dropped.
     Update { height: u64 },
     /// Backward asks for saved tensor `.0`.
     Unpack(usize),
@@ -55,15 +55,16 @@ impl Event {
 
 impl StepModel {
     pub(super) fn lay_out_events(&mut self, trace: &Trace) {
-        // With the optimizer inside backward its phase is empty, so the step ends where it would start.
-        let end = if self.variant.fuse_optimizer {
+        // With updates one by one the optimizer's phase is empty, so the step ends where it would start.
+        let one_by_one = self.variant.fuse_optimizer || self.variant.offload_optimizer;
+        let end = if one_by_one {
             backward_end(trace)
         } else {
             trace.ops.len()
         };
         // The last gradient may be complete at the end itself: what lives on is still alive there.
         let last = end + 1;
-        let cuts = self.gradient_cuts(trace);
+        let cuts = self.natural_cuts(trace);
         let mut events: Vec<(usize, Event)> = vec![(self.forward_end, Event::ForwardEnd)];
         for (i, saved) in trace.saved.iter().enumerate() {
             let value = &trace.values[saved.value.index()];
@@ -108,22 +109,30 @@ impl StepModel {
             }
         }
         self.lay_out_ground(trace, end);
-        if self.variant.fuse_optimizer {
-            events.extend(self.update_events(trace, &cuts));
+        if one_by_one {
+            events.extend(self.update_events(trace, &cuts, end));
         }
         self.lay_out_runs(&mut events, end);
         events.sort_by_key(|&(position, event)| (position, event.rank(), event));
         self.events = events;
     }
 
-    /// Where the gradient of each allocation stops being needed under this variant, if it is one.
-    fn gradient_cuts(&self, trace: &Trace) -> Vec<usize> {
+    /// Where each allocation stops being needed under this variant: a gradient once it is used or added up,
+    /// the state of an update at once, for it comes with the update.
+    fn natural_cuts(&self, trace: &Trace) -> Vec<usize> {
         let mut cuts = vec![usize::MAX; trace.allocations.len()];
         if self.variant.fuse_optimizer || self.variant.accumulate {
             for update in &trace.updates {
                 let gradient = update.gradient.index();
                 if trace.allocations[gradient].category == Category::Gradient {
                     cuts[gradient] = update.ready.index();
+                }
+            }
+        }
+        if self.variant.offload_optimizer {
+            for state in trace.updates.iter().flat_map(|update| &update.state) {
+                if trace.allocations[state.index()].category == Category::OptimizerState {
+                    cuts[state.index()] = 0;
                 }
             }
         }
@@ -162,12 +171,15 @@ impl StepModel {
         self.ground_between = between.sums(constant);
     }
 
-    /// One event for each position at which parameters are updated. Each update sees the gradients that
-    /// still wait for theirs and its own temporaries, and frees its gradient.
-    fn update_events(&self, trace: &Trace, cuts: &[usize]) -> Vec<(usize, Event)> {
+    /// One event for each position at which parameters are updated: where the gradient is complete, or all
+    /// at the `end`. Each update sees its own temporaries and its own state, if that is elsewhere otherwise;
+    /// inside backward also the gradients that still wait for theirs, and it frees its gradient.
+    fn update_events(&self, trace: &Trace, cuts: &[usize], end: usize) -> Vec<(usize, Event)> {
         let mut due: BTreeMap<usize, Vec<&ParameterUpdate>> = BTreeMap::new();
         for update in &trace.updates {
-            due.entry(update.ready.index()).or_default().push(update);
+            due.entry(self.updated_at(update, end))
+                .or_default()
+                .push(update);
         }
         let height = |position: usize, updates: &[&ParameterUpdate]| -> u64 {
             let mut waiting: Vec<usize> = Vec::new();
@@ -177,13 +189,19 @@ impl StepModel {
                 let alive = |&(start, end): &(OpIndex, OpIndex)| {
                     start.index() < position && position <= end.index()
                 };
-                let held = cuts[gradient] == position
+                let held = self.variant.fuse_optimizer
+                    && cuts[gradient] == position
                     && trace.allocations[gradient].natural.iter().any(alive);
                 if held && !waiting.contains(&gradient) {
                     waiting.push(gradient);
                 }
                 let gradients: u64 = waiting.iter().map(|&g| self.bytes[g]).sum();
-                highest = highest.max(gradients.saturating_add(update.temporary_bytes.0));
+                let state: u64 = self
+                    .fetched_state(trace, update)
+                    .map(|s| self.bytes[s])
+                    .sum();
+                let own = state.saturating_add(update.temporary_bytes.0);
+                highest = highest.max(gradients.saturating_add(own));
             }
             highest.saturating_add(self.ground_between.get(position).copied().unwrap_or(0))
         };
@@ -197,6 +215,28 @@ impl StepModel {
                 )
             })
             .collect()
+    }
+
+    /// Where a parameter is updated when updates come one by one.
+    pub(super) fn updated_at(&self, update: &ParameterUpdate, end: usize) -> usize {
+        if self.variant.fuse_optimizer {
+            update.ready.index()
+        } else {
+            end
+        }
+    }
+
+    /// The state that an update brings into memory.
+    pub(super) fn fetched_state<'t>(
+        &self,
+        trace: &'t Trace,
+        update: &'t ParameterUpdate,
+    ) -> impl Iterator<Item = usize> + 't {
+        let elsewhere = self.variant.offload_optimizer;
+        let states = update.state.iter().map(|state| state.index());
+        states.filter(move |&state| {
+            elsewhere && trace.allocations[state].category == Category::OptimizerState
+        })
     }
 
     /// Ops that make no slot and have no event of their own join the stretch before them.
@@ -289,4 +329,69 @@ fn backward_end(trace: &Trace) -> usize {
         .iter()
         .position(|op| op.phase == Phase::Optimizer)
         .unwrap_or(trace.ops.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::bytes::Bytes;
+    use crate::step::{Evaluator, StepModel, Treatment, Variant};
+    use crate::trace::{Category, Trace, sample};
+
+    /// The chain, whose weight (256 bytes) is updated by two updates with a state of 1000 bytes each.
+    fn chain_with_state() -> Trace {
+        let mut trace = sample::chain();
+        let mut state = trace.allocations[0].clone();
+        state.category = Category::OptimizerState;
+        state.bytes = Bytes(1000);
+        for _ in 0..2 {
+            let id = u32::try_from(trace.allocations.len()).unwrap();
+            trace.allocations.push(state.clone());
+            let mut update = trace.updates[0].clone();
+            update.state = vec![crate::trace::AllocationId(id)];
+            update.temporary_bytes = Bytes(8);
+            trace.updates.push(update);
+        }
+        trace.updates.remove(0);
+        assert_eq!(trace.check(), Ok(()));
+        trace
+    }
+
+    fn peak(trace: &Trace, variant: Variant) -> Bytes {
+        let model = StepModel::new(trace, variant);
+        let kept = vec![Treatment::Keep; trace.allocations.len()];
+        Evaluator::new(&model).evaluate(&kept).peak_bytes
+    }
+
+    #[test]
+    fn offloaded_state_is_there_for_one_update_at_a_time() {
+        let trace = chain_with_state();
+        let without = peak(&sample::chain(), Variant::default());
+        assert_eq!(
+            peak(&trace, Variant::default()),
+            without + Bytes(2000),
+            "state stays throughout"
+        );
+        let variant = Variant {
+            offload_optimizer: true,
+            ..Variant::default()
+        };
+        // Weight 256, input 128 and gradient 256 are alive where the optimizer phase would begin.
+        let update = Bytes(256 + 128 + 256 + 1000 + 8);
+        assert!(update > without);
+        assert_eq!(peak(&trace, variant), update);
+    }
+
+    #[test]
+    fn state_that_no_update_names_stays_in_memory() {
+        let mut trace = chain_with_state();
+        trace.updates[1].state.clear();
+        let variant = Variant {
+            offload_optimizer: true,
+            ..Variant::default()
+        };
+        assert_eq!(
+            peak(&trace, variant),
+            Bytes(256 + 128 + 256 + 1000 + 8 + 1000)
+        );
+    }
 }

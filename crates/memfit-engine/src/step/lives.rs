@@ -13,7 +13,7 @@ use super::evaluate::{Change, Evaluator};
 use super::model::StepModel;
 use super::treatment::Treatment;
 use crate::bytes::Bytes;
-use crate::trace::{AllocationId, Category, Trace};
+use crate::trace::{AllocationId, Category, ParameterUpdate, Trace};
 
 /// One stretch of memory. Times count changes in the order they happen: at each time exactly one stretch
 /// comes or goes, so `start` and `end` of all lives are distinct.
@@ -47,6 +47,8 @@ enum Key {
     Accumulated(usize),
     /// A version that a replay made.
     Version(usize),
+    /// Optimizer state that an update brings.
+    State(usize),
     /// Scratch number so and so.
     Scratch(usize),
 }
@@ -128,25 +130,40 @@ impl Script<'_> {
         }
     }
 
-    /// Fused updates: each has its temporaries and lets its gradient go. Returns the gradients that wait
-    /// for one, with the position at which they do.
+    /// Updates one by one: each has its temporaries, and its state if that is elsewhere otherwise; inside
+    /// backward it lets its gradient go. Returns the gradients that wait for one, with the position.
     fn updates(&mut self) -> BTreeSet<(usize, usize)> {
         let mut waiting = BTreeSet::new();
-        if !self.model.variant.fuse_optimizer {
+        let (model, trace) = (self.model, self.trace);
+        let in_backward = model.variant.fuse_optimizer;
+        if !in_backward && !model.variant.offload_optimizer {
             return waiting;
         }
-        let mut due: BTreeMap<usize, Vec<(usize, u64)>> = BTreeMap::new();
-        for update in &self.trace.updates {
-            let entry = (update.gradient.index(), update.temporary_bytes.0);
-            due.entry(update.ready.index()).or_default().push(entry);
+        let mut due: BTreeMap<usize, Vec<&ParameterUpdate>> = BTreeMap::new();
+        for update in &trace.updates {
+            let position = model.updated_at(update, self.end);
+            due.entry(position).or_default().push(update);
         }
         for (&position, updates) in &due {
-            for (turn, &(gradient, temporary_bytes)) in updates.iter().enumerate() {
-                self.scratch(position, UPDATES, temporary_bytes);
+            for (turn, &update) in updates.iter().enumerate() {
+                let gradient = update.gradient.index();
+                let states: Vec<usize> = model.fetched_state(trace, update).collect();
+                for &state in &states {
+                    let bytes = model.bytes[state];
+                    self.turn(position, UPDATES, Key::State(state), true, bytes);
+                }
+                self.scratch(position, UPDATES, update.temporary_bytes.0);
+                for &state in &states {
+                    let bytes = model.bytes[state];
+                    self.turn(position, UPDATES, Key::State(state), false, bytes);
+                }
                 let ends_here = self.model.fixed_ranges[gradient]
                     .iter()
-                    .any(|&(start, stop)| start < position && stop == position);
-                let is_last = updates[turn + 1..].iter().all(|&(g, _)| g != gradient);
+                    .any(|&(start, stop)| start < position && stop == position)
+                    && in_backward;
+                let is_last = updates[turn + 1..]
+                    .iter()
+                    .all(|later| later.gradient != update.gradient);
                 if ends_here && is_last {
                     waiting.insert((gradient, position));
                     let bytes = self.model.bytes[gradient];
@@ -242,6 +259,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
         lives.push(Life {
             allocation: match turn.key {
                 Key::Original(allocation) | Key::Accumulated(allocation) => Some(id(allocation)),
+                Key::State(state) => Some(id(state)),
                 Key::Version(_) | Key::Scratch(_) => None,
             },
             bytes: Bytes(turn.bytes),
@@ -252,7 +270,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
                     turn.position == 0 && trace.allocations[allocation].producer.is_none()
                 }
                 Key::Accumulated(_) => true,
-                Key::Version(_) | Key::Scratch(_) => false,
+                Key::Version(_) | Key::State(_) | Key::Scratch(_) => false,
             },
         });
     }

@@ -171,12 +171,12 @@ impl Twin<'_> {
             .iter()
             .position(|op| op.phase == Phase::Optimizer);
         let end = match fused_end {
-            Some(end) if self.variant.fuse_optimizer => end,
+            Some(end) if self.variant.fuse_optimizer || self.variant.offload_optimizer => end,
             _ => self.trace.ops.len(),
         };
         for (p, unpacks) in unpacks.iter().enumerate().take(end + 1) {
             self.packs_at(p);
-            self.updates_at(p);
+            self.updates_at(p, end);
             for &i in unpacks {
                 self.request(i, p);
             }
@@ -202,6 +202,12 @@ impl Twin<'_> {
             let gradient = update.gradient.index();
             if self.trace.allocations[gradient].category == Category::Gradient {
                 cuts[gradient] = update.ready.index();
+            }
+        }
+        if self.variant.offload_optimizer {
+            let states = self.trace.updates.iter().flat_map(|update| &update.state);
+            for state in states.filter(|&&state| self.is_state(state)) {
+                cuts[state.index()] = 0;
             }
         }
         self.near = vec![Vec::new(); self.trace.ops.len() / STRETCH + 1];
@@ -514,18 +520,25 @@ impl Twin<'_> {
         }
     }
 
-    /// Fused updates whose gradient is complete at `p`, in order; each frees its gradient.
-    fn updates_at(&mut self, p: usize) {
-        if !self.variant.fuse_optimizer {
+    fn is_state(&self, id: AllocationId) -> bool {
+        self.trace.allocations[id.index()].category == Category::OptimizerState
+    }
+
+    /// Updates one by one: those whose gradient is complete at `p`, in order, each of which frees its
+    /// gradient; or all at the end, where the gradients stay.
+    fn updates_at(&mut self, p: usize, end: usize) {
+        let fuse = self.variant.fuse_optimizer;
+        if !(fuse || self.variant.offload_optimizer && p == end) {
             return;
         }
         let due: Vec<usize> = (0..self.trace.updates.len())
-            .filter(|&i| self.trace.updates[i].ready.index() == p)
+            .filter(|&i| !fuse || self.trace.updates[i].ready.index() == p)
             .collect();
         for (n, &i) in due.iter().enumerate() {
             // Gradients cut at `p` no longer count just before op `p`; those not yet updated do.
             let mut waiting: Vec<AllocationId> = due[n..]
                 .iter()
+                .filter(|_| fuse)
                 .map(|&j| self.trace.updates[j].gradient)
                 .filter(|g| {
                     let gradient = &self.trace.allocations[g.index()];
@@ -542,7 +555,10 @@ impl Twin<'_> {
                 .iter()
                 .map(|g| self.trace.allocations[g.index()].bytes.0)
                 .sum();
-            let extra = waiting + self.trace.updates[i].temporary_bytes.0;
+            let brought = self.trace.updates[i].state.iter();
+            let brought = brought.filter(|&&s| self.variant.offload_optimizer && self.is_state(s));
+            let state: u64 = brought.map(|s| self.bytes(s.index())).sum();
+            let extra = waiting + state + self.trace.updates[i].temporary_bytes.0;
             let height = self.height(p, false, extra);
             self.see(height);
         }

@@ -121,12 +121,17 @@ fn backward(builder: &mut Builder, to_save: &[(ValueId, u32)], loss: ValueId, pa
     }
     builder.op_in_place("aten.add_.Tensor", Phase::Optimizer, parameter, &[gw]);
     builder.keep_until(gw, u32::try_from(builder.trace.ops.len()).unwrap());
+    let state = [6, 1].map(|size| {
+        let value = builder.allocation(&[size], Category::OptimizerState, 0);
+        builder.trace.allocation_of(value)
+    });
     builder.trace.updates.push(ParameterUpdate {
         parameter: parameter_id,
         gradient: gradient_id,
         ready: OpIndex(ready),
         temporary_bytes: Bytes(12),
         moved_bytes: Bytes(48),
+        state: state.to_vec(),
     });
 }
 
@@ -236,7 +241,11 @@ proptest! {
         let treatments = treatments(&trace, &StepModel::new(&trace, variant), &kinds);
         compare(&trace, variant, &treatments)?;
     }
+}
 
+proptest! {
+    // Each compares every allocation of a trace.
+    #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
     fn only_what_the_page_allows_is_storable_or_has_a_home(
         (recipe, _, _) in recipes(),

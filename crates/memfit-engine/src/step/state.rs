@@ -60,20 +60,24 @@ pub(super) enum Hold {
 }
 
 impl State {
+    #[inline]
     pub(super) fn stopped(&self) -> bool {
         self.tick >= self.stop_tick
     }
 
+    #[inline]
     pub(super) fn held(&self, allocation: usize) -> bool {
         self.natural[allocation] + self.saved[allocation] + self.pins[allocation] > 0
     }
 
     /// Does this slot occupy memory of its own in backward?
+    #[inline]
     pub(super) fn occupies(&self, slot: usize) -> bool {
         let stays = self.materialised[slot] && !self.stolen[slot] && self.slot_refs[slot] > 0;
         stays || self.has_homes && self.passing[slot]
     }
 
+    #[inline]
     pub(super) fn note(&mut self, change: impl FnOnce((usize, u8)) -> Change) {
         let at = self.at;
         if let Some(log) = &mut self.log {
@@ -81,6 +85,7 @@ impl State {
         }
     }
 
+    #[inline]
     pub(super) fn hold(&mut self, model: &StepModel, allocation: usize, by: Hold) {
         if !self.held(allocation) {
             self.live = self.live.saturating_add(model.bytes[allocation]);
@@ -89,6 +94,7 @@ impl State {
         *self.count(allocation, by) += 1;
     }
 
+    #[inline]
     pub(super) fn let_go(&mut self, model: &StepModel, allocation: usize, by: Hold) {
         let count = self.count(allocation, by);
         if *count == 0 {
@@ -101,6 +107,7 @@ impl State {
         }
     }
 
+    #[inline]
     fn count(&mut self, allocation: usize, by: Hold) -> &mut u32 {
         match by {
             Hold::Natural => &mut self.natural[allocation],
@@ -109,6 +116,7 @@ impl State {
         }
     }
 
+    #[inline]
     pub(super) fn observe(&mut self, extra: u64, position: usize, replay: Option<usize>) {
         self.tick += 1;
         let height = self.live.saturating_add(extra);
@@ -169,6 +177,7 @@ impl State {
         }
     }
 
+    #[inline]
     pub(super) fn add_ref(&mut self, model: &StepModel, slot: usize) {
         self.slot_refs[slot] += 1;
         if self.slot_refs[slot] == 1 {
@@ -176,6 +185,17 @@ impl State {
         }
     }
 
+    /// One more reference to a slot that is not kept. Only a dropped one keeps a record.
+    #[inline]
+    pub(super) fn refer(&mut self, model: &StepModel, treatment: Treatment, slot: usize) {
+        if treatment.is_drop() {
+            self.add_ref(model, slot);
+        } else {
+            self.slot_refs[slot] += 1;
+        }
+    }
+
+    #[inline]
     pub(super) fn drop_ref(&mut self, model: &StepModel, treatments: &[Treatment], slot: usize) {
         self.stack.push(slot);
         self.drain(model, treatments);

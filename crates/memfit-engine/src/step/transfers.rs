@@ -103,6 +103,7 @@ impl Traffic {
     }
 
     /// The slot went: if nothing asked for it since it was fetched ahead, it leaves the window.
+    #[inline]
     pub(super) fn forget(&mut self, slot: usize, bytes: u64) {
         if self.active && std::mem::take(&mut self.ahead[slot]) {
             self.ahead_bytes = self.ahead_bytes.saturating_sub(bytes);

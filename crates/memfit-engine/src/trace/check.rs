@@ -3,7 +3,7 @@
 //! Responsible for every index being in range and every interval being ordered, so that the rest of
 //! the engine may index without asking. Not responsible for whether the trace is *true*.
 
-use super::{OpIndex, Phase, Trace};
+use super::{AllocationId, OpIndex, Phase, Trace};
 use crate::bytes::Bytes;
 
 /// The first rule a trace breaks.
@@ -118,6 +118,10 @@ impl Trace {
         sum(&mut self.allocations.iter().map(|a| a.bytes))
             + sum(&mut self.ops.iter().map(|op| op.workspace_bytes))
             + sum(&mut self.updates.iter().map(|update| update.temporary_bytes))
+            + sum(&mut self.updates.iter().flat_map(|update| {
+                let held = |id: &AllocationId| self.allocations.get(id.index());
+                update.state.iter().filter_map(held).map(|a| a.bytes)
+            }))
     }
 
     fn check_allocations(&self) -> Result<(), TraceError> {
@@ -229,6 +233,9 @@ impl Trace {
                 self.allocations.len(),
             )?;
             in_range("position", update.ready.index(), owner, self.ops.len() + 1)?;
+            for state in &update.state {
+                in_range("allocation", state.index(), owner, self.allocations.len())?;
+            }
         }
         for (i, coupling) in self.couplings.iter().flatten().enumerate() {
             in_range(
@@ -270,7 +277,7 @@ fn disorder(owner: String, rule: &'static str) -> TraceError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::{AllocationId, ValueId, sample};
+    use crate::trace::{ValueId, sample};
 
     #[test]
     fn the_sample_is_valid() {
@@ -280,9 +287,12 @@ mod tests {
     #[test]
     fn each_rule_is_checked() {
         type Breakage = fn(&mut Trace);
-        let broken: [(&str, Breakage); 8] = [
+        let broken: [(&str, Breakage); 9] = [
             ("value", |t| t.ops[1].reads[0] = ValueId(99)),
             ("allocation", |t| t.values[0].allocation = AllocationId(99)),
+            ("allocation", |t| {
+                t.updates[0].state = vec![AllocationId(99)];
+            }),
             ("string", |t| t.ops[0].name = 99),
             ("must start", |t| {
                 t.allocations[0].natural = vec![(OpIndex(3), OpIndex(3))];

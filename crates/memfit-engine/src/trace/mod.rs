@@ -296,6 +296,9 @@ pub struct ParameterUpdate {
     pub temporary_bytes: Bytes,
     /// Bytes moved by that update.
     pub moved_bytes: Bytes,
+    /// The optimizer's state for this parameter alone; empty in traces recorded before this was known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub state: Vec<AllocationId>,
 }
 
 /// aten ops of [`Trace::reads_only_shape`]; the executor's list is `SHAPE_ONLY` in

@@ -231,6 +231,7 @@ pub(crate) fn batched_chain(batch: u64) -> Trace {
         ready: OpIndex(8),
         temporary_bytes: Bytes(0),
         moved_bytes: Bytes(768),
+        state: Vec::new(),
     });
     builder.finish()
 }

@@ -155,6 +155,7 @@ prop_compose! {
             ready,
             temporary_bytes: Bytes(u64::from(parameter) << 50),
             moved_bytes: Bytes(1),
+            state: vec![AllocationId(gradient), AllocationId(parameter)],
         };
         let coupling = Coupling { op: OpIndex(0), kind: CouplingKind::Along };
         let region = |start, end| Region {
