@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from memfit.apply.allocator import set_up
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
 from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
+from memfit.apply.tiers import Moved, open_tier
 from memfit.capture.weightless import require_weights
 from memfit.errors import UsageError
 from memfit.workload import Workload
@@ -35,7 +37,7 @@ Replan = Callable[[Any], Mapping[str, Any] | None]
 MAX_REPLANS = 2
 """Times the step is planned again for batches of one shape; then its divergence is lived with."""
 
-_KINDS = frozenset({"remat", "fuse_optimizer", "micro_batch", "allocator_settings"})
+_KINDS = frozenset({"remat", "offload", "fuse_optimizer", "micro_batch", "allocator_settings"})
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +48,11 @@ class Report:
         steps: Steps, or forwards of an own loop, that ran to their end.
         dropped_saves: Tensors dropped in the last forward.
         replayed_ops: Ops run again for it.
-        kept_drops: Drops of the plan that were not carried out, each with its reason.
+        offloaded_tensors: Tensors kept elsewhere in the last forward.
+        offloaded_bytes_written: Bytes that went there in all forwards by the running plan.
+        offloaded_bytes_read: Bytes that came back.
+        offload_seconds_waited: What these steps waited for either.
+        kept_drops: Drops and offloads of the plan that were not carried out, with the reason.
         diverged: Whether the last step left its plan.
         divergence: Where, as a sentence; empty if it did not.
         replans: Times the step was planned again.
@@ -55,6 +61,10 @@ class Report:
     steps: int
     dropped_saves: int
     replayed_ops: int
+    offloaded_tensors: int
+    offloaded_bytes_written: int
+    offloaded_bytes_read: int
+    offload_seconds_waited: float
     kept_drops: tuple[str, ...]
     diverged: bool
     divergence: str
@@ -67,7 +77,7 @@ class _Actions:
 
     Attributes:
         plan: The plan.
-        remat: Carries out its rematerialisation; ``None`` without any.
+        remat: Carries out its rematerialisation and offloading; ``None`` without either.
         pieces: Micro-batches; 1 without.
         fuse: Whether the optimizer runs inside backward.
     """
@@ -93,6 +103,7 @@ class Fitted:
         *,
         loss_reduction: str = "",
         replan: Replan | None = None,
+        offload_dir: str | PathLike[str] = "",
     ) -> None:
         """Apply a plan to a workload.
 
@@ -102,9 +113,12 @@ class Fitted:
             loss_reduction: How the loss reduces over the batch, as the trace says; one of
                 ``mean``, ``sum``, ``token_mean``, or empty for watching the loss.
             replan: Plans again when the running model leaves the plan; ``None`` for never.
+            offload_dir: Where to write tensors that the plan offloads to a disk; by default where
+                the plan says, or else the system's folder for temporary files.
 
         Raises:
             UsageError: The plan asks for what this workload cannot do.
+            OffloadError: The plan offloads, and the folder cannot be used.
         """
         require_weights(workload, "a fitted workload runs")
         self.workload = workload
@@ -114,6 +128,7 @@ class Fitted:
             message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
             raise UsageError(message)
         self._loss_reduction = loss_reduction
+        self._offload_dir = offload_dir
         self._actions = self._read(plan)
         self._by_shape: dict[Any, _Actions] = {}
         self._diverged: set[Any] = set()
@@ -143,7 +158,7 @@ class Fitted:
         self.close()
 
     def close(self) -> None:
-        """Let go of plans and of what the last step left to report; no step can run after this.
+        """Let go of plans, of files, and of what the last step left to report; no step can follow.
 
         Model and optimizer need no undoing: nothing is installed on them between steps.
         """
@@ -166,6 +181,7 @@ class Fitted:
             UsageError: The plan cannot be carried out with this batch or loss.
             ReplayError: A dropped tensor was changed behind memfit's back; gradients are gone,
                 parameters are as before unless the plan runs the optimizer inside backward.
+            OffloadError: A tensor could not be written elsewhere, or did not come back; likewise.
         """
         batch = self.workload.batch if batch is None else batch
         actions = self._choose(batch)
@@ -289,10 +305,16 @@ class Fitted:
         remat = self._running.remat
         outcome = remat.outcome() if remat is not None else None
         seen = outcome.observations if outcome is not None else None
+        tier = remat.tier if remat is not None else None
+        moved = tier.moved() if tier is not None else Moved()
         return Report(
             steps=self._steps,
             dropped_saves=seen.dropped_saves if seen else 0,
             replayed_ops=outcome.replayed_ops if outcome else 0,
+            offloaded_tensors=outcome.offloaded if outcome else 0,
+            offloaded_bytes_written=moved.bytes_written,
+            offloaded_bytes_read=moved.bytes_read,
+            offload_seconds_waited=moved.seconds_waited,
             kept_drops=tuple(seen.kept_drops) if seen else (),
             diverged=remat.diverged if remat is not None else False,
             divergence=seen.divergence if seen else "",
@@ -351,14 +373,29 @@ class Fitted:
                     "gradients at once\nhint: plan again for this workload"
                 )
             OptimizerInBackward(self.optimizer)
-        remat = None
-        if "remat" in actions:
-            remat = Rematerialiser(self.workload.model, actions["remat"].get("remat") or {})
+        remat = self._planned_forwards(actions)
         pieces = int(actions["micro_batch"]["count"]) if "micro_batch" in actions else 1
         if pieces < 1:
             message = f"the plan cuts the batch into `{pieces}` pieces"
             raise UsageError(message)
         return _Actions(plan, remat, pieces, fuse)
+
+    def _planned_forwards(self, actions: Mapping[str, Mapping[str, Any]]) -> Rematerialiser | None:
+        """What carries out the actions that live in forward; ``None`` without any."""
+        remat, offload = _part(actions, "remat"), _part(actions, "offload")
+        if remat is None and offload is None:
+            return None
+        tier = None
+        if offload is not None:
+            folder = self._offload_dir or offload.get("folder", "")
+            window_bytes = int(offload.get("window_bytes", 0))
+            tier = open_tier(str(offload.get("tier")), window_bytes, folder)
+        return Rematerialiser(self.workload.model, remat, offload, tier)
+
+
+def _part(actions: Mapping[str, Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+    """What an action says to the executor; ``None`` without that action."""
+    return actions[kind].get(kind) or {} if kind in actions else None
 
 
 def _planned_forward(actions: _Actions) -> contextlib.AbstractContextManager[None]:

@@ -168,6 +168,7 @@ def fit(
     profile: bool = False,
     costs: str | PathLike[str] | None = None,
     gpu: str | None = None,
+    offload_dir: str | PathLike[str] = "",
 ) -> Fitted:
     """Plan a step and apply the plan.
 
@@ -180,6 +181,8 @@ def fit(
         profile: As in :func:`plan`.
         costs: As in :func:`plan`.
         gpu: As in :func:`plan`.
+        offload_dir: Where to write tensors that the plan offloads to a disk; by default where the
+            plan says, or else the system's folder for temporary files.
 
     Returns:
         The fitted workload: ``fitted.step(batch)`` runs one step inside the budget.
@@ -188,6 +191,7 @@ def fit(
         DoesNotFit: No allowed plan brings the step under the budget.
         BudgetError: The budget cannot be read.
         UsageError: As in :func:`plan`.
+        OffloadError: The plan offloads, and the folder cannot be used.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
@@ -213,7 +217,13 @@ def fit(
         return again.as_dict() if again.fits else None
 
     reduction = meta["loss_reduction"]
-    return Fitted(workload, made.as_dict(), loss_reduction=reduction, replan=replan)
+    return Fitted(
+        workload,
+        made.as_dict(),
+        loss_reduction=reduction,
+        replan=replan,
+        offload_dir=offload_dir,
+    )
 
 
 def _meta(recorded: Trace) -> dict[str, str]:

@@ -60,6 +60,10 @@ class Made:
     shape: tuple[int, ...]
     bytes: int
     droppable: bool = True
+    storable: bool = True
+    saved: bool = False
+    unpacked_as: int = -1
+    last_write: int = -1
 
 
 @dataclass
@@ -74,8 +78,35 @@ class ForwardOps:
         self,
         drop: Callable[[Made], bool] = lambda _: True,
         regions: list[tuple[str, int]] | None = None,
+        home: Callable[[Made], int | None] = lambda _: None,
     ) -> dict[str, Any]:
         """The `remat` part of an action that drops what `drop` picks."""
+        watched = self._watched(regions)
+        picked = [m for m in self.made if m.droppable and drop(m) and _within(m, watched)]
+        return {"drops": [_entry(m, home(m)) for m in picked], **watched}
+
+    def offload(
+        self,
+        store: Callable[[Made], bool] = lambda _: True,
+        window_bytes: int = 0,
+        regions: list[tuple[str, int]] | None = None,
+        home: Callable[[Made], int | None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """The `offload` part of an action that stores what `store` picks."""
+        watched = self._watched(regions)
+        picked = [
+            m for m in self.made if m.storable and m.saved and store(m) and _within(m, watched)
+        ]
+        asked = [k for k, m in enumerate(picked) if m.unpacked_as >= 0]
+        return {
+            "tier": "disk",
+            "window_bytes": window_bytes,
+            "stores": [_entry(m, home(m)) for m in picked],
+            "order": sorted(asked, key=lambda k: picked[k].unpacked_as),
+            **watched,
+        }
+
+    def _watched(self, regions: list[tuple[str, int]] | None) -> dict[str, Any]:
         names = sorted(set(self.names))
         active = [{"module": "", "call": 0, "start": 0, "end": len(self.names)}]
         if regions is not None:
@@ -88,23 +119,8 @@ class ForwardOps:
                 }
                 for module, call in regions
             ]
-        watched = {i for region in active for i in range(region["start"], region["end"])}
-        return {
-            "drops": [
-                {
-                    "op": m.op,
-                    "output": m.output,
-                    "shape": list(m.shape),
-                    "bytes": m.bytes,
-                    "module": "",
-                }
-                for m in self.made
-                if m.droppable and m.op in watched and drop(m)
-            ],
-            "active": active,
-            "names": names,
-            "forward": [names.index(name) for name in self.names],
-        }
+        forward = [names.index(name) for name in self.names]
+        return {"active": active, "names": names, "forward": forward}
 
     def plan(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A whole plan with this one action."""
@@ -119,6 +135,15 @@ class ForwardOps:
                 }
             ]
         }
+
+
+def _within(made: Made, watched: dict[str, Any]) -> bool:
+    return any(region["start"] <= made.op < region["end"] for region in watched["active"])
+
+
+def _entry(made: Made, home: int | None) -> dict[str, Any]:
+    entry = {"op": made.op, "output": made.output, "shape": list(made.shape), "bytes": made.bytes}
+    return {**entry, "module": "", **({} if home is None else {"home": home})}
 
 
 class _Recorder(TorchDispatchMode):
@@ -143,10 +168,12 @@ class _Recorder(TorchDispatchMode):
             for a, s in zip(args, func._schema.arguments, strict=False)
             if s.alias_info is not None and s.alias_info.is_write and isinstance(a, Tensor)
         ]
-        if len(written) > 1:
-            for tensor in written:
-                if tensor.untyped_storage()._cdata in self.owner:
-                    self.owner[tensor.untyped_storage()._cdata].droppable = False
+        for tensor in written:
+            made = self.owner.get(tensor.untyped_storage()._cdata)
+            if made is not None:
+                made.droppable &= len(written) == 1
+                made.storable &= not made.saved
+                made.last_write = index
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for ordinal, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
@@ -155,6 +182,7 @@ class _Recorder(TorchDispatchMode):
                 continue
             droppable = "lift_fresh" not in str(func)
             made = Made(index, ordinal, str(func), tuple(tensor.shape), storage.nbytes(), droppable)
+            made.storable = storage.nbytes() > 0
             self.ops.made.append(made)
             self.owner[key] = made
             weakref.finalize(storage, self.owner.pop, key, None)
@@ -188,22 +216,44 @@ def _calls(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def record(model: nn.Module, forward: Callable[[], Tensor]) -> ForwardOps:
+def record(
+    model: nn.Module, forward: Callable[[], Tensor], *, backward: bool = False
+) -> ForwardOps:
     """Run `forward` once and list its ops; random state and buffers are put back.
 
-    The result of forward is alive to the end of the step, so it is not droppable.
+    The result of forward is alive to the end of the step, so it is not droppable. With `backward`,
+    run that too for the order in which saved tensors are asked for.
     """
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     random = torch.get_rng_state()
     recorder = _Recorder()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    asked = 0
+
+    def pack(tensor: Tensor) -> tuple[Tensor, Made | None]:
+        made = recorder.owner.get(tensor.untyped_storage()._cdata)
+        if made is not None:
+            made.saved = True
+        return tensor, made
+
+    def unpack(packed: tuple[Tensor, Made | None]) -> Tensor:
+        nonlocal asked
+        tensor, made = packed
+        if made is not None and made.unpacked_as < 0:
+            made.unpacked_as = asked
+            asked += 1
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     with hooks, recorder, _calls(model, recorder):
         result = forward()
     for tensor in tree_leaves(result):
         if isinstance(tensor, Tensor):
             made = recorder.owner.get(tensor.untyped_storage()._cdata)
             if made is not None:
-                made.droppable = False
+                made.droppable = made.storable = False
+    if backward:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(result, parameters, allow_unused=True)
     with torch.no_grad():
         for name, b in model.named_buffers():
             b.copy_(buffers[name])

@@ -1,4 +1,7 @@
-"""Nine architectures, dropout on: loss, gradients, buffers and random state are bitwise equal."""
+"""Nine architectures, dropout on: loss, gradients, buffers and random state are bitwise equal.
+
+Once with ops dropped, once with everything stored that can be, once with both.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from handmade import cheap, record
 
 from memfit.apply.remat import Rematerialiser
+from memfit.apply.tiers import DiskTier
 
 
 def run(model, batch, loss_of, context):
@@ -53,6 +57,30 @@ def test_bitwise(build):
         assert outcome.observations.kept_drops == []
         assert outcome.observations.dropped_saves > 10
         assert same(expected, got) == []
+
+
+@pytest.mark.parametrize("build", models.ALL, ids=lambda f: f.__name__)
+def test_bitwise_with_everything_stored_that_can_be(build, tmp_path):
+    torch.manual_seed(0)
+    model, batch, loss_of = build()
+    model.train()
+    expected = run(model, batch, loss_of, contextlib.nullcontext())
+    ops = record(model, lambda: loss_of(model, batch), backward=True)
+    window_bytes = 20_000
+    everything = ops.offload(window_bytes=window_bytes)
+    costly = ops.offload(lambda m: not cheap(m), window_bytes)
+    drops = ops.remat(cheap)
+    tier = DiskTier(window_bytes, tmp_path, allow_memory=True)
+    for remat, offload in ((None, everything), (drops, costly)):
+        planned = Rematerialiser(model, remat, offload, tier)
+        got = run(model, batch, loss_of, planned.forward())
+        outcome = planned.outcome()
+        assert outcome.observations.divergence == ""
+        assert outcome.observations.kept_drops == []
+        assert outcome.offloaded == len(offload["stores"]) > 0
+        assert same(expected, got) == []
+    stored = sum(m["bytes"] for m in (*everything["stores"], *costly["stores"]))
+    assert tier.moved().bytes_written == stored
 
 
 @pytest.mark.parametrize("build", [models.gpt2, models.resnet18], ids=lambda f: f.__name__)

@@ -1,4 +1,8 @@
-"""Random small graphs under random plans: loss, gradients and random state stay bitwise equal."""
+"""Random small graphs under random plans: loss, gradients and random state stay bitwise equal.
+
+Plans drop, store and give homes at random, valid or not: what the executor does may cost memory or
+time then, never the result.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from memfit.apply.remat import Rematerialiser
+from memfit.apply.tiers import DiskTier
 
 ROWS, COLUMNS = 4, 6
 
@@ -141,6 +146,57 @@ def test_any_drop_set_of_any_graph_is_bitwise(steps, chosen):
         assert outcome.observations.divergence == ""
         assert outcome.observations.kept_drops == []
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+WINDOWS = (0, 100, 500, 10**6)
+"""In bytes; most allocations of these graphs have 96."""
+
+
+@given(
+    steps=st.lists(step, min_size=1, max_size=9),
+    random=st.randoms(use_true_random=False),
+    window_bytes=st.sampled_from(WINDOWS),
+)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+def test_any_drops_stores_and_homes_of_any_graph_are_bitwise(
+    tmp_path_factory, steps, random, window_bytes
+):
+    torch.manual_seed(0)
+    model = Graph(steps)
+    x = torch.randn(ROWS, COLUMNS)
+    try:
+        expected = run(model, x, contextlib.nullcontext())
+    except RuntimeError as error:
+        if "inplace operation" in str(error) or "a view" in str(error):
+            return  # autograd itself refuses this graph
+        raise
+    ops = record(model, lambda: model(x), backward=True)
+    treatments = {id(m): random.choice(("keep", "drop", "store", "store")) for m in ops.made}
+    homes = {id(m): random.choice((None, m.op + 1 + random.randrange(40))) for m in ops.made}
+
+    def home(made):
+        return homes[id(made)] if made.last_write < 0 else None
+
+    tier = DiskTier(window_bytes, tmp_path_factory.mktemp("offload"), allow_memory=True)
+    for stored in ("store", None):
+        remat = ops.remat(lambda m, s=stored: s and treatments[id(m)] == "drop", home=home)
+        offload = ops.offload(
+            lambda m, s=stored: s is None or treatments[id(m)] == s, window_bytes, home=home
+        )
+        planned = Rematerialiser(model, remat, offload, tier)
+        got = run(model, x, planned.forward())
+        outcome = planned.outcome()
+        assert outcome.observations.divergence == ""
+        assert outcome.observations.kept_drops == []
+        assert outcome.offloaded == len(offload["stores"])
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    moved = tier.moved()
+    assert moved.bytes_read >= moved.bytes_written * 0.5
 
 
 def test_the_generator_argument_is_honoured():

@@ -1,14 +1,15 @@
-"""What the executor remembers of a dropped allocation, so that it can be computed again.
+"""What the executor remembers of an allocation that is not kept, so that it can be there again.
 
 Responsible for the types: a *state* (an allocation at a version), the *record* of the op that made
-it, and what refers to them. Not responsible for filling them in (:mod:`memfit.apply.watch`) or for
-running them (:mod:`memfit.apply.replay`). The rules are those of
-``docs/concepts/transformed-trace.md``.
+it or, if it is stored, how to *fetch* it, and what refers to them. Not responsible for filling them
+in (:mod:`memfit.apply.watch`) or for using them (:mod:`memfit.apply.replay`). The rules are those
+of ``docs/concepts/transformed-trace.md``.
 
 Who holds whom, which is all there is to memory management here::
 
     Token, Record.args --> State --> Record (until it ran) --> args: Ref -> State, Pin -> tensor
                              |          Record --weak--> its output States
+                             |  or Fetch --> the bytes elsewhere
                              +--> anchor: the materialised tensor, once its record ran
 
 Nothing points back strongly, so a record goes, with its pins, when the last token or record that
@@ -19,6 +20,7 @@ A view needs no record: it is a :class:`Geometry` over a state.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,11 @@ from memfit.errors import MemfitError
 if TYPE_CHECKING:
     from memfit.apply.operators import Operator
     from memfit.apply.randomness import GeneratorState
+    from memfit.apply.tiers import Parcel
+
+
+NO_HOME = sys.maxsize
+"""A home behind every op of forward: what has none stays once it is there."""
 
 
 class ReplayError(MemfitError):
@@ -87,20 +94,22 @@ class Geometry:
 
 
 class State:
-    """One dropped allocation at one version.
+    """One dropped allocation at one version, or one stored allocation.
 
     Attributes:
-        producer: The record that makes it; ``None`` once that ran.
+        producer: The record that makes it, ``None`` once that ran for good; or how to fetch it.
+        made_at: Index of the forward op that made the value.
         anchor: A tensor over the materialised storage; ``None`` before the record ran, and after a
             replayed in-place op took the storage over.
         readers: Every token and record that ever referred to this state, weakly.
     """
 
-    __slots__ = ("__weakref__", "anchor", "producer", "readers")
+    __slots__ = ("__weakref__", "anchor", "made_at", "producer", "readers")
 
-    def __init__(self, producer: Record) -> None:
+    def __init__(self, producer: Record | Fetch, made_at: int) -> None:
         """Create the state that ``producer`` makes."""
-        self.producer: Record | None = producer
+        self.producer: Record | Fetch | None = producer
+        self.made_at = made_at
         self.anchor: Tensor | None = None
         self.readers: list[weakref.ref[Token | Record]] = []
 
@@ -181,7 +190,8 @@ class Record:
         generator: State of the random generator from before the call; ``None`` if not random.
         target: The dropped value it writes in place; ``None`` for an op that creates.
         outputs: The states it makes.
-        consumed: Whether it ran.
+        home: Requests for what ops from this one on made let it pass: it runs for them and stays.
+        consumed: Whether it ran for good.
     """
 
     __slots__ = (
@@ -189,6 +199,7 @@ class Record:
         "args",
         "consumed",
         "generator",
+        "home",
         "index",
         "kwargs",
         "operator",
@@ -207,10 +218,16 @@ class Record:
         self.generator: GeneratorState | None = None
         self.target: Ref | None = None
         self.outputs: list[Output] = []
+        self.home = 0
         self.consumed = False
 
+    def makes(self, output: Output, home: int) -> None:
+        """Note a dropped output; the record passes where all of them do."""
+        self.outputs.append(output)
+        self.home = max(self.home, home)
+
     def consume(self) -> None:
-        """Let go of everything the record holds, because it ran."""
+        """Let go of everything the record holds, because it ran for good."""
         self.consumed = True
         self.args = ()
         self.kwargs = {}
@@ -219,11 +236,57 @@ class Record:
         self.target = None
 
 
-class Token:
-    """What autograd holds in place of a dropped tensor; takes no memory.
+class Fetch:
+    """How a stored allocation comes back.
 
     Attributes:
-        state: The dropped state.
+        ordinal: Position among the tensors that the op returned.
+        size_bytes: Size of its storage.
+        device: Where it was and will be.
+        home: As :attr:`Record.home`.
+        parcel: Its bytes elsewhere; ``None`` before they went, and once they are back for good.
+        source: The tensor itself, from when a record takes it until it goes out.
+        source_version: Version of that.
+        is_sent: It has gone out.
+        written_to: What to say to whoever asks for it: it was written to on its way out.
+        is_ahead: It is there, or coming, and nobody has asked for it yet.
+        is_coming: It is on its way back.
+    """
+
+    __slots__ = (
+        "device",
+        "home",
+        "is_ahead",
+        "is_coming",
+        "is_sent",
+        "ordinal",
+        "parcel",
+        "size_bytes",
+        "source",
+        "source_version",
+        "written_to",
+    )
+
+    def __init__(self, ordinal: int, size_bytes: int, device: torch.device, home: int) -> None:
+        """Create one for an allocation that has not gone anywhere."""
+        self.ordinal = ordinal
+        self.size_bytes = size_bytes
+        self.device = device
+        self.home = home
+        self.parcel: Parcel | None = None
+        self.source: Tensor | None = None
+        self.source_version = -1
+        self.is_sent = False
+        self.written_to = ""
+        self.is_ahead = False
+        self.is_coming = False
+
+
+class Token:
+    """What autograd holds in place of a tensor that is not kept; takes no memory.
+
+    Attributes:
+        state: What it stands for.
         geometry: How the saved tensor looked at it.
     """
 

@@ -1,9 +1,9 @@
-"""Rematerialisation of any module, unmodified: the executor of a plan's ``remat`` action.
+"""Forward of any module, unmodified, by a plan: the executor of ``remat`` and ``offload`` actions.
 
 Responsible for the life of one planned forward: hooks on the module calls that the plan names and
 on no others, the watch inside them, and telling when the model left the plan. What is recorded is
-:mod:`memfit.apply.watch`, what is computed again is :mod:`memfit.apply.replay`, and what both must
-do is ``docs/concepts/transformed-trace.md``.
+:mod:`memfit.apply.watch`, what is computed again is :mod:`memfit.apply.replay`, what goes elsewhere
+is :mod:`memfit.apply.offload`; what they must do is ``docs/concepts/transformed-trace.md``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.apply.offload import Transit
+from memfit.apply.records import NO_HOME
 from memfit.apply.replay import Replayer
 from memfit.apply.watch import Observations, Watch
 from memfit.errors import DivergenceWarning, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from memfit.apply.tiers import Tier
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,46 +48,83 @@ class Region:
     end: int
 
 
-@dataclass(slots=True)
-class Directions:
-    """A plan's ``remat`` action, ready to be followed.
+@dataclass(slots=True, frozen=True)
+class Planned:
+    """An output of an op that the plan does not keep.
 
     Attributes:
-        drops: By op of forward: position among the tensors it returns, to elements planned.
-        regions: The module calls to watch.
-        forward: Name of each op of forward.
+        elements: Elements planned.
+        home: Forward op from which on requests let it pass.
+        is_stored: Whether it is stored; dropped otherwise.
     """
 
-    drops: dict[int, dict[int, int]]
+    elements: int
+    home: int
+    is_stored: bool
+
+
+@dataclass(slots=True)
+class Directions:
+    """A plan's ``remat`` and ``offload`` actions, ready to be followed.
+
+    Attributes:
+        planned: By op of forward: position among the tensors it returns, to what happens to it.
+        regions: The module calls to watch.
+        forward: Name of each op of forward.
+        order: Stored allocations in the order of fetching ahead, as op and output.
+        window_bytes: Most bytes on their way out, and most fetched ahead.
+    """
+
+    planned: dict[int, dict[int, Planned]]
     regions: tuple[Region, ...]
     forward: tuple[str, ...]
+    order: tuple[tuple[int, int], ...] = ()
+    window_bytes: int = 0
     _ends: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
     @staticmethod
-    def read(remat: Mapping[str, Any]) -> Directions:
-        """Read the ``remat`` part of an action.
+    def read(remat: Mapping[str, Any] | None, offload: Mapping[str, Any] | None) -> Directions:
+        """Read the ``remat`` and ``offload`` parts of a plan's actions; one of them at least.
 
         Args:
-            remat: ``Remat`` of the plan as parsed JSON.
+            remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
+            offload: ``Offload`` of the plan, likewise.
 
         Raises:
-            UsageError: It is no such thing.
+            UsageError: They are no such things, or watch different forwards.
         """
         try:
-            drops: dict[int, dict[int, int]] = {}
-            for drop in remat["drops"]:
-                drops.setdefault(drop["op"], {})[drop["output"]] = math.prod(drop["shape"])
-            names = remat["names"]
-            forward = tuple(sys.intern(names[index]) for index in remat["forward"])
+            planned: dict[int, dict[int, Planned]] = {}
+            for key, part in (("drops", remat), ("stores", offload)):
+                for entry in part[key] if part is not None else ():
+                    home = NO_HOME if entry.get("home") is None else entry["home"]
+                    output = Planned(math.prod(entry["shape"]), home, part is offload)
+                    if planned.setdefault(entry["op"], {}).setdefault(entry["output"], output) != (
+                        output
+                    ):
+                        message = f"the plan both drops and stores an output of op {entry['op']}"
+                        raise UsageError(message)
+            watched = remat if remat is not None else (offload or {})
+            names = watched["names"]
+            forward = tuple(sys.intern(names[index]) for index in watched["forward"])
             regions = tuple(
-                Region(r["module"], r["call"], r["start"], r["end"]) for r in remat["active"]
+                Region(r["module"], r["call"], r["start"], r["end"]) for r in watched["active"]
             )
-        except (KeyError, IndexError, TypeError) as error:
-            message = f"the plan's `remat` action is malformed: {error!r}"
+            order: tuple[tuple[int, int], ...] = ()
+            window_bytes = 0
+            if offload is not None:
+                stores = [(entry["op"], entry["output"]) for entry in offload["stores"]]
+                order = tuple(stores[index] for index in offload.get("order", ()))
+                window_bytes = int(offload["window_bytes"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            kind = "remat" if offload is None else "offload" if remat is None else "remat, offload"
+            message = f"the plan's `{kind}` action is malformed: {error!r}"
             raise UsageError(message) from error
         if any(not 0 <= r.start <= r.end <= len(forward) for r in regions):
             raise UsageError("the plan's `remat` action names a region outside forward")
-        return Directions(drops, regions, forward)
+        if remat is not None and offload is not None and _watched(remat) != _watched(offload):
+            raise UsageError("the plan's `remat` and `offload` actions watch different forwards")
+        return Directions(planned, regions, forward, order, window_bytes)
 
     def after(self, names: tuple[str, ...], start: int) -> int | None:
         """Index of the op that follows the first run of ``names`` in forward from ``start`` on.
@@ -100,6 +141,12 @@ class Directions:
         return ends[position] if position < len(ends) else None
 
 
+def _watched(part: Mapping[str, Any]) -> list[Any]:
+    """What a part of a plan says about forward itself."""
+    names = part["names"]
+    return [part["active"], [names[index] for index in part["forward"]]]
+
+
 @dataclass(slots=True, frozen=True)
 class Outcome:
     """What one planned forward, and the backward after it, did.
@@ -107,31 +154,43 @@ class Outcome:
     Attributes:
         observations: What was seen in forward.
         replayed_ops: Ops run again so far.
+        offloaded: Allocations that went elsewhere.
     """
 
     observations: Observations
     replayed_ops: int
+    offloaded: int
 
 
 class Rematerialiser:
-    """Carries out a ``remat`` action on a model.
+    """Carries out a ``remat`` action on a model, an ``offload`` action, or both.
 
     Attributes:
         diverged: Whether the last forward left the plan.
+        tier: Where stored tensors go; ``None`` when the plan stores none.
     """
 
-    def __init__(self, model: nn.Module, remat: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        remat: Mapping[str, Any] | None,
+        offload: Mapping[str, Any] | None = None,
+        tier: Tier | None = None,
+    ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
         Args:
             model: The model the plan was made for.
-            remat: ``Remat`` of the plan as parsed JSON.
+            remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
+            offload: ``Offload`` of the plan, likewise.
+            tier: Where stored tensors go; needed with ``offload``.
 
         Raises:
-            UsageError: The plan names a module that the model does not have.
+            UsageError: The plan names a module that the model does not have, or is malformed.
         """
         self.diverged = False
-        self._directions = Directions.read(remat)
+        self.tier = tier
+        self._directions = Directions.read(remat, offload)
         self._warned = False
         self._active: _Forward | None = None
         self._last: _Forward | None = None
@@ -154,11 +213,12 @@ class Rematerialiser:
 
         Raises:
             UsageError: Another forward of this model is inside already.
+            OffloadError: A stored tensor could not be written; there is nothing to run backward on.
         """
         if self._active is not None:
             raise UsageError("a planned forward is already running: they do not nest")
         self.diverged = False
-        running = _Forward(self._directions, self._on_divergence)
+        running = _Forward(self._directions, self._on_divergence, self.tier)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
         completed = False
@@ -170,14 +230,16 @@ class Rematerialiser:
         finally:
             for handle in handles:
                 handle.remove()
-            running.close(complete=completed)
             self._active = None
+            running.close(complete=completed)
 
     def outcome(self) -> Outcome | None:
         """What the last forward did; ``None`` before the first."""
         if self._last is None:
             return None
-        return Outcome(self._last.watch.observations, self._last.replayer.replayed)
+        last = self._last
+        sent = last.transit.outgoing.sent if last.transit is not None else 0
+        return Outcome(last.watch.observations, last.replayer.replayed, sent)
 
     def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
         regions = self._calls[module]
@@ -217,12 +279,16 @@ class _Forward:
 
     Attributes:
         watch: Watches the ops.
-        replayer: Computes again.
+        replayer: Computes again, and fetches.
+        transit: What is stored; ``None`` when nothing is.
     """
 
-    def __init__(self, directions: Directions, on_divergence: Any) -> None:
-        self.watch = Watch(directions, on_divergence)
-        self.replayer = Replayer()
+    def __init__(self, directions: Directions, on_divergence: Any, tier: Tier | None) -> None:
+        self.transit: Transit | None = None
+        if tier is not None:
+            self.transit = Transit(tier, directions.window_bytes, directions.order)
+        self.watch = Watch(directions, on_divergence, self.transit)
+        self.replayer = Replayer(self.transit.ahead if self.transit is not None else None)
         self._open: list[contextlib.ExitStack | None] = []
 
     def enter(self, region: Region | None) -> None:
@@ -252,3 +318,10 @@ class _Forward:
         while self._open:
             self.leave(complete=complete)
         self.watch.close()
+        if self.transit is None:
+            return
+        try:
+            if complete:
+                self.transit.outgoing.settle()
+        finally:
+            self.transit.outgoing.abandon()

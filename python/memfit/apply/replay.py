@@ -1,10 +1,12 @@
-"""Computing dropped tensors again in backward.
+"""Answering autograd's requests in backward: computing dropped tensors again, fetching stored ones.
 
-Responsible for the order of replays, for what lives while they run, and for handing autograd the
-tensor it saved. Not responsible for deciding what is recorded (:mod:`memfit.apply.watch`).
+Responsible for the order of replays and fetches, for what lives while they run, and for handing
+autograd the tensor it saved. Not responsible for deciding what is recorded
+(:mod:`memfit.apply.watch`) nor for moving bytes (:mod:`memfit.apply.offload`).
 
-Invariants: each record runs at most once; records run in the order of forward; a replay sees
-neither autograd nor autocast nor a dispatch mode, since a record holds an op from below all three.
+Invariants: a record runs once, and once more for each request that it lets pass; within a request,
+records run in the order of forward; a replay sees neither autograd nor autocast nor a dispatch
+mode, since a record holds an op from below all three.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from memfit.apply.offload import ask_for, fetch_now
 from memfit.apply.records import (
+    Fetch,
     Geometry,
     Kept,
     Pin,
@@ -32,7 +36,9 @@ from memfit.apply.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from memfit.apply.offload import Ahead
 
 
 class Replayer:
@@ -42,9 +48,14 @@ class Replayer:
         replayed: Ops run so far.
     """
 
-    def __init__(self) -> None:
-        """Create a replayer that has run nothing."""
+    def __init__(self, ahead: Ahead | None = None) -> None:
+        """Create a replayer that has run nothing.
+
+        Args:
+            ahead: Fetches stored allocations ahead; ``None`` when none are stored.
+        """
         self.replayed = 0
+        self._ahead = ahead
         self._lock = threading.RLock()
 
     def unpack(self, saved: Token | Kept) -> Tensor:
@@ -60,6 +71,7 @@ class Replayer:
             RuntimeError: A tensor that was kept has been changed in place since, as autograd
                 itself would say.
             ReplayError: A tensor cannot be computed again with the value it had.
+            OffloadError: A tensor did not come back from where it was stored.
         """
         if isinstance(saved, Kept):
             if saved.version != version_of(saved.tensor):
@@ -71,18 +83,115 @@ class Replayer:
                 raise RuntimeError(message)
             return saved.tensor
         with self._lock, torch.no_grad():
-            if saved.state.anchor is None:
-                self._materialise(saved.state)
+            if saved.state.anchor is None or isinstance(saved.state.producer, Fetch):
+                self._serve(saved.state)
             anchor = saved.state.anchor
             if anchor is None:
                 raise ReplayError("a dropped tensor was not produced by the op recorded for it")
             return saved.geometry.over(anchor)
 
-    def _materialise(self, state: State) -> None:
+    def _serve(self, wanted: State) -> None:
+        """Make a state be there, and with it what near requests will want too."""
         with _bare_dispatch():
-            for record in _missing_records(state):
-                _run(record)
-                self.replayed += 1
+            request = _Request(wanted)
+            self.replayed += request.run()
+            if request.asked and self._ahead is not None:
+                self._ahead.look_ahead()
+
+
+class _Request:
+    """One unpack being served: the records and fetches it needs, and what only passes.
+
+    Attributes:
+        asked: Whether a stored allocation was asked for.
+    """
+
+    def __init__(self, wanted: State) -> None:
+        """Find what must run, and say of stored allocations that they are asked for."""
+        self.asked = False
+        self._for = wanted.made_at
+        self._wanted = wanted
+        # To come, the next one last; what ran is let go of at once, as memory depends on it.
+        self._to_come: list[Record | State] = []
+        self._collect(wanted)
+        self._to_come.sort(key=_place, reverse=True)
+        # How many records to come read a state that only passes.
+        self._readers: dict[State, int] = {}
+        passing = {
+            state
+            for errand in self._to_come
+            if self._passes(errand)
+            for state in _states_of(errand)
+            if state is not wanted
+        }
+        for errand in self._to_come:
+            for state in errand.states if isinstance(errand, Record) else ():
+                if state in passing:
+                    self._readers[state] = self._readers.get(state, 0) + 1
+
+    def run(self) -> int:
+        """Run it all, in the order of forward; returns how many ops ran."""
+        replayed = 0
+        while self._to_come:
+            errand = self._to_come.pop()
+            if isinstance(errand, State):
+                fetch = errand.producer
+                assert isinstance(fetch, Fetch)
+                fetch_now(errand, fetch, stays=errand not in self._readers)
+                continue
+            read = [state for state in errand.states if state in self._readers]
+            _run(errand, passes=self._passes(errand), needed=self._is_needed)
+            replayed += 1
+            while read:
+                self._was_read(read.pop())
+        return replayed
+
+    def _collect(self, wanted: State) -> None:
+        found: set[Record | State] = set()
+        stack = [wanted]
+        while stack:
+            state = stack.pop()
+            producer = state.producer
+            if isinstance(producer, Fetch):
+                self.asked = True
+                ask_for(state, producer)
+                if state.anchor is None and state not in found:
+                    found.add(state)
+                    self._to_come.append(state)
+            elif state.anchor is None and producer is not None and producer not in found:
+                found.add(producer)
+                self._to_come.append(producer)
+                stack.extend(producer.states)
+
+    def _passes(self, errand: Record | State) -> bool:
+        producer = errand.producer if isinstance(errand, State) else errand
+        return producer is not None and producer.home <= self._for
+
+    def _is_needed(self, state: State) -> bool:
+        """Whether what a record that passes made is read in this request."""
+        return state is self._wanted or state in self._readers
+
+    def _was_read(self, state: State) -> None:
+        self._readers[state] -= 1
+        if self._readers[state] == 0:
+            del self._readers[state]
+            state.anchor = None
+
+
+def _place(errand: Record | State) -> tuple[int, bool, int]:
+    """Where an errand comes: in the order of forward, fetches before the replay of the same op."""
+    if isinstance(errand, Record):
+        return errand.index, True, 0
+    assert isinstance(errand.producer, Fetch)
+    return errand.made_at, False, errand.producer.ordinal
+
+
+def _states_of(errand: Record | State) -> list[State]:
+    """The states that an errand makes and that anyone refers to."""
+    if isinstance(errand, State):
+        return [errand]
+    made = (output.state() for output in errand.outputs)
+    return [state for state in made if state is not None]
 
 
 @contextlib.contextmanager
@@ -95,22 +204,14 @@ def _bare_dispatch() -> Iterator[None]:
         yield
 
 
-def _missing_records(state: State) -> list[Record]:
-    """Records that must run before ``state`` is there, in the order of forward."""
-    found: set[Record] = set()
-    stack = [state]
-    while stack:
-        current = stack.pop()
-        record = current.producer
-        if current.anchor is not None or record is None or record in found:
-            continue
-        found.add(record)
-        stack.extend(record.states)
-    return sorted(found, key=lambda record: record.index)
+def _run(record: Record, *, passes: bool, needed: Callable[[State], bool]) -> None:
+    """Run one record, fill its outputs, and let go of its arguments unless it will run again.
 
-
-def _run(record: Record) -> None:
-    """Run one record, fill its outputs, and let go of its arguments."""
+    Args:
+        record: The record.
+        passes: Whether it will.
+        needed: Says of an output of one that will whether this request reads it.
+    """
     storage_of_target = _target_storage(record)
     args = [_argument(value, record, storage_of_target) for value in record.args]
     kwargs = {key: _argument(v, record, storage_of_target) for key, v in record.kwargs.items()}
@@ -127,7 +228,7 @@ def _run(record: Record) -> None:
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     for output in record.outputs:
         state = output.state()
-        if state is None:
+        if state is None or (passes and not needed(state)):
             continue
         made = target if target is not None else tensors[output.ordinal]
         if Geometry.of(made) != output.geometry:
@@ -138,8 +239,10 @@ def _run(record: Record) -> None:
             )
             raise ReplayError(message)
         state.anchor = made
-        state.producer = None
-    record.consume()
+        if not passes:
+            state.producer = None
+    if not passes:
+        record.consume()
 
 
 def _target_storage(record: Record) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""The forward side of rematerialisation: what runs is watched, what the plan drops is recorded.
+"""The forward side of a plan: what runs is watched, what is dropped recorded, what is stored sent.
 
 Responsible for following the ops of forward inside the regions that a plan names, for recording
 ops that make or change a dropped allocation, and for what autograd saves there. Nothing is computed
-differently. Not responsible for computing again (:mod:`memfit.apply.replay`), for which module
-calls are watched (:mod:`memfit.apply.remat`), or for what is worth dropping (the engine).
+differently. Not responsible for computing again (:mod:`memfit.apply.replay`), for how stored
+allocations go and come (:mod:`memfit.apply.offload`), for which module calls are watched
+(:mod:`memfit.apply.remat`), or for what is worth either (the engine).
 
 Correctness does not depend on the plan: a drop that is not what the plan thought is still
 recorded from the op that really ran, and whatever cannot be recorded is kept.
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.operators import Operator, operator_of
 from memfit.apply.randomness import GeneratorState
 from memfit.apply.records import (
+    NO_HOME,
+    Fetch,
     Geometry,
     Kept,
     Output,
@@ -40,7 +43,8 @@ from memfit.apply.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from memfit.apply.remat import Directions
+    from memfit.apply.offload import Transit
+    from memfit.apply.remat import Directions, Planned
 
 
 LANDMARK_OPS = 6
@@ -49,7 +53,7 @@ LANDMARK_OPS = 6
 
 @dataclass(slots=True)
 class Tracked:
-    """A dropped allocation while its storage lives in forward.
+    """A dropped or stored allocation while its storage lives in forward.
 
     Attributes:
         state: What it holds now.
@@ -69,12 +73,14 @@ class Observations:
     Attributes:
         recorded_ops: Ops recorded.
         dropped_saves: Tensors for which autograd got a token.
-        kept_drops: Drops of the plan that could not be carried out, each with its reason.
+        offloaded_saves: Tensors for which autograd got a token on a stored allocation.
+        kept_drops: Drops and stores of the plan that could not be carried out, with the reason.
         divergence: Where the running model left the plan; empty while it follows it.
     """
 
     recorded_ops: int = 0
     dropped_saves: int = 0
+    offloaded_saves: int = 0
     kept_drops: list[str] = field(default_factory=list)
     divergence: str = ""
 
@@ -87,12 +93,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index: Index of the next op of forward.
     """
 
-    def __init__(self, directions: Directions, on_divergence: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directions: Directions,
+        on_divergence: Callable[[str], None],
+        transit: Transit | None = None,
+    ) -> None:
         """Create a watch for one forward.
 
         Args:
-            directions: What to drop, and the ops to expect.
+            directions: What to drop and to store, and the ops to expect.
             on_divergence: Told once, with a sentence, when the model leaves the plan.
+            transit: Takes what is stored; ``None`` to keep it.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = Observations()
@@ -102,6 +114,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lately: deque[str] | None = None
         self._directions = directions
         self._on_divergence = on_divergence
+        self._transit = transit
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
 
@@ -150,14 +163,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not operator.counted:
             return func(*args, **kwargs)
         index = self.index
-        drops: dict[int, int] | None = None
+        planned: dict[int, Planned] | None = None
         if self._following and self._expected(index, operator):
             self.index = index + 1
-            drops = self._directions.drops.get(index)
+            planned = self._directions.planned.get(index)
         elif self._lately is not None:
             self._find_back(operator)
-        if drops is not None:
-            return self._create(index, drops, operator, types, args, kwargs)
+        if planned is not None:
+            return self._create(index, planned, operator, types, args, kwargs)
         if operator.writes and (self._tracked or self._pins):
             return self._write(index, operator, types, args, kwargs)
         return func(*args, **kwargs)
@@ -200,41 +213,59 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _create(
         self,
         index: int,
-        drops: dict[int, int],
+        planned: dict[int, Planned],
         operator: Operator,
         types: Sequence[type],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an op whose outputs, or some of them, the plan drops."""
+        """Run an op of whose outputs the plan keeps not all."""
         refusal = operator.refusal or _unfit(types, args, kwargs)
         self._before_writes(operator, args, kwargs, forget=True)
-        if refusal is not None:
-            self._keep(index, operator, refusal)
-            return operator.func(*args, **kwargs)
-        record = self._record(index, operator, args, kwargs)
+        record = None
+        if not all(output.is_stored for output in planned.values()):
+            if refusal is None:
+                record = self._record(index, operator, args, kwargs)
+                self.observations.recorded_ops += 1
+            else:
+                self._keep(index, operator, refusal)
         result = operator.func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         given = {_storage_key(a) for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)}
-        for ordinal, planned_size in sorted(drops.items()):
-            if ordinal >= len(tensors) or tensors[ordinal].layout is not torch.strided:
+        for ordinal, output in sorted(planned.items()):
+            made = tensors[ordinal] if ordinal < len(tensors) else None
+            if made is None or type(made) is not Tensor or made.layout is not torch.strided:
                 self._keep(index, operator, f"returns no strided tensor {ordinal}")
                 continue
-            made = tensors[ordinal]
             if _storage_key(made) in given or _storage_key(made) in self._tracked:
                 self._keep(index, operator, "returns a view instead of a new tensor")
                 continue
-            if made.numel() > planned_size and not self.observations.divergence:
+            if made.numel() > output.elements and not self.observations.divergence:
                 self.observations.divergence = (
                     f"forward op {index}, `{operator.name}`, made {made.numel()} elements instead "
-                    f"of {planned_size}"
+                    f"of {output.elements}"
                 )
                 self._on_divergence(self.observations.divergence)
-            state = State(record)
-            record.outputs.append(Output(ordinal, weakref.ref(state), Geometry.of(made)))
-            self._track(made, state)
-        self.observations.recorded_ops += 1
+            if output.is_stored:
+                self._store(index, ordinal, output, operator, made)
+            elif record is not None:
+                state = State(record, index)
+                record.makes(Output(ordinal, weakref.ref(state), Geometry.of(made)), output.home)
+                self._track(made, state)
         return result
+
+    def _store(
+        self, index: int, ordinal: int, output: Planned, operator: Operator, made: Tensor
+    ) -> None:
+        """Note that an output goes elsewhere when autograd saves it."""
+        size = made.untyped_storage().nbytes()
+        refusal = self._transit.refusal(made.device) if self._transit is not None else "has no tier"
+        if refusal is not None:
+            self._keep(index, operator, refusal)
+        elif size > 0 and self._transit is not None:
+            state = State(Fetch(ordinal, size, made.device, output.home), index)
+            self._transit.ahead.expect((index, ordinal), state)
+            self._track(made, state)
 
     def _write(
         self,
@@ -244,18 +275,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an op that writes to its arguments; one of them may be dropped or pinned."""
+        """Run an op that writes to its arguments; one of them may be dropped, stored or pinned."""
         written = list(operator.announced_writes(args, kwargs))
         target = written[0] if len(written) == 1 else None
         tracked = self._find(target) if target is not None else None
-        recordable = (
+        followable = (
             target is not None
             and tracked is not None
             and self._following
             and operator.refusal is None
             and not operator.hidden_positions(args)
-            and _unfit(types, args, kwargs) is None
         )
+        if followable and tracked is not None and isinstance(tracked.state.producer, Fetch):
+            return self._write_stored(index, operator, tracked, args, kwargs)
+        recordable = followable and _unfit(types, args, kwargs) is None
         self._before_writes(operator, args, kwargs, forget=not recordable)
         if not recordable or target is None or tracked is None:
             return operator.func(*args, **kwargs)
@@ -268,12 +301,35 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.untyped_storage().nbytes() != size:
             self._tracked.pop(key, None)
             return result
-        state = State(record)
-        record.outputs.append(Output(0, weakref.ref(state), Geometry.of(target)))
+        state = State(record, index)
+        record.makes(Output(0, weakref.ref(state), Geometry.of(target)), NO_HOME)
         tracked.state = state
         if version >= 0:
             tracked.version = version + 1  # autograd counts the write after this returns
         self.observations.recorded_ops += 1
+        return result
+
+    def _write_stored(
+        self,
+        index: int,
+        operator: Operator,
+        tracked: Tracked,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an op that writes to a stored allocation.
+
+        Before it goes out, and while no record reads it, that changes nothing. Afterwards a plan
+        avoids it: what went out stays as it was, and what is saved from here on is kept.
+        """
+        fetch = tracked.state.producer
+        assert isinstance(fetch, Fetch)
+        fresh = not fetch.is_sent and fetch.source is None
+        self._before_writes(operator, args, kwargs, forget=not fresh)
+        result = operator.func(*args, **kwargs)
+        if fresh:
+            tracked.state.made_at = index
+            tracked.version += 1
         return result
 
     def _before_writes(
@@ -300,8 +356,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             holders = self._pins.pop(key, None)
             if holders is not None:
                 _copy_pins(holders, key)
+            tracked = self._tracked.get(key)
+            if tracked is None:
+                continue
+            if self._transit is not None and isinstance(tracked.state.producer, Fetch):
+                self._transit.preserve(tracked.state.producer)
             if forget:
-                self._tracked.pop(key, None)
+                del self._tracked[key]
 
     def _keep(self, index: int, operator: Operator, reason: str) -> None:
         self.observations.kept_drops.append(f"forward op {index}, `{operator.name}`: {reason}")
@@ -337,6 +398,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tracked = self._find(value)
             if tracked is not None:
                 states[tracked.state] = None
+                fetch = tracked.state.producer
+                if isinstance(fetch, Fetch) and not fetch.is_sent and fetch.source is None:
+                    # Autograd saves it later, if the plan is right: until then it lives anyway.
+                    fetch.source = _alias(value)
+                    fetch.source_version = tracked.version
                 return Ref(tracked.state, Geometry.of(value))
             self._pins.setdefault(_storage_key(value), []).append(weakref.ref(record))
             return Pin(_alias(value), version_of(value))
@@ -371,18 +437,34 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Saved tensors
 
     def pack(self, tensor: Tensor) -> Token | Kept:
-        """What autograd holds instead of ``tensor``, which it is about to save."""
+        """What autograd holds instead of ``tensor``, which it is about to save.
+
+        Raises:
+            OffloadError: A stored tensor cannot be written.
+        """
         tracked = self._find(tensor) if type(tensor) is Tensor else None
         if tracked is not None:
-            self.observations.dropped_saves += 1
+            fetch = tracked.state.producer
+            if not isinstance(fetch, Fetch):
+                self.observations.dropped_saves += 1
+                return Token(tracked.state, Geometry.of(tensor))
+            if not fetch.is_sent and self._transit is not None:
+                source = _detached(tensor)
+                with torch._C._DisableTorchDispatch(), torch.no_grad():
+                    self._transit.outgoing.send(fetch, source)
+            self.observations.offloaded_saves += 1
             return Token(tracked.state, Geometry.of(tensor))
         if self._following and self.index >= self._end and tensor.grad_fn is not None:
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")
-        version = version_of(tensor)
-        if tensor.grad_fn is None or tensor.is_inference():
-            return Kept(tensor, version)
-        with torch._C._DisableTorchDispatch():
-            return Kept(tensor.detach(), version)
+        return Kept(_detached(tensor), version_of(tensor))
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """What autograd saves, without the graph: above autograd, the version counter is shared."""
+    if tensor.grad_fn is None or tensor.is_inference():
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 def _storage_key(tensor: Tensor) -> int:
