@@ -16,6 +16,7 @@ __all__ = [
     "counted_bytes",
     "decode_plan",
     "encode_plan",
+    "evaluate",
     "explanation_text",
     "file_kind",
     "front",
@@ -208,6 +209,13 @@ def predict(trace: Trace, request_json: str) -> str:
     Raises:
         BudgetError: The request's budget cannot be read.
         UsageError: The trace cannot be scaled to the request's batch.
+    """
+
+def evaluate(trace: Trace, request_json: str) -> str:
+    """Evaluate a step under treatments chosen by hand; for tests of the executor.
+
+    Raises:
+        UsageError: The request is not of the shape it should be.
     """
 
 def plan(trace: Trace, costs_json: str, request_json: str) -> str:

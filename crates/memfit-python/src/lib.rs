@@ -5,6 +5,7 @@
 //! interpreter is released around every call into the engine.
 
 mod counting;
+mod evaluation;
 mod host;
 mod offload;
 
@@ -46,6 +47,8 @@ mod _native {
         AllocationWindow, count_allocations, counted_bytes, label_blocks, mark_allocations,
         refused_bytes, seed_blocks, uncounted_blocks,
     };
+    #[pymodule_export]
+    use super::evaluation::evaluate_json;
     use super::host::PythonHost;
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
@@ -53,8 +56,15 @@ mod _native {
 
     /// One recorded step, checked.
     #[pyclass(frozen, module = "memfit._native")]
-    struct Trace {
+    pub(crate) struct Trace {
         trace: Arc<trace::Trace>,
+    }
+
+    impl Trace {
+        /// The trace, for other files of the binding.
+        pub(crate) fn shared(&self) -> Arc<trace::Trace> {
+            Arc::clone(&self.trace)
+        }
     }
 
     #[pymethods]

@@ -9,18 +9,16 @@ is :mod:`memfit.apply.offload`; what they must do is ``docs/concepts/transformed
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import warnings
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from memfit.apply.directions import Directions, Region
 from memfit.apply.offload import Transit
-from memfit.apply.records import NO_HOME
 from memfit.apply.replay import Replayer
 from memfit.apply.watch import Observations, Watch
 from memfit.errors import DivergenceWarning, UsageError
@@ -29,122 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from memfit.apply.tiers import Tier
-
-
-@dataclass(slots=True, frozen=True)
-class Region:
-    """A module call that is watched.
-
-    Attributes:
-        module: Module path; empty for the whole forward, the loss included.
-        call: How many times the module had been entered before.
-        start: Index of its first op in forward.
-        end: One past its last.
-    """
-
-    module: str
-    call: int
-    start: int
-    end: int
-
-
-@dataclass(slots=True, frozen=True)
-class Planned:
-    """An output of an op that the plan does not keep.
-
-    Attributes:
-        elements: Elements planned.
-        home: Forward op from which on requests let it pass.
-        is_stored: Whether it is stored; dropped otherwise.
-    """
-
-    elements: int
-    home: int
-    is_stored: bool
-
-
-@dataclass(slots=True)
-class Directions:
-    """A plan's ``remat`` and ``offload`` actions, ready to be followed.
-
-    Attributes:
-        planned: By op of forward: position among the tensors it returns, to what happens to it.
-        regions: The module calls to watch.
-        forward: Name of each op of forward.
-        order: Stored allocations in the order of fetching ahead, as op and output.
-        window_bytes: Most bytes on their way out, and most fetched ahead.
-    """
-
-    planned: dict[int, dict[int, Planned]]
-    regions: tuple[Region, ...]
-    forward: tuple[str, ...]
-    order: tuple[tuple[int, int], ...] = ()
-    window_bytes: int = 0
-    _ends: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
-
-    @staticmethod
-    def read(remat: Mapping[str, Any] | None, offload: Mapping[str, Any] | None) -> Directions:
-        """Read the ``remat`` and ``offload`` parts of a plan's actions; one of them at least.
-
-        Args:
-            remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
-            offload: ``Offload`` of the plan, likewise.
-
-        Raises:
-            UsageError: They are no such things, or watch different forwards.
-        """
-        try:
-            planned: dict[int, dict[int, Planned]] = {}
-            for key, part in (("drops", remat), ("stores", offload)):
-                for entry in part[key] if part is not None else ():
-                    home = NO_HOME if entry.get("home") is None else entry["home"]
-                    output = Planned(math.prod(entry["shape"]), home, part is offload)
-                    if planned.setdefault(entry["op"], {}).setdefault(entry["output"], output) != (
-                        output
-                    ):
-                        message = f"the plan both drops and stores an output of op {entry['op']}"
-                        raise UsageError(message)
-            watched = remat if remat is not None else (offload or {})
-            names = watched["names"]
-            forward = tuple(sys.intern(names[index]) for index in watched["forward"])
-            regions = tuple(
-                Region(r["module"], r["call"], r["start"], r["end"]) for r in watched["active"]
-            )
-            order: tuple[tuple[int, int], ...] = ()
-            window_bytes = 0
-            if offload is not None:
-                stores = [(entry["op"], entry["output"]) for entry in offload["stores"]]
-                order = tuple(stores[index] for index in offload.get("order", ()))
-                window_bytes = int(offload["window_bytes"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            kind = "remat" if offload is None else "offload" if remat is None else "remat, offload"
-            message = f"the plan's `{kind}` action is malformed: {error!r}"
-            raise UsageError(message) from error
-        if any(not 0 <= r.start <= r.end <= len(forward) for r in regions):
-            raise UsageError("the plan's `remat` action names a region outside forward")
-        if remat is not None and offload is not None and _watched(remat) != _watched(offload):
-            raise UsageError("the plan's `remat` and `offload` actions watch different forwards")
-        return Directions(planned, regions, forward, order, window_bytes)
-
-    def after(self, names: tuple[str, ...], start: int) -> int | None:
-        """Index of the op that follows the first run of ``names`` in forward from ``start`` on.
-
-        Args:
-            names: Names of some ops in a row; as many in every call.
-            start: Where the run may begin.
-        """
-        if not self._ends:
-            for end in range(len(names), len(self.forward) + 1):
-                self._ends.setdefault(self.forward[end - len(names) : end], []).append(end)
-        ends = self._ends.get(names, [])
-        position = bisect_left(ends, start + len(names))
-        return ends[position] if position < len(ends) else None
-
-
-def _watched(part: Mapping[str, Any]) -> list[Any]:
-    """What a part of a plan says about forward itself."""
-    names = part["names"]
-    return [part["active"], [names[index] for index in part["forward"]]]
 
 
 @dataclass(slots=True, frozen=True)

@@ -43,8 +43,8 @@ from memfit.apply.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from memfit.apply.directions import Directions, Planned
     from memfit.apply.offload import Transit
-    from memfit.apply.remat import Directions, Planned
 
 
 LANDMARK_OPS = 6
