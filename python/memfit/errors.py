@@ -89,5 +89,9 @@ class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""
 
 
+class NotCompiledWarning(UserWarning):
+    """A step that was asked to be compiled runs eager, or runs compiled above its budget."""
+
+
 class MemoryGrowthWarning(UserWarning):
     """Each iteration of a loop keeps more bytes than the one before."""

@@ -56,6 +56,7 @@ class Report:
         diverged: Whether the last step left its plan.
         divergence: Where, as a sentence; empty if it did not.
         replans: Times the step was planned again.
+        not_compiled: Why the step runs eager though it was asked to be compiled; empty otherwise.
     """
 
     steps: int
@@ -69,6 +70,7 @@ class Report:
     diverged: bool
     divergence: str
     replans: int
+    not_compiled: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,6 +106,7 @@ class Fitted:
         loss_reduction: str = "",
         replan: Replan | None = None,
         offload_dir: str | PathLike[str] = "",
+        not_compiled: str = "",
     ) -> None:
         """Apply a plan to a workload.
 
@@ -115,6 +118,7 @@ class Fitted:
             replan: Plans again when the running model leaves the plan; ``None`` for never.
             offload_dir: Where to write tensors that the plan offloads to a disk; by default where
                 the plan says, or else the system's folder for temporary files.
+            not_compiled: Why the step is not compiled though that was asked for, for the report.
 
         Raises:
             UsageError: The plan asks for what this workload cannot do.
@@ -124,6 +128,7 @@ class Fitted:
         self.workload = workload
         self.optimizer = _optimizer(workload)
         self._replan = replan
+        self._not_compiled = not_compiled
         if loss_reduction not in REDUCTIONS:
             message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
             raise UsageError(message)
@@ -319,6 +324,7 @@ class Fitted:
             diverged=remat.diverged if remat is not None else False,
             divergence=seen.divergence if seen else "",
             replans=self._replans,
+            not_compiled=self._not_compiled,
         )
 
     def _choose(self, batch: Any) -> _Actions:

@@ -8,6 +8,7 @@ Responsible for the public functions and their defaults. Not responsible for rec
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -18,7 +19,7 @@ from memfit import _native
 from memfit.answers import Front, Plan, Prediction, Trace
 from memfit.capture import capture
 from memfit.costs import profiled, roofline
-from memfit.errors import DoesNotFit, UsageError
+from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
 from memfit.fitted import Fitted
 from memfit.workload import Workload
 
@@ -169,6 +170,7 @@ def fit(
     costs: str | PathLike[str] | None = None,
     gpu: str | None = None,
     offload_dir: str | PathLike[str] = "",
+    compile: bool = False,  # noqa: A002 - the word people know from torch
 ) -> Fitted:
     """Plan a step and apply the plan.
 
@@ -183,9 +185,12 @@ def fit(
         gpu: As in :func:`plan`.
         offload_dir: Where to write tensors that the plan offloads to a disk; by default where the
             plan says, or else the system's folder for temporary files.
+        compile: Run the loss under ``torch.compile``, its graphs cut for the budget; equivalent
+            class. Where that cannot be, the step runs eager; a warning and ``report()`` say why.
 
     Returns:
-        The fitted workload: ``fitted.step(batch)`` runs one step inside the budget.
+        The fitted workload: ``fitted.step(batch)`` runs one step inside the budget. With
+        ``compile``, a :class:`memfit.compiled.fitted.CompiledFitted`.
 
     Raises:
         DoesNotFit: No allowed plan brings the step under the budget.
@@ -200,11 +205,19 @@ def fit(
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     choice = _Choice(allow, own_loop, tuple(forbid))
     made = _plan(recorded, source.of(recorded, workload), budget, choice)
+    not_compiled = ""
+    if compile:
+        compiled = _compiled(workload, recorded, made.budget_bytes, choice)
+        if isinstance(compiled, Fitted):
+            return compiled
+        not_compiled = compiled
     if not made.fits:
         message = (
             f"no allowed plan brings the step under {made.budget_bytes} bytes: "
             f"the smallest peak found is {made.minimum_peak_bytes} bytes"
         )
+        if not_compiled:
+            message += f"; nor does a compiled one: {not_compiled}"
         raise DoesNotFit(message, minimum_peak_bytes=made.minimum_peak_bytes, plan=made)
 
     def replan(batch: Any) -> dict[str, Any] | None:
@@ -217,13 +230,30 @@ def fit(
         return again.as_dict() if again.fits else None
 
     reduction = meta["loss_reduction"]
+    if not_compiled:
+        warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
     return Fitted(
         workload,
         made.as_dict(),
         loss_reduction=reduction,
         replan=replan,
         offload_dir=offload_dir,
+        not_compiled=not_compiled,
     )
+
+
+def _compiled(
+    workload: Workload, recorded: Trace, budget_bytes: int, choice: _Choice
+) -> Fitted | str:
+    """The workload fitted under ``torch.compile``, or why it cannot be."""
+    if choice.own_loop:
+        return "compiled plans run whole steps, and `own_loop=True` asks for another"
+    from memfit.compiled.fit import fit_compiled
+
+    if "remat" in choice.forbid:
+        return "compiled plans recompute activations, and `forbid` has `remat`"
+    found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes)
+    return found if isinstance(found, Fitted) else found.reason
 
 
 def _meta(recorded: Trace) -> dict[str, str]:

@@ -1,0 +1,228 @@
+"""A joint graph as a trace of the engine, and the engine's answer as a decision.
+
+Responsible for saying a joint graph in the words of ``crates/memfit-engine/src/trace``: what a
+partition saves is what autograd would save, each read of a forward tensor in backward is one saved
+tensor, inputs live throughout. So the planner of eager steps plans joint graphs too, by the same
+definition of a dropped allocation. Not responsible for how the graph was read
+(:mod:`memfit.compiled.joint`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+from memfit import _native
+from memfit.compiled.joint import Joint, Op
+from memfit.compiled.schedule import Decision
+
+FORBIDDEN = (
+    "fuse_optimizer",
+    "micro_batch",
+    "allocator_settings",
+    "offload",
+    "offload_optimizer",
+    "chunk",
+)
+"""Actions that a graph cannot take: they are of the step around it."""
+
+
+def plan(joint: Joint, costs: str, budget_bytes: int) -> Decision:
+    """Let the engine decide what to drop.
+
+    Args:
+        joint: The graph.
+        costs: A cost source of the engine, as JSON.
+        budget_bytes: Peak that forward and backward of the graph should stay under.
+
+    Returns:
+        The decision, whether it fits or not.
+    """
+    trace, storage_of = trace_json(joint)
+    native = _native.Trace.from_json(json.dumps(trace).encode())
+    request = {"budget": str(max(budget_bytes, 1)), "forbid": list(FORBIDDEN)}
+    answer: dict[str, Any] = json.loads(_native.plan(native, costs, json.dumps(request)))
+    return decision_of(answer, storage_of)
+
+
+def decision_of(answer: Mapping[str, Any], storage_of: Mapping[tuple[int, int], int]) -> Decision:
+    """A plan of the engine as a decision.
+
+    Args:
+        answer: The plan as parsed JSON.
+        storage_of: The storage that an op makes at a position among what it returns.
+
+    Returns:
+        The decision; empty for a plan without rematerialisation.
+    """
+    dropped: set[int] = set()
+    homes: dict[int, int] = {}
+    for action in answer["actions"]:
+        for drop in (action.get("remat") or {}).get("drops", ()):
+            storage = storage_of[drop["op"], drop["output"]]
+            dropped.add(storage)
+            if drop.get("home") is not None:
+                homes[storage] = drop["home"]
+    return Decision(frozenset(dropped), homes)
+
+
+def trace_json(joint: Joint) -> tuple[dict[str, Any], dict[tuple[int, int], int]]:
+    """Say a joint graph as a trace.
+
+    Args:
+        joint: The graph.
+
+    Returns:
+        The trace, and the storage behind each op and position among what it returns.
+    """
+    writer = _Writer(joint)
+    return writer.trace(), writer.storage_of
+
+
+class _Writer:
+    """Builds the JSON of a trace; storages and tensors keep their numbers."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint = joint
+        self._strings = [""]
+        self._ids = {"": 0}
+        self._end = len(joint.ops)
+        self._forward_end = joint.forward_end
+        self.storage_of: dict[tuple[int, int], int] = {}
+        for index, op in enumerate(joint.ops[: self._forward_end]):
+            for position, tensor in enumerate(op.returns):
+                if joint.tensors[tensor].fresh:
+                    self.storage_of[index, position] = joint.tensors[tensor].storage
+
+    def _id(self, text: str) -> int:
+        found = self._ids.get(text)
+        if found is None:
+            found = self._ids[text] = len(self._strings)
+            self._strings.append(text)
+        return found
+
+    def trace(self) -> dict[str, Any]:
+        joint = self._joint
+        ops = [self._op(index, op) for index, op in enumerate(joint.ops)]
+        device = _device_kind(joint)
+        return {
+            "meta": {
+                "target": "joint graph",
+                "torch_version": torch.__version__,
+                "device_kind": device,
+                "optimizer": "",
+                "batch": 0,
+                "training": True,
+                "captured": "fake",
+                "notes": [],
+            },
+            "allocations": self._allocations(),
+            "devices": [device],
+            "values": [self._value(index) for index in range(len(joint.tensors))],
+            "ops": ops,
+            "saved": self._saved(),
+            "regions": [],
+            "updates": [],
+            "strings": self._strings,
+            "couplings": None,
+        }
+
+    def _op(self, index: int, op: Op) -> dict[str, Any]:
+        return {
+            "name": self._id(_name(op)),
+            "phase": "backward" if op.backward else "forward",
+            "module": 0,
+            "source": 0,
+            "arguments": 0,
+            "node": index if op.backward else None,
+            "reads": list(op.reads),
+            "writes": [],
+            "outputs": list(op.returns),
+            "flops": op.flops,
+            "moved_bytes": op.moved_bytes,
+            "workspace_bytes": 0,
+            "random": False,
+            "view": op.view,
+            "replayable": op.replayable,
+        }
+
+    def _value(self, index: int) -> dict[str, Any]:
+        tensor = self._joint.tensors[index]
+        value = tensor.node.meta.get("val")
+        shape: list[int] = []
+        dtype = "float32"
+        if isinstance(value, torch.Tensor):
+            shape = [int(optimization_hint(s, fallback=1)) for s in value.shape]
+            dtype = str(value.dtype).removeprefix("torch.")
+        return {
+            "allocation": tensor.storage,
+            "version": 0,
+            "offset": 0,
+            "shape": shape,
+            "stride": [],
+            "dtype": self._id(dtype),
+        }
+
+    def _allocations(self) -> list[dict[str, Any]]:
+        joint = self._joint
+        read_in_backward: dict[int, int] = {}
+        for index in range(self._forward_end, self._end):
+            for tensor in joint.ops[index].reads:
+                read_in_backward[joint.tensors[tensor].storage] = index
+        returned = {joint.tensors[t].storage for t in joint.backward_outputs}
+        rows = []
+        for index, storage in enumerate(joint.storages):
+            start, end = max(storage.op, 0), storage.last_forward + 1
+            backward = storage.op >= self._forward_end
+            if storage.op < 0 or storage.leaves or index in returned:
+                end = self._end
+            elif backward:
+                end = read_in_backward.get(index, storage.op) + 1
+            rows.append(
+                {
+                    "bytes": storage.bytes,
+                    "device": 0,
+                    "category": "input" if storage.op < 0 else "activation",
+                    "producer": storage.op if storage.op >= 0 else None,
+                    "natural": [[start, max(end, start + 1)]],
+                    "name": 0,
+                    "law": None,
+                }
+            )
+        return rows
+
+    def _saved(self) -> list[dict[str, Any]]:
+        joint, rows = self._joint, []
+        for index in range(self._forward_end, self._end):
+            for tensor in dict.fromkeys(joint.ops[index].reads):
+                made = joint.tensors[tensor].op
+                if 0 <= made < self._forward_end:
+                    rows.append(
+                        {
+                            "value": tensor,
+                            "node": index,
+                            "pack": made + 1,
+                            "unpack": index,
+                            "release": index + 1,
+                        }
+                    )
+        return rows
+
+
+def _name(op: Op) -> str:
+    target = op.node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", str(target))
+
+
+def _device_kind(joint: Joint) -> str:
+    for tensor in joint.tensors:
+        value = tensor.node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return "cuda"
+    return "cpu"

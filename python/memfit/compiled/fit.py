@@ -1,0 +1,133 @@
+"""From a workload and a budget to a compiled step, or to the reason why not.
+
+Responsible for the order of questions: can Inductor compile here, is the step one that compiles,
+which graphs has it, does a division of the budget fit. Not responsible for the answers (the other
+files of this package) nor for the eager plan that is used instead (:mod:`memfit.questions`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from memfit.compiled import toolchain
+from memfit.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
+from memfit.compiled.partitioner import Partitioner
+from memfit.compiled.recording import Recorded, record
+from memfit.compiled.shares import Share, divide
+from memfit.compiled.step_bytes import optimizer_peak_bytes, static_bytes
+from memfit.workload import Workload
+
+
+@dataclass(slots=True, frozen=True)
+class NotCompiled:
+    """Why a step is not run compiled.
+
+    Attributes:
+        reason: A clause without its full stop.
+    """
+
+    reason: str
+
+
+def fit_compiled(
+    workload: Workload, trace: Mapping[str, Any], budget_bytes: int
+) -> CompiledFitted | NotCompiled:
+    """Plan a step for ``torch.compile`` and apply the plan.
+
+    Args:
+        workload: The step.
+        trace: Its eager trace as parsed JSON.
+        budget_bytes: Most bytes of the step.
+
+    Returns:
+        The fitted workload, or why it cannot run compiled under that budget.
+    """
+    loss = workload.loss
+    if loss is None:
+        return NotCompiled("inference saves nothing for backward, so there is nothing to plan")
+    device_kind = trace["meta"]["device_kind"]
+    reason = toolchain.missing(device_kind)
+    if reason is not None:
+        return NotCompiled(reason)
+    optimizer_bytes = optimizer_peak_bytes(trace)
+    if optimizer_bytes > budget_bytes:
+        return NotCompiled(
+            f"the optimizer step takes {optimizer_bytes} bytes, and compiled code hands over all "
+            "gradients at once"
+        )
+    try:
+        graphs = record(workload.model, loss, workload.batch, lambda: _autocast(workload))
+    except Exception as error:  # noqa: BLE001 - whatever dynamo cannot trace runs eager instead
+        first = (str(error).strip().splitlines() or [""])[0]
+        return NotCompiled(f"torch cannot trace the step: {type(error).__name__}: {first}")
+    finally:
+        workload.model.zero_grad(set_to_none=True)
+    if not any(graph.joint is not None for graph in graphs):
+        reasons = [graph.reason for graph in graphs if graph.reason]
+        return NotCompiled(reasons[0] if reasons else "the step has no graph with a backward")
+    static = static_bytes(trace)
+
+    def plan(budget: int) -> CompiledPlan | NotCompiled:
+        return _plan(graphs, static, optimizer_bytes, budget)
+
+    def tighten(budget: int) -> CompiledPlan | None:
+        tighter = plan(budget)
+        return tighter if isinstance(tighter, CompiledPlan) else None
+
+    made = plan(budget_bytes)
+    return made if isinstance(made, NotCompiled) else CompiledFitted(workload, made, tighten)
+
+
+def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
+    if workload.autocast is None:
+        return contextlib.nullcontext()
+    device = next((p.device.type for p in workload.model.parameters()), "cpu")
+    return torch.autocast(device, workload.autocast)
+
+
+def _plan(
+    graphs: Sequence[Recorded], static: int, optimizer_bytes: int, budget_bytes: int
+) -> CompiledPlan | NotCompiled:
+    shares = divide(graphs, static, budget_bytes)
+    peak = max(optimizer_bytes, *(share.peak_bytes for share in shares))
+    if peak > budget_bytes:
+        return NotCompiled(f"compiled, the step takes {peak} bytes at least")
+    targets: dict[str, int] = {}
+    for share in shares:
+        name = share.recorded.signature
+        targets[name] = min(targets.get(name, share.target_bytes), share.target_bytes)
+    partitioner = Partitioner(targets, min(targets.values()))
+    reports = tuple(_report(share) for share in shares)
+    return CompiledPlan(_document(reports, peak, budget_bytes), partitioner, reports, budget_bytes)
+
+
+def _report(share: Share) -> GraphReport:
+    chosen, joint = share.chosen, share.recorded.joint
+    if chosen is None or joint is None:
+        return GraphReport(0, 0, 0, share.peak_bytes, share.peak_bytes, share.recorded.reason)
+    return GraphReport(
+        ops=len(joint.ops),
+        saved_bytes=chosen.schedule.saved_bytes,
+        recomputed_ops=sum(not joint.ops[op].view for op in chosen.schedule.recomputed),
+        predicted_peak_bytes=share.peak_bytes,
+        unplanned_peak_bytes=share.outside_bytes + chosen.unplanned_peak_bytes,
+        reason="",
+    )
+
+
+def _document(reports: Sequence[GraphReport], peak: int, budget_bytes: int) -> dict[str, Any]:
+    """The plan as a document, in the words of the engine's plans where they mean the same."""
+    recomputed = sum(report.recomputed_ops for report in reports)
+    action = {"kind": "compiled_remat", "class": "equivalent", "count": recomputed}
+    return {
+        "verdict": "fits",
+        "budget_bytes": budget_bytes,
+        "planned": {"predicted_peak_bytes": peak},
+        "actions": [action] if recomputed else [],
+        "graphs": [asdict(report) for report in reports],
+    }

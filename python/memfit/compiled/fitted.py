@@ -1,0 +1,217 @@
+"""A workload that runs compiled, by memfit's partition.
+
+Responsible for :class:`CompiledFitted`, the compiled counterpart of
+:class:`~memfit.fitted.Fitted`: the loss goes through stock Inductor with memfit's partitioner, and
+the first steps are measured; where Inductor takes more than predicted, the graphs are cut again for
+less. Not responsible for planning (:mod:`memfit.compiled.fit`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from memfit import _native
+from memfit.compiled.partitioner import Partitioner
+from memfit.compiled.recording import own_code
+from memfit.errors import NotCompiledWarning, UsageError
+from memfit.fitted import Fitted, Report, _Actions, _shape
+from memfit.measure import static_tensors
+from memfit.measure.peak import storage_bytes
+from memfit.tracking import cpu
+from memfit.workload import Workload
+
+MAX_CORRECTIONS = 2
+"""Times the graphs are cut again because a step took more than the budget."""
+
+_MEASURED_STEP = 2
+"""Step after compiling that is measured: by then the optimizer has its state."""
+
+
+@dataclass(slots=True, frozen=True)
+class GraphReport:
+    """What was done to one joint graph.
+
+    Attributes:
+        ops: Calls in the joint graph.
+        saved_bytes: What forward hands to backward, inputs not among it.
+        recomputed_ops: Calls of forward that run again in backward, each as often as it does.
+        predicted_peak_bytes: Peak of the step while the graph runs.
+        unplanned_peak_bytes: The same with everything saved.
+        reason: Why torch's own partition was used; empty where memfit's was.
+    """
+
+    ops: int
+    saved_bytes: int
+    recomputed_ops: int
+    predicted_peak_bytes: int
+    unplanned_peak_bytes: int
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class CompiledReport(Report):
+    """What the compiled steps so far did.
+
+    Attributes:
+        graphs: The joint graphs, in the order of forward.
+        corrections: Times the graphs were cut again for less, because a step was measured above the
+            budget.
+        measured_peak_bytes: Peak of the step that was measured last; 0 before that, and on devices
+            where nothing is measured.
+    """
+
+    graphs: tuple[GraphReport, ...] = ()
+    corrections: int = 0
+    measured_peak_bytes: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class CompiledPlan:
+    """A plan of a compiled step.
+
+    Attributes:
+        document: The plan, for people and programs.
+        partitioner: Cuts the graphs.
+        graphs: What it does to each.
+        budget_bytes: Most bytes of the step.
+    """
+
+    document: Mapping[str, Any]
+    partitioner: Partitioner
+    graphs: tuple[GraphReport, ...]
+    budget_bytes: int
+
+
+class CompiledFitted(Fitted):
+    """A workload that runs compiled, inside a budget."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: CompiledPlan,
+        tighten: Callable[[int], CompiledPlan | None],
+    ) -> None:
+        """Apply a plan to a workload.
+
+        Args:
+            workload: The workload the plan was made for.
+            plan: The plan.
+            tighten: Plans for a smaller budget; ``None`` where none is reached.
+        """
+        super().__init__(workload, {"actions": []})
+        self._tighten = tighten
+        self._corrections = 0
+        self._asked_bytes = plan.budget_bytes
+        self._measured_bytes = 0
+        self._adopt(plan)
+
+    def _adopt(self, plan: CompiledPlan) -> None:
+        self._steps_of_plan = 0
+        self._compiled_plan = plan
+        options: Any = {"custom_partitioner_fn": plan.partitioner}
+        loss = self.workload.loss
+        assert loss is not None, "only training steps are compiled"
+        self._compiled: Callable[..., Tensor] = torch.compile(own_code(loss), options=options)
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """The plan of the compiled step."""
+        return self._compiled_plan.document
+
+    def step(self, batch: Any = None) -> Any:
+        """Run one whole step; see :meth:`Fitted.step`.
+
+        The second step after compiling is measured, on the CPU; where it took more than the budget,
+        the graphs are cut again for less and the next step compiles.
+
+        Args:
+            batch: The batch; the workload's own by default.
+
+        Returns:
+            The loss, detached.
+        """
+        usual = batch is None or _shape(batch) == _shape(self.workload.batch)
+        if not usual or self._steps_of_plan != 1 or not self._counts():
+            result = super().step(batch)
+        else:
+            static = static_tensors(self.workload, self.optimizer)
+            static_bytes = storage_bytes([*static, *_tensors(batch)])
+            before, window = _native.counted_bytes(), cpu.Window()
+            result = super().step(batch)
+            reading = window.close()
+            if reading is not None:
+                self._measured_bytes = static_bytes + reading.peak_bytes - before
+        self._steps_of_plan += usual
+        if self._steps_of_plan == _MEASURED_STEP and self._measured_bytes > self._asked_bytes:
+            self._correct()
+        return result
+
+    def _counts(self) -> bool:
+        """Whether what torch allocates can be counted here: on the CPU, by memfit's hooks."""
+        devices = {p.device.type for p in self.workload.model.parameters()}
+        return devices == {"cpu"} and cpu.start() is None
+
+    def _correct(self) -> None:
+        """Cut the graphs again, for as much less as the step was measured above the budget.
+
+        Inductor fuses and orders as it sees fit, so what it takes differs from what its graphs say.
+        """
+        over = self._measured_bytes - self._asked_bytes
+        tighter = None
+        if self._corrections < MAX_CORRECTIONS:
+            tighter = self._tighten(self._compiled_plan.budget_bytes - over)
+        if tighter is not None:
+            self._corrections += 1
+            self._adopt(tighter)
+            return
+        message = (
+            f"the compiled step takes {self._measured_bytes} bytes, {over} above its budget, and "
+            "no tighter partition is left: fit without `compile=True`"
+        )
+        warnings.warn(message, NotCompiledWarning, stacklevel=3)
+
+    @contextlib.contextmanager
+    def forward(self, batch: Any = None) -> Iterator[None]:
+        """Refuse: a compiled plan runs whole steps.
+
+        Args:
+            batch: Not looked at.
+
+        Raises:
+            UsageError: Always.
+        """
+        del batch
+        raise UsageError(
+            "a compiled plan runs whole steps\n"
+            "hint: call `step`, or fit without `compile=True` to keep your own loop"
+        )
+        yield
+
+    def report(self) -> CompiledReport:
+        """What the steps so far did."""
+        eager = super().report()
+        plain = {f.name: getattr(eager, f.name) for f in fields(eager)}
+        plain["replayed_ops"] = sum(g.recomputed_ops for g in self._compiled_plan.graphs)
+        return CompiledReport(
+            **plain,
+            graphs=self._compiled_plan.graphs,
+            corrections=self._corrections,
+            measured_peak_bytes=self._measured_bytes,
+        )
+
+    def _loss(self, actions: _Actions, batch: Any) -> Tensor:
+        del actions
+        with self._autocast():
+            return self._compiled(self.workload.model, batch)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -1,0 +1,291 @@
+"""The order in which forward and backward run under a decision, and what that takes.
+
+Responsible for one meaning of a decision on a joint graph: which ops run in forward, which tensors
+are saved, which ops of forward run again in backward, when and how often; and for the peak of both
+by liveness of storages. It is the meaning that ``docs/concepts/transformed-trace.md`` gives to
+dropped allocations and homes, read for a graph: an op of backward that asks for a tensor that is
+not there has it computed just before. Not responsible for choosing
+(:mod:`memfit.compiled.search`) or for fx (:mod:`memfit.compiled.partition`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memfit.compiled.joint import Joint
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """What backward computes again.
+
+    Attributes:
+        dropped: Storages of forward that are not kept for backward.
+        homes: Of some of them, the op of forward from which on requests for what that op or a later
+            one makes let them pass: they are computed for the request and let go.
+    """
+
+    dropped: frozenset[int]
+    homes: Mapping[int, int] = field(default_factory=dict)
+
+
+KEEP_ALL = Decision(frozenset())
+
+
+@dataclass(slots=True)
+class Call:
+    """One op as backward runs it.
+
+    Attributes:
+        op: The op of the joint graph.
+        reads: Of each tensor it reads, the call that made it; ``None`` for an input of backward.
+    """
+
+    op: int
+    reads: list[int | None]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """A step of a joint graph under a decision.
+
+    Attributes:
+        forward: Ops of forward that run, in order.
+        saved: Tensors that forward hands to backward, inputs of the graph not among them.
+        inputs: Inputs of the graph that backward reads, as tensors.
+        calls: Backward.
+        outputs: For each tensor that backward returns, the call that made it.
+        forward_peak_bytes: Peak of forward, the graph's inputs included.
+        backward_peak_bytes: Peak of backward; inputs and outputs of forward included.
+        saved_bytes: Bytes of the saved storages.
+        recomputed: Ops of forward that run in backward, each as often as it does.
+    """
+
+    forward: list[int]
+    saved: list[int]
+    inputs: list[int]
+    calls: list[Call]
+    outputs: list[int | None]
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+    saved_bytes: int = 0
+    recomputed: list[int] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of both peaks."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+def schedule(joint: Joint, decision: Decision) -> Schedule:
+    """Lay a decision out and evaluate it.
+
+    Args:
+        joint: The graph.
+        decision: What is dropped; storages that cannot be are kept.
+
+    Returns:
+        The schedule with its peaks.
+    """
+    backward = _Backward(joint, decision)
+    backward.run()
+    saved = sorted(backward.saved)
+    made = Schedule(
+        _forward_ops(joint, saved), saved, sorted(backward.inputs), backward.calls, backward.outputs
+    )
+    made.saved_bytes = sum(
+        joint.storages[s].bytes for s in {joint.tensors[t].storage for t in saved}
+    )
+    made.recomputed = [c.op for c in made.calls if not joint.ops[c.op].backward]
+    made.forward_peak_bytes = _forward_peak(joint, made)
+    made.backward_peak_bytes = _backward_peak(joint, made)
+    return made
+
+
+class _Backward:
+    """Runs backward on paper: each op of it, and before it what it asks for."""
+
+    def __init__(self, joint: Joint, decision: Decision) -> None:
+        self._joint = joint
+        self._homes = decision.homes
+        droppable = set(joint.droppable())
+        self._dropped = decision.dropped & droppable
+        self._there: dict[int, int] = {}
+        self.calls: list[Call] = []
+        self.saved: set[int] = set()
+        self.inputs: set[int] = set()
+        self.outputs: list[int | None] = []
+
+    def run(self) -> None:
+        joint = self._joint
+        for index in range(joint.forward_end, len(joint.ops)):
+            op = joint.ops[index]
+            reads = [self._ask(tensor) for tensor in op.reads]
+            self._emit(index, reads, self._there)
+        for tensor in joint.backward_outputs:
+            self.outputs.append(self._ask(tensor))
+
+    def _emit(self, index: int, reads: list[int | None], there: dict[int, int]) -> None:
+        for tensor in self._joint.ops[index].returns:
+            there[tensor] = len(self.calls)
+        self.calls.append(Call(index, reads))
+
+    def _ask(self, tensor: int) -> int | None:
+        """The call that makes a tensor, which runs now if it has not; ``None`` for an input."""
+        found = self._there.get(tensor)
+        if found is not None:
+            return found
+        if self._is_input(tensor):
+            return None
+        asked = self._joint.tensors[tensor].op
+        passing: dict[int, int] = {}
+        for index in self._missing(tensor):
+            op = self._joint.ops[index]
+            reads = [
+                self._there.get(read, passing.get(read))
+                if not self._is_input(read)
+                else self._there.get(read)
+                for read in op.reads
+            ]
+            there = passing if self._passes(index, asked) else self._there
+            self._emit(index, reads, there)
+        return self._there.get(tensor, passing.get(tensor))
+
+    def _is_input(self, tensor: int) -> bool:
+        """Whether backward gets a tensor handed; notes what it thereby takes."""
+        it = self._joint.tensors[tensor]
+        if it.op < 0:
+            self.inputs.add(tensor)
+            return True
+        if it.fresh and it.storage not in self._dropped and not self._joint.ops[it.op].backward:
+            self.saved.add(tensor)
+            return True
+        return False
+
+    def _missing(self, tensor: int) -> list[int]:
+        """Ops of forward that must run so that a tensor is there, in order."""
+        tensors, found, stack = self._joint.tensors, set(), [tensor]
+        while stack:
+            one = stack.pop()
+            if one in self._there or self._is_input(one):
+                continue
+            op = tensors[one].op
+            if op not in found:
+                found.add(op)
+                stack.extend(self._joint.ops[op].reads)
+        return sorted(found)
+
+    def _passes(self, index: int, asked: int) -> bool:
+        """Whether an op's results go with the request: all their homes are behind it."""
+        if index == asked:
+            return False
+        storages = {self._joint.tensors[t].storage for t in self._joint.ops[index].returns}
+        return bool(storages) and all(
+            self._homes.get(storage, asked + 1) <= asked for storage in storages
+        )
+
+
+def _forward_ops(joint: Joint, saved: list[int]) -> list[int]:
+    """Ops that forward runs: what leads to its outputs, to saved tensors and to writes."""
+    needed: set[int] = set()
+    stack = [index for index, op in enumerate(joint.ops) if op.root]
+    stack += [joint.tensors[t].op for t in (*joint.forward_outputs, *saved)]
+    while stack:
+        index = stack.pop()
+        if index < 0 or index in needed:
+            continue
+        needed.add(index)
+        stack.extend(joint.tensors[t].op for t in joint.ops[index].reads)
+    return sorted(needed)
+
+
+def _forward_peak(joint: Joint, made: Schedule) -> int:
+    tensors, storages = joint.tensors, joint.storages
+    last: dict[int, int] = {}
+    for position, index in enumerate(made.forward):
+        op = joint.ops[index]
+        for tensor in (*op.reads, *op.returns):
+            last[tensors[tensor].storage] = position
+    for tensor in (*joint.forward_outputs, *made.saved):
+        last[tensors[tensor].storage] = len(made.forward)
+    sizes = {storage: storages[storage].bytes for storage in last if storages[storage].op >= 0}
+    births: dict[int, int] = {}
+    for position, index in enumerate(made.forward):
+        for tensor in joint.ops[index].returns:
+            births.setdefault(tensors[tensor].storage, position)
+    lives = [(births[s], last[s], size) for s, size in sizes.items() if s in births]
+    return joint.input_bytes + _sweep(lives, len(made.forward))
+
+
+def _backward_peak(joint: Joint, made: Schedule) -> int:
+    tensors, storages = joint.tensors, joint.storages
+    returned = {tensors[t].storage for t in joint.forward_outputs}
+    outputs = sum(storages[s].bytes for s in returned if storages[s].op >= 0)
+    lives = _Lives(joint, without={s for s in returned if storages[s].op >= 0})
+    lives.start(made.saved)
+    for position, call in enumerate(made.calls):
+        lives.run(position, call)
+    lives.end(made.outputs, len(made.calls))
+    inputs = joint.input_bytes + joint.tangent_bytes
+    return inputs + outputs + _sweep(lives.rows, len(made.calls))
+
+
+class _Lives:
+    """Who is there when in backward: a storage lives from its call to the last that reads it."""
+
+    def __init__(self, joint: Joint, without: set[int]) -> None:
+        self._joint = joint
+        self._without = without
+        self._owner: dict[tuple[int | None, int], int] = {}
+        """The row of a storage, by the call that made or looked at it."""
+        self.rows: list[tuple[int, int, int]] = []
+
+    def start(self, saved: list[int]) -> None:
+        """What forward hands over is there from the start."""
+        for storage in sorted({self._joint.tensors[t].storage for t in saved} - self._without):
+            self._born(None, storage, 0)
+
+    def run(self, position: int, call: Call) -> None:
+        """One call: what it reads lives until it, what it makes from it on."""
+        op, tensors = self._joint.ops[call.op], self._joint.tensors
+        of_read: dict[int, int] = {}
+        for tensor, source in zip(op.reads, call.reads, strict=True):
+            row = self._owner.get((source, tensors[tensor].storage))
+            if row is not None:
+                of_read[tensors[tensor].storage] = row
+                self._extend(row, position)
+        for tensor in op.returns:
+            storage = tensors[tensor].storage
+            if tensors[tensor].fresh:
+                self._born(position, storage, position)
+            elif storage in of_read:
+                self._owner[position, storage] = of_read[storage]
+
+    def end(self, outputs: list[int | None], position: int) -> None:
+        """What backward returns is there at its end."""
+        for tensor, source in zip(self._joint.backward_outputs, outputs, strict=True):
+            row = self._owner.get((source, self._joint.tensors[tensor].storage))
+            if row is not None:
+                self._extend(row, position)
+
+    def _born(self, call: int | None, storage: int, position: int) -> None:
+        self._owner[call, storage] = len(self.rows)
+        self.rows.append((position, position, self._joint.storages[storage].bytes))
+
+    def _extend(self, row: int, position: int) -> None:
+        birth, _, size = self.rows[row]
+        self.rows[row] = (birth, position, size)
+
+
+def _sweep(lives: list[tuple[int, int, int]], end: int) -> int:
+    """Most bytes alive at once; a life includes its first and its last position."""
+    change = [0] * (end + 2)
+    for birth, death, size in lives:
+        change[birth] += size
+        change[death + 1] -= size
+    alive = peak = 0
+    for step in change:
+        alive += step
+        peak = max(peak, alive)
+    return peak

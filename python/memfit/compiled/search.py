@@ -1,0 +1,188 @@
+"""What to compute again in a joint graph so that it stays under its share of the budget.
+
+Responsible for the choice: the engine's planner decides first, on the graph as a trace; where it
+reaches no further, decisions from kept boundaries do (:mod:`memfit.compiled.chains`), and what room
+they leave is given back to whatever saves the most time. Every decision is judged by the peak of
+the schedule it leads to, never by bytes saved. Not responsible for what a decision means
+(:mod:`memfit.compiled.schedule`).
+
+No clock and no random number enters: the same graph and target give the same decision, in every
+process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memfit.compiled import as_trace, chains
+from memfit.compiled.joint import Joint, Op
+from memfit.compiled.schedule import KEEP_ALL, Decision, Schedule, schedule
+
+_FLOPS_PER_SECOND = 1e11
+_BYTES_PER_SECOND = 2e10
+_OP_SECONDS = 1e-6
+"""Rates of a plain core. They only rank what to compute again, and are fixed so that a plan does
+not depend on when the machine was measured: caches of compiled code hold on to plans."""
+
+COSTS = json.dumps(
+    {
+        "kind": "roofline",
+        "profile": {
+            "name": "nominal",
+            "flops_per_second": {"float32": _FLOPS_PER_SECOND},
+            "bytes_per_second": _BYTES_PER_SECOND,
+            "op_overhead_seconds": _OP_SECONDS,
+        },
+    }
+)
+
+_CORRECTIONS = 4
+"""Times the engine is asked again for less, where its answer is above the target."""
+
+_POLISHED = 3
+"""Decisions from boundaries whose room is given back."""
+
+
+@dataclass(slots=True, frozen=True)
+class Chosen:
+    """A decision and what it takes.
+
+    Attributes:
+        decision: What is computed again.
+        schedule: The order that follows, with its peaks.
+        seconds: Nominal time of what runs again.
+        unplanned_peak_bytes: Peak with everything kept.
+    """
+
+    decision: Decision
+    schedule: Schedule
+    seconds: float
+    unplanned_peak_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the schedule."""
+        return self.schedule.peak_bytes
+
+
+def choose(joint: Joint, target_bytes: int) -> Chosen:
+    """Decide what to compute again.
+
+    Args:
+        joint: The graph.
+        target_bytes: Most bytes at once in its forward and backward, inputs and outputs included.
+
+    Returns:
+        The cheapest decision found under the target; without one, that of least peak.
+    """
+    search = _Search(joint, target_bytes)
+    best = search.judge(KEEP_ALL)
+    if best.peak_bytes <= target_bytes:
+        return best
+    found = [best, search.by_engine()]
+    if found[-1].peak_bytes > target_bytes:
+        found += search.by_boundaries()
+    fitting = [one for one in found if one.peak_bytes <= target_bytes]
+    if fitting:
+        return min(fitting, key=lambda one: (one.seconds, one.peak_bytes))
+    return min(found, key=lambda one: (one.peak_bytes, one.seconds))
+
+
+class _Search:
+    """Candidates for one graph and target."""
+
+    def __init__(self, joint: Joint, target_bytes: int) -> None:
+        self._joint = joint
+        self._target = target_bytes
+        self._seconds = [_op_seconds(op) for op in joint.ops]
+        self._unplanned: int | None = None
+
+    def judge(self, decision: Decision) -> Chosen:
+        """Lay a decision out and add up what it takes."""
+        made = schedule(self._joint, decision)
+        if self._unplanned is None:
+            self._unplanned = made.peak_bytes
+        seconds = sum(self._seconds[op] for op in made.recomputed)
+        return Chosen(decision, made, seconds, self._unplanned)
+
+    def by_engine(self) -> Chosen:
+        """The engine's decision; asked again for less while it is above the target here.
+
+        The engine knows the eager step, where inputs die and outputs wait a little differently.
+        """
+        asked, best = self._target, None
+        for _ in range(_CORRECTIONS):
+            one = self.judge(as_trace.plan(self._joint, COSTS, asked))
+            if best is None or one.peak_bytes < best.peak_bytes:
+                best = one
+            if one.peak_bytes <= self._target:
+                return one
+            asked -= one.peak_bytes - self._target
+            if asked <= 0:
+                break
+        assert best is not None
+        return best
+
+    def by_boundaries(self) -> list[Chosen]:
+        """Decisions that keep boundaries of blocks; those under the target with their room used."""
+        judged = [self.judge(decision) for decision in chains.decisions(self._joint)]
+        judged.sort(key=lambda one: (one.peak_bytes > self._target, one.seconds, one.peak_bytes))
+        fitting = [one for one in judged if one.peak_bytes <= self._target]
+        return [self._give_back(one) for one in fitting[:_POLISHED]] or judged
+
+    def _give_back(self, start: Chosen) -> Chosen:
+        """Keep again what saves the most time for its bytes, as long as the target holds.
+
+        Storages are tried in groups of the same op and shape, as repeated blocks make them: first
+        the whole group, then as many of its last ones as there is room for.
+        """
+        best = start
+        groups = self._groups(start.decision.dropped)
+        gains = {key: self._gain(start, members) for key, members in groups.items()}
+        for key in sorted(groups, key=lambda k: (-gains[k], k)):
+            if gains[key] > 0:
+                best = self._keep_most(best, groups[key])
+        return best
+
+    def _groups(self, dropped: Iterable[int]) -> dict[tuple[str, int, int], list[int]]:
+        groups: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for index in sorted(dropped):
+            storage = self._joint.storages[index]
+            name = str(self._joint.ops[storage.op].node.target)
+            groups[name, storage.output, storage.bytes].append(index)
+        return groups
+
+    def _gain(self, start: Chosen, members: list[int]) -> float:
+        """Seconds saved for each byte kept."""
+        kept = self.judge(_without(start.decision, members))
+        added = kept.schedule.saved_bytes - start.schedule.saved_bytes
+        return (start.seconds - kept.seconds) / max(added, 1)
+
+    def _keep_most(self, best: Chosen, members: list[int]) -> Chosen:
+        fits, fails = 0, len(members) + 1
+        while fails - fits > 1:
+            count = len(members) if fails > len(members) else (fits + fails) // 2
+            one = self.judge(_without(best.decision, members[-count:]))
+            if one.peak_bytes <= self._target:
+                fits, found = count, one
+                if count == len(members):
+                    return found
+            else:
+                fails = count
+        if fits == 0:
+            return best
+        one = self.judge(_without(best.decision, members[-fits:]))
+        return one if one.seconds < best.seconds else best
+
+
+def _without(decision: Decision, kept: list[int]) -> Decision:
+    return Decision(decision.dropped.difference(kept), decision.homes)
+
+
+def _op_seconds(op: Op) -> float:
+    if op.view:
+        return 0.0
+    return max(op.flops / _FLOPS_PER_SECOND, op.moved_bytes / _BYTES_PER_SECOND) + _OP_SECONDS

@@ -1,0 +1,188 @@
+"""`memfit.fit(..., compile=True)`: graphs, shares, caches, and the way back to eager."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import Transformer, tokens
+from torch import nn
+
+import memfit
+from memfit.compiled import toolchain
+from memfit.compiled.partitioner import Partitioner
+from memfit.compiled.recording import record
+from memfit.compiled.shares import divide
+
+needs_compiler = pytest.mark.skipif(
+    toolchain.missing("cpu") is not None, reason=f"{toolchain.missing('cpu')}"
+)
+
+
+class Layers(nn.Module):
+    """Linear layers with everything between them that Inductor fuses, dropout included."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(self.norm(x))), 0.3)
+        return x
+
+
+def layers():
+    torch.manual_seed(0)
+    return memfit.Workload(
+        model=Layers(),
+        batch=torch.randn(256, 32),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=1e-3),
+    )
+
+
+def losses(workload, step, steps=3):
+    found = []
+    for index in range(steps):
+        torch.manual_seed(index)
+        found.append(float(step()))
+    return found, [p.detach().clone() for p in workload.model.parameters()]
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_compiled_steps_with_dropout_are_those_compiled_without_memfit():
+    plain = layers()
+    compiled_loss = torch.compile(plain.loss)
+    ordinary = memfit.Fitted(
+        memfit.Workload(plain.model, plain.batch, compiled_loss, plain.optimizer),
+        {"actions": []},
+    )
+    expected, expected_parameters = losses(plain, ordinary.step)
+    planned = layers()
+    peak = memfit.predict(planned).predicted_peak_bytes
+    budget = peak * 8 // 10
+    fitted = memfit.fit(planned, budget, compile=True)
+    got, parameters = losses(planned, fitted.step)
+    report = fitted.report()
+    assert report.not_compiled == ""
+    assert report.graphs[0].recomputed_ops > 0
+    assert report.graphs[0].predicted_peak_bytes <= budget < report.graphs[0].unplanned_peak_bytes
+    assert 0 < report.measured_peak_bytes <= budget
+    assert got == pytest.approx(expected, rel=1e-5)
+    for ours, theirs in zip(parameters, expected_parameters, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    assert fitted.plan["actions"][0]["class"] == "equivalent"
+
+
+_CACHED = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, memfit
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+workload = memfit.Workload(model, torch.randn(512, 64), lambda m, b: m(b).square().mean())
+peak = memfit.predict(workload).predicted_peak_bytes
+fitted = memfit.fit(workload, peak * int(sys.argv[1]) // 100, compile=True)
+fitted.step()
+assert not fitted.report().not_compiled, fitted.report()
+counts = counters["aot_autograd"]
+print(counts["autograd_cache_hit"], counts["autograd_cache_miss"])
+"""
+
+
+@needs_compiler
+def test_another_process_finds_the_compiled_graphs_and_another_budget_does_not(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def hits_and_misses(percent):
+        command = [sys.executable, "-c", _CACHED, str(percent)]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return tuple(map(int, out.stdout.split()[-2:]))
+
+    assert hits_and_misses(110) == (0, 1)
+    assert hits_and_misses(110) == (1, 0)
+    assert hits_and_misses(150) == (0, 1)
+
+
+def test_a_partitioner_survives_pickling_and_differs_by_its_shares():
+    one = Partitioner({"a": 100}, 100)
+    again = pickle.loads(pickle.dumps(one))  # noqa: S301 - made one line above
+    assert again == one
+    assert again.uuid() == one.uuid()
+    assert Partitioner({"a": 99}, 100).uuid() != one.uuid()
+    assert Partitioner({"a": 100}, 99) != one
+
+
+def test_without_a_compiler_the_step_runs_eager_and_says_so(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    toolchain_cache_clear()
+    try:
+        with pytest.warns(memfit.NotCompiledWarning, match=r"C\+\+ compiler"):
+            fitted = memfit.fit(layers(), "4MiB", compile=True)
+    finally:
+        monkeypatch.undo()
+        toolchain_cache_clear()
+    fitted.step()
+    assert "C++ compiler" in fitted.report().not_compiled
+
+
+def toolchain_cache_clear():
+    from torch._inductor import cpp_builder
+
+    clear = getattr(cpp_builder.cpp_compiler_search, "cache_clear", None)
+    if clear is not None:
+        clear()
+
+
+@needs_compiler
+def test_a_step_that_cannot_be_compiled_as_asked_runs_eager_and_says_why():
+    with pytest.warns(memfit.NotCompiledWarning, match="whole steps"):
+        fitted = memfit.fit(layers(), "4MiB", compile=True, own_loop=True)
+    assert "own_loop" in fitted.report().not_compiled
+    inference = memfit.Workload(model=Layers().eval(), batch=torch.randn(4, 32))
+    with pytest.warns(memfit.NotCompiledWarning, match="inference"):
+        memfit.fit(inference, "4MiB", compile=True)
+
+
+def recorded_with_breaks():
+    torch.manual_seed(0)
+    model = Transformer(2, 0.2, broken=True)
+    torch._dynamo.reset()
+    return model, record(model, lambda m, b: m(*b), tokens(8), torch.enable_grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at what crosses a break
+def test_a_graph_break_makes_several_graphs_under_one_budget():
+    model, graphs = recorded_with_breaks()
+    assert len(graphs) > 1
+    assert all(graph.joint is not None for graph in graphs)
+    static = sum(p.nbytes for p in model.parameters())
+    full = max(share.peak_bytes for share in divide(graphs, static, 1 << 60))
+    least = max(share.peak_bytes for share in divide(graphs, static, 0))
+    assert least < full
+    budget = (full + least) // 2
+    shares = divide(graphs, static, budget)
+    assert max(share.peak_bytes for share in shares) <= budget
+    # What an earlier graph saves is there while a later one runs.
+    assert shares[-1].outside_bytes > 0
+
+
+def test_recording_leaves_no_trace_on_the_model_or_the_random_state():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    buffers = [b.clone() for b in model.buffers()]
+    batch = torch.randn(4, 8)
+    state = torch.get_rng_state()
+    torch._dynamo.reset()
+    graphs = record(model, lambda m, b: m(b).sum(), batch, torch.enable_grad)
+    assert len(graphs) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, model.buffers(), buffers))
+    assert all(p.grad is None for p in model.parameters())
