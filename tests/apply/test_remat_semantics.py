@@ -428,6 +428,24 @@ def test_forwards_do_not_nest(x):
         model(x)
 
 
+def test_a_recurrent_layer_is_computed_again():
+    """Its kernel leaves a workspace for backward only while gradients are on."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(8, 8, 2, dropout=0.25)
+
+        def forward(self, x):
+            return self.layer(x.tanh())[0].pow(2).mean()
+
+    model = Recurrent()
+    x = torch.randn(5, 3, 8)
+    outcome = compare(model, lambda: model(x))
+    assert outcome.replayed_ops > 0
+    assert not outcome.observations.kept_drops
+
+
 def test_a_plan_for_another_model_is_refused():
     remat = {
         "drops": [],

@@ -45,6 +45,9 @@ SHAPE_ONLY = frozenset(
 UNTRACKABLE = frozenset({"resize_", "resize_as_", "set_", "set_data", "_resize_output_"})
 """aten ops that change what a storage is rather than what it holds."""
 
+GRADIENT_MODE = frozenset({"mkldnn_rnn_layer"})
+"""aten ops that return their backward's workspace only while gradients are on."""
+
 HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "native_batch_norm": ((3, 4), 5),
     "cudnn_batch_norm": ((3, 4), 5),
@@ -67,6 +70,7 @@ class Operator:
         writes: Whether it may write to an argument, announced or hidden.
         random: Whether it draws random numbers, or may (an op memfit does not know).
         shape_only: Whether it reads no element of its first argument.
+        gradient_mode: Whether what it returns depends on gradients being on.
         refusal: Why it cannot be run again; ``None`` when it can.
     """
 
@@ -76,6 +80,7 @@ class Operator:
     writes: bool
     random: bool
     shape_only: bool
+    gradient_mode: bool
     refusal: str | None
     _written: tuple[tuple[int, str], ...]
     _hidden: tuple[int, ...]
@@ -132,6 +137,7 @@ def _examine(func: OpOverload) -> Operator:
         writes=bool(written or hidden),
         random=torch.Tag.nondeterministic_seeded in func.tags or not native,
         shape_only=native and base in SHAPE_ONLY,
+        gradient_mode=native and base in GRADIENT_MODE,
         refusal=refusal,
         _written=written,
         _hidden=hidden,

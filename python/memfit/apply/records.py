@@ -317,3 +317,23 @@ class Kept:
 def version_of(tensor: Tensor) -> int:
     """The version counter of a tensor, or -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:
+    """Refuse what autograd itself would refuse: a saved tensor that was written to since.
+
+    Args:
+        tensor: The saved tensor, or one that shares its version counter.
+        version: Its version when it was saved.
+        shape: Its shape, for the message.
+
+    Raises:
+        RuntimeError: It is at another version.
+    """
+    if version != version_of(tensor):
+        message = (
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: shape {shape} is at version {version_of(tensor)}; expected version "
+            f"{version} instead"
+        )
+        raise RuntimeError(message)

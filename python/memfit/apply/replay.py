@@ -32,6 +32,7 @@ from memfit.apply.records import (
     ShapeOnly,
     State,
     Token,
+    require_unchanged,
     version_of,
 )
 
@@ -74,13 +75,7 @@ class Replayer:
             OffloadError: A tensor did not come back from where it was stored.
         """
         if isinstance(saved, Kept):
-            if saved.version != version_of(saved.tensor):
-                message = (
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: shape {list(saved.tensor.shape)} is at version "
-                    f"{version_of(saved.tensor)}; expected version {saved.version} instead"
-                )
-                raise RuntimeError(message)
+            require_unchanged(saved.tensor, saved.version, list(saved.tensor.shape))
             return saved.tensor
         with self._lock, torch.no_grad():
             if saved.state.anchor is None or isinstance(saved.state.producer, Fetch):
@@ -223,7 +218,11 @@ def _run(record: Record, *, passes: bool, needed: Callable[[State], bool]) -> No
             kwargs["device"] = record.args[0].device
     else:
         _protect_written(record, args, kwargs)
-    with record.generator.restored() if record.generator else contextlib.nullcontext():
+    with (
+        record.generator.restored() if record.generator else contextlib.nullcontext(),
+        # A record's tensors require no gradient, so no graph is made.
+        torch.enable_grad() if record.operator.gradient_mode else contextlib.nullcontext(),
+    ):
         result = record.operator.func(*args, **kwargs)
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     for output in record.outputs:
