@@ -285,13 +285,14 @@ impl<'m> Evaluator<'m> {
             return;
         }
         let model = self.model;
-        for &(position, event) in &model.events {
-            self.swept += 1;
+        for (index, &(position, event)) in model.events.iter().enumerate() {
             self.apply(treatments, position, event);
-            if self.state.stopped() {
+            if event.looks() && self.state.stopped() {
+                self.swept = index + 1;
                 return;
             }
         }
+        self.swept = model.events.len();
     }
 
     fn apply(&mut self, treatments: &[Treatment], position: usize, event: Event) {

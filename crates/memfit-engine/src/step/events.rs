@@ -36,6 +36,14 @@ pub(super) enum Event {
 }
 
 impl Event {
+    /// Does a sweep look at the height when it applies this?
+    pub(super) const fn looks(self) -> bool {
+        matches!(
+            self,
+            Self::Update { .. } | Self::Unpack(_) | Self::Run { .. }
+        )
+    }
+
     /// Order within one position. Packs come first, so that a value handed from a variable to autograd
     /// is never without a holder; ends and releases before unpacks, as autograd frees a node's tensors
     /// before the next node asks for its own; updates between the two, as `AccumulateGrad` nodes run
