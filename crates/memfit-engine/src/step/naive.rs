@@ -474,7 +474,7 @@ impl Twin<'_> {
                 self.result.stale = Some(index);
             }
         }
-        let others = self.reach(p, false, Some(record)).versions;
+        let others = self.read_by_others(record, p);
         let (mut made, mut passed) = (0, None);
         for v in 0..self.versions.len() {
             if self.versions[v].record != record {
@@ -518,6 +518,24 @@ impl Twin<'_> {
                 self.versions[v].materialised = true;
             }
         }
+    }
+
+    /// Versions that someone besides this record refers to. A record that let its outputs pass may run again
+    /// while it exists, even if only this one refers to it.
+    fn read_by_others(&self, record: usize, p: usize) -> Vec<bool> {
+        let mut made = self.records[record].made.clone();
+        if made.all(|v| self.versions[v].number == 0) {
+            // Nothing is written in place, so nobody asks.
+            return Vec::new();
+        }
+        let mut versions = self.reach(p, false, Some(record)).versions;
+        let exist = self.reach(p, false, None).records;
+        for other in (0..self.records.len()).filter(|&r| exist[r] && r != record) {
+            for &v in &self.records[other].reads_versions {
+                versions[v] = true;
+            }
+        }
+        versions
     }
 
     fn is_state(&self, id: AllocationId) -> bool {
