@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+
+import handmade
 import models
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memfit.apply.microbatch import cut
-from memfit.errors import UsageError
+from memfit.errors import DivergenceWarning, UsageError
 from memfit.fitted import Fitted
 from memfit.workload import Workload
 
@@ -189,3 +192,19 @@ def test_a_batch_is_cut_evenly():
     assert [p.rows for p in cut({"x": torch.arange(2)}, 4, 0)] == [1, 1]
     with pytest.raises(UsageError, match="cannot be cut"):
         cut({"flag": True}, 2, 0)
+
+
+def test_counting_targets_is_no_op_of_the_step():
+    build = classifier(rows=12, ignore_index=3)
+    torch.manual_seed(0)
+    model, batch, loss = build()
+    half = {name: values[:6] for name, values in batch.items()}
+    ops = handmade.record(model, lambda: loss(model, half))
+    plan = {"actions": pieces(2)["actions"] + ops.plan()["actions"]}
+    fitted = Fitted(Workload(model, batch, loss), plan, loss_reduction="token_mean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DivergenceWarning)
+        fitted.step()
+    report = fitted.report()
+    assert not report.diverged
+    assert report.dropped_saves > 0

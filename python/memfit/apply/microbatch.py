@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import UsageError
 from memfit.workload import batch_size, slice_batch
@@ -219,7 +220,8 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     if given.get("reduction", "mean") != "mean":
         return None
     target, weight, logits = given["target"], given.get("weight"), given["input"]
-    with torch.no_grad():
+    # Not seen by a watch around the loss: these are no ops of the step.
+    with torch.no_grad(), _disable_current_modes():
         if target.is_floating_point():
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
             return float(logits.numel() // classes)
