@@ -218,8 +218,8 @@ def evaluate(trace: Trace, request_json: str) -> str:
         UsageError: The request is not of the shape it should be.
     """
 
-def plan(trace: Trace, costs_json: str, request_json: str) -> str:
-    """Plan a step.
+def plan(trace: Trace, costs_json: str, request_json: str, time_limit: float | None = None) -> str:
+    """Plan a step, in about so many seconds if they are given.
 
     Raises:
         BudgetError: The request's budget cannot be read.

@@ -9,12 +9,14 @@ one real step. Not responsible for measuring (:mod:`memfit.measure`) nor for pro
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from memfit import profiles
 from memfit._native import Trace, gpu_profile
+from memfit.errors import UsageError
 from memfit.workload import Workload
 
 
@@ -73,6 +75,71 @@ def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None)
     """
     profile = device_profile(device_kind, file) if gpu is None else json.loads(gpu_profile(gpu))
     return json.dumps({"kind": "roofline", "profile": profile})
+
+
+HOST = "host"
+"""The name of the host's memory where a folder could be meant; ``./host`` is a folder."""
+
+_PROBE_BYTES = 64 << 20
+
+
+@cache
+def _disk(folder: Path) -> dict[str, float]:
+    """How fast files in a folder are written and read, measured once in a process."""
+    from memfit.measure import transfers
+
+    rates, _ = transfers.disk(folder, _PROBE_BYTES)
+    return {what: rate for what, (rate, _) in rates.items()}
+
+
+def offer(device_kind: str, place: str, profile: Mapping[str, Any]) -> dict[str, Any]:
+    """How fast bytes move to and from a place for what is offloaded.
+
+    Args:
+        device_kind: ``cpu`` or ``cuda``, as the trace has it.
+        place: A folder, whose disk is measured in about a second; or :data:`HOST`.
+        profile: A ``DeviceProfile`` of the engine that may know the rates of the host's memory.
+
+    Returns:
+        An ``Offer`` of the engine.
+
+    Raises:
+        UsageError: The folder cannot be used, the step runs in the host's memory already, or how
+            fast copies to it are is not known.
+    """
+    if place == HOST:
+        return _host_offer(device_kind, profile.get("transfers") or {})
+    folder = Path(place).expanduser().resolve()
+    if not folder.is_dir():
+        message = f"cannot offload to `{place}`: there is no such folder"
+        raise UsageError(f"{message}\nhint: make it, or name another")
+    rates = _disk(folder)
+    return {
+        "tier": "disk",
+        "folder": str(folder),
+        "write_bytes_per_second": rates["disk_write"],
+        "read_bytes_per_second": rates["disk_read"],
+    }
+
+
+def _host_offer(device_kind: str, transfers: Mapping[str, float]) -> dict[str, Any]:
+    if device_kind == "cpu":
+        raise UsageError(
+            "the step runs in the host's memory: offloading there frees nothing\n"
+            "hint: name a folder, for files"
+        )
+    write, read = transfers.get("device_to_host_pinned"), transfers.get("host_to_device_pinned")
+    if not write or not read:
+        raise UsageError(
+            "how fast copies between the host and the device are is not known\n"
+            "hint: measure it with `memfit calibrate --device cuda`, or name the GPU with `--gpu`"
+        )
+    return {
+        "tier": "host",
+        "folder": "",
+        "write_bytes_per_second": write,
+        "read_bytes_per_second": read,
+    }
 
 
 def profiled(workload: Workload, trace: Trace) -> str:

@@ -124,6 +124,23 @@ class Host:
 
             return json.dumps(device_profile(device_kind, file))
 
+    def offer(self, device_kind: str, place: str, profile: str | None) -> str:
+        """Find or measure how fast bytes move to and from a place for what is offloaded.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``, as the trace has it.
+            place: A folder, or ``host`` for the host's memory.
+            profile: The device profile that plans use, as JSON; ``None`` where they use none.
+
+        Returns:
+            An offer of the engine as JSON.
+        """
+        with _user_output():
+            from memfit.costs import offer
+
+            known = json.loads(profile) if profile else {}
+            return json.dumps(offer(device_kind, place, known))
+
     def profile_path(self, device_kind: str) -> Path:
         """Where the calibrated profile of this machine's device is kept.
 

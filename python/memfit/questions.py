@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from os import PathLike
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
 from memfit import _native
 from memfit.answers import Front, Plan, Prediction, Trace
 from memfit.capture import capture
-from memfit.costs import profiled, roofline
+from memfit.costs import offer, profiled, roofline
 from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
 from memfit.fitted import Fitted
 from memfit.workload import Workload
@@ -26,7 +26,13 @@ from memfit.workload import Workload
 Allowed = Literal["exact", "equivalent", "approximate"]
 """The loosest class of action that may be considered where a stricter one fits."""
 
-Kind = Literal["remat", "fuse_optimizer", "micro_batch", "allocator_settings"]
+Kind = Literal[
+    "remat",
+    "fuse_optimizer",
+    "micro_batch",
+    "allocator_settings",
+    "offload",
+]
 """A technique."""
 
 
@@ -80,9 +86,11 @@ def plan(
     allow: Allowed = "exact",
     own_loop: bool = False,
     forbid: Sequence[Kind] = (),
+    offload: str | PathLike[str] | None = None,
     profile: bool = False,
     costs: str | PathLike[str] | None = None,
     gpu: str | None = None,
+    time_limit: float | None = None,
 ) -> Plan:
     """Find the fastest way to make a step fit a budget.
 
@@ -92,10 +100,14 @@ def plan(
         allow: Loosest class to consider even where a stricter one fits.
         own_loop: Only plan what works inside the caller's own loop.
         forbid: Kinds of action to leave out.
+        offload: Where activations may be offloaded to: a folder for files, or ``"host"`` for the
+            host's memory (steps on CUDA). ``None`` for nowhere.
         profile: Take op times from one real step; the subject must be a workload.
         costs: Take them from a profile that ``memfit calibrate`` wrote. By default, the one kept
             for this machine if it matches, else a quick measurement.
         gpu: Take them from a GPU's datasheet (``"h100"``), for a step on CUDA.
+        time_limit: Answer after about so many seconds with the best plan found; by default the
+            limit is on work, so that the answer is the same everywhere.
 
     Returns:
         The plan, whether it fits or not: see ``fits`` and ``minimum_peak_bytes``.
@@ -103,15 +115,16 @@ def plan(
     Raises:
         BudgetError: The budget cannot be read.
         UsageError: ``profile`` without a workload, an unreadable ``costs``, an unknown ``gpu``, or
-            more than one of the three.
+            more than one of the three; a place for offloading that cannot be used; a
+            ``time_limit`` that is not positive.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
     recorded = _trace(subject)
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     workload = subject if isinstance(subject, Workload) else None
-    choice = _Choice(allow, own_loop, tuple(forbid))
-    return _plan(recorded, source.of(recorded, workload), budget, choice)
+    choice = _Choice(allow, own_loop, tuple(forbid), _place(offload))
+    return _plan(recorded, source.of(recorded, workload), budget, choice, time_limit)
 
 
 def pareto(
@@ -120,6 +133,7 @@ def pareto(
     budget: str | int | None = None,
     own_loop: bool = False,
     forbid: Sequence[Kind] = (),
+    offload: str | PathLike[str] | None = None,
     profile: bool = False,
     costs: str | PathLike[str] | None = None,
     gpu: str | None = None,
@@ -133,6 +147,7 @@ def pareto(
         budget: A budget to plan for besides, as in :func:`plan`; marked in the plot.
         own_loop: As in :func:`plan`.
         forbid: As in :func:`plan`.
+        offload: As in :func:`plan`.
         profile: As in :func:`plan`.
         costs: As in :func:`plan`.
         gpu: As in :func:`plan`.
@@ -150,12 +165,13 @@ def pareto(
     recorded = _trace(subject)
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     workload = subject if isinstance(subject, Workload) else None
+    op_times = source.of(recorded, workload)
     request = {
         "budget": None if budget is None else str(budget),
         "own_loop": own_loop,
         "forbid": list(forbid),
+        "offload": _offer(recorded, op_times, _place(offload)),
     }
-    op_times = source.of(recorded, workload)
     return Front(_native.front(recorded.native, op_times, json.dumps(request)))
 
 
@@ -166,10 +182,10 @@ def fit(
     allow: Allowed = "exact",
     own_loop: bool = False,
     forbid: Sequence[Kind] = (),
+    offload: str | PathLike[str] | None = None,
     profile: bool = False,
     costs: str | PathLike[str] | None = None,
     gpu: str | None = None,
-    offload_dir: str | PathLike[str] = "",
     compile: bool = False,  # noqa: A002 - the word people know from torch
 ) -> Fitted:
     """Plan a step and apply the plan.
@@ -180,11 +196,10 @@ def fit(
         allow: As in :func:`plan`.
         own_loop: As in :func:`plan`; then use ``with fitted.forward():``.
         forbid: As in :func:`plan`.
+        offload: As in :func:`plan`.
         profile: As in :func:`plan`.
         costs: As in :func:`plan`.
         gpu: As in :func:`plan`.
-        offload_dir: Where to write tensors that the plan offloads to a disk; by default where the
-            plan says, or else the system's folder for temporary files.
         compile: Run the loss under ``torch.compile``, its graphs cut for the budget; equivalent
             class. Where that cannot be, the step runs eager; a warning and ``report()`` say why.
 
@@ -203,7 +218,7 @@ def fit(
     recorded = trace(workload)
     meta = _meta(recorded)
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
-    choice = _Choice(allow, own_loop, tuple(forbid))
+    choice = _Choice(allow, own_loop, tuple(forbid), _place(offload))
     made = _plan(recorded, source.of(recorded, workload), budget, choice)
     not_compiled = ""
     if compile:
@@ -237,7 +252,6 @@ def fit(
         made.as_dict(),
         loss_reduction=reduction,
         replan=replan,
-        offload_dir=offload_dir,
         not_compiled=not_compiled,
     )
 
@@ -297,11 +311,37 @@ class _Choice:
     allow: Allowed
     own_loop: bool
     forbid: tuple[Kind, ...]
+    place: str | None
 
 
-def _plan(recorded: Trace, costs: str, budget: str | int, choice: _Choice) -> Plan:
-    request = {"budget": str(budget), **asdict(choice)}
-    return Plan(_native.plan(recorded.native, costs, json.dumps(request)))
+def _plan(
+    recorded: Trace,
+    costs: str,
+    budget: str | int,
+    choice: _Choice,
+    time_limit: float | None = None,
+) -> Plan:
+    if time_limit is not None and not 0 < time_limit < float("inf"):
+        raise UsageError(f"`time_limit={time_limit}` is no number of seconds")
+    request = {
+        "budget": str(budget),
+        "allow": choice.allow,
+        "own_loop": choice.own_loop,
+        "forbid": list(choice.forbid),
+        "offload": _offer(recorded, costs, choice.place),
+    }
+    return Plan(_native.plan(recorded.native, costs, json.dumps(request), time_limit))
+
+
+def _place(offload: str | PathLike[str] | None) -> str | None:
+    return None if offload is None else fspath(offload)
+
+
+def _offer(recorded: Trace, costs: str, place: str | None) -> dict[str, Any] | None:
+    """How fast the place for what is offloaded is; ``None`` where there is none."""
+    if place is None:
+        return None
+    return offer(_meta(recorded)["device_kind"], place, json.loads(costs).get("profile") or {})
 
 
 def _trace(subject: Workload | Trace) -> Trace:

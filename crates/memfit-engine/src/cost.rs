@@ -273,6 +273,12 @@ impl Costs {
         3.0 * bytes / self.update_bytes_per_second
     }
 
+    /// Seconds to copy `bytes`: one read, one write.
+    #[must_use]
+    pub fn copy_seconds(&self, bytes: f64) -> f64 {
+        2.0 * bytes / self.update_bytes_per_second
+    }
+
     /// Where the times come from, for people.
     #[must_use]
     pub fn source(&self) -> &str {

@@ -103,6 +103,18 @@ impl Host for PythonHost {
         })
     }
 
+    fn offer(
+        &mut self,
+        device_kind: &str,
+        place: &str,
+        profile: Option<&str>,
+    ) -> Result<String, HostError> {
+        self.ask(|host| {
+            host.call_method1("offer", (device_kind, place, profile))?
+                .extract()
+        })
+    }
+
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
         self.ask(|host| host.call_method1("profile_path", (device_kind,))?.extract())
     }

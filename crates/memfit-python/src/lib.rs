@@ -33,7 +33,7 @@ mod _native {
     use memfit_engine::devices;
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Front, FrontRequest, Plan, PlanError, PlanRequest};
+    use memfit_engine::plan::{self, Front, FrontRequest, Plan, PlanError, PlanRequest, TimeLimit};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
     use memfit_engine::trace;
@@ -192,20 +192,27 @@ mod _native {
         })
     }
 
-    /// Plans a step; takes and returns JSON.
+    /// Plans a step, in about so many seconds if they are given; takes and returns JSON.
     #[pyfunction]
-    #[pyo3(name = "plan")]
+    #[pyo3(name = "plan", signature = (trace, costs_json, request_json, time_limit=None))]
     fn plan_json(
         py: Python<'_>,
         trace: &Trace,
         costs_json: &str,
         request_json: &str,
+        time_limit: Option<f64>,
     ) -> PyResult<String> {
         let costs: CostSource = from_json("costs", costs_json)?;
         let request: PlanRequest = from_json("request", request_json)?;
         let trace = Arc::clone(&trace.trace);
         py.detach(|| {
-            let plan = plan::plan(&trace, &costs, &request).map_err(plan_error)?;
+            let began = Instant::now();
+            let elapsed = || began.elapsed().as_secs_f64();
+            let limit = time_limit.map(|seconds| TimeLimit {
+                seconds,
+                elapsed: &elapsed,
+            });
+            let plan = plan::plan_within(&trace, &costs, &request, limit).map_err(plan_error)?;
             to_json(&plan)
         })
     }

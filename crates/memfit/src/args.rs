@@ -240,6 +240,18 @@ pub(crate) struct PlanChoiceArguments {
     #[arg(long)]
     pub(crate) own_loop: bool,
 
+    /// Answer after about so many seconds with the best plan found [default: a limit on work]
+    ///
+    /// More time than planning takes by default lets it look further. The answer then depends on the machine.
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) time_limit: Option<f64>,
+
+    /// Offload activations to files in this folder, or to the host's memory (`host`, for steps on CUDA)
+    ///
+    /// Its speed is measured where it is not known. What is written is gone after the run.
+    #[arg(long, value_name = "FOLDER|host")]
+    pub(crate) offload: Option<String>,
+
     /// Take op times from one profiled real step instead of a roofline of this machine
     #[arg(long)]
     pub(crate) profile: bool,
@@ -279,6 +291,8 @@ pub(crate) enum KindChoice {
     /// Set up PyTorch's caching allocator (CUDA)
     #[value(alias = "allocator-settings")]
     AllocatorSettings,
+    /// Write activations elsewhere in forward and fetch them in backward
+    Offload,
 }
 
 /// Kinds of devices to capture for.

@@ -78,6 +78,20 @@ pub trait Host {
         file: Option<&Path>,
     ) -> Result<String, HostError>;
 
+    /// Finds or measures how fast bytes move to and from a place, and returns the engine's offer of it as JSON.
+    ///
+    /// `place` is a folder, or `host` for the host's memory; `profile` is the device profile that plans use.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be written to, or how fast it is is not known.
+    fn offer(
+        &mut self,
+        device_kind: &str,
+        place: &str,
+        profile: Option<&str>,
+    ) -> Result<String, HostError>;
+
     /// Where the calibrated profile of this machine's device is kept.
     ///
     /// # Errors

@@ -96,6 +96,9 @@ mod tests {
         ) -> Result<String, HostError> {
             unreachable!()
         }
+        fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
+            unreachable!()
+        }
         fn profile_path(&mut self, _: &str) -> Result<std::path::PathBuf, HostError> {
             unreachable!()
         }

@@ -101,6 +101,10 @@ pub(crate) struct PlanChoice {
     pub(crate) profile: bool,
     /// A profile that `memfit calibrate` wrote.
     pub(crate) costs: Option<PathBuf>,
+    /// Seconds to plan for.
+    pub(crate) time_limit: Option<f64>,
+    /// Where to offload to: a folder, or `host`.
+    pub(crate) offload: Option<String>,
     /// A GPU whose datasheet gives the costs.
     pub(crate) gpu: Option<&'static Device>,
     /// Things to tell the user about the choice itself.
@@ -127,6 +131,7 @@ impl PlanChoice {
             allow,
             own_loop: arguments.own_loop,
             forbid,
+            offload: None,
         };
         let gpu = arguments.gpu.as_deref().map(devices::find).transpose();
         let gpu = gpu.map_err(|error| {
@@ -137,9 +142,20 @@ impl PlanChoice {
             request,
             profile: arguments.profile,
             costs: arguments.costs.clone(),
+            time_limit: time_limit(arguments.time_limit)?,
+            offload: arguments.offload.clone(),
             gpu,
             notes,
         })
+    }
+}
+
+fn time_limit(seconds: Option<f64>) -> Result<Option<f64>, Failure> {
+    match seconds {
+        Some(seconds) if !(seconds.is_finite() && seconds > 0.0) => Err(Failure::usage(format!(
+            "`--time-limit {seconds}` is no number of seconds"
+        ))),
+        seconds => Ok(seconds),
     }
 }
 
@@ -150,6 +166,7 @@ impl KindChoice {
             Self::FuseOptimizer => ActionKind::FuseOptimizer,
             Self::MicroBatch => ActionKind::MicroBatch,
             Self::AllocatorSettings => ActionKind::AllocatorSettings,
+            Self::Offload => ActionKind::Offload,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfit_engine::cost::CostSource;
-use memfit_engine::plan::{self, Front, FrontRequest, Plan};
+use memfit_engine::plan::{self, Front, FrontRequest, Offer, Plan, TimeLimit};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::{self, Trace};
 
@@ -135,9 +135,19 @@ impl Session<'_> {
         }
         let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
         let trace = Arc::clone(&recorded.trace);
-        let request = choice.request.clone();
+        let mut request = choice.request.clone();
+        request.offload = self.offer(recorded, choice, &costs)?;
+        let time_limit = choice.time_limit;
         let (plan, seconds) = self.slow("planning", |host| {
-            interruptible(host, move || plan::plan(&trace, &costs, &request))
+            interruptible(host, move || {
+                let began = Instant::now();
+                let elapsed = || began.elapsed().as_secs_f64();
+                let limit = time_limit.map(|seconds| TimeLimit {
+                    seconds,
+                    elapsed: &elapsed,
+                });
+                plan::plan_within(&trace, &costs, &request, limit)
+            })
         })?;
         // A profiled step is a run of the model, not part of planning.
         let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
@@ -153,15 +163,40 @@ impl Session<'_> {
         target: &Target,
         recorded: &Recorded,
         choice: &PlanChoice,
-        request: FrontRequest,
+        mut request: FrontRequest,
     ) -> Result<(Front, f64), Failure> {
         let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
+        request.offload = self.offer(recorded, choice, &costs)?;
         let trace = Arc::clone(&recorded.trace);
         let (front, seconds) = self.slow("planning for many budgets", |host| {
             interruptible(host, move || plan::front(&trace, &costs, &request))
         })?;
         let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
         Ok((front?, seconds + cost_seconds))
+    }
+
+    /// The place for what is offloaded, if one was named, and how fast it is.
+    fn offer(
+        &mut self,
+        recorded: &Recorded,
+        choice: &PlanChoice,
+        costs: &CostSource,
+    ) -> Result<Option<Offer>, Failure> {
+        let Some(place) = &choice.offload else {
+            return Ok(None);
+        };
+        let device_kind = &recorded.trace.meta.device_kind;
+        let profile = match costs {
+            CostSource::Roofline { profile } => serde_json::to_string(profile).ok(),
+            CostSource::Profile { .. } => None,
+        };
+        let what = format!("measuring how fast `{place}` is");
+        let (json, _) = self.slow(&what, |host| {
+            Ok(host.offer(device_kind, place, profile.as_deref())?)
+        })?;
+        let offer =
+            serde_json::from_str(&json).map_err(|error| Failure::bad_answer("offer", error))?;
+        Ok(Some(offer))
     }
 
     fn costs(

@@ -1,9 +1,9 @@
 //! What no plan can beat.
 //!
-//! Responsible for a lower bound on replay time under a budget and on the peak itself. Both come from
+//! Responsible for a lower bound on the time that a plan adds under a budget, and on the peak itself. Both come from
 //! looking at one moment at a time: at op `i` the unplanned step holds `live(i)`; a plan within the budget
 //! must free the excess from what only autograd holds there and backward has not asked for yet. Freeing
-//! an allocation takes at least one run of the op that made it. So the fractional knapsack at each `i`
+//! an allocation takes at least one run of the op that made it, or moving it out and back. So the fractional knapsack at each `i`
 //! bounds the time from below, and the worst `i` is the bound. Pins, replay temporaries and the replays
 //! that a replay needs are ignored, which only lowers it.
 
@@ -23,12 +23,12 @@ const SPREAD: usize = 64;
 /// The bound for one problem.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Bound {
-    /// Least seconds of replay of any plan within the target; infinite when there is none.
-    pub(super) replay_seconds: f64,
+    /// Least seconds that any plan within the target adds; infinite when there is none.
+    pub(super) added_seconds: f64,
     /// No plan has a lower peak.
     pub(super) peak_bytes: Bytes,
-    /// Sets of drops that are best at one of the worst moments, for the target or somewhat less.
-    pub(super) choices: Vec<Vec<AllocationId>>,
+    /// What is best at one of the worst moments, for the target or somewhat less.
+    pub(super) choices: Vec<Vec<(AllocationId, Treatment)>>,
 }
 
 /// An allocation that could be freed over a stretch of the step.
@@ -50,7 +50,7 @@ pub(super) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
         b.total_cmp(&a)
     });
     let mut result = Bound {
-        replay_seconds: 0.0,
+        added_seconds: 0.0,
         peak_bytes: Bytes::ZERO,
         choices: Vec::new(),
     };
@@ -62,18 +62,18 @@ pub(super) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
         if height > target {
             let seconds = knapsack_seconds(there(), height - target);
             seconds_at[op] = seconds;
-            result.replay_seconds = result.replay_seconds.max(seconds);
+            result.added_seconds = result.added_seconds.max(seconds);
         }
     }
-    if result.replay_seconds.is_finite() {
+    if result.added_seconds.is_finite() {
         for (rank, op) in moments(&seconds_at).into_iter().enumerate() {
             let mut relaxation = Relaxation::new(problem, op, heights[op]);
             let relaxed = relaxation.solve(target);
-            result.replay_seconds = result.replay_seconds.max(relaxed.replay_seconds);
+            result.added_seconds = result.added_seconds.max(relaxed.added_seconds);
             if rank >= START_MOMENTS {
                 continue;
             }
-            let choices = |relaxed: Relaxed| relaxed.choices.into_iter().map(|c| c.dropped);
+            let choices = |relaxed: Relaxed| relaxed.choices.into_iter().map(|c| c.treatments);
             result.choices.extend(choices(relaxed));
             for part in [16, 6, 3] {
                 let less = target - Bytes((heights[op] - target).0 / part);
@@ -121,7 +121,11 @@ fn bytes_per_second(item: &Freeable) -> f64 {
 fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
     // An op that makes several allocations runs once for all of them.
     let mut sharers = vec![0_u32; problem.op_seconds.len()];
-    for &id in &problem.candidates {
+    for &id in problem
+        .candidates
+        .iter()
+        .filter(|id| problem.may_drop(**id))
+    {
         for maker in problem.model.makers(id) {
             sharers[maker.index()] += 1;
         }
@@ -136,7 +140,10 @@ fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
             let sharers = f64::from(sharers.get(op.index()).copied().unwrap_or(1).max(1));
             problem.op_seconds.get(op.index()).copied().unwrap_or(0.0) / sharers
         };
-        let seconds: f64 = problem.needed_makers(id).map(share).sum();
+        let mut seconds = problem.least_store_seconds(id);
+        if problem.may_drop(id) {
+            seconds = seconds.min(problem.needed_makers(id).map(share).sum());
+        }
         items.push(Freeable {
             bytes: problem.model.bytes(id).0,
             seconds: if asked_for { seconds } else { 0.0 },
@@ -151,6 +158,7 @@ fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
 mod tests {
     use super::*;
     use crate::cost::{CostSource, Costs};
+    use crate::plan::problem::Allowed;
     use crate::step::Variant;
     use crate::trace::sample;
 
@@ -161,11 +169,11 @@ mod tests {
             op_seconds: vec![1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
         };
         let costs = Costs::new(&trace, &source).unwrap();
-        let problem = Problem::new(&trace, Variant::default(), &costs);
+        let problem = Problem::new(&trace, Variant::default(), &costs, Allowed::REMAT);
         // `a` (128 bytes, 1 s) is away during ops 2..6, `b` (128 bytes, 2 s) during ops 3..5. At `mean` and
         // `cos_backward` the step holds 772 bytes; a 64th of `a` is the cheapest way to 770.
         let at = bound(&problem, Bytes(770));
-        assert!((at.replay_seconds - 2.0 / 128.0).abs() < 1e-9, "{at:?}");
+        assert!((at.added_seconds - 2.0 / 128.0).abs() < 1e-9, "{at:?}");
         // At `gelu_backward` and `mm` nothing can go: 768 bytes.
         assert_eq!(at.peak_bytes, Bytes(768));
     }

@@ -4,13 +4,15 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
 use super::bound::bound;
-use super::problem::{Problem, Scorer};
+use super::patience::Share;
+use super::problem::{Allowed, Problem, Scorer};
 use super::relaxation::Relaxation;
-use super::search::{Effort, search};
+use super::search::search;
+use super::{Offer, Tier};
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
 use crate::step::{Evaluator, Treatment, Variant, random};
-use crate::trace::Trace;
+use crate::trace::{AllocationId, Trace};
 
 /// Random traces on which each moment is held against all subsets.
 const CASES: u32 = 400;
@@ -57,7 +59,7 @@ fn no_moment_bounds_above_the_optimum() {
             accumulate: case % 4 >= 2,
             ..Variant::default()
         };
-        let problem = Problem::new(&trace, variant, &costs);
+        let problem = Problem::new(&trace, variant, &costs, Allowed::REMAT);
         if problem.candidates.len() < 2 || problem.candidates.len() > 10 {
             continue;
         }
@@ -70,7 +72,7 @@ fn no_moment_bounds_above_the_optimum() {
             let fastest = optimum(&problem, target).0.unwrap();
             let most = (0..heights.len())
                 .map(|op| Relaxation::new(&problem, op, heights[op]).solve(target))
-                .fold(0.0, |most, relaxed| relaxed.replay_seconds.max(most));
+                .fold(0.0, |most, relaxed| relaxed.added_seconds.max(most));
             assert!(most <= fastest + 1e-9, "{most} is above {fastest}");
             bounds += u32::from(fastest > 0.0);
             tight += u32::from(fastest > 0.0 && most >= fastest * 0.5);
@@ -94,7 +96,7 @@ fn the_search_finds_the_optimum_of_small_cases() {
             accumulate: cases % 4 >= 2,
             ..Variant::default()
         };
-        let problem = Problem::new(&trace, variant, &costs);
+        let problem = Problem::new(&trace, variant, &costs, Allowed::REMAT);
         let nothing = vec![Treatment::Keep; trace.allocations.len()];
         let peak = Scorer::new(&problem).peek(&nothing).0.peak_bytes;
         let (_, bottom) = optimum(&problem, Bytes::ZERO);
@@ -105,7 +107,7 @@ fn the_search_finds_the_optimum_of_small_cases() {
         let target = Bytes(u64::midpoint(bottom.0, peak.0));
         let (fastest, _) = optimum(&problem, target);
         let least = bound(&problem, target);
-        let found = search(&problem, target, &least, f64::INFINITY, Effort::Full);
+        let found = search(&problem, target, &least, f64::INFINITY, Share::FULL);
         assert!(
             least.peak_bytes <= bottom,
             "the bound on the peak is above the optimum"
@@ -118,18 +120,18 @@ fn the_search_finds_the_optimum_of_small_cases() {
             continue;
         };
         assert!(
-            least.replay_seconds <= fastest + 1e-9,
+            least.added_seconds <= fastest + 1e-9,
             "the bound is above the optimum"
         );
         if let Some(best) = found.best {
             assert!(best.evaluation.peak_bytes <= target);
             assert!(
-                best.replay_seconds >= fastest - 1e-9,
+                best.added_seconds >= fastest - 1e-9,
                 "faster than every subset"
             );
-            optimal += u32::from(best.replay_seconds <= fastest + 1e-9);
+            optimal += u32::from(best.added_seconds <= fastest + 1e-9);
             let step = costs.step_seconds();
-            off = off.max((best.replay_seconds - fastest) / (step + fastest));
+            off = off.max((best.added_seconds - fastest) / (step + fastest));
         }
     }
     assert!(
@@ -141,4 +143,96 @@ fn the_search_finds_the_optimum_of_small_cases() {
         lowest_found * 100 >= cases * 95,
         "lowest peak in {lowest_found} of {cases}"
     );
+}
+
+/// The least time added by any treatments within `target`, and the lowest peak of any.
+fn optimum_of_all(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
+    let mut scorer = Scorer::new(problem);
+    let choices: Vec<(AllocationId, Vec<Treatment>)> = problem
+        .candidates
+        .iter()
+        .map(|&id| (id, problem.treatments(id).collect()))
+        .collect();
+    let mut treatments = vec![Treatment::Keep; problem.trace.allocations.len()];
+    let (mut fastest, mut lowest): (Option<f64>, Bytes) = (None, Bytes(u64::MAX));
+    let total: usize = choices.iter().map(|(_, all)| all.len()).product();
+    for mut number in 0..total {
+        for (id, all) in &choices {
+            treatments[id.index()] = all[number % all.len()];
+            number /= all.len();
+        }
+        let (evaluation, seconds) = scorer.peek(&treatments);
+        if evaluation.valid {
+            lowest = lowest.min(evaluation.peak_bytes);
+            let fits = evaluation.peak_bytes <= target;
+            if fits && fastest.is_none_or(|fastest| seconds < fastest) {
+                fastest = Some(seconds);
+            }
+        }
+    }
+    (fastest, lowest)
+}
+
+#[test]
+fn the_search_finds_the_optimum_of_small_cases_with_stores() {
+    let mut runner = TestRunner::deterministic();
+    let (mut cases, mut optimal, mut lowest_found, mut stored) = (0, 0, 0, 0);
+    let mut off: f64 = 0.0;
+    while cases < 150 {
+        let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
+        let trace = random::build(&recipe);
+        let costs = costs(&trace);
+        // From hardly ever to nearly always cheaper than computing again.
+        let rate = [2.0, 20.0, 200.0, 2000.0][cases % 4];
+        let offer = Offer {
+            tier: Tier::Disk,
+            folder: String::new(),
+            write_bytes_per_second: rate,
+            read_bytes_per_second: rate * 2.0,
+        };
+        let variant = Variant {
+            fuse_optimizer: cases % 2 == 1,
+            window_bytes: Bytes(if cases % 3 == 0 { 0 } else { 300 }),
+            ..Variant::default()
+        };
+        let allowed = Allowed {
+            remat: cases % 5 != 0,
+            offer: Some(&offer),
+        };
+        let problem = Problem::new(&trace, variant, &costs, allowed);
+        if problem.candidates.len() < 2 || problem.candidates.len() > 7 {
+            continue;
+        }
+        let nothing = vec![Treatment::Keep; trace.allocations.len()];
+        let peak = Scorer::new(&problem).peek(&nothing).0.peak_bytes;
+        let (_, bottom) = optimum_of_all(&problem, Bytes::ZERO);
+        if bottom >= peak {
+            continue;
+        }
+        cases += 1;
+        let target = Bytes(u64::midpoint(bottom.0, peak.0));
+        let (fastest, _) = optimum_of_all(&problem, target);
+        let fastest = fastest.unwrap();
+        let least = bound(&problem, target);
+        assert!(least.peak_bytes <= bottom);
+        assert!(least.added_seconds <= fastest + 1e-9, "{least:?} {fastest}");
+        let found = search(&problem, target, &least, f64::INFINITY, Share::FULL);
+        assert!(found.lowest.evaluation.peak_bytes >= bottom);
+        lowest_found += u32::from(found.lowest.evaluation.peak_bytes == bottom);
+        let best = found.best.expect("something fits");
+        assert!(best.evaluation.peak_bytes <= target);
+        assert!(best.added_seconds >= fastest - 1e-9);
+        // The search ends where it is near the bound.
+        let near = problem.op_seconds.iter().sum::<f64>() * 1e-3;
+        optimal += u32::from(best.added_seconds <= fastest + near);
+        off = off.max((best.added_seconds - fastest) / (costs.step_seconds() + fastest));
+        stored += u32::from(best.treatments.iter().any(|treatment| treatment.is_store()));
+    }
+    assert!(optimal >= 143, "optimal in {optimal} of {cases}");
+    assert!(
+        lowest_found >= 143,
+        "lowest peak in {lowest_found} of {cases}"
+    );
+    assert!(off <= 0.02, "{off} of the step time above the optimum");
+    assert!(stored > 30, "stored in {stored} only");
 }

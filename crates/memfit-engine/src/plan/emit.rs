@@ -1,38 +1,102 @@
-//! From a set of dropped allocations to what the executor needs.
+//! From what is done to each allocation to what the executor needs.
 //!
-//! Responsible for addressing drops by forward op and for the smallest set of module calls in which the
+//! Responsible for addressing allocations by forward op and for the smallest set of module calls in which the
 //! executor has to watch. Not responsible for choosing the set.
 
 use std::collections::BTreeMap;
 
 use super::problem::Problem;
-use super::{ActiveRegion, Dropped, Remat};
+use super::{ActiveRegion, Dropped, Offer, Offload, Remat};
 use crate::step::Treatment;
 use crate::trace::{AllocationId, OpIndex, Trace};
 
-/// The `remat` part of an action.
-pub(super) fn remat(problem: &Problem<'_>, dropped: &[Treatment]) -> Remat {
-    let trace = problem.trace;
-    let mut drops: Vec<Dropped> = (0..dropped.len())
-        .filter(|&index| dropped[index].is_drop())
-        .filter_map(|index| dropped_allocation(trace, AllocationId(u32::try_from(index).ok()?)))
-        .collect();
-    drops.sort_by_key(|drop| (drop.op, drop.output));
-    let mut indices = BTreeMap::new();
-    let mut names = Vec::new();
-    let forward = trace.ops[..trace.forward_end().index()].iter().map(|op| {
-        *indices.entry(op.name).or_insert_with(|| {
-            names.push(trace.string(op.name).to_owned());
-            u32::try_from(names.len() - 1).unwrap_or(u32::MAX)
-        })
+/// What the executor needs for a set of treatments.
+pub(super) struct Directions {
+    /// To compute again; absent where nothing is.
+    pub(super) remat: Option<Remat>,
+    /// To offload; absent where nothing is.
+    pub(super) offload: Option<Offload>,
+}
+
+/// The directions for `treatments`.
+pub(super) fn directions(
+    problem: &Problem<'_>,
+    treatments: &[Treatment],
+    offer: Option<&Offer>,
+) -> Directions {
+    let drops = addressed(problem, treatments, Treatment::is_drop);
+    let stores = addressed(problem, treatments, Treatment::is_store);
+    let watch = Watch::new(problem, treatments);
+    let remat = (!drops.is_empty()).then(|| Remat {
+        drops: drops.into_iter().map(|(_, drop)| drop).collect(),
+        active: watch.active.clone(),
+        names: watch.names.clone(),
+        forward: watch.forward.clone(),
     });
-    let forward = forward.collect();
-    Remat {
-        drops,
-        active: active_regions(problem, dropped),
-        names,
-        forward,
+    let offload = offer.filter(|_| !stores.is_empty()).map(|offer| {
+        let place = |id| stores.iter().position(|&(stored, _)| stored == id);
+        let order = problem.model.fetch_order(treatments).filter_map(place);
+        Offload {
+            tier: offer.tier,
+            folder: offer.folder.clone(),
+            window_bytes: problem.model.variant.window_bytes,
+            order: order
+                .filter_map(|place| u32::try_from(place).ok())
+                .collect(),
+            stores: stores.iter().map(|(_, store)| store.clone()).collect(),
+            active: watch.active,
+            names: watch.names,
+            forward: watch.forward,
+        }
+    });
+    Directions { remat, offload }
+}
+
+/// Where the executor watches, and what it sees there.
+struct Watch {
+    active: Vec<ActiveRegion>,
+    names: Vec<String>,
+    forward: Vec<u32>,
+}
+
+impl Watch {
+    fn new(problem: &Problem<'_>, treatments: &[Treatment]) -> Self {
+        let trace = problem.trace;
+        let mut indices = BTreeMap::new();
+        let mut names = Vec::new();
+        let forward = trace.ops[..trace.forward_end().index()].iter().map(|op| {
+            *indices.entry(op.name).or_insert_with(|| {
+                names.push(trace.string(op.name).to_owned());
+                u32::try_from(names.len() - 1).unwrap_or(u32::MAX)
+            })
+        });
+        let forward = forward.collect();
+        Self {
+            active: active_regions(problem, treatments),
+            names,
+            forward,
+        }
     }
+}
+
+/// The allocations of one kind of treatment by creating op, ascending.
+fn addressed(
+    problem: &Problem<'_>,
+    treatments: &[Treatment],
+    is_meant: impl Fn(Treatment) -> bool,
+) -> Vec<(AllocationId, Dropped)> {
+    let mut found: Vec<(AllocationId, Dropped)> = (0..treatments.len())
+        .filter(|&index| is_meant(treatments[index]))
+        .filter_map(|index| {
+            let id = AllocationId(u32::try_from(index).ok()?);
+            let mut dropped = dropped_allocation(problem.trace, id)?;
+            let home = treatments[index].home();
+            dropped.home = (home != Treatment::NO_HOME).then_some(home);
+            Some((id, dropped))
+        })
+        .collect();
+    found.sort_by_key(|(_, drop)| (drop.op, drop.output));
+    found
 }
 
 fn dropped_allocation(trace: &Trace, id: AllocationId) -> Option<Dropped> {
@@ -54,21 +118,21 @@ fn dropped_allocation(trace: &Trace, id: AllocationId) -> Option<Dropped> {
 }
 
 /// The innermost module calls that hold every op the executor must see: those that make, write, view or
-/// save a dropped allocation.
-fn active_regions(problem: &Problem<'_>, dropped: &[Treatment]) -> Vec<ActiveRegion> {
+/// save an allocation that is not simply kept.
+fn active_regions(problem: &Problem<'_>, treatments: &[Treatment]) -> Vec<ActiveRegion> {
     let trace = problem.trace;
     let forward_end = trace.forward_end();
-    let is_dropped = |value| dropped[trace.allocation_of(value).index()].is_drop();
+    let is_treated = |value| !treatments[trace.allocation_of(value).index()].is_keep();
     let mut seen = vec![false; forward_end.index()];
     for (i, op) in trace.ops[..forward_end.index()].iter().enumerate() {
         let makes = op
             .outputs
             .iter()
             .chain(&op.writes)
-            .any(|&value| is_dropped(value));
+            .any(|&value| is_treated(value));
         seen[i] = makes;
     }
-    for saved in trace.saved.iter().filter(|saved| is_dropped(saved.value)) {
+    for saved in trace.saved.iter().filter(|saved| is_treated(saved.value)) {
         // A node packs its inputs just before its op and its outputs just after.
         let pack = saved.pack.index();
         let makes = |i: usize| {

@@ -12,7 +12,7 @@ use crate::trace::{Category, OpIndex, Phase, Trace};
 /// What is alive at the peak of a candidate.
 pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate) -> Bottleneck {
     let model = StepModel::new(trace, variant);
-    let holdings = Evaluator::new(&model).holdings_at_peak(&candidate.dropped);
+    let holdings = Evaluator::new(&model).holdings_at_peak(&candidate.treatments);
     let mut breakdown: Vec<(Category, Bytes)> = Vec::new();
     for holding in holdings {
         let category = trace.allocations[holding.allocation.index()].category;

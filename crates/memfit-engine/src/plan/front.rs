@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ActionKind, Class, Estimate, Plan, PlanError, PlanRequest, Refusal, StopReason, Verdict, plan,
-    refusal,
+    ActionKind, Class, Estimate, Offer, Plan, PlanError, PlanRequest, Refusal, StopReason, Verdict,
+    plan, refusal,
 };
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
@@ -27,7 +27,7 @@ use crate::reserved::Reserved;
 use crate::trace::{SCHEMA_VERSION, Trace};
 
 /// What a user asks for.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FrontRequest {
     /// A budget that is planned for besides those that the front needs, as written (`3GiB`, `60%`).
@@ -36,6 +36,8 @@ pub struct FrontRequest {
     pub own_loop: bool,
     /// As in [`PlanRequest`].
     pub forbid: Vec<ActionKind>,
+    /// As in [`PlanRequest`].
+    pub offload: Option<Offer>,
     /// Threads that plan; the answer is the same with any number.
     pub threads: usize,
 }
@@ -46,6 +48,7 @@ impl Default for FrontRequest {
             budget: None,
             own_loop: false,
             forbid: Vec::new(),
+            offload: None,
             threads: 1,
         }
     }
@@ -289,6 +292,7 @@ impl Fronts<'_> {
             allow,
             own_loop: self.request.own_loop,
             forbid: self.request.forbid.clone(),
+            offload: self.request.offload.clone(),
         }
     }
 

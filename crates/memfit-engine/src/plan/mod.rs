@@ -5,25 +5,33 @@
 //! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
 //! out (the Python package).
 
+mod actions;
 mod allocator;
 mod arena;
 mod blocks;
+mod bottom;
 mod bound;
 #[cfg(test)]
 mod brute_force;
 mod emit;
 mod explain;
 mod front;
+mod improve;
 mod min_cut;
+mod moves;
 mod outer;
+mod patience;
 mod problem;
 mod refusal;
 mod relaxation;
 mod search;
+mod transfers;
 mod validate;
 
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, PointAction, front};
-pub use outer::{PlanError, plan};
+pub use outer::{PlanError, plan, plan_within};
+pub use patience::TimeLimit;
+pub use transfers::Offer;
 pub use validate::InvalidPlan;
 
 use serde::{Deserialize, Serialize};
@@ -44,6 +52,8 @@ pub struct PlanRequest {
     pub own_loop: bool,
     /// Kinds of action the user forbids.
     pub forbid: Vec<ActionKind>,
+    /// A place for what is offloaded; nothing is without one.
+    pub offload: Option<Offer>,
 }
 
 impl Default for PlanRequest {
@@ -53,6 +63,7 @@ impl Default for PlanRequest {
             allow: Class::Exact,
             own_loop: false,
             forbid: Vec::new(),
+            offload: None,
         }
     }
 }
@@ -144,10 +155,16 @@ pub struct Remat {
 pub struct Offload {
     /// Where to.
     pub tier: Tier,
+    /// The folder, for files; empty for the host's memory.
+    #[serde(default)]
+    pub folder: String,
     /// Most bytes on their way out, and most fetched ahead.
     pub window_bytes: Bytes,
     /// The stored allocations, by creating op, ascending.
     pub stores: Vec<Dropped>,
+    /// In which order they are fetched ahead, as places in `stores`. The others are fetched when asked for.
+    #[serde(default)]
+    pub order: Vec<u32>,
     /// As in [`Remat::active`].
     pub active: Vec<ActiveRegion>,
     /// As in [`Remat::names`].
@@ -206,12 +223,14 @@ pub enum StopReason {
     NothingToDo,
     /// The plan's time meets the lower bound.
     ProvedOptimal,
-    /// The plan's replays take no more than a thousandth of forward above the lower bound.
+    /// The plan adds no more than a thousandth of forward above the lower bound.
     NearBound,
     /// No move of the neighbourhood improves the plan.
     LocalOptimum,
     /// The limit on the work of the search was reached.
     MoveLimit,
+    /// The time limit was reached.
+    TimeLimit,
     /// No plan fits, shown by the lower bound on the peak.
     ProvedInfeasible,
     /// No plan that fits was found.

@@ -1,23 +1,25 @@
-//! The outer choices: optimizer inside backward or not, and into how many pieces to cut the batch.
+//! The outer choices: optimizer inside backward or not, how much may be on its way elsewhere at once, and into how
+//! many pieces to cut the batch.
 //!
 //! Responsible for trying each allowed combination with the inner search, for choosing among them, and
-//! for what the next class would gain. Not responsible for which allocations to drop (`search.rs`) nor
-//! for what may be done at all (`refusal.rs`).
+//! for what the next class would gain. Not responsible for what to do with each allocation (`search.rs`), for what
+//! may be done at all (`refusal.rs`), nor for writing the choice down (`actions.rs`).
 
 use super::allocator::{self, Answer};
 use super::bound::{Bound, bound};
-use super::problem::{Candidate, Problem};
-use super::search::{Effort, Found, nothing_dropped, search};
-use super::validate::{InvalidPlan, validate};
+use super::patience::{Share, TimeLimit};
+use super::problem::{Allowed, Candidate, Problem};
+use super::search::{Found, nothing_done, search};
+use super::validate::InvalidPlan;
 use super::{
-    Action, ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason,
-    Verdict, arena, emit, explain, refusal,
+    ActionKind, Class, Estimate, NextClass, Offer, Plan, PlanRequest, Refusal, StopReason, Verdict,
+    arena, explain, refusal,
 };
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::step::{Treatment, Variant};
-use crate::trace::{Category, Phase, SCHEMA_VERSION, Trace};
+use crate::step::{StepModel, Treatment, Variant};
+use crate::trace::{AllocationId, Category, Phase, SCHEMA_VERSION, Trace};
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -34,22 +36,22 @@ pub enum PlanError {
 }
 
 /// One combination of outer choices, solved.
-struct Outcome {
-    trace: Trace,
-    variant: Variant,
-    pieces: u64,
+pub(super) struct Outcome {
+    pub(super) trace: Trace,
+    pub(super) variant: Variant,
+    pub(super) pieces: u64,
     best: Option<Candidate>,
     lowest: Candidate,
     bound: Bound,
-    /// Seconds of the step without replays.
+    /// Seconds of the step without replays and waits for activations.
     base_seconds: f64,
     evaluations: u64,
-    limited: bool,
+    limited: Option<StopReason>,
     near: bool,
 }
 
 impl Outcome {
-    fn class(&self) -> Class {
+    pub(super) fn class(&self) -> Class {
         if self.pieces > 1 {
             Class::Equivalent
         } else {
@@ -58,13 +60,13 @@ impl Outcome {
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
-    fn seconds(&self, candidate: &Candidate) -> f64 {
-        self.base_seconds + candidate.replay_seconds * self.pieces as f64
+    pub(super) fn seconds(&self, candidate: &Candidate) -> f64 {
+        self.base_seconds + candidate.added_seconds * self.pieces as f64
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
     fn bound_seconds(&self) -> f64 {
-        self.base_seconds + self.bound.replay_seconds * self.pieces as f64
+        self.base_seconds + self.bound.added_seconds * self.pieces as f64
     }
 }
 
@@ -74,6 +76,23 @@ impl Outcome {
 ///
 /// A budget that cannot be read, unusable op times, or a plan that fails its own check.
 pub fn plan(trace: &Trace, source: &CostSource, request: &PlanRequest) -> Result<Plan, PlanError> {
+    plan_within(trace, source, request, None)
+}
+
+/// Plans a step within a time limit: what is best of what was found until then.
+///
+/// # Errors
+///
+/// As [`plan`].
+pub fn plan_within(
+    trace: &Trace,
+    source: &CostSource,
+    request: &PlanRequest,
+    limit: Option<TimeLimit<'_>>,
+) -> Result<Plan, PlanError> {
+    if let Some(offer) = &request.offload {
+        offer.check()?;
+    }
     let costs = Costs::new(trace, source)?;
     let unplanned_peak = predict::unplanned_peak(trace);
     let budget = Budget::parse(&request.budget)?.resolve(unplanned_peak);
@@ -89,6 +108,7 @@ pub fn plan(trace: &Trace, source: &CostSource, request: &PlanRequest) -> Result
             target,
             cap,
             unplanned_peak,
+            share: Share::within(limit),
         };
         let mut plan = planner.empty_plan(budget, margin);
         let answer = planner.solve(&mut plan)?;
@@ -112,15 +132,16 @@ enum Ran {
     No,
 }
 
-struct Planner<'t> {
-    trace: &'t Trace,
-    costs: &'t Costs,
-    request: &'t PlanRequest,
+pub(super) struct Planner<'t> {
+    pub(super) trace: &'t Trace,
+    pub(super) costs: &'t Costs,
+    pub(super) request: &'t PlanRequest,
     /// What the requests of a plan must stay within.
-    target: Bytes,
+    pub(super) target: Bytes,
     /// What the device gives, at least `target`.
-    cap: Bytes,
-    unplanned_peak: Bytes,
+    pub(super) cap: Bytes,
+    pub(super) unplanned_peak: Bytes,
+    share: Share<'t>,
 }
 
 impl Planner<'_> {
@@ -135,6 +156,7 @@ impl Planner<'_> {
         let refusals = [
             refusal(ActionKind::FuseOptimizer, fuse),
             refusal(ActionKind::MicroBatch, pieces),
+            refusal(ActionKind::Offload, refusal::offload(self.request)),
         ];
         Plan {
             schema_version: SCHEMA_VERSION,
@@ -185,10 +207,11 @@ impl Planner<'_> {
             let needed = !exact_fits || self.request.allow >= Class::Equivalent;
             let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
             let best = best.unwrap_or(f64::INFINITY);
+            let share = self.share.between(EXACT_TIME, 1.0);
             next = if needed {
-                self.micro_batches(Effort::Full, best)
+                self.micro_batches(share, best)
             } else {
-                self.micro_batches(Effort::Glance, best * WORTH_TELLING)
+                self.micro_batches(share.glance(), best * WORTH_TELLING)
             };
             if needed {
                 outcomes.append(&mut next);
@@ -205,7 +228,7 @@ impl Planner<'_> {
         let within = candidate.evaluation.peak_bytes <= self.cap;
         let mut ran = Ran::Yes;
         if within {
-            ran = self.ask_allocator(plan, &outcome.trace, outcome.variant, &candidate.dropped);
+            ran = self.ask_allocator(plan, &outcome.trace, outcome.variant, &candidate.treatments);
         }
         if within && ran == Ran::Yes {
             let step = self.costs.step_seconds().max(f64::MIN_POSITIVE);
@@ -261,26 +284,69 @@ impl Planner<'_> {
         lowest(&outcomes).evaluation.peak_bytes
     }
 
+    /// The optimizer in backward or not, and how much may be on its way at once where something may be offloaded.
     fn variants(&self) -> Vec<Variant> {
-        let mut variants = vec![Variant::default()];
-        if refusal::fuse_optimizer(self.trace, self.request).is_none() {
-            variants.push(Variant {
-                fuse_optimizer: true,
+        let mut variants = Vec::new();
+        for window_bytes in self.windows() {
+            let plain = Variant {
+                window_bytes,
                 ..Variant::default()
-            });
+            };
+            variants.push(plain);
+            if refusal::fuse_optimizer(self.trace, self.request).is_none() {
+                variants.push(Variant {
+                    fuse_optimizer: true,
+                    ..plain
+                });
+            }
         }
         variants
     }
 
-    fn outcome(&self, variant: Variant, pieces: u64, effort: Effort, best_seconds: f64) -> Outcome {
+    /// Transfers hide behind computing where two of the largest allocations may be on their way; where bytes are
+    /// short, none are.
+    fn windows(&self) -> Vec<Bytes> {
+        if self.offer().is_none() {
+            return vec![Bytes::ZERO];
+        }
+        let model = StepModel::new(self.trace, Variant::default());
+        let ids = (0..self.trace.allocations.len()).filter_map(|id| u32::try_from(id).ok());
+        let storable = ids.map(AllocationId).filter(|&id| model.is_storable(id));
+        let largest = storable.map(|id| model.bytes(id)).max();
+        vec![
+            Bytes(largest.unwrap_or_default().0.saturating_mul(2)),
+            Bytes::ZERO,
+        ]
+    }
+
+    /// The place for activations, if they may be offloaded.
+    pub(super) fn offer(&self) -> Option<&Offer> {
+        let offer = self.request.offload.as_ref();
+        offer.filter(|_| refusal::offload(self.request).is_none())
+    }
+
+    pub(super) fn allowed(&self) -> Allowed<'_> {
+        Allowed {
+            remat: !self.request.forbid.contains(&ActionKind::Remat),
+            offer: self.offer(),
+        }
+    }
+
+    fn outcome(
+        &self,
+        variant: Variant,
+        pieces: u64,
+        share: Share<'_>,
+        best_seconds: f64,
+    ) -> Outcome {
         let trace = self.piece(pieces);
         let costs = if pieces > 1 {
             self.costs.scaled(self.trace, &trace)
         } else {
             self.costs.clone()
         };
-        let problem = Problem::new(&trace, variant, &costs);
-        let forbidden = self.request.forbid.contains(&ActionKind::Remat);
+        let allowed = self.allowed();
+        let problem = Problem::new(&trace, variant, &costs, allowed);
         let bound = bound(&problem, self.cap);
         let base_seconds = self.base_seconds(&costs, &trace, pieces);
         #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
@@ -291,10 +357,10 @@ impl Planner<'_> {
             evaluations,
             limited,
             near,
-        } = if forbidden {
-            nothing_dropped(&problem, self.target)
+        } = if allowed.remat || allowed.offer.is_some() {
+            search(&problem, self.target, &bound, worth, share)
         } else {
-            search(&problem, self.target, &bound, worth, effort)
+            nothing_done(&problem, self.target)
         };
         drop(problem);
         Outcome {
@@ -341,19 +407,23 @@ impl Planner<'_> {
     /// The exact combinations. One that its bound shows to be slower than one before is not searched for
     /// its fastest plan.
     fn exact(&self) -> Vec<Outcome> {
-        let tries = self.variants().into_iter().map(|variant| (variant, 1));
-        self.outcomes(tries, Effort::Full, f64::INFINITY)
+        let variants = self.variants();
+        let tries: Vec<_> = variants.into_iter().map(|variant| (variant, 1)).collect();
+        let wider = refusal::micro_batch(self.trace, self.request).is_none();
+        let until = if wider { EXACT_TIME } else { 1.0 };
+        self.outcomes(&tries, self.share.between(0.0, until), f64::INFINITY)
     }
 
     fn outcomes(
         &self,
-        tries: impl Iterator<Item = (Variant, u64)>,
-        effort: Effort,
+        tries: &[(Variant, u64)],
+        share: Share<'_>,
         mut best_seconds: f64,
     ) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
-        for (variant, pieces) in tries {
-            let outcome = self.outcome(variant, pieces, effort, best_seconds);
+        for (number, &(variant, pieces)) in tries.iter().enumerate() {
+            let share = share.part(number, tries.len());
+            let outcome = self.outcome(variant, pieces, share, best_seconds);
             if let Some(best) = &outcome.best {
                 best_seconds = best_seconds.min(outcome.seconds(best));
             }
@@ -362,103 +432,16 @@ impl Planner<'_> {
         outcomes
     }
 
-    fn micro_batches(&self, effort: Effort, best_seconds: f64) -> Vec<Outcome> {
+    fn micro_batches(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
+        let window_bytes = self.windows().first().copied().unwrap_or_default();
         let variant = Variant {
             accumulate: true,
+            window_bytes,
             ..Variant::default()
         };
         let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
-        self.outcomes(counts.map(|pieces| (variant, pieces)), effort, best_seconds)
-    }
-
-    /// Fills in what is done and what it leads to, after the check.
-    fn write(
-        &self,
-        plan: &mut Plan,
-        outcome: &Outcome,
-        candidate: &Candidate,
-    ) -> Result<(), PlanError> {
-        let peak = candidate.evaluation.peak_bytes;
-        validate(&outcome.trace, outcome.variant, &candidate.dropped, peak)?;
-        if peak > self.unplanned_peak {
-            let unplanned = self.unplanned_peak;
-            return Err(InvalidPlan::Rises {
-                planned: peak,
-                unplanned,
-            }
-            .into());
-        }
-        let seconds = outcome.seconds(candidate);
-        plan.planned = Estimate {
-            predicted_peak_bytes: peak,
-            predicted_step_seconds: seconds,
-        };
-        plan.predicted_step_ratio = seconds / self.costs.step_seconds().max(f64::MIN_POSITIVE);
-        plan.class = outcome.class();
-        plan.arena = arena::arena(&outcome.trace, outcome.variant, &candidate.dropped);
-        if outcome.variant.fuse_optimizer {
-            plan.actions.push(self.fuse_action());
-        }
-        if outcome.pieces > 1 {
-            plan.actions.push(self.pieces_action(outcome));
-            if self
-                .trace
-                .ops
-                .iter()
-                .any(|op| op.random && op.phase == Phase::Forward)
-            {
-                plan.notes.push(RANDOM_NOTE.to_owned());
-            }
-        }
-        if candidate
-            .dropped
-            .iter()
-            .any(|treatment| treatment.is_drop())
-        {
-            let problem = Problem::new(&outcome.trace, outcome.variant, self.costs);
-            let remat = emit::remat(&problem, &candidate.dropped);
-            plan.actions.push(Action {
-                kind: ActionKind::Remat,
-                class: Class::Exact,
-                count: remat.drops.len() as u64,
-                bytes: remat.drops.iter().map(|drop| drop.bytes).sum(),
-                remat: Some(remat),
-                offload: None,
-                settings: None,
-            });
-        }
-        Ok(())
-    }
-
-    fn fuse_action(&self) -> Action {
-        let gradients = self
-            .trace
-            .updates
-            .iter()
-            .map(|update| update.gradient.index());
-        Action {
-            kind: ActionKind::FuseOptimizer,
-            class: Class::Exact,
-            count: self.trace.updates.len() as u64,
-            bytes: gradients
-                .map(|gradient| self.trace.allocations[gradient].bytes)
-                .sum(),
-            remat: None,
-            offload: None,
-            settings: None,
-        }
-    }
-
-    fn pieces_action(&self, outcome: &Outcome) -> Action {
-        Action {
-            kind: ActionKind::MicroBatch,
-            class: Class::Equivalent,
-            count: outcome.pieces,
-            bytes: self.unplanned_peak - predict::unplanned_peak(&outcome.trace),
-            remat: None,
-            offload: None,
-            settings: None,
-        }
+        let tries: Vec<_> = counts.map(|pieces| (variant, pieces)).collect();
+        self.outcomes(&tries, share, best_seconds)
     }
 
     fn explain_infeasible(&self, plan: &mut Plan, outcomes: &[Outcome]) {
@@ -492,12 +475,12 @@ impl Planner<'_> {
         let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         let gains = ratio < plan.predicted_step_ratio * WORTH_TELLING;
         let mut kinds = vec![ActionKind::MicroBatch];
-        if candidate
-            .dropped
-            .iter()
-            .any(|treatment| treatment.is_drop())
-        {
+        let mut treatments = candidate.treatments.iter();
+        if treatments.clone().any(|treatment| treatment.is_drop()) {
             kinds.push(ActionKind::Remat);
+        }
+        if treatments.any(|treatment| treatment.is_store()) {
+            kinds.push(ActionKind::Offload);
         }
         gains.then_some(NextClass {
             class: Class::Equivalent,
@@ -513,8 +496,8 @@ const WORTH_TELLING: f64 = 0.995;
 /// Divisors of the batch tried as number of pieces.
 const MOST_DIVISORS: usize = 6;
 
-const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
-     own, so the gradients equal the unplanned ones in distribution, not in value";
+/// Part of a time limit that is for exact plans, where there may be others.
+const EXACT_TIME: f64 = 0.6;
 
 fn fastest(outcomes: &[Outcome]) -> Option<(&Outcome, &Candidate)> {
     let fitting = outcomes
@@ -549,10 +532,8 @@ fn stop_reason(outcome: &Outcome, seconds: f64, least: f64) -> StopReason {
         StopReason::ProvedOptimal
     } else if outcome.near {
         StopReason::NearBound
-    } else if outcome.limited {
-        StopReason::MoveLimit
     } else {
-        StopReason::LocalOptimum
+        outcome.limited.unwrap_or(StopReason::LocalOptimum)
     }
 }
 

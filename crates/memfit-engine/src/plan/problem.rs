@@ -1,12 +1,32 @@
 //! One inner problem: a trace at one batch size, under one choice of global actions.
 //!
-//! Responsible for what the search and the bound both need to know of it: time of each forward op, where
-//! backward first asks for each allocation, and the objective. Not responsible for choosing.
+//! Responsible for what the search and the bound both need to know of it: what may be done to each allocation, what
+//! that costs, where backward first asks for it, and the objective. Not responsible for choosing.
 
+use super::blocks::{self, Blocks};
+use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Evaluation, Evaluator, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, OpIndex, Trace};
+
+/// Which treatments the request allows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Allowed<'r> {
+    /// Computing again.
+    pub(super) remat: bool,
+    /// Storing, and where.
+    pub(super) offer: Option<&'r Offer>,
+}
+
+impl Allowed<'_> {
+    /// Computing again only.
+    #[cfg(test)]
+    pub(super) const REMAT: Self = Self {
+        remat: true,
+        offer: None,
+    };
+}
 
 /// The inner problem. Everything is indexed like the trace.
 #[derive(Debug)]
@@ -23,20 +43,30 @@ pub(super) struct Problem<'t> {
     pub(super) inputs: Vec<Vec<AllocationId>>,
     /// Lowest version of an allocation that backward asks for; `usize::MAX` when it asks for none.
     needed_versions: Vec<usize>,
-    /// What may be dropped and is worth a thought: it is saved, or read by something that may be dropped.
+    /// What may be treated and is worth a thought: it is saved, or read by something that may be dropped.
     pub(super) candidates: Vec<AllocationId>,
+    may_remat: bool,
+    /// Transfers in time; absent where nothing may be stored.
+    pub(super) schedule: Option<Schedule>,
+    /// Repeated blocks, the coarsest kind first.
+    pub(super) blocks: Vec<Blocks>,
+    /// Per position: the op of forward whose value backward asked for last.
+    askers: Vec<usize>,
 }
 
 impl<'t> Problem<'t> {
-    pub(super) fn new(trace: &'t Trace, variant: Variant, costs: &Costs) -> Self {
+    pub(super) fn new(
+        trace: &'t Trace,
+        variant: Variant,
+        costs: &Costs,
+        allowed: Allowed<'_>,
+    ) -> Self {
         let model = StepModel::new(trace, variant);
         let mut first_unpack = vec![usize::MAX; trace.allocations.len()];
         let mut last_release = vec![0; trace.allocations.len()];
         for saved in &trace.saved {
             let allocation = trace.allocation_of(saved.value).index();
-            let unpack = saved
-                .unpack
-                .map_or(usize::MAX, super::super::trace::OpIndex::index);
+            let unpack = saved.unpack.map_or(usize::MAX, OpIndex::index);
             first_unpack[allocation] = first_unpack[allocation].min(unpack);
             last_release[allocation] = last_release[allocation].max(saved.release.index());
         }
@@ -46,14 +76,15 @@ impl<'t> Problem<'t> {
             let least = &mut needed_versions[value.allocation.index()];
             *least = (*least).min(value.version as usize);
         }
-        let candidates = candidates(trace, &model);
-        let ids = (0..trace.allocations.len())
-            .map(|index| AllocationId(u32::try_from(index).unwrap_or(u32::MAX)));
+        let ids = (0..trace.allocations.len()).map(allocation_id);
         let inputs = ids.map(|id| model.inputs(id)).collect();
         let op_seconds = (0..trace.forward_end().index())
             .map(|op| costs.seconds(op))
             .collect();
-        Self {
+        let schedule = allowed
+            .offer
+            .map(|offer| Schedule::new(trace, offer.clone(), costs));
+        let mut problem = Self {
             trace,
             model,
             op_seconds,
@@ -61,8 +92,94 @@ impl<'t> Problem<'t> {
             last_release,
             inputs,
             needed_versions,
-            candidates,
+            candidates: Vec::new(),
+            may_remat: allowed.remat,
+            schedule,
+            blocks: Vec::new(),
+            askers: askers(trace),
+        };
+        problem.candidates = problem.worth_a_thought();
+        problem.blocks = blocks::kinds(&problem);
+        problem
+    }
+
+    /// What is saved and may be treated, and, through the ops that make it, what could be recomputed instead of
+    /// pinned.
+    fn worth_a_thought(&self) -> Vec<AllocationId> {
+        let trace = self.trace;
+        let mut wanted = vec![false; trace.allocations.len()];
+        let saved = trace
+            .saved
+            .iter()
+            .map(|saved| trace.allocation_of(saved.value));
+        let mut queue: Vec<AllocationId> = saved.collect();
+        while let Some(allocation) = queue.pop() {
+            let known = std::mem::replace(&mut wanted[allocation.index()], true);
+            if !known && self.may_drop(allocation) {
+                queue.extend(&self.inputs[allocation.index()]);
+            }
         }
+        let ids = (0..trace.allocations.len()).map(allocation_id);
+        ids.filter(|&id| {
+            let may = self.may_drop(id) || self.may_store(id);
+            wanted[id.index()] && may && self.model.bytes(id) > Bytes::ZERO
+        })
+        .collect()
+    }
+
+    /// May it be computed again?
+    pub(super) fn may_drop(&self, id: AllocationId) -> bool {
+        self.may_remat && self.model.is_droppable(id)
+    }
+
+    /// May it be stored?
+    pub(super) fn may_store(&self, id: AllocationId) -> bool {
+        self.schedule.is_some() && self.model.is_storable(id)
+    }
+
+    /// Dropped, or stored where it may not be, or kept where neither may be.
+    pub(super) fn away_from_memory(&self, id: AllocationId) -> Treatment {
+        if self.may_drop(id) {
+            Treatment::DROP
+        } else if self.may_store(id) {
+            Treatment::STORE
+        } else {
+            Treatment::Keep
+        }
+    }
+
+    /// The end of the block that makes an allocation, where that may be its home.
+    pub(super) fn home(&self, id: AllocationId) -> Option<OpIndex> {
+        let maker = self.model.makers(id).next()?;
+        let home = self.blocks.first()?.home(maker)?;
+        self.may_have_home(id, home).then_some(home)
+    }
+
+    /// May `home` be the home of an allocation?
+    pub(super) fn may_have_home(&self, id: AllocationId, home: OpIndex) -> bool {
+        let maker = self.model.makers(id).next();
+        let inside = home.index() < self.op_seconds.len();
+        inside && self.model.may_have_home(id) && maker.is_some_and(|maker| maker < home)
+    }
+
+    /// Everything that may be done to an allocation.
+    pub(super) fn treatments(&self, id: AllocationId) -> impl Iterator<Item = Treatment> + use<> {
+        let home = self.home(id);
+        let drop = self.may_drop(id).then_some(Treatment::DROP);
+        let store = self.may_store(id).then_some(Treatment::STORE);
+        let passing = drop.and_then(|drop| Some(drop.with_home(home?)));
+        [Some(Treatment::Keep), drop, store, passing]
+            .into_iter()
+            .flatten()
+    }
+
+    /// The op of forward whose value backward asked for last at a position.
+    pub(super) fn asker(&self, position: usize) -> usize {
+        let last = self.askers.len().saturating_sub(1);
+        self.askers
+            .get(position.min(last))
+            .copied()
+            .unwrap_or(usize::MAX)
     }
 
     /// The ops during which autograd alone holds an allocation, so that dropping it frees it: after its
@@ -97,36 +214,58 @@ impl<'t> Problem<'t> {
             .map(|op| self.op_seconds[op.index()])
             .sum()
     }
-}
 
-/// Saved and droppable allocations, and, through the ops that make them, what could be recomputed
-/// instead of pinned.
-fn candidates(trace: &Trace, model: &StepModel) -> Vec<AllocationId> {
-    let mut wanted = vec![false; trace.allocations.len()];
-    let saved = trace
-        .saved
-        .iter()
-        .map(|saved| trace.allocation_of(saved.value));
-    let mut queue: Vec<AllocationId> = saved.collect();
-    while let Some(allocation) = queue.pop() {
-        let known = std::mem::replace(&mut wanted[allocation.index()], true);
-        if !known && model.is_droppable(allocation) {
-            queue.extend(model.inputs(allocation));
+    /// Seconds that storing one allocation costs however well it hides; infinite where it may not be stored.
+    pub(super) fn least_store_seconds(&self, id: AllocationId) -> f64 {
+        match &self.schedule {
+            Some(schedule) if self.may_store(id) => schedule.least_seconds(self.model.bytes(id)),
+            _ => f64::INFINITY,
         }
     }
-    let ids = (0..trace.allocations.len())
-        .map(|index| AllocationId(u32::try_from(index).unwrap_or(u32::MAX)));
-    ids.filter(|id| wanted[id.index()] && model.is_droppable(*id) && model.bytes(*id) > Bytes::ZERO)
-        .collect()
+
+    /// Seconds that one treatment costs, about.
+    pub(super) fn treatment_seconds(&self, id: AllocationId, treatment: Treatment) -> f64 {
+        match (treatment, &self.schedule) {
+            (Treatment::Drop { .. }, _) => self.drop_seconds(id),
+            (Treatment::Store { .. }, Some(schedule)) => {
+                schedule.most_seconds(self.model.bytes(id))
+            }
+            _ => 0.0,
+        }
+    }
 }
 
-/// A set of dropped allocations and what it leads to.
+fn allocation_id(index: usize) -> AllocationId {
+    AllocationId(u32::try_from(index).unwrap_or(u32::MAX))
+}
+
+fn askers(trace: &Trace) -> Vec<usize> {
+    let mut askers = vec![usize::MAX; trace.ops.len() + 1];
+    for saved in &trace.saved {
+        let allocation = &trace.allocations[trace.allocation_of(saved.value).index()];
+        if let (Some(unpack), Some(producer)) = (saved.unpack, allocation.producer)
+            && producer < trace.forward_end()
+        {
+            askers[unpack.index()] = askers[unpack.index()].min(producer.index());
+        }
+    }
+    let mut last = usize::MAX;
+    for asker in &mut askers {
+        if *asker == usize::MAX {
+            *asker = last;
+        }
+        last = *asker;
+    }
+    askers
+}
+
+/// What is done to each allocation, and what it leads to.
 #[derive(Debug, Clone)]
 pub(super) struct Candidate {
-    pub(super) dropped: Vec<Treatment>,
+    pub(super) treatments: Vec<Treatment>,
     pub(super) evaluation: Evaluation,
-    /// Seconds spent in replays.
-    pub(super) replay_seconds: f64,
+    /// Seconds that it adds to the step: replays, and waits for what is stored.
+    pub(super) added_seconds: f64,
 }
 
 /// Evaluates candidates and counts how many.
@@ -134,8 +273,9 @@ pub(super) struct Candidate {
 pub(super) struct Scorer<'p> {
     pub(super) problem: &'p Problem<'p>,
     pub(super) evaluator: Evaluator<'p>,
+    schedule: Option<Schedule>,
     pub(super) evaluations: u64,
-    /// Events swept for them.
+    /// Events swept for them, and replays.
     pub(super) events: u64,
 }
 
@@ -144,37 +284,47 @@ impl<'p> Scorer<'p> {
         Self {
             problem,
             evaluator: Evaluator::new(&problem.model),
+            schedule: problem.schedule.clone(),
             evaluations: 0,
             events: 0,
         }
     }
 
-    pub(super) fn score(&mut self, dropped: Vec<Treatment>) -> Candidate {
-        let (evaluation, replay_seconds) = self.peek(&dropped);
+    pub(super) fn score(&mut self, treatments: Vec<Treatment>) -> Candidate {
+        let (evaluation, added_seconds) = self.peek(&treatments);
         Candidate {
-            dropped,
+            treatments,
             evaluation,
-            replay_seconds,
+            added_seconds,
         }
     }
 
     /// Scores without taking the set.
-    pub(super) fn peek(&mut self, dropped: &[Treatment]) -> (Evaluation, f64) {
-        self.peek_within(dropped, Bytes(u64::MAX))
+    pub(super) fn peek(&mut self, treatments: &[Treatment]) -> (Evaluation, f64) {
+        self.peek_within(treatments, Bytes(u64::MAX))
     }
 
     /// The same, but gives up where the peak is above `limit`: then only that is known, and what is
     /// returned has such a peak.
-    pub(super) fn peek_within(&mut self, dropped: &[Treatment], limit: Bytes) -> (Evaluation, f64) {
-        let evaluation = self.evaluator.evaluate_within(dropped, limit);
-        self.evaluations += 1;
-        self.events += self.evaluator.swept() as u64 + 1;
+    pub(super) fn peek_within(
+        &mut self,
+        treatments: &[Treatment],
+        limit: Bytes,
+    ) -> (Evaluation, f64) {
+        let evaluation = self.evaluator.evaluate_within(treatments, limit);
         let op_seconds = &self.problem.op_seconds;
-        let seconds = self
-            .evaluator
-            .replayed()
-            .map(|op| op_seconds[op.index()])
-            .sum();
+        let mut replays = 0;
+        let mut seconds = 0.0;
+        for op in self.evaluator.replayed() {
+            seconds += op_seconds[op.index()];
+            replays += 1;
+        }
+        self.evaluations += 1;
+        self.events += self.evaluator.swept() as u64 + replays + 1;
+        if let Some(schedule) = &mut self.schedule {
+            let model = &self.problem.model;
+            seconds += schedule.seconds(self.evaluator.transfers(), |id| model.bytes(id));
+        }
         (evaluation, seconds)
     }
 }

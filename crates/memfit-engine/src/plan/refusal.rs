@@ -40,6 +40,13 @@ pub(super) fn fuse_optimizer(trace: &Trace, request: &PlanRequest) -> Option<Str
     })
 }
 
+/// Why activations cannot be offloaded to the place that was named; `None` when they can, or none was.
+pub(super) fn offload(request: &PlanRequest) -> Option<String> {
+    let forbidden = request.forbid.contains(&ActionKind::Offload);
+    let named = request.offload.is_some();
+    (named && forbidden).then(|| "forbidden by the request".to_owned())
+}
+
 /// Why the batch cannot be cut; `None` when it can.
 pub(super) fn micro_batch(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.forbid.contains(&ActionKind::MicroBatch) {

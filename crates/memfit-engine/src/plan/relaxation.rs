@@ -2,7 +2,8 @@
 //!
 //! Responsible for a relaxation of the inner problem that looks at one op only. Everything that autograd
 //! alone holds during that op and that backward asks for later is either held there, or its makers run
-//! again later; then each input of those ops is held there in turn, or is computed again itself. Not
+//! again later; then each input of those ops is held there in turn, or is computed again itself. Instead of being
+//! held, what may be stored may also be moved out and back, for its least cost. Not
 //! responsible for the moments worth looking at (`bound.rs`) nor for what to do with the answer
 //! (`search.rs`).
 //!
@@ -17,7 +18,8 @@
 //! it has a token, so its record is referred to: either it was materialised already and is there, or it
 //! is replayed after `i`. Then its record exists at `i` and pins every kept input, which is there; and
 //! what holds for the allocation holds for each dropped input. So the plan is a solution of the
-//! relaxation: it holds no more bytes at `i`, and runs at least these ops. Each of them counts once.
+//! relaxation: it holds no more bytes at `i`, and runs at least these ops. Each of them counts once. Stored, it is
+//! there, or was moved out and is moved back.
 //! Replay temporaries, copies, and every other moment are left out, which only lowers the result.
 
 use std::collections::BTreeMap;
@@ -25,6 +27,7 @@ use std::collections::BTreeMap;
 use super::min_cut::{Network, UNBOUNDED};
 use super::problem::Problem;
 use crate::bytes::Bytes;
+use crate::step::Treatment;
 use crate::trace::{AllocationId, OpIndex};
 
 /// Edges that one relaxation may scan in all.
@@ -69,8 +72,8 @@ struct Value {
 /// A choice at the op.
 #[derive(Debug, Clone)]
 pub(super) struct Choice {
-    /// What is computed again.
-    pub(super) dropped: Vec<AllocationId>,
+    /// What is computed again or stored.
+    pub(super) treatments: Vec<(AllocationId, Treatment)>,
     seconds: f64,
     /// Bytes held, those that are there whatever the plan included.
     held: f64,
@@ -80,7 +83,7 @@ pub(super) struct Choice {
 #[derive(Debug)]
 pub(super) struct Relaxed {
     /// No plan within the target replays for less.
-    pub(super) replay_seconds: f64,
+    pub(super) added_seconds: f64,
     /// The choices on either side of the best price: above the target, and within it if any is.
     pub(super) choices: Vec<Choice>,
 }
@@ -146,7 +149,7 @@ impl<'p> Relaxation<'p> {
             return value.node;
         }
         let node = self.network.add_node();
-        let again = if self.problem.model.is_droppable(id) {
+        let again = if self.problem.may_drop(id) {
             self.network.add_node()
         } else {
             self.sink
@@ -182,12 +185,12 @@ impl<'p> Relaxation<'p> {
         let needed: Bytes = needed.map(|&id| self.problem.model.bytes(id)).sum();
         // Where bytes are free, all is held.
         let mut above = Choice {
-            dropped: Vec::new(),
+            treatments: Vec::new(),
             seconds: 0.0,
             held: needed.as_f64(),
         };
         let mut relaxed = Relaxed {
-            replay_seconds: 0.0,
+            added_seconds: 0.0,
             choices: Vec::new(),
         };
         if above.held <= room {
@@ -205,7 +208,7 @@ impl<'p> Relaxation<'p> {
         for _ in 0..PRICES {
             let price = (within.seconds - above.seconds) / (above.held - within.held);
             let meet = above.seconds + price * (above.held - room);
-            if !price.is_finite() || relaxed.replay_seconds >= meet * (1.0 - 1e-6) {
+            if !price.is_finite() || relaxed.added_seconds >= meet * (1.0 - 1e-6) {
                 break;
             }
             let Some(next) = self.at_price(price, room, &mut relaxed) else {
@@ -226,35 +229,41 @@ impl<'p> Relaxation<'p> {
     fn at_price(&mut self, price: f64, room: f64, relaxed: &mut Relaxed) -> Option<Choice> {
         for (id, value) in &self.values {
             let bytes = self.problem.model.bytes(*id).as_f64();
-            let units = (bytes * price * self.units_per_second).min(UNITS * 1.1);
+            let seconds = (bytes * price).min(self.problem.least_store_seconds(*id));
+            let units = (seconds * self.units_per_second).min(UNITS * 1.1);
             self.network.set(value.held, whole(units));
         }
         self.network.clear();
         let flow = self.network.flow(self.source, self.sink, &mut self.work);
         let seconds = flow as f64 / self.units_per_second - price * room;
         // A thousandth of a millionth pays for the rounding of these sums.
-        relaxed.replay_seconds = relaxed.replay_seconds.max(seconds * (1.0 - 1e-9));
-        (self.work > 0).then(|| self.choice())
+        relaxed.added_seconds = relaxed.added_seconds.max(seconds * (1.0 - 1e-9));
+        (self.work > 0).then(|| self.choice(price))
     }
 
-    fn choice(&self) -> Choice {
+    fn choice(&self, price: f64) -> Choice {
         let chosen = |node: u32| node != self.sink && self.network.on_source_side(node);
         let mut choice = Choice {
-            dropped: Vec::new(),
+            treatments: Vec::new(),
             seconds: 0.0,
             held: 0.0,
         };
         for (&id, value) in &self.values {
+            let bytes = self.problem.model.bytes(id).as_f64();
+            let store_seconds = self.problem.least_store_seconds(id);
             if chosen(value.again) {
-                choice.dropped.push(id);
+                choice.treatments.push((id, Treatment::DROP));
+            } else if chosen(value.node) && store_seconds < bytes * price {
+                choice.treatments.push((id, Treatment::STORE));
+                choice.seconds += store_seconds;
             } else if chosen(value.node) {
-                choice.held += self.problem.model.bytes(id).as_f64();
+                choice.held += bytes;
             }
         }
         let again = self.ops.iter().filter(|(_, node)| chosen(**node));
-        choice.seconds = again
+        choice.seconds += again
             .map(|(op, _)| self.problem.op_seconds[op.index()])
-            .sum();
+            .sum::<f64>();
         choice
     }
 }

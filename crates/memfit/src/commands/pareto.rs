@@ -27,6 +27,11 @@ pub(super) fn run(
         Budget::parse(budget)?;
     }
     let choice = PlanChoice::parse(&arguments.choice, "100%")?;
+    if choice.time_limit.is_some() {
+        return Err(Failure::usage(
+            "`--time-limit` is for one plan, and `--pareto` makes many",
+        ));
+    }
     let draw = drawing(path)?;
     let file = PendingFile::create(path)?;
 
@@ -36,6 +41,7 @@ pub(super) fn run(
         budget: arguments.budget.clone(),
         own_loop: choice.request.own_loop,
         forbid: choice.request.forbid.clone(),
+        offload: None,
         threads: std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get),
     };
     let (front, plan_seconds) = session.front(&target, &recorded, &choice, request)?;

@@ -99,6 +99,7 @@ pub(crate) const fn stop_reason(reason: StopReason) -> &'static str {
         StopReason::NearBound => "as near to the lower bound as makes no difference",
         StopReason::LocalOptimum => "no single change improves it",
         StopReason::MoveLimit => "the limit on candidates was reached",
+        StopReason::TimeLimit => "the time limit was reached",
         StopReason::ProvedInfeasible => "proved: no allowed plan can fit",
         StopReason::NotFound => "no allowed plan that fits was found",
     }

@@ -91,6 +91,19 @@ impl Host for FakeHost {
         .to_string())
     }
 
+    fn offer(
+        &mut self,
+        _device_kind: &str,
+        place: &str,
+        _profile: Option<&str>,
+    ) -> Result<String, HostError> {
+        Ok(json!({
+            "tier": "disk", "folder": place,
+            "write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9,
+        })
+        .to_string())
+    }
+
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
         let folder = self.cache.clone().unwrap();
         Ok(folder.join("memfit").join(format!("{device_kind}.json")))

@@ -1,0 +1,119 @@
+//! The choice, written into a plan.
+//!
+//! Responsible for the check before anything is written, and for each action with its count, its bytes and what the
+//! executor needs. Not responsible for choosing (`outer.rs`) nor for addressing allocations (`emit.rs`).
+
+use super::outer::{Outcome, PlanError, Planner};
+use super::problem::{Candidate, Problem};
+use super::validate::{InvalidPlan, validate};
+use super::{Action, ActionKind, Class, Dropped, Estimate, Plan, arena, emit};
+use crate::bytes::Bytes;
+use crate::predict;
+use crate::trace::Phase;
+
+const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
+     own, so the gradients equal the unplanned ones in distribution, not in value";
+
+impl Planner<'_> {
+    /// Fills in what is done and what it leads to, after the check.
+    pub(super) fn write(
+        &self,
+        plan: &mut Plan,
+        outcome: &Outcome,
+        candidate: &Candidate,
+    ) -> Result<(), PlanError> {
+        let peak = candidate.evaluation.peak_bytes;
+        let treatments = &candidate.treatments;
+        validate(&outcome.trace, outcome.variant, treatments, peak)?;
+        if peak > self.unplanned_peak {
+            let unplanned = self.unplanned_peak;
+            return Err(InvalidPlan::Rises {
+                planned: peak,
+                unplanned,
+            }
+            .into());
+        }
+        let seconds = outcome.seconds(candidate);
+        plan.planned = Estimate {
+            predicted_peak_bytes: peak,
+            predicted_step_seconds: seconds,
+        };
+        plan.predicted_step_ratio = seconds / self.costs.step_seconds().max(f64::MIN_POSITIVE);
+        plan.class = outcome.class();
+        plan.arena = arena::arena(&outcome.trace, outcome.variant, treatments);
+        if outcome.variant.fuse_optimizer {
+            plan.actions.push(self.fuse_action());
+        }
+        if outcome.pieces > 1 {
+            plan.actions.push(self.pieces_action(outcome));
+            let mut ops = self.trace.ops.iter();
+            if ops.any(|op| op.random && op.phase == Phase::Forward) {
+                plan.notes.push(RANDOM_NOTE.to_owned());
+            }
+        }
+        self.write_treatments(plan, outcome, candidate);
+        Ok(())
+    }
+
+    fn write_treatments(&self, plan: &mut Plan, outcome: &Outcome, candidate: &Candidate) {
+        let treatments = &candidate.treatments;
+        if treatments.iter().all(|treatment| treatment.is_keep()) {
+            return;
+        }
+        let allowed = self.allowed();
+        let problem = Problem::new(&outcome.trace, outcome.variant, self.costs, allowed);
+        let directions = emit::directions(&problem, treatments, allowed.offer);
+        let of = |kind, moved: &[Dropped]| Action {
+            count: moved.len() as u64,
+            bytes: moved.iter().map(|moved| moved.bytes).sum(),
+            ..Action::new(kind, Class::Exact)
+        };
+        if let Some(remat) = directions.remat {
+            plan.actions.push(Action {
+                remat: Some(remat.clone()),
+                ..of(ActionKind::Remat, &remat.drops)
+            });
+        }
+        if let Some(offload) = directions.offload {
+            plan.actions.push(Action {
+                offload: Some(offload.clone()),
+                ..of(ActionKind::Offload, &offload.stores)
+            });
+        }
+    }
+
+    fn fuse_action(&self) -> Action {
+        let gradients = self.trace.updates.iter().map(|update| {
+            let gradient = &self.trace.allocations[update.gradient.index()];
+            gradient.bytes
+        });
+        Action {
+            count: self.trace.updates.len() as u64,
+            bytes: gradients.sum(),
+            ..Action::new(ActionKind::FuseOptimizer, Class::Exact)
+        }
+    }
+
+    fn pieces_action(&self, outcome: &Outcome) -> Action {
+        Action {
+            count: outcome.pieces,
+            bytes: self.unplanned_peak - predict::unplanned_peak(&outcome.trace),
+            ..Action::new(ActionKind::MicroBatch, Class::Equivalent)
+        }
+    }
+}
+
+impl Action {
+    /// One that concerns nothing yet.
+    pub(super) const fn new(kind: ActionKind, class: Class) -> Self {
+        Self {
+            kind,
+            class,
+            count: 0,
+            bytes: Bytes::ZERO,
+            remat: None,
+            offload: None,
+            settings: None,
+        }
+    }
+}

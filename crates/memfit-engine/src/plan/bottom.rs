@@ -1,0 +1,178 @@
+//! The way to the smallest peak.
+//!
+//! Responsible for polishing what a descent found until nothing lowers its peak. Not responsible for time.
+
+use super::problem::{Candidate, Problem};
+use super::search::{SMALL_PROBLEM, Search, lower};
+use crate::bytes::Bytes;
+use crate::step::Treatment;
+use crate::trace::AllocationId;
+
+/// Bottoms that are polished further.
+const BOTTOMS: usize = 3;
+/// Up to this many candidates, all ways to treat three of them are tried.
+const TINY_PROBLEM: usize = 12;
+/// Moves tried to leave a bottom.
+const ESCAPES: usize = 6;
+
+impl Search<'_> {
+    /// The lowest of the bottoms, after polishing the few lowest.
+    pub(super) fn lowest(&mut self, mut bottoms: Vec<Candidate>) -> Candidate {
+        bottoms.sort_by_key(|bottom| bottom.evaluation.peak_bytes);
+        let polished = bottoms
+            .iter()
+            .take(BOTTOMS)
+            .map(|bottom| self.settle(bottom.clone()));
+        let polished: Vec<Candidate> = polished.collect();
+        let all = polished.into_iter().chain(bottoms);
+        let lowest = all.reduce(|a, b| if lower(&b, &a) { b } else { a });
+        lowest.expect("there is always the start with nothing dropped")
+    }
+
+    /// Polishes a bottom: treats one allocation otherwise at a time, then drops or keeps each together with one it is
+    /// computed from (or, in small problems, with any other), and descends again, until nothing lowers the peak.
+    fn settle(&mut self, mut at: Candidate) -> Candidate {
+        let mut before = Bytes(u64::MAX);
+        while at.evaluation.peak_bytes < before && !self.exhausted() {
+            before = at.evaluation.peak_bytes;
+            for &id in &self.problem.candidates {
+                for treatment in self.problem.treatments(id) {
+                    let same_peak_will_do = treatment.is_keep();
+                    at = self.change(at, &[(id, treatment)], same_peak_will_do);
+                }
+            }
+            for (id, other) in pairs(self.problem) {
+                for changes in self.ways(&at, &[id, other]) {
+                    at = self.change(at, &changes, false);
+                }
+            }
+            at = self.descend(at, Bytes::ZERO, None);
+            if at.evaluation.peak_bytes == before {
+                at = self.escape(at);
+            }
+        }
+        at
+    }
+
+    /// Takes one move at the peak whether it lowers it or not, then keeps again and descends: a way out
+    /// of a bottom where two things have to change together.
+    fn escape(&mut self, at: Candidate) -> Candidate {
+        let moves = self.moves(&at, None);
+        for mv in moves.iter().take(ESCAPES) {
+            let mut next = self.taking(&at, std::slice::from_ref(mv));
+            if !next.evaluation.valid {
+                continue;
+            }
+            for id in self.treated(&next) {
+                if mv.changes.iter().all(|&(moved, _)| moved != id) {
+                    next = self.change(next, &[(id, Treatment::Keep)], true);
+                }
+            }
+            let next = self.descend(next, Bytes::ZERO, None);
+            if next.evaluation.peak_bytes < at.evaluation.peak_bytes {
+                return next;
+            }
+            if self.exhausted() {
+                break;
+            }
+        }
+        at
+    }
+
+    /// What is kept becomes dropped, or stored where it may not be; what is not becomes kept.
+    pub(super) fn flipped(
+        &self,
+        at: &Candidate,
+        ids: &[AllocationId],
+    ) -> Vec<(AllocationId, Treatment)> {
+        let flip = |&id: &AllocationId| match at.treatments[id.index()] {
+            Treatment::Keep => (id, self.problem.away_from_memory(id)),
+            _ => (id, Treatment::Keep),
+        };
+        ids.iter().map(flip).collect()
+    }
+
+    /// Ways to treat some allocations otherwise at once: all where there is a place to store and the problem is
+    /// small, else the flip.
+    pub(super) fn ways(
+        &self,
+        at: &Candidate,
+        ids: &[AllocationId],
+    ) -> Vec<Vec<(AllocationId, Treatment)>> {
+        let problem = self.problem;
+        let most = if ids.len() > 2 {
+            TINY_PROBLEM
+        } else {
+            SMALL_PROBLEM
+        };
+        if problem.schedule.is_none() || problem.candidates.len() > most {
+            return vec![self.flipped(at, ids)];
+        }
+        let mut ways = vec![Vec::new()];
+        for &id in ids {
+            let longer = ways.iter().flat_map(|way| {
+                let with = |treatment| [way.as_slice(), &[(id, treatment)]].concat();
+                problem.treatments(id).map(with).collect::<Vec<_>>()
+            });
+            ways = longer.collect();
+        }
+        ways
+    }
+
+    /// Treats allocations otherwise if that lowers the peak, or leaves it where `same_peak_will_do`.
+    fn change(
+        &mut self,
+        mut at: Candidate,
+        changes: &[(AllocationId, Treatment)],
+        same_peak_will_do: bool,
+    ) -> Candidate {
+        let differs =
+            |&(id, treatment): &(AllocationId, Treatment)| at.treatments[id.index()] != treatment;
+        if self.exhausted() || !changes.iter().any(differs) {
+            return at;
+        }
+        let before: Vec<Treatment> = exchange(&mut at.treatments, changes);
+        let limit = at.evaluation.peak_bytes;
+        let (evaluation, added_seconds) = self.scorer.peek_within(&at.treatments, limit);
+        let is_lower = evaluation.peak_bytes < at.evaluation.peak_bytes;
+        let same = evaluation.peak_bytes == at.evaluation.peak_bytes;
+        if evaluation.valid && (is_lower || (same && same_peak_will_do)) {
+            return Candidate {
+                evaluation,
+                added_seconds,
+                ..at
+            };
+        }
+        for (&(id, _), treatment) in changes.iter().zip(before) {
+            at.treatments[id.index()] = treatment;
+        }
+        at
+    }
+}
+
+/// Makes the changes and says what was there before.
+pub(super) fn exchange(
+    treatments: &mut [Treatment],
+    changes: &[(AllocationId, Treatment)],
+) -> Vec<Treatment> {
+    changes
+        .iter()
+        .map(|&(id, treatment)| std::mem::replace(&mut treatments[id.index()], treatment))
+        .collect()
+}
+
+/// Each candidate with one it is computed from; in small problems, with any other.
+pub(super) fn pairs(problem: &Problem<'_>) -> Vec<(AllocationId, AllocationId)> {
+    let candidates = &problem.candidates;
+    let mut pairs = Vec::new();
+    for (i, &id) in candidates.iter().enumerate() {
+        if candidates.len() <= SMALL_PROBLEM {
+            pairs.extend(candidates[..i].iter().map(|&other| (id, other)));
+        } else {
+            let inputs = problem.inputs[id.index()].iter();
+            let droppable = inputs.filter(|input| problem.may_drop(**input));
+            pairs.extend(droppable.map(|&input| (id, input)));
+        }
+    }
+    pairs
+}

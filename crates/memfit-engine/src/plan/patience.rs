@@ -1,0 +1,140 @@
+//! How long a search may take.
+//!
+//! Responsible for dividing a limit among searches and for telling when a part is spent. Without a time limit the
+//! limit is on work, so that the answer is the same on every machine; with one, a clock decides that the caller reads:
+//! the engine has none. Not responsible for what is worth the work.
+
+use super::StopReason;
+
+/// Events one inner search may sweep; a sweep touches each event of the model at most once.
+const EVENTS: u64 = 40_000_000;
+/// Events that a machine sweeps in a second, about: how much work a longer time limit is worth.
+const EVENTS_PER_SECOND: f64 = 20_000_000.0;
+
+/// A time limit, by the caller's clock.
+#[derive(Clone, Copy)]
+pub struct TimeLimit<'a> {
+    /// The limit.
+    pub seconds: f64,
+    /// Seconds since the caller began to wait.
+    pub elapsed: &'a (dyn Fn() -> f64 + Sync),
+}
+
+impl std::fmt::Debug for TimeLimit<'_> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("TimeLimit")
+            .field("seconds", &self.seconds)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What one search may spend.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Share<'a> {
+    events: u64,
+    glance: bool,
+    /// The limit, and the part of its time at whose start and end this share begins and ends.
+    time: Option<(TimeLimit<'a>, f64, f64)>,
+}
+
+impl<'a> Share<'a> {
+    /// All there is.
+    pub(super) const FULL: Self = Self {
+        events: EVENTS,
+        glance: false,
+        time: None,
+    };
+
+    /// A quarter: the answer only tells what another class would gain.
+    pub(super) const fn glance(self) -> Self {
+        Self {
+            events: self.events / 4,
+            glance: true,
+            ..self
+        }
+    }
+
+    /// Within a time limit, if there is one: all of its time.
+    pub(super) fn within(limit: Option<TimeLimit<'a>>) -> Self {
+        let Some(limit) = limit else {
+            return Self::FULL;
+        };
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "not negative, and `as` saturates"
+        )]
+        let events = (limit.seconds * EVENTS_PER_SECOND).max(0.0) as u64;
+        Self {
+            events: events.max(EVENTS),
+            glance: false,
+            time: Some((limit, 0.0, 1.0)),
+        }
+    }
+
+    /// One of `count` equal parts of the time, of which the last may use what the others left. All have all of
+    /// the events.
+    #[expect(clippy::cast_precision_loss, reason = "a handful of parts")]
+    pub(super) fn part(self, number: usize, count: usize) -> Self {
+        let time = self.time.map(|(limit, from, until)| {
+            let width = (until - from) / count.max(1) as f64;
+            let end = from + width * (number + 1) as f64;
+            (limit, from + width * number as f64, end)
+        });
+        Self { time, ..self }
+    }
+
+    /// From one part of the time to another.
+    pub(super) fn between(self, from: f64, until: f64) -> Self {
+        let time = self.time.map(|(limit, ..)| (limit, from, until));
+        Self { time, ..self }
+    }
+
+    pub(super) const fn is_glance(&self) -> bool {
+        self.glance
+    }
+
+    /// Which limit says that this part of the share is spent; `None` while it is not.
+    #[expect(clippy::cast_precision_loss, reason = "a part of a limit")]
+    pub(super) fn spent(&self, events: u64, part: f64) -> Option<StopReason> {
+        let is_late = |(limit, from, until): (TimeLimit<'_>, f64, f64)| {
+            (limit.elapsed)() >= limit.seconds * (from + (until - from) * part)
+        };
+        if self.time.is_some_and(is_late) {
+            Some(StopReason::TimeLimit)
+        } else if events as f64 >= self.events as f64 * part {
+            Some(StopReason::MoveLimit)
+        } else {
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_time_limit_follow_each_other() {
+        let elapsed = || 4.0;
+        let limit = TimeLimit {
+            seconds: 10.0,
+            elapsed: &elapsed,
+        };
+        let whole = Share::within(Some(limit));
+        assert_eq!(whole.spent(0, 1.0), None);
+        assert_eq!(whole.spent(0, 0.4), Some(StopReason::TimeLimit));
+        assert!(whole.part(0, 3).spent(0, 1.0).is_some());
+        assert!(whole.part(1, 3).spent(0, 1.0).is_none());
+        assert!(whole.part(1, 3).spent(0, 0.1).is_some());
+    }
+
+    #[test]
+    fn without_a_time_limit_only_work_counts() {
+        assert_eq!(Share::FULL.spent(EVENTS - 1, 1.0), None);
+        let limit = Some(StopReason::MoveLimit);
+        assert_eq!(Share::FULL.spent(EVENTS, 1.0), limit);
+        assert_eq!(Share::FULL.glance().spent(EVENTS / 4, 1.0), limit);
+    }
+}
