@@ -20,8 +20,10 @@ from memfit.errors import (
     CaptureError,
     DivergenceWarning,
     DoesNotFit,
+    LeaseError,
     MemfitError,
     MemoryGrowthWarning,
+    NoBrokerWarning,
     NotCompiledWarning,
     OffloadError,
     SnapshotError,
@@ -29,6 +31,7 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
+from memfit.leases import Lease, lease
 from memfit.snapshots import explain
 
 if TYPE_CHECKING:
@@ -47,8 +50,11 @@ __all__ = [
     "Explanation",
     "Fitted",
     "Front",
+    "Lease",
+    "LeaseError",
     "MemfitError",
     "MemoryGrowthWarning",
+    "NoBrokerWarning",
     "NotCompiledWarning",
     "OffloadError",
     "Placement",
@@ -62,6 +68,7 @@ __all__ = [
     "WorkloadError",
     "explain",
     "fit",
+    "lease",
     "load",
     "pareto",
     "place",

@@ -1,15 +1,18 @@
 """The native half of memfit. Private: use the ``memfit`` package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Literal, final
 
 __all__ = [
     "AllocationWindow",
+    "LeaseClient",
     "Snapshot",
     "Store",
     "StoredBlock",
     "Trace",
+    "broker_path",
     "bytes_text",
     "check_profile",
     "count_allocations",
@@ -53,6 +56,47 @@ class AllocationWindow:
 
     def close(self) -> str | None:
         """End it and say what it has seen, as JSON; ``None`` when it was closed before."""
+
+@final
+class LeaseClient:
+    """A connection to the broker; one line of work."""
+
+    def __new__(cls, path: str | PathLike[str], name: str) -> LeaseClient:
+        """Connect; ``name`` is what ``memfit ps`` shows."""
+
+    def devices(self) -> dict[str, int]:
+        """Capacity by device."""
+
+    def acquire(
+        self,
+        claims: Mapping[str, int],
+        floor: Mapping[str, int] | None,
+        priority: int,
+        wait_seconds: float | None,
+        time_to_live_seconds: float | None,
+        label: str | None,
+    ) -> tuple[int, int, dict[str, int]]:
+        """Take a lease; returns its number, its revision and its bytes by device."""
+
+    def resize(
+        self, lease: int, claims: Mapping[str, int], wait_seconds: float | None
+    ) -> tuple[int, int, dict[str, int]]:
+        """Make a lease larger or smaller."""
+
+    def release(self, lease: int) -> None:
+        """Give a lease back."""
+
+    def held(self, lease: int) -> tuple[int, int, dict[str, int]] | None:
+        """A lease as it stands; ``None`` when it has ended."""
+
+    def asked_to_shrink(self, lease: int) -> dict[str, int] | None:
+        """What the broker asked to shrink a lease to."""
+
+    def decline(self, lease: int) -> None:
+        """Answer a shrink request with no."""
+
+    def status(self) -> str:
+        """Who holds what, as JSON."""
 
 @final
 class Trace:
@@ -254,6 +298,9 @@ def explanation_text(json: str) -> str:
 
 def track_text(json: str) -> str:
     """The text of a track's record, from its JSON."""
+
+def broker_path() -> Path:
+    """Where the broker listens, unless told otherwise."""
 
 def bytes_text(count: int) -> str:
     """Bytes as the reports write them, ``1.5 GiB``."""

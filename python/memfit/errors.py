@@ -70,6 +70,42 @@ class DoesNotFit(MemfitError):  # noqa: N818 - an answer rather than a fault; re
         self.plan = plan
 
 
+class LeaseError(MemfitError):
+    """Memory was not leased, or a lease cannot be changed.
+
+    Attributes:
+        reason: Why, for programs: ``above_capacity``, ``no_room``, ``timed_out``, ``contended``,
+            ``already_waiting``, ``unknown_device``, ``ended``, ``no_broker``, ``broken``,
+            ``forked``.
+        device: Where there is not enough, if it is that.
+        asked_bytes: What was asked for there.
+        largest_bytes: The largest that could have been had there.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        reason: str = "",
+        device: str | None = None,
+        asked_bytes: int | None = None,
+        largest_bytes: int | None = None,
+    ) -> None:
+        """Create the error.
+
+        Args:
+            message: What is wrong, for a person.
+            reason: The same for programs.
+            device: Where.
+            asked_bytes: What was asked for there.
+            largest_bytes: The largest that could have been had there.
+        """
+        super().__init__(message)
+        self.reason = reason
+        self.device = device
+        self.asked_bytes = asked_bytes
+        self.largest_bytes = largest_bytes
+
+
 class TraceFileError(MemfitError):
     """A trace or plan file is damaged, truncated, or of a newer schema."""
 
@@ -91,6 +127,10 @@ class DivergenceWarning(UserWarning):
 
 class NotCompiledWarning(UserWarning):
     """A step that was asked to be compiled runs eager, or runs compiled above its budget."""
+
+
+class NoBrokerWarning(UserWarning):
+    """No broker runs, so a lease holds nothing back from other processes."""
 
 
 class MemoryGrowthWarning(UserWarning):

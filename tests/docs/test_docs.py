@@ -29,6 +29,8 @@ COMMANDS = (
     "place",
     "calibrate",
     "run",
+    "broker",
+    "ps",
     "show",
     "completions",
     "man",

@@ -7,6 +7,7 @@
 mod counting;
 mod evaluation;
 mod host;
+mod leases;
 mod offload;
 
 use pyo3::import_exception;
@@ -14,6 +15,7 @@ use pyo3::prelude::*;
 
 import_exception!(memfit.errors, BudgetError);
 import_exception!(memfit.errors, CaptureError);
+import_exception!(memfit.errors, LeaseError);
 import_exception!(memfit.errors, OffloadError);
 import_exception!(memfit.errors, SnapshotError);
 import_exception!(memfit.errors, TraceFileError);
@@ -50,6 +52,8 @@ mod _native {
     #[pymodule_export]
     use super::evaluation::evaluate_json;
     use super::host::PythonHost;
+    #[pymodule_export]
+    use super::leases::{LeaseClient, broker_path};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};

@@ -34,6 +34,8 @@ Examples:
   memfit show    step.memfit                            what is in a saved trace or plan
   memfit explain snapshot.pickle                        why a CUDA memory snapshot peaked
   memfit run     train.py --epochs 3                    run a script and say what it took
+  memfit broker  --memory host=16GiB                    grant memory to processes, never too much
+  memfit ps                                             who holds what, and who waits
 
 Exit codes:
   0    it fits, or the work is done
@@ -161,6 +163,27 @@ Examples:
 The script runs as `python train.py` would run it. Standard output is the script's; the summary goes to
 standard error. The exit code is the script's.")]
     Run(RunArguments),
+
+    /// Grant memory to processes before they use it, so that together they never exceed it
+    #[command(after_help = "\
+Examples:
+  memfit broker --memory host=16GiB --memory cuda:0=70GiB
+  memfit broker                                  all of the host's memory and of the GPUs, as found
+  memfit broker --memory host=16GiB --metrics 127.0.0.1:9464
+
+Serves the processes of its own user until it is stopped; the log goes to standard error, one JSON
+document a line (all grants with --verbose). Stopped and started again, it goes on with the leases of
+those that still live. Processes that do not ask for leases are not limited.")]
+    Broker(BrokerArguments),
+
+    /// Say who holds which memory, who waits for it, and for how long
+    #[command(after_help = "\
+Examples:
+  memfit ps
+  memfit ps --format json
+
+The exit code is 1 when no broker runs.")]
+    Ps(PsArguments),
 
     /// Print what is in a saved trace or plan
     #[command(after_help = "\
@@ -446,6 +469,32 @@ pub(crate) struct RunArguments {
         allow_hyphen_values = true
     )]
     pub(crate) command: Vec<OsString>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BrokerArguments {
+    /// Memory to grant on a device, or `auto` for what is found (repeatable) [default: auto]
+    #[arg(long, value_name = "DEVICE=BYTES")]
+    pub(crate) memory: Vec<String>,
+
+    /// Where to listen [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// Serve /metrics for Prometheus at this address
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub(crate) metrics: Option<String>,
+
+    /// How long to hold grants back after a restart, for clients of before to come back
+    #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=3600))]
+    pub(crate) grace: u32,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PsArguments {
+    /// Where the broker listens [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -10,11 +10,13 @@
 //! failure; nothing here exits the process.
 
 mod args;
+mod broker;
 mod commands;
 mod error;
 mod exit;
 mod host;
 mod interrupt;
+pub mod lease;
 mod printer;
 mod progress;
 mod report;

@@ -129,6 +129,16 @@ impl<'a> Printer<'a> {
         self.streams.stderr_is_terminal && !self.quiet
     }
 
+    /// Whether notes are wanted.
+    pub(crate) const fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// Whether details are wanted.
+    pub(crate) const fn is_verbose(&self) -> bool {
+        self.verbose
+    }
+
     /// Writes data.
     pub(crate) fn data(&mut self, text: &str) -> Result<(), Failure> {
         self.bytes(text.as_bytes())

@@ -1,5 +1,6 @@
 //! The commands, one file each: typed arguments in, a report and an exit code out.
 
+mod broker;
 mod calibrate;
 mod completions;
 mod explain;
@@ -8,6 +9,7 @@ mod pareto;
 mod place;
 mod plan;
 mod predict;
+mod ps;
 mod replay;
 mod run;
 mod show;
@@ -27,6 +29,8 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Place(arguments) => place::run(arguments, session),
         Command::Calibrate(arguments) => calibrate::run(arguments, session),
         Command::Run(arguments) => run::run(arguments, session),
+        Command::Broker(arguments) => broker::run(arguments, session),
+        Command::Ps(arguments) => ps::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Explain(arguments) => explain::run(arguments, session),
         Command::Replay(arguments) => replay::run(arguments, session),

@@ -7,6 +7,7 @@ pub(crate) mod calibration;
 pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;
+pub(crate) mod sharing;
 mod table;
 pub(crate) mod text;
 pub(crate) mod tracked;

@@ -1,0 +1,122 @@
+//! What happened so far, and its form for Prometheus.
+
+use std::fmt::Write as _;
+
+use super::server::Server;
+
+/// Counts since the start.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Counters {
+    pub(crate) requests: u64,
+    pub(crate) grants: u64,
+    pub(crate) refusals: u64,
+    pub(crate) ends: u64,
+    pub(crate) shrink_requests: u64,
+    pub(crate) faults: u64,
+}
+
+impl Server {
+    /// The numbers in Prometheus' text format.
+    pub(crate) fn metrics(&self) -> String {
+        let status = self.status();
+        let mut text = String::new();
+        let mut family = |name: &str, kind: &str, help: &str, values: &[(String, String)]| {
+            // Writing to a text does not fail.
+            let _done = writeln!(
+                text,
+                "# HELP memfit_{name} {help}\n# TYPE memfit_{name} {kind}"
+            );
+            for (labels, value) in values {
+                let _done = writeln!(text, "memfit_{name}{labels} {value}");
+            }
+        };
+        let one = |value: &dyn ToString| vec![(String::new(), value.to_string())];
+        let of_devices = |value: &dyn Fn(&crate::lease::status::DeviceStatus) -> u64| {
+            let values = status.devices.iter().map(|device| {
+                // Names of devices need no escapes.
+                (
+                    format!("{{device=\"{}\"}}", device.name),
+                    value(device).to_string(),
+                )
+            });
+            values.collect::<Vec<_>>()
+        };
+        family(
+            "capacity_bytes",
+            "gauge",
+            "Bytes that may be granted.",
+            &of_devices(&|device| device.capacity_bytes),
+        );
+        family(
+            "granted_bytes",
+            "gauge",
+            "Bytes that are granted.",
+            &of_devices(&|device| device.granted_bytes),
+        );
+        family(
+            "leases",
+            "gauge",
+            "Leases that are held.",
+            &one(&status.leases.len()),
+        );
+        family(
+            "waiting",
+            "gauge",
+            "Requests that wait.",
+            &one(&status.waiting.len()),
+        );
+        family(
+            "clients",
+            "gauge",
+            "Clients, connected or away.",
+            &one(&self.clients.len()),
+        );
+        let longest = status
+            .waiting
+            .iter()
+            .map(|waiting| waiting.waited_seconds)
+            .fold(0.0, f64::max);
+        family(
+            "longest_wait_seconds",
+            "gauge",
+            "Longest wait so far of those that wait.",
+            &one(&longest),
+        );
+        let counters = self.counters;
+        for (name, help, value) in [
+            ("requests_total", "Requests read.", counters.requests),
+            ("grants_total", "Leases granted.", counters.grants),
+            ("refusals_total", "Requests refused.", counters.refusals),
+            ("ended_total", "Leases ended.", counters.ends),
+            (
+                "shrink_requests_total",
+                "Holders asked to shrink.",
+                counters.shrink_requests,
+            ),
+            (
+                "faults_total",
+                "Connections ended for what they sent.",
+                counters.faults,
+            ),
+        ] {
+            family(name, "counter", help, &one(&value));
+        }
+        if let Some(available) = status.pressure.available_bytes {
+            family(
+                "host_available_bytes",
+                "gauge",
+                "Host memory to be had without swapping.",
+                &one(&available),
+            );
+        }
+        if let Some(stalled) = status.pressure.some_percent {
+            family(
+                "host_stalled_percent",
+                "gauge",
+                "Share of ten seconds in which some task waited for memory.",
+                &one(&stalled),
+            );
+        }
+        text
+    }
+}

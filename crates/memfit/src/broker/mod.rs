@@ -1,0 +1,172 @@
+//! The broker: leases for all processes of one user, over a Unix socket.
+//!
+//! Responsible for clients, liveness, the state that survives a restart, the log and the metrics. Not responsible for who gets
+//! what: `memfit_engine::lease` decides, and the broker is the only one that asks it.
+//!
+//! One thread. Each message is carried through to the end (decided, written down, answered) before the
+//! next one, so there is one order of events, and no lock. A client that does not read stops only itself.
+//!
+//! Invariants: nothing is granted that is not written down first; what a living process may hold is never
+//! granted to another; only processes of the broker's own user are let in.
+
+mod capacity;
+mod connection;
+mod counters;
+mod devices;
+mod effects;
+mod journal;
+mod log;
+mod metrics;
+mod outbox;
+pub(crate) mod pressure;
+mod process;
+mod server;
+mod start;
+mod status;
+
+use std::cell::RefCell;
+use std::future::pending;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+
+use memfit_engine::bytes::Bytes;
+use memfit_engine::lease::ClientId;
+use serde_json::json;
+use tokio::net::UnixListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::{LocalSet, spawn_local};
+
+use crate::error::Failure;
+pub(crate) use capacity::read as read_capacities;
+pub(crate) use log::Log;
+use server::Server;
+
+/// What a broker is started with.
+#[derive(Debug, Clone)]
+pub(crate) struct Options {
+    /// Where to listen.
+    pub(crate) socket: PathBuf,
+    /// What to grant.
+    pub(crate) devices: Vec<(String, Bytes)>,
+    /// Where to answer Prometheus.
+    pub(crate) metrics: Option<SocketAddr>,
+    /// How long grants are held back after a restart for clients to come back.
+    pub(crate) grace_ms: u64,
+}
+
+/// Serves until it is told to stop.
+pub(crate) fn run(options: &Options, log: Log) -> Result<(), Failure> {
+    let _lock = start::lock(&options.socket)?;
+    if let Err(error) = process::allow_many_files() {
+        log.warn("few_files", json!({ "reason": error.to_string() }));
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let runtime = runtime
+        .map_err(|error| Failure::Internal(format!("cannot start the event loop: {error}")))?;
+    LocalSet::new().block_on(&runtime, serve(options, log))
+}
+
+async fn serve(options: &Options, log: Log) -> Result<(), Failure> {
+    let stop = |kind| {
+        signal(kind).map_err(|error| Failure::Internal(format!("cannot wait for signals: {error}")))
+    };
+    let (mut terminate, mut interrupt) = (
+        stop(SignalKind::terminate())?,
+        stop(SignalKind::interrupt())?,
+    );
+    let scrapes = match options.metrics {
+        None => None,
+        Some(address) => Some(metrics::listen(address).await.map_err(|error| {
+            Failure::usage(format!(
+                "cannot listen at `{address}` for `--metrics`: {error}"
+            ))
+        })?),
+    };
+    let server = Rc::new(RefCell::new(start::restore(options, log)?));
+    watch_the_absent(&server);
+    let listener = start::listen(&options.socket)?;
+    let devices = options
+        .devices
+        .iter()
+        .map(|(name, bytes)| (name.clone(), bytes.0.into()));
+    log.info(
+        "listening",
+        json!({
+            "socket": options.socket, "pid": std::process::id(), "version": env!("CARGO_PKG_VERSION"),
+            "memory": devices.collect::<serde_json::Map<_, _>>(), "metrics": options.metrics,
+        }),
+    );
+    if let Some(scrapes) = scrapes {
+        spawn_local(metrics::serve(scrapes, Rc::clone(&server)));
+    }
+    let last = Rc::clone(&server);
+    tokio::select! {
+        () = accept(listener, Rc::clone(&server), log) => {}
+        () = keep_time(server) => {}
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    // Clients find no socket until the next broker, and wait for it.
+    let _gone_already = std::fs::remove_file(&options.socket);
+    log.info("stopped", json!({}));
+    last.borrow_mut().close();
+    Ok(())
+}
+
+async fn accept(listener: UnixListener, server: Rc<RefCell<Server>>, log: Log) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                spawn_local(connection::serve(stream, Rc::clone(&server)));
+            }
+            Err(error) => {
+                // Too many open files: those that wait are served when others leave.
+                log.warn("not_accepted", json!({ "reason": error.to_string() }));
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// Wakes the machine when something happens by itself.
+async fn keep_time(server: Rc<RefCell<Server>>) {
+    let changed = Rc::clone(&server.borrow().deadline_changed);
+    loop {
+        let sleep = server.borrow().sleep_milliseconds();
+        let slept = async {
+            match sleep {
+                Some(milliseconds) => tokio::time::sleep(Duration::from_millis(milliseconds)).await,
+                None => pending().await,
+            }
+        };
+        tokio::select! {
+            () = slept => server.borrow_mut().tick(),
+            () = changed.notified() => {}
+        }
+    }
+}
+
+/// Ends what clients of before the restart hold when their processes end, or have ended.
+fn watch_the_absent(server: &Rc<RefCell<Server>>) {
+    let absent: Vec<(ClientId, process::Process)> = server.borrow().absent().collect();
+    for (client, process) in absent {
+        let death = process
+            .open()
+            .and_then(|descriptor| connection::watch(descriptor).ok());
+        let Some(death) = death else {
+            server.borrow_mut().leave(client, "process_ended");
+            continue;
+        };
+        let server = Rc::clone(server);
+        spawn_local(async move {
+            connection::ended(Some(&death)).await;
+            if server.borrow().is_away(client) {
+                server.borrow_mut().leave(client, "process_ended");
+            }
+        });
+    }
+}

@@ -1,0 +1,505 @@
+//! The broker's one state: the machine, the names around it, and who is connected.
+//!
+//! Responsible for carrying a client's request to the machine and the effects to the clients, after they are
+//! written down. Not responsible for any rule about memory (`memfit_engine::lease`) nor for waiting on
+//! sockets (`connection.rs`).
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use memfit_engine::lease::{
+    Ask, ClientId, Event, LeaseId, Machine, Millis, Presented, Priority, RequestId, Revision, Wait,
+};
+use serde_json::json;
+use tokio::sync::Notify;
+
+use super::counters::Counters;
+use super::devices::Devices;
+use super::journal::{ClientEntry, Journal};
+use super::log::Log;
+use super::outbox::Outbox;
+use super::process::{Process, milliseconds};
+use crate::lease::protocol::{
+    Amounts, NAME_BYTES, Reason, Refused, Reply, Request, Resume, VERSION,
+};
+
+/// Leases and requests of one client.
+const MOST_LEASES: usize = 256;
+/// Connected clients.
+const MOST_CLIENTS: usize = 4096;
+
+/// A client that is connected, or away since the restart.
+#[derive(Debug)]
+pub(super) struct Client {
+    pub(super) process: Process,
+    pub(super) name: String,
+    /// Absent while it is away.
+    pub(super) outbox: Option<Rc<Outbox>>,
+    pub(super) leases: usize,
+}
+
+/// What the broker knows.
+#[derive(Debug)]
+pub(crate) struct Server {
+    pub(super) machine: Machine,
+    pub(super) devices: Devices,
+    pub(super) clients: BTreeMap<ClientId, Client>,
+    /// What a request that waits is for.
+    pub(super) waiting_labels: BTreeMap<(ClientId, RequestId), String>,
+    pub(super) labels: BTreeMap<LeaseId, String>,
+    pub(super) journal: Journal,
+    pub(super) counters: Counters,
+    pub(super) log: Log,
+    pub(super) began: u64,
+    next_client: u64,
+    /// Whether the clients of before a restart are known, so that it is clear when all are back.
+    pub(super) knows_all: bool,
+    /// The next deadline has changed.
+    pub(crate) deadline_changed: Rc<Notify>,
+    /// When the clock looks next.
+    planned: Option<Millis>,
+    /// Who has something to read.
+    touched: Vec<ClientId>,
+}
+
+/// Why a connection has to end.
+pub(crate) type Fault = String;
+
+impl Server {
+    pub(super) fn new(
+        machine: Machine,
+        devices: Devices,
+        (journal, log): (Journal, Log),
+        clients: BTreeMap<ClientId, Client>,
+    ) -> Self {
+        let known = &journal.known;
+        let labels = known
+            .leases
+            .values()
+            .filter_map(|entry| Some((LeaseId(entry.lease), entry.label.clone()?)));
+        Self {
+            labels: labels.collect(),
+            next_client: known.next_client.max(1),
+            machine,
+            devices,
+            clients,
+            waiting_labels: BTreeMap::new(),
+            journal,
+            counters: Counters::default(),
+            log,
+            began: milliseconds(),
+            knows_all: true,
+            deadline_changed: Rc::new(Notify::new()),
+            planned: None,
+            touched: Vec::new(),
+        }
+    }
+
+    /// A connection's first message. The client's number, or why it is not let in.
+    pub(crate) fn hello(
+        &mut self,
+        request: Request,
+        process: Process,
+        outbox: &Rc<Outbox>,
+    ) -> Result<ClientId, Fault> {
+        let Request::Hello {
+            version,
+            name,
+            resume,
+        } = request
+        else {
+            return Err("the first message must be `hello`".to_owned());
+        };
+        if version != VERSION {
+            return Err(format!(
+                "protocol version {version} is not spoken here, {VERSION} is: use the same memfit on both sides"
+            ));
+        }
+        if name.len() > NAME_BYTES {
+            return Err(format!("a name is longer than {NAME_BYTES} bytes"));
+        }
+        let connected = self
+            .clients
+            .values()
+            .filter(|client| client.outbox.is_some())
+            .count();
+        if connected >= MOST_CLIENTS {
+            return Err(format!(
+                "{MOST_CLIENTS} clients are connected, and no more are let in"
+            ));
+        }
+        match resume {
+            None => {
+                let client = self.enter(process, name, Some(outbox));
+                self.let_in(client, outbox);
+                Ok(client)
+            }
+            Some(resume) => self.resume(&resume, (process, name), outbox),
+        }
+    }
+
+    fn enter(&mut self, process: Process, name: String, outbox: Option<&Rc<Outbox>>) -> ClientId {
+        let client = ClientId(self.next_client);
+        self.next_client += 1;
+        self.journal.client(ClientEntry {
+            client: client.0,
+            process,
+            name: name.clone(),
+        });
+        let entry = Client {
+            process,
+            name,
+            outbox: outbox.map(Rc::clone),
+            leases: 0,
+        };
+        self.clients.insert(client, entry);
+        client
+    }
+
+    /// Lets a client go on where it was, if it is the same process.
+    fn resume(
+        &mut self,
+        resume: &Resume,
+        (process, name): (Process, String),
+        outbox: &Rc<Outbox>,
+    ) -> Result<ClientId, Fault> {
+        if resume.leases.len() > MOST_LEASES {
+            return Err(format!("more than {MOST_LEASES} leases are presented"));
+        }
+        let presented = self.presented(resume)?;
+        let mut client = ClientId(resume.client);
+        let known = self.clients.get(&client);
+        if !known.is_some_and(|known| known.outbox.is_none() && known.process == process) {
+            // Its entry is lost, or it never was that client: somebody new, whose leases are adopted if
+            // nobody else's are meant.
+            client = self.enter(process, name, None);
+        }
+        self.log.info(
+            "client_back",
+            json!({ "client": client.0, "pid": process.pid }),
+        );
+        // What ends now is not told: its first word is the welcome, which says what is held.
+        self.apply(Event::Resume { client, presented });
+        if let Some(entry) = self.clients.get_mut(&client) {
+            entry.outbox = Some(Rc::clone(outbox));
+        }
+        self.open_if_complete();
+        self.let_in(client, outbox);
+        Ok(client)
+    }
+
+    fn presented(&self, resume: &Resume) -> Result<Vec<Presented>, Fault> {
+        let presented = resume.leases.iter().map(|held| {
+            let claims = self
+                .devices
+                .claims(&held.claims)
+                .map_err(|refused| refused.message)?;
+            Ok(Presented {
+                lease: LeaseId(held.lease),
+                revision: Revision(held.revision),
+                claims,
+            })
+        });
+        presented.collect()
+    }
+
+    /// Tells a client who it is and what it holds.
+    fn let_in(&mut self, client: ClientId, outbox: &Outbox) {
+        let mine = self
+            .machine
+            .leases()
+            .filter(|(_, lease)| lease.client == client);
+        let leases = mine
+            .map(|(id, lease)| self.devices.held(id, lease))
+            .collect();
+        outbox.put(&Reply::Welcome {
+            version: VERSION,
+            client: client.0,
+            devices: self.devices.capacities(&self.machine),
+            leases,
+        });
+        self.touched.push(client);
+        self.settle();
+    }
+
+    /// A message after the first.
+    pub(crate) fn handle(&mut self, client: ClientId, request: Request) -> Result<(), Fault> {
+        self.counters.requests += 1;
+        match self.event(client, request) {
+            Ok(Some(event)) => self.apply(event),
+            Ok(None) => {}
+            Err(Answer::Refuse(request, refused)) => {
+                self.counters.refusals += 1;
+                self.put(
+                    client,
+                    &Reply::Refused {
+                        request,
+                        refusal: refused,
+                    },
+                );
+            }
+            Err(Answer::End(fault)) => return Err(fault),
+        }
+        self.settle();
+        Ok(())
+    }
+
+    /// The event that a request is; nothing where it is answered by other means.
+    fn event(&mut self, client: ClientId, request: Request) -> Result<Option<Event>, Answer> {
+        let now = Millis(milliseconds());
+        Ok(Some(match request {
+            Request::Hello { .. } => return Err(Answer::End("`hello` comes only once".to_owned())),
+            Request::Reserve {
+                request,
+                claims,
+                floor,
+                priority,
+                wait_ms,
+                time_to_live_ms,
+                label,
+            } => {
+                self.check_label(client, request, label)?;
+                let refuse = |refused| Answer::Refuse(request, refused);
+                let claims = self.devices.claims(&claims).map_err(refuse)?;
+                let floor = floor
+                    .map(|floor| self.devices.claims(&floor))
+                    .transpose()
+                    .map_err(refuse)?;
+                Event::Reserve {
+                    client,
+                    request: RequestId(request),
+                    ask: Ask {
+                        floor: floor.unwrap_or_else(|| claims.clone()),
+                        claims,
+                        priority: Priority(priority),
+                        wait: wait(now, wait_ms),
+                        time_to_live: time_to_live_ms,
+                    },
+                }
+            }
+            Request::Commit {
+                request,
+                lease,
+                revision,
+            } => Event::Commit {
+                client,
+                request: RequestId(request),
+                lease: LeaseId(lease),
+                revision: Revision(revision),
+            },
+            Request::Resize {
+                request,
+                lease,
+                revision,
+                claims,
+                wait_ms,
+            } => Event::Resize {
+                client,
+                request: RequestId(request),
+                lease: LeaseId(lease),
+                revision: Revision(revision),
+                claims: self.claims(request, &claims)?,
+                wait: wait(now, wait_ms),
+            },
+            Request::Renew { request, lease } => Event::Renew {
+                client,
+                request: RequestId(request),
+                lease: LeaseId(lease),
+            },
+            Request::Release { request, lease } => Event::Release {
+                client,
+                request: RequestId(request),
+                lease: LeaseId(lease),
+            },
+            Request::Cancel { request } => Event::Cancel {
+                client,
+                request: RequestId(request),
+            },
+            Request::Decline { lease } => Event::Decline {
+                client,
+                lease: LeaseId(lease),
+            },
+            Request::Status { request } => {
+                let status = Box::new(self.status());
+                self.put(client, &Reply::Status { request, status });
+                return Ok(None);
+            }
+        }))
+    }
+
+    fn claims(
+        &self,
+        request: u64,
+        amounts: &Amounts,
+    ) -> Result<memfit_engine::lease::Claims, Answer> {
+        let claims = self.devices.claims(amounts);
+        claims.map_err(|refused| Answer::Refuse(request, refused))
+    }
+
+    /// Keeps the label of a request and the number of leases within bounds.
+    fn check_label(
+        &mut self,
+        client: ClientId,
+        request: u64,
+        label: Option<String>,
+    ) -> Result<(), Answer> {
+        if label.as_ref().is_some_and(|label| label.len() > NAME_BYTES) {
+            return Err(Answer::End(format!(
+                "a label is longer than {NAME_BYTES} bytes"
+            )));
+        }
+        let leases = self.clients.get(&client).map_or(0, |client| client.leases);
+        if leases >= MOST_LEASES {
+            let message = format!("holds {MOST_LEASES} leases, and one client may hold no more");
+            return Err(Answer::Refuse(request, refused(Reason::TooMany, message)));
+        }
+        if let Some(label) = label {
+            self.waiting_labels
+                .insert((client, RequestId(request)), label);
+        }
+        Ok(())
+    }
+
+    /// A client is gone: its connection ended or its process died.
+    pub(crate) fn leave(&mut self, client: ClientId, how: &str) {
+        if let Some(entry) = self.clients.get(&client) {
+            let facts = json!({
+                "client": client.0, "pid": entry.process.pid, "leases": entry.leases, "how": how,
+            });
+            if entry.leases > 0 && how == "process_ended" {
+                self.log.info("client_died", facts);
+            } else {
+                self.log.detail("client_left", || facts);
+            }
+            self.apply(Event::Leave { client });
+            if let Some(Client {
+                outbox: Some(outbox),
+                ..
+            }) = self.clients.remove(&client)
+            {
+                outbox.close();
+            }
+            self.waiting_labels
+                .retain(|(labelled, _), _| *labelled != client);
+            self.journal.gone(client.0);
+            self.open_if_complete();
+        }
+        self.settle();
+    }
+
+    /// Whether a client has not come back yet.
+    pub(crate) fn is_away(&self, client: ClientId) -> bool {
+        self.clients
+            .get(&client)
+            .is_some_and(|client| client.outbox.is_none())
+    }
+
+    /// Time has passed.
+    pub(crate) fn tick(&mut self) {
+        self.planned = None;
+        self.apply(Event::Tick);
+        self.settle();
+    }
+
+    /// Grants begin at once when nobody is away.
+    pub(crate) fn open_if_complete(&mut self) {
+        let is_held_back = Millis(milliseconds()) < self.machine.opens();
+        let is_complete = self.clients.values().all(|client| client.outbox.is_some());
+        if is_held_back && is_complete && self.knows_all {
+            self.apply(Event::Open);
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        let effects = self.machine.apply(Millis(milliseconds()), event);
+        for effect in effects {
+            self.carry_out(effect);
+        }
+    }
+
+    /// Writes down what happened, then lets the clients hear of it, then plans the next look at the clock.
+    fn settle(&mut self) {
+        let had_error = self.journal.error.is_some();
+        self.journal.write();
+        if let Some(error) = self.journal.error.as_ref().filter(|_| !had_error) {
+            self.log
+                .warn("state_not_written", json!({ "error": error }));
+        }
+        for client in std::mem::take(&mut self.touched) {
+            if let Some(Client {
+                outbox: Some(outbox),
+                ..
+            }) = self.clients.get(&client)
+            {
+                outbox.flush();
+            }
+        }
+        let next = self.machine.next_deadline();
+        let is_earlier = match (next, self.planned) {
+            (Some(next), Some(planned)) => next < planned,
+            (Some(_), None) => true,
+            (None, _) => false,
+        };
+        if is_earlier {
+            self.planned = next;
+            self.deadline_changed.notify_one();
+        }
+    }
+
+    /// How long the clock may sleep.
+    pub(crate) fn sleep_milliseconds(&self) -> Option<u64> {
+        let next = self.machine.next_deadline()?;
+        Some(next.0.saturating_sub(milliseconds()))
+    }
+
+    pub(super) fn put(&mut self, client: ClientId, reply: &Reply) {
+        let outbox = self
+            .clients
+            .get(&client)
+            .and_then(|client| client.outbox.as_ref());
+        if let Some(outbox) = outbox {
+            outbox.put(reply);
+            self.touched.push(client);
+        }
+    }
+
+    /// Clients of before a restart.
+    pub(crate) fn absent(&self) -> impl Iterator<Item = (ClientId, Process)> + '_ {
+        let absent = self
+            .clients
+            .iter()
+            .filter(|(_, client)| client.outbox.is_none());
+        absent.map(|(id, client)| (*id, client.process))
+    }
+
+    /// An orderly end.
+    pub(crate) fn close(&mut self) {
+        self.journal.close();
+    }
+}
+
+/// What a request is answered with instead of an event.
+enum Answer {
+    Refuse(u64, Refused),
+    End(Fault),
+}
+
+fn wait(now: Millis, milliseconds: Option<u64>) -> Wait {
+    match milliseconds {
+        None => Wait::Forever,
+        Some(0) => Wait::No,
+        Some(milliseconds) => Wait::Until(now.after(milliseconds)),
+    }
+}
+
+/// A refusal without numbers.
+pub(super) fn refused(reason: Reason, message: String) -> Refused {
+    Refused {
+        reason,
+        message,
+        device: None,
+        asked_bytes: None,
+        largest_bytes: None,
+        revision: None,
+    }
+}

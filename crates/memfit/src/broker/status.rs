@@ -1,0 +1,88 @@
+//! Who holds what, in words that go out.
+
+use memfit_engine::lease::Millis;
+
+use super::pressure;
+use super::process::milliseconds;
+use super::server::Server;
+use crate::lease::status::{DeviceStatus, LeaseStatus, Status, WaitingStatus};
+
+impl Server {
+    /// The state as `memfit ps` shows it.
+    pub(crate) fn status(&self) -> Status {
+        let now = Millis(milliseconds());
+        Status {
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            up_seconds: seconds(now.0, self.began),
+            is_held_back: now < self.machine.opens(),
+            devices: self.device_status(),
+            leases: self.lease_status(now),
+            waiting: self.waiting_status(now),
+            pressure: pressure::read(),
+            state_error: self.journal.error.clone(),
+        }
+    }
+
+    pub(super) fn device_status(&self) -> Vec<DeviceStatus> {
+        let devices = self.devices.names().map(|(device, name)| {
+            let (capacity, granted) = (self.machine.capacity(device), self.machine.granted(device));
+            DeviceStatus {
+                name: name.to_owned(),
+                capacity_bytes: capacity.0,
+                granted_bytes: granted.0,
+                free_bytes: (capacity - granted).0,
+            }
+        });
+        devices.collect()
+    }
+
+    fn lease_status(&self, now: Millis) -> Vec<LeaseStatus> {
+        let leases = self.machine.leases().map(|(id, lease)| {
+            let client = self.clients.get(&lease.client);
+            let is_away = client.is_none_or(|client| client.outbox.is_none());
+            let state = match (is_away, lease.is_committed) {
+                (true, _) => "away",
+                (false, true) => "committed",
+                (false, false) => "reserved",
+            };
+            LeaseStatus {
+                lease: id.0,
+                pid: client.map_or(0, |client| client.process.pid),
+                name: client.map(|client| client.name.clone()).unwrap_or_default(),
+                label: self.labels.get(&id).cloned(),
+                claims: self.devices.amounts(&lease.claims),
+                floor: self.devices.amounts(&lease.floor),
+                priority: lease.priority.0,
+                revision: lease.revision.0,
+                state: state.to_owned(),
+                held_seconds: seconds(now.0, lease.since.0),
+                asked: lease.asked.as_ref().map(|(to, _)| self.devices.amounts(to)),
+            }
+        });
+        leases.collect()
+    }
+
+    fn waiting_status(&self, now: Millis) -> Vec<WaitingStatus> {
+        let waiting = self.machine.waiting().map(|(waiting, is_next)| {
+            let client = self.clients.get(&waiting.client);
+            let name = (waiting.client, waiting.request);
+            WaitingStatus {
+                pid: client.map_or(0, |client| client.process.pid),
+                name: client.map(|client| client.name.clone()).unwrap_or_default(),
+                label: self.waiting_labels.get(&name).cloned(),
+                claims: self.devices.amounts(&waiting.wants),
+                priority: waiting.priority.0,
+                waited_seconds: seconds(now.0, waiting.since.0),
+                left_seconds: waiting.until.map(|until| seconds(until.0, now.0)),
+                overtaken_count: waiting.overtaken,
+                is_next,
+            }
+        });
+        waiting.collect()
+    }
+}
+
+fn seconds(later: u64, earlier: u64) -> f64 {
+    std::time::Duration::from_millis(later.saturating_sub(earlier)).as_secs_f64()
+}

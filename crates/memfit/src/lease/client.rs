@@ -1,0 +1,309 @@
+//! A client of the broker: takes leases, changes them, gives them back.
+//!
+//! Responsible for doing each of these through to the end, over a broker that goes away and comes back.
+//! Not responsible for the connection (`line.rs`) nor for what is allowed (the broker).
+//!
+//! A client is one line of work: while it waits for one thing it can ask for no other.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::line::{Line, Outcome};
+use super::protocol::{Amounts, Cause, Held, Reason, Refused, Reply, Request};
+use super::socket::SocketError;
+use super::status::Status;
+
+/// How often a caller that waits is asked whether it still wants to.
+pub(super) const LOOK_UP: Duration = Duration::from_millis(50);
+/// How long a request that does not wait lets a broker that is being restarted take.
+const RESTART_WITHIN: Duration = Duration::from_secs(5);
+
+/// Why a lease was not got, changed or kept.
+#[derive(Debug, thiserror::Error)]
+pub enum LeaseError {
+    /// There is no broker to talk to.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The broker says no.
+    #[error("{}", .0.message)]
+    Refused(Refused),
+    /// The broker does not let this client in, or lets it in no longer.
+    #[error("the broker ended the connection: {0}")]
+    Rejected(String),
+    /// The connection broke and did not come back in time.
+    #[error("the connection to the broker broke: {0}")]
+    Broken(String),
+    /// The lease has ended.
+    #[error("lease {lease} has ended ({cause:?})")]
+    Ended {
+        /// Which.
+        lease: u64,
+        /// Why.
+        cause: Cause,
+    },
+    /// The caller did not want to wait longer.
+    #[error("gave up waiting")]
+    GaveUp,
+    /// This process is a child of the one that holds the lease.
+    #[error("the lease belongs to the process this one was forked from; take one of your own")]
+    Forked,
+}
+
+/// What a lease shall be.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LeaseRequest {
+    /// Bytes by device, all that is needed at the peak.
+    pub claims: Amounts,
+    /// What would do when asked to shrink; the claims when absent.
+    pub floor: Option<Amounts>,
+    /// Higher goes first.
+    pub priority: i8,
+    /// How long to wait; without end when absent.
+    pub wait: Option<Duration>,
+    /// The lease ends after so long unless renewed.
+    pub time_to_live: Option<Duration>,
+    /// What the memory is for.
+    pub label: Option<String>,
+}
+
+/// Asked now and then while waiting, with the number of requests before; says whether to go on.
+pub type GoesOn<'a> = &'a mut dyn FnMut(Option<u64>) -> bool;
+
+/// A connection to the broker, which comes back by itself when the broker does.
+#[derive(Debug)]
+pub struct Client {
+    line: Arc<Line>,
+}
+
+impl Client {
+    /// Connects to the broker at `path`; `name` is what `memfit ps` shows.
+    ///
+    /// # Errors
+    ///
+    /// Nobody listens there, or it is somebody else's, or it speaks another version.
+    pub fn connect(path: &Path, name: &str) -> Result<Self, LeaseError> {
+        let line = Line::open(PathBuf::from(path), name.to_owned())?;
+        Ok(Self { line })
+    }
+
+    /// Capacity by device.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn devices(&self) -> Result<Amounts, LeaseError> {
+        Ok(self.line.state()?.devices.clone())
+    }
+
+    /// Takes a lease: reserves, waits as long as the request says, and commits.
+    ///
+    /// # Errors
+    ///
+    /// Refused, given up, or no broker within the wait.
+    pub fn acquire(&self, request: &LeaseRequest, goes_on: GoesOn<'_>) -> Result<Held, LeaseError> {
+        let until = request.wait.map(|wait| Instant::now() + wait);
+        loop {
+            let reserve = |number| Request::Reserve {
+                request: number,
+                claims: request.claims.clone(),
+                floor: request.floor.clone(),
+                priority: request.priority,
+                wait_ms: left(until),
+                time_to_live_ms: request.time_to_live.map(milliseconds),
+                label: request.label.clone(),
+            };
+            match self.line.ask(reserve, goes_on)? {
+                Outcome::Answered(Reply::Granted { lease, .. }) => {
+                    if let Some(held) = self.commit(lease, goes_on)? {
+                        return Ok(held);
+                    }
+                    // The broker went away between the two and does not know it: once more.
+                }
+                Outcome::Answered(reply) => return Err(refused(reply)),
+                Outcome::GaveUp => return Err(LeaseError::GaveUp),
+                Outcome::Broken => {}
+            }
+            self.reconnect(until, goes_on)?;
+        }
+    }
+
+    /// Takes up a reservation; nothing when it is no more.
+    fn commit(&self, lease: u64, goes_on: GoesOn<'_>) -> Result<Option<Held>, LeaseError> {
+        loop {
+            let Some(held) = self.held(lease)? else {
+                return Ok(None);
+            };
+            if held.is_committed {
+                return Ok(Some(held));
+            }
+            let commit = |request| Request::Commit {
+                request,
+                lease,
+                revision: held.revision,
+            };
+            // It is answered at once, so nobody is asked whether to wait.
+            match self.line.ask(commit, &mut |_| true)? {
+                Outcome::Answered(Reply::Changed { .. }) => {}
+                Outcome::Answered(Reply::Refused { refusal, .. }) => {
+                    return match refusal.reason {
+                        Reason::UnknownLease => Ok(None),
+                        _ => Err(LeaseError::Refused(refusal)),
+                    };
+                }
+                Outcome::Answered(reply) => return Err(refused(reply)),
+                Outcome::GaveUp | Outcome::Broken => self.reconnect(None, goes_on)?,
+            }
+        }
+    }
+
+    /// Makes a lease larger or smaller; growth may wait.
+    ///
+    /// # Errors
+    ///
+    /// Refused (the lease is as before), given up, or the lease has ended.
+    pub fn resize(
+        &self,
+        lease: u64,
+        claims: &Amounts,
+        wait: Option<Duration>,
+        goes_on: GoesOn<'_>,
+    ) -> Result<Held, LeaseError> {
+        let until = wait.map(|wait| Instant::now() + wait);
+        loop {
+            let held = self.held(lease)?.ok_or_else(|| self.why_ended(lease))?;
+            let wanted = claims.iter().filter(|(_, bytes)| **bytes > 0);
+            if wanted.eq(held.claims.iter()) {
+                return Ok(held);
+            }
+            let resize = |request| Request::Resize {
+                request,
+                lease,
+                revision: held.revision,
+                claims: claims.clone(),
+                wait_ms: left(until),
+            };
+            match self.line.ask(resize, goes_on)? {
+                Outcome::Answered(Reply::Changed { .. }) => {
+                    return self.held(lease)?.ok_or_else(|| self.why_ended(lease));
+                }
+                Outcome::Answered(reply) => return Err(refused(reply)),
+                Outcome::GaveUp => return Err(LeaseError::GaveUp),
+                Outcome::Broken => self.reconnect(until, goes_on)?,
+            }
+        }
+    }
+
+    /// Gives a lease back. Without a connection it is given back by not being named at the next.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child, whose lease it is not.
+    pub fn release(&self, lease: u64) -> Result<(), LeaseError> {
+        {
+            let mut state = self.line.state()?;
+            state.ended.remove(&lease);
+            if state.leases.remove(&lease).is_none() {
+                return Ok(());
+            }
+        }
+        let release = |request| Request::Release { request, lease };
+        match self.line.ask(release, &mut |_| true) {
+            // Whatever became of the connection, the lease is not held any longer.
+            Ok(_) | Err(LeaseError::Rejected(_)) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A lease as it stands; nothing when it has ended.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn held(&self, lease: u64) -> Result<Option<Held>, LeaseError> {
+        Ok(self.line.state()?.leases.get(&lease).cloned())
+    }
+
+    /// What the broker asked to shrink the lease to, if it has.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn asked_to_shrink(&self, lease: u64) -> Result<Option<Amounts>, LeaseError> {
+        Ok(self.line.state()?.asked.get(&lease).cloned())
+    }
+
+    /// Answers a shrink request with no.
+    ///
+    /// # Errors
+    ///
+    /// In a forked child.
+    pub fn decline(&self, lease: u64) -> Result<(), LeaseError> {
+        self.line.state()?.asked.remove(&lease);
+        self.line.tell(&Request::Decline { lease })
+    }
+
+    /// Who holds what.
+    ///
+    /// # Errors
+    ///
+    /// The connection broke.
+    pub fn status(&self) -> Result<Status, LeaseError> {
+        let status = |request| Request::Status { request };
+        match self.line.ask(status, &mut |_| true)? {
+            Outcome::Answered(Reply::Status { status, .. }) => Ok(*status),
+            Outcome::Answered(reply) => Err(refused(reply)),
+            Outcome::Broken | Outcome::GaveUp => Err(LeaseError::Broken("it went away".to_owned())),
+        }
+    }
+
+    fn why_ended(&self, lease: u64) -> LeaseError {
+        let state = self.line.state();
+        let cause = state
+            .ok()
+            .and_then(|state| state.ended.get(&lease).copied());
+        LeaseError::Ended {
+            lease,
+            cause: cause.unwrap_or(Cause::Released),
+        }
+    }
+
+    fn reconnect(&self, until: Option<Instant>, goes_on: GoesOn<'_>) -> Result<(), LeaseError> {
+        let restart = Instant::now() + RESTART_WITHIN;
+        let until = until.map(|until| until.max(restart));
+        let mut gave_up = false;
+        let mut asked = |ahead| {
+            gave_up = !goes_on(ahead);
+            !gave_up
+        };
+        let is_connected = self.line.wait_connected(until, &mut asked)?;
+        match (is_connected, gave_up) {
+            (true, _) => Ok(()),
+            (false, true) => Err(LeaseError::GaveUp),
+            (false, false) => Err(LeaseError::Broken(
+                "it did not come back in time".to_owned(),
+            )),
+        }
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.line.close();
+    }
+}
+
+fn refused(reply: Reply) -> LeaseError {
+    match reply {
+        Reply::Refused { refusal, .. } => LeaseError::Refused(refusal),
+        other => LeaseError::Rejected(format!("an answer does not match its request: {other:?}")),
+    }
+}
+
+fn left(until: Option<Instant>) -> Option<u64> {
+    until.map(|until| milliseconds(until.saturating_duration_since(Instant::now())))
+}
+
+fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

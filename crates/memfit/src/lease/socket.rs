@@ -1,0 +1,175 @@
+//! Where the broker is, and whether it is ours.
+//!
+//! Responsible for the path of the socket, for the private folder around it and for who is on the other side.
+//! Not responsible for what is said.
+
+use std::env;
+use std::fs;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// Names the socket when it is somewhere else than usual.
+pub const VARIABLE: &str = "MEMFIT_BROKER";
+
+/// Why there is no broker to talk to.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// Nobody listens there.
+    #[error("no broker listens at `{}`", .0.display())]
+    NoBroker(PathBuf),
+    /// The file or the process behind it belongs to somebody else.
+    #[error("`{}` belongs to user {owner}, not to you: it is not used", .path.display())]
+    Foreign {
+        /// The path.
+        path: PathBuf,
+        /// The owner.
+        owner: u32,
+    },
+    /// Others may write to the folder, so anyone could put a socket there.
+    #[error("the folder `{}` is open to others: its mode is {mode:o}, and 700 is needed", .path.display())]
+    Open {
+        /// The folder.
+        path: PathBuf,
+        /// Its mode.
+        mode: u32,
+    },
+    /// It is no socket or no folder.
+    #[error("`{}` is {what}", .path.display())]
+    Wrong {
+        /// The path.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// The system said no.
+    #[error("cannot use `{}`: {error}", .path.display())]
+    System {
+        /// The path.
+        path: PathBuf,
+        /// What it said.
+        error: io::Error,
+    },
+}
+
+fn system(path: &Path, error: io::Error) -> SocketError {
+    SocketError::System {
+        path: path.to_owned(),
+        error,
+    }
+}
+
+/// The socket's path: `MEMFIT_BROKER`, or in a folder that is the user's alone.
+#[must_use]
+pub fn usual_path() -> PathBuf {
+    if let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
+        return path.into();
+    }
+    let runtime = env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty());
+    let folder = runtime.map_or_else(
+        || env::temp_dir().join(format!("memfit-{}", own_user())),
+        |runtime| PathBuf::from(runtime).join("memfit"),
+    );
+    folder.join("broker.sock")
+}
+
+/// The user this process runs as.
+pub(crate) fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Makes the socket's folder if it is not there, and checks that nobody else may write to it.
+///
+/// # Errors
+///
+/// It cannot be made, belongs to another, or is open to others.
+pub(crate) fn private_folder(socket: &Path) -> Result<PathBuf, SocketError> {
+    let folder = socket
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new(".")).to_owned();
+    match fs::DirBuilder::new().mode(0o700).create(&folder) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(system(&folder, error)),
+    }
+    let metadata = fs::symlink_metadata(&folder).map_err(|error| system(&folder, error))?;
+    if !metadata.is_dir() {
+        return Err(SocketError::Wrong {
+            path: folder,
+            what: "no folder",
+        });
+    }
+    if metadata.uid() != own_user() {
+        return Err(SocketError::Foreign {
+            path: folder,
+            owner: metadata.uid(),
+        });
+    }
+    let mode = metadata.mode() & 0o777;
+    if mode & 0o022 != 0 {
+        return Err(SocketError::Open { path: folder, mode });
+    }
+    Ok(folder)
+}
+
+/// What may stand at the socket's path: nothing, or a socket of our own.
+///
+/// # Errors
+///
+/// Something else is there.
+pub(crate) fn check_path(path: &Path) -> Result<bool, SocketError> {
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(system(path, error)),
+    };
+    if metadata.uid() != own_user() {
+        return Err(SocketError::Foreign {
+            path: path.to_owned(),
+            owner: metadata.uid(),
+        });
+    }
+    if metadata.file_type().is_socket() {
+        Ok(true)
+    } else {
+        Err(SocketError::Wrong {
+            path: path.to_owned(),
+            what: "no socket; it is left as it is",
+        })
+    }
+}
+
+/// Connects to the broker and checks that it is a process of ours.
+///
+/// # Errors
+///
+/// Nobody listens, or it is somebody else.
+pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketError> {
+    if !check_path(path)? {
+        return Err(SocketError::NoBroker(path.to_owned()));
+    }
+    let stream = UnixStream::connect(path).map_err(|error| match error.kind() {
+        // A file that a dead broker left, or one that is gone since.
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
+            SocketError::NoBroker(path.to_owned())
+        }
+        _ => system(path, error),
+    })?;
+    let owner = user_behind(&stream).map_err(|error| system(path, error))?;
+    if owner == own_user() {
+        Ok(stream)
+    } else {
+        Err(SocketError::Foreign {
+            path: path.to_owned(),
+            owner,
+        })
+    }
+}
+
+fn user_behind(stream: impl AsFd) -> io::Result<u32> {
+    let credentials = rustix::net::sockopt::socket_peercred(stream)?;
+    Ok(credentials.uid.as_raw())
+}

@@ -1,0 +1,104 @@
+//! Who holds what, who waits, and how the machine is: the document behind `memfit ps`.
+
+use serde::{Deserialize, Serialize};
+
+use super::protocol::Amounts;
+
+/// The broker's answer to `status`. Integers are bytes unless the name says otherwise.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The broker's process.
+    pub pid: u32,
+    /// Its version of memfit.
+    pub version: String,
+    /// How long it has run.
+    pub up_seconds: f64,
+    /// Whether grants are held back until clients of before a restart are back.
+    pub is_held_back: bool,
+    /// The devices.
+    pub devices: Vec<DeviceStatus>,
+    /// The leases, in the order of their grants.
+    pub leases: Vec<LeaseStatus>,
+    /// The requests that wait, in the order of service.
+    pub waiting: Vec<WaitingStatus>,
+    /// How short the host is of memory.
+    pub pressure: Pressure,
+    /// Why the state file could not be written last time.
+    pub state_error: Option<String>,
+}
+
+/// A device.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct DeviceStatus {
+    /// `host` or `cuda:0`.
+    pub name: String,
+    /// What the broker may grant.
+    pub capacity_bytes: u64,
+    /// What it has granted.
+    pub granted_bytes: u64,
+    /// The difference.
+    pub free_bytes: u64,
+}
+
+/// A lease.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct LeaseStatus {
+    /// Its number.
+    pub lease: u64,
+    /// Its holder's process.
+    pub pid: u32,
+    /// What the holder calls itself.
+    pub name: String,
+    /// What the memory is for.
+    pub label: Option<String>,
+    /// Bytes by device.
+    pub claims: Amounts,
+    /// What would do when asked to shrink.
+    pub floor: Amounts,
+    /// Higher goes first.
+    pub priority: i8,
+    /// How often it changed.
+    pub revision: u64,
+    /// `reserved`, `committed`, or `away`: its holder lives and has not come back after a restart.
+    pub state: String,
+    /// Since the grant.
+    pub held_seconds: f64,
+    /// What its holder was asked to shrink it to.
+    pub asked: Option<Amounts>,
+}
+
+/// A request that waits.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct WaitingStatus {
+    /// Its client's process.
+    pub pid: u32,
+    /// What the client calls itself.
+    pub name: String,
+    /// What the memory is for.
+    pub label: Option<String>,
+    /// The bytes that it lacks.
+    pub claims: Amounts,
+    /// Higher goes first.
+    pub priority: i8,
+    /// How long so far.
+    pub waited_seconds: f64,
+    /// How long it still waits; `null` for ever.
+    pub left_seconds: Option<f64>,
+    /// Grants that went to later requests meanwhile.
+    pub overtaken_count: u32,
+    /// Whether nothing behind it gets memory on its devices.
+    pub is_next: bool,
+}
+
+/// Memory pressure of the host; what the system does not tell is `null`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Pressure {
+    /// All memory.
+    pub total_bytes: Option<u64>,
+    /// What could be had without swapping.
+    pub available_bytes: Option<u64>,
+    /// Percent of the last ten seconds in which some task waited for memory.
+    pub some_percent: Option<f64>,
+    /// Percent of the last ten seconds in which all tasks did.
+    pub full_percent: Option<f64>,
+}

@@ -1,0 +1,237 @@
+"""Leases: memory that the broker has set aside for this process.
+
+Responsible for :func:`lease` and :class:`Lease`. Not responsible for who gets what (the broker,
+``memfit broker``) nor for keeping within what was leased.
+
+Each thread is one line of work with a connection of its own: while it holds something and asks for
+more, the broker knows that it does. A child of a fork has no part in its parent's leases.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from memfit import _native
+from memfit.errors import LeaseError, NoBrokerWarning, UsageError
+
+Size = int | str
+"""Bytes, as a number or as written: ``"3GiB"``."""
+
+_LARGEST = 2**64 - 1
+_PRIORITIES = range(-128, 128)
+
+
+class _Lines(threading.local):
+    """The connection of each thread, which ends with the thread."""
+
+    client: _native.LeaseClient | None = None
+    path: Path | None = None
+    process: int = 0
+
+
+_lines = _Lines()
+
+
+def lease(
+    size: Size | Mapping[str, Size],
+    *,
+    device: str = "host",
+    wait: float | None = 0.0,
+    priority: int = 0,
+    floor: Size | Mapping[str, Size] | None = None,
+    time_to_live: float | None = None,
+    label: str | None = None,
+) -> Lease:
+    """Lease memory from the broker, for as long as the ``with`` block runs.
+
+    Ask for all that is needed at the peak, on all devices at once. What does not fit yet waits;
+    what can never fit is refused at once. Without a broker the lease is granted with a warning,
+    and holds nothing back from others.
+
+    Args:
+        size: Bytes on ``device``, or bytes by device: ``{"host": "2GiB", "cuda:0": "8GiB"}``.
+        device: ``host`` or ``cuda:0``.
+        wait: Seconds to wait for room; ``None`` waits without end.
+        priority: Higher goes first, -128 to 127.
+        floor: What would do when another needs memory; makes the lease elastic.
+        time_to_live: Seconds after which the lease ends by itself.
+        label: What the memory is for, for ``memfit ps``.
+
+    Returns:
+        The lease, which is held from now on.
+
+    Raises:
+        LeaseError: It does not fit, or did not within ``wait``.
+        UsageError: A size, a device or a priority that is none.
+    """
+    claims = _claims(size, device)
+    lowest = None if floor is None else _claims(floor, device)
+    if priority not in _PRIORITIES:
+        message = f"priority `{priority}` is not within -128 to 127"
+        raise UsageError(message)
+    client = _client()
+    if client is None:
+        return Lease(None, 0, claims)
+    number, _, granted = client.acquire(claims, lowest, priority, wait, time_to_live, label)
+    return Lease(client, number, granted)
+
+
+class Lease:
+    """Memory that is set aside, until it is released.
+
+    Attributes:
+        is_alone: Whether no broker runs, so that nothing is held back from others.
+    """
+
+    def __init__(
+        self, client: _native.LeaseClient | None, number: int, claims: Mapping[str, int]
+    ) -> None:
+        """Create it; :func:`lease` does.
+
+        Args:
+            client: The connection, or ``None`` without a broker.
+            number: The broker's number for it.
+            claims: Bytes by device.
+        """
+        self.is_alone = client is None
+        self._client = client
+        self._number = number
+        self._claims = dict(claims)
+        self._is_released = False
+
+    @property
+    def claims(self) -> dict[str, int]:
+        """Bytes by device that it holds now; nothing when it has ended."""
+        if self._is_released:
+            return {}
+        if self._client is None:
+            return dict(self._claims)
+        held = self._client.held(self._number)
+        return {} if held is None else held[2]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it holds now, on all devices."""
+        return sum(self.claims.values())
+
+    @property
+    def asked(self) -> dict[str, int] | None:
+        """What another's need asks this one to shrink to; ``None`` when nobody asks.
+
+        Answer with :meth:`resize` or :meth:`decline`.
+        """
+        if self._client is None or self._is_released:
+            return None
+        return self._client.asked_to_shrink(self._number)
+
+    def resize(
+        self, size: Size | Mapping[str, Size], *, device: str = "host", wait: float | None = 0.0
+    ) -> None:
+        """Give a part back, or ask for more.
+
+        Growth while others wait may be refused: this one holds memory that they wait for. A
+        refused lease is as before.
+
+        Args:
+            size: The new size, as for :func:`lease`; 0 holds nothing for now.
+            device: Where, when the size is a single one.
+            wait: Seconds to wait for room.
+
+        Raises:
+            LeaseError: It does not fit, or the lease has ended.
+            UsageError: A size or device that is none.
+        """
+        claims = _claims(size, device)
+        if self._is_released:
+            message = "the lease was released"
+            raise LeaseError(message, "ended")
+        if self._client is None:
+            self._claims = claims
+        else:
+            self._client.resize(self._number, claims, wait)
+
+    def decline(self) -> None:
+        """Answer a request to shrink with no."""
+        if self._client is not None and not self._is_released:
+            self._client.decline(self._number)
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing, and neither does a forked child's."""
+        if self._is_released:
+            return
+        self._is_released = True
+        if self._client is not None:
+            try:
+                self._client.release(self._number)
+            except LeaseError as error:
+                if error.reason != "forked":
+                    raise
+
+    def __enter__(self) -> Self:
+        """Return the lease, which is held already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give it back."""
+        self.release()
+
+    def __repr__(self) -> str:
+        """Say what it holds."""
+        state = "released" if self._is_released else f"{self.claims}"
+        return f"<memfit.Lease {state}{', alone' if self.is_alone else ''}>"
+
+
+def _client() -> _native.LeaseClient | None:
+    """This thread's connection; ``None`` when no broker runs."""
+    path = _native.broker_path()
+    is_own = _lines.process == os.getpid() and _lines.path == path
+    if _lines.client is not None and is_own:
+        try:
+            _lines.client.devices()
+        except LeaseError:
+            pass
+        else:
+            return _lines.client
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    try:
+        client = _native.LeaseClient(path, name[:100])
+    except LeaseError as error:
+        if error.reason != "no_broker":
+            raise
+        message = f"{error}: the lease holds nothing back from others; start one: `memfit broker`"
+        warnings.warn(message, NoBrokerWarning, stacklevel=3)
+        return None
+    _lines.client, _lines.path, _lines.process = client, path, os.getpid()
+    return client
+
+
+def _claims(size: Size | Mapping[str, Size], device: str) -> dict[str, int]:
+    """Bytes by device."""
+    if isinstance(size, Mapping):
+        return {name: _bytes(part) for name, part in size.items()}
+    return {device: _bytes(size)}
+
+
+def _bytes(size: Size) -> int:
+    """A size in bytes."""
+    if isinstance(size, str):
+        if size.strip().endswith("%"):
+            message = f"cannot lease `{size}`: write bytes, a percentage of what is not said"
+            raise UsageError(message)
+        return _native.parse_budget(size, 0)
+    if isinstance(size, bool) or not 0 <= size <= _LARGEST:
+        message = f"cannot lease `{size}` bytes: a size is 0 to 2**64 - 1"
+        raise UsageError(message)
+    return size
