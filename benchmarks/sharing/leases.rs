@@ -363,6 +363,9 @@ impl Host for NoHost {
     fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
         no()
     }
+    fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
+        no()
+    }
     fn run_script(&mut self, _: &Script) -> Result<String, HostError> {
         no()
     }
