@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -220,9 +220,30 @@ def fit(
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     choice = _Choice(allow, own_loop, tuple(forbid), _place(offload))
     made = _plan(recorded, source.of(recorded, workload), budget, choice)
+
+    def replan(batch: Any) -> dict[str, Any] | None:
+        """Plan again for a batch that the step was not captured with.
+
+        The budget stays the same number of bytes, also where it was given as a percentage.
+        """
+        moved = trace(replace(workload, batch=batch))
+        again = _plan(moved, source.roofline(moved), made.budget_bytes, choice)
+        return again.as_dict() if again.fits else None
+
+    def eager(optimizer: Any, not_compiled: str = "") -> Fitted:
+        """The workload fitted by the eager plan."""
+        return Fitted(
+            replace(workload, optimizer=optimizer),
+            made.as_dict(),
+            loss_reduction=meta["loss_reduction"],
+            replan=replan,
+            not_compiled=not_compiled,
+        )
+
     not_compiled = ""
     if compile:
-        compiled = _compiled(workload, recorded, made.budget_bytes, choice)
+        instead = eager if made.fits else None
+        compiled = _compiled(workload, recorded, made.budget_bytes, choice, instead)
         if isinstance(compiled, Fitted):
             return compiled
         not_compiled = compiled
@@ -234,30 +255,17 @@ def fit(
         if not_compiled:
             message += f"; nor does a compiled one: {not_compiled}"
         raise DoesNotFit(message, minimum_peak_bytes=made.minimum_peak_bytes, plan=made)
-
-    def replan(batch: Any) -> dict[str, Any] | None:
-        """Plan again for a batch that the step was not captured with.
-
-        The budget stays the same number of bytes, also where it was given as a percentage.
-        """
-        moved = trace(replace(workload, batch=batch))
-        again = _plan(moved, source.roofline(moved), made.budget_bytes, choice)
-        return again.as_dict() if again.fits else None
-
-    reduction = meta["loss_reduction"]
     if not_compiled:
         warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
-    return Fitted(
-        workload,
-        made.as_dict(),
-        loss_reduction=reduction,
-        replan=replan,
-        not_compiled=not_compiled,
-    )
+    return eager(workload.optimizer, not_compiled)
 
 
 def _compiled(
-    workload: Workload, recorded: Trace, budget_bytes: int, choice: _Choice
+    workload: Workload,
+    recorded: Trace,
+    budget_bytes: int,
+    choice: _Choice,
+    eager: Callable[[Any], Fitted] | None,
 ) -> Fitted | str:
     """The workload fitted under ``torch.compile``, or why it cannot be."""
     if choice.own_loop:
@@ -266,7 +274,7 @@ def _compiled(
 
     if "remat" in choice.forbid:
         return "compiled plans recompute activations, and `forbid` has `remat`"
-    found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes)
+    found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, eager)
     return found if isinstance(found, Fitted) else found.reason
 
 

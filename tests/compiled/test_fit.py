@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from graphs import Transformer, tokens
 from torch import nn
+from torch._inductor import config as inductor
 
 import memfit
 from memfit.compiled import toolchain
+from memfit.compiled.fitted import CompiledFitted
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import record
 from memfit.compiled.shares import divide
+from memfit.errors import NotCompiledWarning
 
 needs_compiler = pytest.mark.skipif(
     toolchain.missing("cpu") is not None, reason=f"{toolchain.missing('cpu')}"
@@ -120,14 +123,15 @@ def test_a_partitioner_survives_pickling_and_differs_by_its_shares():
     assert Partitioner({"a": 100}, 99) != one
 
 
-def test_without_a_compiler_the_step_runs_eager_and_says_so(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+def test_without_a_compiler_the_step_runs_eager_and_says_so():
     toolchain_cache_clear()
     try:
-        with pytest.warns(memfit.NotCompiledWarning, match=r"C\+\+ compiler"):
+        with (
+            inductor.patch({"cpp.cxx": ("/nowhere/g++",)}),
+            pytest.warns(memfit.NotCompiledWarning, match=r"C\+\+ compiler"),
+        ):
             fitted = memfit.fit(layers(), "4MiB", compile=True)
     finally:
-        monkeypatch.undo()
         toolchain_cache_clear()
     fitted.step()
     assert "C++ compiler" in fitted.report().not_compiled
@@ -186,3 +190,27 @@ def test_recording_leaves_no_trace_on_the_model_or_the_random_state():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.buffers(), buffers))
     assert all(p.grad is None for p in model.parameters())
+
+
+@needs_compiler
+def test_where_compiled_code_takes_more_than_the_budget_the_step_runs_eager(monkeypatch):
+    workload = layers()
+    fitted = memfit.fit(workload, "95%", compile=True)
+    assert isinstance(fitted, CompiledFitted)
+    # As if Inductor had taken twice the budget, whatever it was cut for; without its compile time.
+    monkeypatch.setattr(fitted, "_compiled", workload.loss)
+    monkeypatch.setattr(fitted, "_measured_bytes", 2 * fitted.plan["budget_bytes"])
+    monkeypatch.setattr(fitted, "_counts", lambda: False)
+    monkeypatch.setattr(fitted, "_tighten", lambda _: None)
+    fitted.step()
+    with pytest.warns(NotCompiledWarning, match="from here on the step runs eager"):
+        fitted.step()
+    assert "above its budget" in fitted.report().not_compiled
+    assert "graphs" not in fitted.plan
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    state = fitted.optimizer.state_dict()["state"][0]["step"].clone()
+    fitted.step()
+    pairs = zip(before, workload.model.parameters(), strict=True)
+    assert all(not torch.equal(old, new) for old, new in pairs)
+    assert fitted.optimizer.state_dict()["state"][0]["step"] == state + 1
+    assert fitted.report().steps == 3

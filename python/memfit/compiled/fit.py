@@ -8,11 +8,12 @@ files of this package) nor for the eager plan that is used instead (:mod:`memfit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from memfit.compiled import toolchain
 from memfit.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
@@ -20,6 +21,7 @@ from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import Recorded, record
 from memfit.compiled.shares import Share, divide
 from memfit.compiled.step_bytes import optimizer_peak_bytes, static_bytes
+from memfit.fitted import Fitted
 from memfit.workload import Workload
 
 
@@ -35,7 +37,10 @@ class NotCompiled:
 
 
 def fit_compiled(
-    workload: Workload, trace: Mapping[str, Any], budget_bytes: int
+    workload: Workload,
+    trace: Mapping[str, Any],
+    budget_bytes: int,
+    eager: Callable[[Optimizer | None], Fitted] | None = None,
 ) -> CompiledFitted | NotCompiled:
     """Plan a step for ``torch.compile`` and apply the plan.
 
@@ -43,6 +48,7 @@ def fit_compiled(
         workload: The step.
         trace: Its eager trace as parsed JSON.
         budget_bytes: Most bytes of the step.
+        eager: See :class:`CompiledFitted`.
 
     Returns:
         The fitted workload, or why it cannot run compiled under that budget.
@@ -80,7 +86,7 @@ def fit_compiled(
         return tighter if isinstance(tighter, CompiledPlan) else None
 
     made = plan(budget_bytes)
-    return made if isinstance(made, NotCompiled) else CompiledFitted(workload, made, tighten)
+    return made if isinstance(made, NotCompiled) else CompiledFitted(workload, made, tighten, eager)
 
 
 def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 Responsible for :class:`CompiledFitted`, the compiled counterpart of
 :class:`~memfit.fitted.Fitted`: the loss goes through stock Inductor with memfit's partitioner, and
 the first steps are measured; where Inductor takes more than predicted, the graphs are cut again for
-less. Not responsible for planning (:mod:`memfit.compiled.fit`).
+less, and in the end the step runs eager. Not responsible for planning (:mod:`memfit.compiled.fit`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
@@ -98,6 +99,7 @@ class CompiledFitted(Fitted):
         workload: Workload,
         plan: CompiledPlan,
         tighten: Callable[[int], CompiledPlan | None],
+        eager: Callable[[Optimizer | None], Fitted] | None = None,
     ) -> None:
         """Apply a plan to a workload.
 
@@ -105,8 +107,12 @@ class CompiledFitted(Fitted):
             workload: The workload the plan was made for.
             plan: The plan.
             tighten: Plans for a smaller budget; ``None`` where none is reached.
+            eager: Fits the step eager, for the optimizer given, where compiled code turns out not
+                to keep the budget; ``None`` where no eager plan does either.
         """
         super().__init__(workload, {"actions": []})
+        self._eager = eager
+        self._instead: Fitted | None = None
         self._tighten = tighten
         self._corrections = 0
         self._asked_bytes = plan.budget_bytes
@@ -123,8 +129,14 @@ class CompiledFitted(Fitted):
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """The plan of the compiled step."""
-        return self._compiled_plan.document
+        """The plan of the step, compiled unless that did not keep the budget."""
+        return self._compiled_plan.document if self._instead is None else self._instead.plan
+
+    def close(self) -> None:
+        """As :meth:`Fitted.close`."""
+        if self._instead is not None:
+            self._instead.close()
+        super().close()
 
     def step(self, batch: Any = None) -> Any:
         """Run one whole step; see :meth:`Fitted.step`.
@@ -138,6 +150,8 @@ class CompiledFitted(Fitted):
         Returns:
             The loss, detached.
         """
+        if self._instead is not None:
+            return self._instead.step(batch)
         usual = batch is None or _shape(batch) == _shape(self.workload.batch)
         if not usual or self._steps_of_plan != 1 or not self._counts():
             result = super().step(batch)
@@ -172,10 +186,15 @@ class CompiledFitted(Fitted):
             self._corrections += 1
             self._adopt(tighter)
             return
-        message = (
+        self._not_compiled = (
             f"the compiled step takes {self._measured_bytes} bytes, {over} above its budget, and "
-            "no tighter partition is left: fit without `compile=True`"
+            "no tighter partition keeps it"
         )
+        if self._eager is None:
+            message = f"{self._not_compiled}; nor is there an eager plan that does: it goes on so"
+        else:
+            message = f"{self._not_compiled}: from here on the step runs eager"
+            self._instead = self._eager(self.optimizer)
         warnings.warn(message, NotCompiledWarning, stacklevel=3)
 
     @contextlib.contextmanager
@@ -196,10 +215,15 @@ class CompiledFitted(Fitted):
         yield
 
     def report(self) -> CompiledReport:
-        """What the steps so far did."""
-        eager = super().report()
-        plain = {f.name: getattr(eager, f.name) for f in fields(eager)}
-        plain["replayed_ops"] = sum(g.recomputed_ops for g in self._compiled_plan.graphs)
+        """What the steps so far did; the graphs are those of the compiled ones."""
+        mine = super().report()
+        latest = mine if self._instead is None else self._instead.report()
+        plain = {f.name: getattr(latest, f.name) for f in fields(latest)}
+        plain["not_compiled"] = mine.not_compiled
+        if self._instead is None:
+            plain["replayed_ops"] = sum(g.recomputed_ops for g in self._compiled_plan.graphs)
+        else:
+            plain["steps"] += mine.steps
         return CompiledReport(
             **plain,
             graphs=self._compiled_plan.graphs,
