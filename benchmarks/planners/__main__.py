@@ -1,0 +1,160 @@
+"""memfit beside every planner that can be run here: one command, one run, a table and a picture.
+
+Every point is a process of its own: eager; activation checkpointing round every and every second
+block; selective checkpointing that keeps what matrix products return; the SAC MILP of
+`torch.distributed._tools`; `torch.compile` alone and under `activation_memory_budget`; memfit at
+a ladder of budgets and at the peak of every other point. Measured are the peak by allocator
+events, CPU time by interleaved pairs with eager, and gradients against eager.
+
+    .venv/bin/pip install --requirement benchmarks/planners/requirements.txt
+    .venv/bin/python -m benchmarks.planners            # all: hours, how many it says first
+    .venv/bin/python -m benchmarks.planners --quick    # small models
+    .venv/bin/python -m benchmarks.planners --models vit --skip torch.compile "memfit compiled"
+
+A run that was stopped goes on where it was; `--fresh` begins anew. A full run writes
+benchmarks/results/DATE-planners.json, .md and .png. Exits with 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.planners import points
+from benchmarks.planners.judgement import judge
+from benchmarks.planners.models import MODELS
+from benchmarks.planners.report import document
+from benchmarks.planners.runner import Runner
+from benchmarks.record import RESULTS, ROOT, Machine, write_results
+
+STEPS_BESIDE_PAIRS = 3
+START_SECONDS = 15
+COMPILE_SECONDS = 45
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, judge, write."""
+    chosen = _parse(arguments)
+    folder = chosen.folder / ("quick" if chosen.quick else "full")
+    if chosen.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    runner = Runner(folder, chosen.pairs, chosen.threads, chosen.jobs)
+    start = time.monotonic()
+    eager = _start(runner, chosen)
+    remaining = _points_of(chosen, eager)
+    _print_estimate(runner, remaining, eager)
+    rows = [*eager, *runner.rows(remaining)]
+    ours = [
+        point
+        for model in chosen.models
+        for point in points.ours(model, rows, quick=chosen.quick)
+        if _wanted(point, chosen)
+    ]
+    rows += runner.rows(ours)
+    rows.sort(key=lambda row: (chosen.models.index(row["model"]), _position(row)))
+    verdicts = judge(rows)
+    page = document(rows, verdicts)
+    spent = (
+        f"The points ran for {runner.wall_seconds(rows) / 60:.0f} minutes, "
+        f"this call for {(time.monotonic() - start) / 60:.0f}; {chosen.jobs} at a time, "
+        f"{chosen.threads} threads each, "
+        f"{chosen.pairs} pairs of steps a point."
+    )
+    page = f"{page}\n\n{spent}"
+    print(page)
+    _write(chosen, folder, rows, [verdict.as_dict() for verdict in verdicts], page)
+    return 0 if all(verdict.met for verdict in verdicts) else 1
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planners", description=(__doc__ or "").partition("\n")[0]
+    )
+    methods = points.METHODS[1:]
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--methods", nargs="+", choices=methods, default=list(methods), help="beside eager"
+    )
+    parser.add_argument("--skip", nargs="+", choices=methods, default=[], help="of the methods")
+    parser.add_argument("--quick", action="store_true", help="small versions of the models")
+    parser.add_argument("--pairs", type=int, default=3, help="timed pairs of steps a point")
+    parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of every point")
+    parser.add_argument("--jobs", type=int, default=1, help="points at a time")
+    parser.add_argument("--fresh", action="store_true", help="forget the points of earlier runs")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "target" / "planners", help="where points are kept"
+    )
+    return parser.parse_args(arguments)
+
+
+def _wanted(point: points.Point, chosen: argparse.Namespace) -> bool:
+    return point["method"] in chosen.methods and point["method"] not in chosen.skip
+
+
+def _start(runner: Runner, chosen: argparse.Namespace) -> list[points.Row]:
+    """Capture and profile every model, and measure eager."""
+    rows = []
+    for model in chosen.models:
+        point = {"model": model, "quick": chosen.quick}
+        prepared = runner.row({**point, "method": "prepare"})
+        if "failed" in prepared:
+            sys.exit(f"{model}: {prepared['failed']}")
+        rows.append(runner.row({**point, "method": "eager"}))
+    return rows
+
+
+def _points_of(chosen: argparse.Namespace, eager: list[points.Row]) -> list[points.Point]:
+    return [
+        point
+        for row in eager
+        for point in points.peers(row["model"], quick=chosen.quick)
+        if _wanted(point, chosen)
+    ]
+
+
+def _print_estimate(runner: Runner, remaining: list[points.Point], eager: list[points.Row]) -> None:
+    """About how long the rest takes, from eager's steps."""
+    seconds = 0.0
+    for row in eager:
+        new = [p for p in remaining if p["model"] == row["model"] and not runner.known(p)]
+        compiled = sum(point["method"] == "torch.compile" for point in new)
+        steps = STEPS_BESIDE_PAIRS + 2 * runner.pairs_of(row)
+        each = START_SECONDS + 1.15 * steps * row["eager_seconds"] / runner.threads
+        # memfit's points are about twice the peers' eager ones, and as many as the compiled.
+        seconds += 3 * (len(new) - compiled) * each + 2 * compiled * (each + COMPILE_SECONDS)
+    minutes = seconds / runner.jobs / 60
+    print(f"estimated: {minutes:.0f} minutes", file=sys.stderr, flush=True)
+
+
+def _position(row: points.Row) -> tuple[int, float]:
+    """Methods in their order; within one, from the highest peak down."""
+    return points.METHODS.index(row["method"]), -row.get("peak_bytes", 0)
+
+
+def _write(
+    chosen: argparse.Namespace,
+    folder: Path,
+    rows: list[points.Row],
+    verdicts: list[dict[str, object]],
+    page: str,
+) -> None:
+    """The results of a whole run; the picture alone of any other."""
+    from benchmarks.planners.plot import draw  # needs matplotlib
+
+    machine = Machine.here()
+    whole = not chosen.quick and set(chosen.models) == set(MODELS) and not chosen.skip
+    whole = whole and set(chosen.methods) == set(points.METHODS[1:])
+    picture = RESULTS / f"{machine.date}-planners.png" if whole else folder / "planners.png"
+    draw(rows, picture, machine.sentence())
+    print(picture, file=sys.stderr)
+    if whole:
+        page = f"![Step time against peak]({picture.name})\n\n{page}"
+        document = {"points": rows, "verdicts": verdicts}
+        write_results("planners", machine, document, page)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""memfit itself: captured and profiled once per model, planned and applied per point.
+
+Responsible for preparing a model (trace and op times, kept in the work folder so that all plans
+of a run are made from the same figures) and for a step that runs by a plan for one budget.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planners.compiled import draw_as, unbudgeted
+from benchmarks.planners.way import CannotRunError, Way
+
+import memfit
+from memfit import _native, costs
+from memfit.errors import NotCompiledWarning
+from memfit.fitted import Fitted
+
+MINIMUM_ATTEMPTS = 4
+"""Budgets tried for the least compiled peak: each refusal names the next."""
+
+
+def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any]:
+    """Capture the step and time its ops; both are kept for the points.
+
+    Args:
+        workload: The workload.
+        folder: Where to keep them.
+        stem: Name of the files.
+
+    Returns:
+        Seconds of either, and the least peak of each kind of plan.
+    """
+    capture_seconds, trace = _timed(lambda: memfit.trace(workload))
+    profile_seconds, op_times = _timed(lambda: costs.profiled(workload, trace.native))
+    trace.save(folder / f"{stem}.memfit")
+    (folder / f"{stem}.costs.json").write_text(op_times)
+    return {
+        "capture_seconds": capture_seconds,
+        "profile_seconds": profile_seconds,
+        "ops": len(json.loads(trace.json())["ops"]),
+    }
+
+
+def planned(
+    workload: memfit.Workload,
+    prepared: Path,
+    *,
+    budget: str,
+    allow: str,
+    forbid: list[str],
+) -> Way:
+    """A step by memfit's plan.
+
+    Args:
+        workload: The workload; its optimizer exists already.
+        prepared: Where :func:`prepare` kept trace and op times, less the ends of their names.
+        budget: As ``memfit.plan`` takes it, or ``minimum``.
+        allow: The loosest class of action.
+        forbid: Kinds of action to leave out.
+
+    Returns:
+        The way.
+
+    Raises:
+        CannotRunError: No plan fits.
+    """
+    trace = memfit.Trace.decode(prepared.with_suffix(".memfit").read_bytes())
+    op_times = prepared.with_suffix(".costs.json").read_text()
+    request: dict[str, Any] = {"allow": allow, "own_loop": False, "forbid": forbid}
+    if budget == "minimum":
+        least = json.loads(
+            _native.plan(trace.native, op_times, json.dumps(request | {"budget": "1%"}))
+        )
+        budget = str(least["minimum_peak_bytes"] + least["margin_bytes"])
+    request["budget"] = budget
+    plan_seconds, text = _timed(lambda: _native.plan(trace.native, op_times, json.dumps(request)))
+    plan = json.loads(text)
+    if plan["verdict"] != "fits":
+        least_peak = plan["minimum_peak_bytes"]
+        raise CannotRunError(f"no plan fits {plan['budget_bytes']} bytes: least peak {least_peak}")
+    reduction = json.loads(trace.json())["meta"]["loss_reduction"]
+    fitted = Fitted(workload, plan, loss_reduction=reduction)
+    return Way(
+        fitted.step,
+        predicted_peak_bytes=plan["planned"]["predicted_peak_bytes"],
+        predicted_seconds=plan["planned"]["predicted_step_seconds"],
+        notes={
+            "plan_seconds": plan_seconds,
+            "budget_bytes": plan["budget_bytes"],
+            "predicted_eager_seconds": plan["unplanned"]["predicted_step_seconds"],
+            "predicted_step_ratio": plan["predicted_step_ratio"],
+            "lower_bound_ratio": plan["lower_bound_ratio"],
+            "class": plan.get("class"),
+            "actions": [
+                {"kind": action["kind"], "count": action.get("count")} for action in plan["actions"]
+            ],
+        },
+    )
+
+
+def compiled(
+    workload: memfit.Workload, *, budget: str, reference: str, allow: str, forbid: list[str]
+) -> Way:
+    """A compiled step inside a budget.
+
+    Args:
+        workload: The workload; its optimizer exists already.
+        budget: As ``memfit.fit`` takes it, or ``minimum``.
+        reference: As in :func:`benchmarks.planners.compiled.budgeted`.
+        allow: The loosest class of the eager plan, which is made as well.
+        forbid: Kinds of action to leave out of it.
+
+    Returns:
+        The way.
+
+    Raises:
+        CannotRunError: No compiled step keeps to the budget.
+    """
+    draw_as(reference)
+    asked = "1" if budget == "minimum" else budget
+    for _ in range(MINIMUM_ATTEMPTS):
+        found, reason = _fit_compiled(workload, asked, allow, forbid)
+        if found is not None or budget != "minimum":
+            break
+        # The reason names the bytes that it takes at least.
+        least = re.search(r"takes (\d+) bytes", reason)
+        if least is None:
+            break
+        asked = least[1]
+    if found is None:
+        raise CannotRunError(reason)
+    fitted, seconds = found
+
+    def settle() -> None:
+        """Until memfit cuts the graphs no further."""
+        corrections = -1
+        while corrections != (corrections := fitted.report().corrections):
+            fitted.step()
+            fitted.step()
+
+    plan = fitted.plan
+    return Way(
+        fitted.step,
+        reference=unbudgeted(workload) if reference == "compiled" else None,
+        settle=settle,
+        predicted_peak_bytes=plan["planned"]["predicted_peak_bytes"],
+        notes={
+            "plan_seconds": seconds,
+            "budget_bytes": plan["budget_bytes"],
+            "actions": [{"kind": a["kind"], "count": a["count"]} for a in plan["actions"]],
+        },
+    )
+
+
+def _fit_compiled(
+    workload: memfit.Workload, budget: str, allow: str, forbid: list[str]
+) -> tuple[tuple[Any, float] | None, str]:
+    """The fitted workload and the seconds it took, or why the step is not compiled."""
+    choice: dict[str, Any] = {"allow": allow, "forbid": forbid}
+    with warnings.catch_warnings(action="ignore", category=NotCompiledWarning):
+        try:
+            seconds, fitted = _timed(lambda: memfit.fit(workload, budget, compile=True, **choice))
+        except memfit.DoesNotFit as error:
+            return None, str(error)
+    reason = fitted.report().not_compiled
+    return (None, reason) if reason else ((fitted, seconds), "")
+
+
+def _timed(call: Any) -> tuple[float, Any]:
+    start = time.process_time()
+    result = call()
+    return time.process_time() - start, result

@@ -1,0 +1,187 @@
+"""The bars of the head-to-head, decided from the rows of a run.
+
+Responsible for verdicts only: every number in them is in a row. A bar that could not be decided,
+because a point failed or was refused, counts as missed and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.planners.points import Row, label, like, shows_randomness
+
+TIME_BAR = 1.02
+FLOOR_BAR = 0.75
+PREDICTED_BAR = 0.10
+RIGHT = 1e-4
+"""Largest relative gradient error of a point whose gradients count as right."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One bar at one place.
+
+    Attributes:
+        bar: What is asked.
+        model: Of which model.
+        subject: Against which point, or of which.
+        value: What was measured; ``None`` where it could not be.
+        limit: What it may be at most.
+        met: Whether it is.
+        note: What helps to read it.
+    """
+
+    bar: str
+    model: str
+    subject: str
+    value: float | None
+    limit: float
+    met: bool
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the results file."""
+        return asdict(self)
+
+
+def judge(rows: Sequence[Row]) -> list[Verdict]:
+    """All verdicts of a run."""
+    found: list[Verdict] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        found += times_at_peers_peaks(model, of_model)
+        found += lowest_peaks(model, of_model)
+        found += budgets_kept(model, of_model)
+        found += predicted_times(model, of_model)
+    return found
+
+
+def right(row: Row) -> bool:
+    """Whether a point ran and its gradients are those of its reference."""
+    return "gradient_error" in row and row["gradient_error"] <= RIGHT
+
+
+def is_ours(row: Row) -> bool:
+    """Whether a row is memfit's."""
+    return bool(row["method"].startswith("memfit"))
+
+
+def exact(row: Row) -> bool:
+    """Whether memfit was asked for exact plans only; compiled ones are as near as compiling is."""
+    return is_ours(row) and row["options"]["allow"] == "exact"
+
+
+def apart(row: Row) -> bool:
+    """Whether memfit had to leave the optimizer where peers have it, after backward."""
+    return is_ours(row) and "fuse_optimizer" in row["options"]["forbid"]
+
+
+def times_at_peers_peaks(model: str, rows: list[Row]) -> Iterable[Verdict]:
+    """Memfit's exact step within a peer's peak, against the peer's time."""
+    for peer in rows:
+        if is_ours(peer) or peer["method"] == "eager" or not _ran_right(peer):
+            continue
+        within = [
+            row
+            for row in rows
+            if exact(row)
+            and right(row)
+            and like(row) == like(peer)
+            and row["peak_bytes"] <= peer["peak_bytes"]
+        ]
+        chosen = min(within, key=_promised, default=None)
+        if chosen is None:
+            yield Verdict(
+                "time at a peer's peak",
+                model,
+                label(peer),
+                None,
+                TIME_BAR,
+                met=False,
+                note="no exact plan at or below this peak",
+            )
+            continue
+        ratio = chosen["step_ratio"] / peer["step_ratio"]
+        yield Verdict(
+            "time at a peer's peak",
+            model,
+            label(peer),
+            ratio,
+            TIME_BAR,
+            met=ratio <= TIME_BAR,
+            note=f"{label(chosen)}: {chosen['step_ratio']:.3f} x of eager's step, "
+            f"the peer {peer['step_ratio']:.3f} x",
+        )
+
+
+def _promised(row: Row) -> tuple[float, int]:
+    """Order of plans by what they promise: choosing by what is measured would favour noise."""
+    return row.get("predicted_step_ratio", 0.0), -row["peak_bytes"]
+
+
+def _ran_right(peer: Row) -> bool:
+    """Whether a peer's point counts; draws of eager's random numbers only show what is wrong."""
+    return right(peer) and not shows_randomness(peer)
+
+
+def lowest_peaks(model: str, rows: list[Row]) -> Iterable[Verdict]:
+    """The lowest peak above parameters, buffers and optimizer state, against the best peer's."""
+    best = min(
+        (row for row in rows if not is_ours(row) and _ran_right(row)),
+        key=_above_floor,
+        default=None,
+    )
+    least = {
+        name: min((_above_floor(row) for row in rows if right(row) and choose(row)), default=None)
+        for name, choose in (
+            ("any", is_ours),
+            ("exact", exact),
+            ("exact, optimizer apart", lambda row: exact(row) and apart(row)),
+        )
+    }
+    lowest = least["any"]
+    if best is None or lowest is None:
+        yield Verdict("lowest peak", model, "", None, FLOOR_BAR, met=False, note="no points")
+        return
+    ratio = lowest / _above_floor(best)
+    figures = [f"{name} {count / 2**20:.1f} MiB" for name, count in least.items() if count]
+    note = f"{_above_floor(best) / 2**20:.1f} MiB; memfit {', '.join(figures)}"
+    yield Verdict(
+        "lowest peak", model, label(best), ratio, FLOOR_BAR, met=ratio <= FLOOR_BAR, note=note
+    )
+
+
+def _above_floor(row: Row) -> int:
+    return int(row["peak_bytes"] - row["floor_bytes"])
+
+
+def budgets_kept(model: str, rows: list[Row]) -> Iterable[Verdict]:
+    """The measured peak of every plan against its budget; the worst one is named."""
+    planned = [row for row in rows if is_ours(row) and "peak_bytes" in row]
+    if planned:
+        worst = max(planned, key=lambda row: row["peak_bytes"] / row["budget_bytes"])
+        ratio = worst["peak_bytes"] / worst["budget_bytes"]
+        yield Verdict("peak within budget", model, label(worst), ratio, 1.0, met=ratio <= 1.0)
+
+
+def predicted_times(model: str, rows: list[Row]) -> Iterable[Verdict]:
+    """Predicted over measured step time, op times from a profiled step; the worst one is named."""
+    planned = [row for row in rows if is_ours(row) and row.get("predicted_seconds")]
+    if planned:
+        worst = max(planned, key=lambda row: abs(_time_error(row)))
+        error = _time_error(worst)
+        yield Verdict(
+            "predicted step time",
+            model,
+            label(worst),
+            abs(error),
+            PREDICTED_BAR,
+            met=abs(error) <= PREDICTED_BAR,
+            note=f"{worst['predicted_seconds']:.2f} of {worst['step_seconds']:.2f} s, {error:+.0%}",
+        )
+
+
+def _time_error(row: Row) -> float:
+    return float(row["predicted_seconds"] / row["step_seconds"] - 1)

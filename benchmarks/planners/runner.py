@@ -1,0 +1,142 @@
+"""Runs points, each in a process of its own, and keeps their rows so that a run can go on.
+
+Responsible for processes, the file of rows, and progress on stderr. A process that dies, hangs or
+is killed leaves a row that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from benchmarks.planners.points import LARGE, Point, Row, label
+from benchmarks.record import ROOT
+
+TIME_LIMIT_SECONDS = 1800
+PAIRS_LARGE = 2
+FAILED_LINES = 2
+"""Last lines of a dead process that its row quotes."""
+
+
+@dataclass
+class Runner:
+    """A run's folder and settings.
+
+    Attributes:
+        folder: Where rows, traces and compiled code are kept.
+        pairs: Interleaved pairs of steps that are timed at each point; of large models, fewer.
+        threads: Threads of every process.
+        jobs: Processes at a time.
+    """
+
+    folder: Path
+    pairs: int
+    threads: int
+    jobs: int
+    _lock: Lock = field(default_factory=Lock)
+    _rows: dict[str, Row] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read the rows of an earlier run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._file.exists():
+            for line in self._file.read_text().splitlines():
+                row = json.loads(line)
+                self._rows[row["key"]] = row
+        if self._rows:
+            print(f"{len(self._rows)} points are there from before: {self._file}", file=sys.stderr)
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "points.jsonl"
+
+    def known(self, point: Point) -> bool:
+        """Whether a point has been run."""
+        return self._key(point) in self._rows
+
+    def row(self, point: Point) -> Row:
+        """Run a point, or find its row.
+
+        Args:
+            point: The point.
+
+        Returns:
+            The point with its figures, or with ``refused`` or ``failed`` and the reason.
+        """
+        key = self._key(point)
+        if key not in self._rows:
+            start = time.monotonic()
+            row = {**point, **self._run(point), "key": key}
+            row["wall_seconds"] = time.monotonic() - start
+            print(f"{point['model']}, {label(point)}: {_summary(row)}", file=sys.stderr, flush=True)
+            with self._lock, self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            self._rows[key] = row
+        return self._rows[key]
+
+    def rows(self, points: Iterable[Point]) -> list[Row]:
+        """The rows of some points, several at a time if the run is set so."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            return list(pool.map(self.row, points))
+
+    def pairs_of(self, point: Point) -> int:
+        """Pairs of steps timed at a point: long steps scatter less."""
+        large = point["model"] in LARGE and not point["quick"]
+        return min(self.pairs, PAIRS_LARGE) if large else self.pairs
+
+    def wall_seconds(self, rows: list[Row]) -> float:
+        """How long the processes of some rows ran."""
+        return float(sum(row["wall_seconds"] for row in rows))
+
+    def _key(self, point: Point) -> str:
+        pairs = self.pairs_of(point)
+        return json.dumps({**point, "pairs": pairs, "threads": self.threads}, sort_keys=True)
+
+    def _run(self, point: Point) -> Row:
+        spec = {**point, "pairs": self.pairs_of(point), "folder": str(self.folder)}
+        program = [sys.executable, "-m", "benchmarks.planners.point", json.dumps(spec)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_WAIT_POLICY": "passive",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+        }
+        try:
+            done = subprocess.run(
+                program,
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TIME_LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"still running after {TIME_LIMIT_SECONDS} s"}
+        if done.returncode == 0 and done.stdout:
+            row: Row = json.loads(done.stdout.splitlines()[-1])
+            return row
+        said = [line for line in done.stderr.splitlines() if line.strip()][-FAILED_LINES:]
+        return {"failed": f"ended with {done.returncode}: {' '.join(said)}"}
+
+
+def _summary(row: Row) -> str:
+    """One line of progress."""
+    took = f" [{row['wall_seconds']:.0f} s]"
+    for outcome in ("refused", "failed"):
+        if outcome in row:
+            return f"{outcome}: {row[outcome]}{took}"
+    if "step_ratio" not in row:
+        return f"done{took}"
+    return (
+        f"{row['peak_bytes'] / 2**20:.1f} MiB, {row['step_ratio']:.3f} x, "
+        f"gradient error {row['gradient_error']:.1e}{took}"
+    )
