@@ -77,6 +77,10 @@ class Ledger:
         """The allocation behind a tensor, if it is known."""
         return self._alive.get(tensor.untyped_storage()._cdata)
 
+    def holds(self, storage: UntypedStorage) -> bool:
+        """Whether a storage stands for an allocation."""
+        return storage._cdata in self._alive
+
     def seen(self, tensor: Tensor, producer: int | None = None) -> int:
         """The allocation behind a tensor, registered now if it is new.
 
@@ -147,6 +151,16 @@ class Ledger:
                 elements = 0
             self.value_bytes.append(elements * tensor.itemsize)
         return found
+
+    def made_and_held(self, but: set[int]) -> list[weakref.ref[Any]]:
+        """Storages, weakly, that ops of the step made and something still holds.
+
+        Args:
+            but: Allocations to leave out.
+        """
+        live = self._refs.values()
+        held = (r for r in live if not self.static[r.allocation] and r.allocation not in but)
+        return [weakref.ref(storage) for ref in held if (storage := ref()) is not None]
 
     def close(self) -> None:
         """End the step: whatever is still held lives to the end."""

@@ -13,6 +13,7 @@ hook returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ from memfit.capture.arguments import (
 from memfit.capture.call_shape import Call, describe_call
 from memfit.capture.ledger import Ledger
 from memfit.capture.module_calls import ModuleCalls
-from memfit.capture.saves import SavedTensors
+from memfit.capture.saves import Contents, InMemory, SavedTensors
 from memfit.capture.schema import OpFacts, draws_random_numbers, facts_of, reduction_of
 from memfit.capture.scratch_ops import has_scratch
 from memfit.capture.shadow import Shadows, UnknownValueError
@@ -124,6 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         lean: bool = True,
         own_parameters: frozenset[int] = frozenset(),
+        keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
     ) -> None:
         """Create a recorder.
 
@@ -133,12 +135,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             lean: Whether autograd is kept from holding what it saves.
             own_parameters: ``id`` of the parameters of the user's own model, which must not appear
                 in a step that runs on the copy.
+            keep: Keeps the contents of what autograd saves in a real step.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[OpRecord] = []
         self.phase = FORWARD
         self.ledger = Ledger()
-        self.saved = SavedTensors(self.ledger, fake_mode, lean=lean)
+        self.saved = SavedTensors(self.ledger, fake_mode, lean=lean, keep=keep)
         self.modules = ModuleCalls(model, self.ledger)
         self.sources = SourceLines()
         self.notes: dict[str, None] = {}

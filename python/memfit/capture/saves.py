@@ -10,7 +10,8 @@ token's own death tells when the node lets go. What existed before the step (par
 buffers, the batch) is handed back as it is.
 
 Where the step runs on fake tensors, the fresh storage has a size and no contents. Where it runs on
-real ones, the token keeps a copy of the contents that the recorder does not count.
+real ones, the token keeps a copy of the contents that the recorder does not count, in memory or
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,13 +49,22 @@ class Save:
     release: int | None = None
 
 
-class _Contents:
+class Contents(Protocol):
     """Bytes of a storage at one version, shared by every token that needs them."""
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """A storage that holds them."""
+
+
+class InMemory:
+    """Contents in memory that the recorder does not count."""
 
     __slots__ = ("__weakref__", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
+        """Copy a storage."""
+        self.storage: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
 
 
 class Token:
@@ -67,7 +77,7 @@ class Token:
         self.save = save
         self.tensor: Tensor | None = None
         self.view: tuple[Any, ...] = ()
-        self.contents: _Contents | None = None
+        self.contents: Contents | None = None
         self._released = released
 
     def release(self) -> None:
@@ -90,21 +100,30 @@ class SavedTensors:
             ``detach`` of it that belongs to the hook and not to the step.
     """
 
-    def __init__(self, ledger: Ledger, fake_mode: FakeTensorMode | None, *, lean: bool) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        fake_mode: FakeTensorMode | None,
+        *,
+        lean: bool,
+        keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
+    ) -> None:
         """Create the hooks.
 
         Args:
             ledger: Registers allocations and values.
             fake_mode: Makes the fresh tensors of a step on fakes; ``None`` for a real step.
             lean: Whether tokens hold no memory; otherwise they keep the tensor, as autograd does.
+            keep: Keeps the contents of storages of a real step.
         """
+        self._keep = keep
         self.saves: list[Save] = []
         self.unpacked: int | None = None
         self._ledger = ledger
         self._fake_mode = fake_mode
         self._lean = lean
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._contents: weakref.WeakValueDictionary[tuple[int, int], _Contents] = (
+        self._contents: weakref.WeakValueDictionary[tuple[int, int], Contents] = (
             weakref.WeakValueDictionary()
         )
         self._tokens: dict[int, list[Token]] | None = None
@@ -130,7 +149,7 @@ class SavedTensors:
 
     def hooks(self) -> Any:
         """The context manager that puts the hooks in."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def close(self, end: int) -> None:
         """End the step: what no node let go of is released at ``end``."""
@@ -140,7 +159,8 @@ class SavedTensors:
         self._storages.clear()
         self._tokens = None
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd holds instead of a tensor that it saves."""
         ledger = self._ledger
         if self._fake_mode is not None and not isinstance(tensor, FakeTensor) and self._foreign:
             tensor = self._foreign(tensor)
@@ -171,7 +191,8 @@ class SavedTensors:
             self._tokens.setdefault(sequence, []).append(token)
         return token
 
-    def _unpack(self, token: Any) -> Tensor:
+    def unpack(self, token: Any) -> Tensor:
+        """The tensor that autograd saved."""
         if isinstance(token, Tensor):
             return token
         save: Save = token.save
@@ -204,7 +225,7 @@ class SavedTensors:
         size = self._ledger.bytes[allocation]
         if token.contents is not None:
             storage = token.contents.storage
-            if self._ledger.find(torch.empty(0, dtype=torch.uint8).set_(storage)) is not None:
+            if self._ledger.holds(storage):
                 return storage
         else:
             storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
@@ -212,10 +233,10 @@ class SavedTensors:
         self._ledger.stand_in(storage, allocation)
         return storage
 
-    def _copy(self, storage: Any, allocation: int) -> _Contents:
+    def _copy(self, storage: Any, allocation: int) -> Contents:
         key = (allocation, self._ledger.version[allocation])
         contents = self._contents.get(key)
         if contents is None:
             with torch._C._DisableTorchDispatch():
-                contents = self._contents[key] = _Contents(storage.clone())
+                contents = self._contents[key] = self._keep(storage)
         return contents
