@@ -107,6 +107,7 @@ class Fitted:
         replan: Replan | None = None,
         offload_dir: str | PathLike[str] = "",
         not_compiled: str = "",
+        warn: bool = True,
     ) -> None:
         """Apply a plan to a workload.
 
@@ -119,6 +120,7 @@ class Fitted:
             offload_dir: Where to write tensors that the plan offloads to a disk; by default where
                 the plan says, or else the system's folder for temporary files.
             not_compiled: Why the step is not compiled though that was asked for, for the report.
+            warn: Whether to warn, once, when the running model leaves the plan.
 
         Raises:
             UsageError: The plan asks for what this workload cannot do.
@@ -129,6 +131,7 @@ class Fitted:
         self.optimizer = _optimizer(workload)
         self._replan = replan
         self._not_compiled = not_compiled
+        self._warn = warn
         if loss_reduction not in REDUCTIONS:
             message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
             raise UsageError(message)
@@ -396,7 +399,7 @@ class Fitted:
             folder = self._offload_dir or offload.get("folder", "")
             window_bytes = int(offload.get("window_bytes", 0))
             tier = open_tier(str(offload.get("tier")), window_bytes, folder)
-        return Rematerialiser(self.workload.model, remat, offload, tier)
+        return Rematerialiser(self.workload.model, remat, offload, tier, warn=self._warn)
 
 
 def _part(actions: Mapping[str, Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:

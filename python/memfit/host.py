@@ -202,7 +202,14 @@ class Host:
 
         return str(json.loads(Trace.decode(self._captured[2]).json())["meta"]["loss_reduction"])
 
-    def run_script(self, command: list[str], is_module: bool, snapshot: Path | None) -> str:  # noqa: FBT001 - called from Rust by position
+    def run_script(
+        self,
+        command: list[str],
+        is_module: bool,  # noqa: FBT001 - called from Rust by position
+        snapshot: Path | None,
+        budget: str | None,
+        announce: bool,  # noqa: FBT001
+    ) -> str:
         """Run an unmodified script and say what it took.
 
         What it prints stays where it prints it, unlike what a target's code prints.
@@ -211,6 +218,8 @@ class Host:
             command: The script or module, and its arguments.
             is_module: Whether it is a module, as with ``python -m``.
             snapshot: Where to write a snapshot of CUDA memory.
+            budget: Memory that its training steps shall stay within, as written.
+            announce: Whether to say on standard error what is planned, when it is.
 
         Returns:
             The summary as JSON.
@@ -218,7 +227,11 @@ class Host:
         from memfit.tracking import watched
 
         found = watched.run(
-            command, is_module=is_module, snapshot=None if snapshot is None else str(snapshot)
+            command,
+            is_module=is_module,
+            snapshot=None if snapshot is None else str(snapshot),
+            budget=budget,
+            announce=announce,
         )
         self.script_ended = found["ended"]
         return json.dumps(_finite(found), allow_nan=False)

@@ -142,7 +142,13 @@ impl Host for PythonHost {
     fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
         self.ask(|host| {
             let command = script.command.clone();
-            let arguments = (command, script.is_module, script.snapshot.clone());
+            let arguments = (
+                command,
+                script.is_module,
+                script.snapshot.clone(),
+                script.budget.clone(),
+                script.announce,
+            );
             host.call_method1("run_script", arguments)?.extract()
         })
     }

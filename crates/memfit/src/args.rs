@@ -34,6 +34,7 @@ Examples:
   memfit show    step.memfit                            what is in a saved trace or plan
   memfit explain snapshot.pickle                        why a CUDA memory snapshot peaked
   memfit run     train.py --epochs 3                    run a script and say what it took
+  memfit run     --budget 6GiB train.py                 fit the training steps of a script
   memfit broker  --memory host=16GiB                    grant memory to processes, never too much
   memfit ps                                             who holds what, and who waits
 
@@ -152,11 +153,12 @@ that does nothing, copies between host and device, the disk. `memfit plan` uses 
 device, torch version and number of threads are the same.")]
     Calibrate(CalibrateArguments),
 
-    /// Run an unmodified script and say what it took, at its end or when memory runs out
+    /// Run an unmodified script, say what it took, and perhaps fit its training steps
     #[command(after_help = "\
 Examples:
   memfit run train.py --epochs 3                 the script's own arguments follow its name
   memfit run -m my_project.train --epochs 3      a module, as with python -m
+  memfit run --budget 6GiB train.py              its training steps, unmodified, within 6 GiB
   memfit run --report run.json train.py          the summary as JSON in a file
   memfit run --snapshot oom.pickle train.py      CUDA memory history, for memfit explain
 
@@ -449,6 +451,13 @@ pub(crate) struct CalibrateArguments {
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArguments {
+    /// Fit the script's training steps into so much memory: 3GiB, 60% of an unplanned step, plain bytes
+    ///
+    /// The first step is observed while all that autograd saves lies in a file; the following ones run by an
+    /// exact plan. Losses, results and exit code stay what they are.
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) budget: Option<String>,
+
     /// Write the summary as JSON to a file
     #[arg(long, value_name = "FILE.json")]
     pub(crate) report: Option<PathBuf>,

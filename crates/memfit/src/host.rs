@@ -18,6 +18,10 @@ pub struct Script {
     pub is_module: bool,
     /// Where to write a snapshot of CUDA memory.
     pub snapshot: Option<PathBuf>,
+    /// Memory that its training steps shall stay within, as written; absent to leave them alone.
+    pub budget: Option<String>,
+    /// Whether to say on standard error what is planned, when it is.
+    pub announce: bool,
 }
 
 /// What to calibrate.

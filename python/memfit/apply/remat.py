@@ -58,6 +58,8 @@ class Rematerialiser:
         remat: Mapping[str, Any] | None,
         offload: Mapping[str, Any] | None = None,
         tier: Tier | None = None,
+        *,
+        warn: bool = True,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -66,6 +68,7 @@ class Rematerialiser:
             remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
             offload: ``Offload`` of the plan, likewise.
             tier: Where stored tensors go; needed with ``offload``.
+            warn: Whether to warn, once, when the model leaves the plan.
 
         Raises:
             UsageError: The plan names a module that the model does not have, or is malformed.
@@ -73,7 +76,7 @@ class Rematerialiser:
         self.diverged = False
         self.tier = tier
         self._directions = Directions.read(remat, offload)
-        self._warned = False
+        self._warned = not warn
         self._active: _Forward | None = None
         self._last: _Forward | None = None
         self._whole: Region | None = None

@@ -128,9 +128,26 @@ def _show(error: BaseException) -> None:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and _PACKAGE in Path(trace.tb_frame.f_code.co_filename).parents:
+    """A traceback without the frames of memfit that ``python`` would not show."""
+    while trace is not None and _PACKAGE in _file(trace).parents:
         trace = trace.tb_next
+    kept = trace
+    while kept is not None:
+        # The script may use memfit itself: only frames that look on are left out here.
+        following = kept.tb_next
+        while following is not None and _looks_on(_file(following)):
+            following = following.tb_next
+        kept.tb_next = following
+        kept = following
     return trace
+
+
+def _file(trace: TracebackType) -> Path:
+    return Path(trace.tb_frame.f_code.co_filename)
+
+
+def _looks_on(file: Path) -> bool:
+    return file.parent == _PACKAGE / "adopt" or file == _PACKAGE / "tracking" / "watched.py"
 
 
 def _flush() -> None:

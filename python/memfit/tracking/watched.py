@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from memfit.adopt.script import AdoptedScript
     from memfit.tracking import cpu, cuda, growth
 
 SCHEMA_VERSION = 1
@@ -42,13 +43,22 @@ _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate memory")
 _REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
 
 
-def run(command: Sequence[str], *, is_module: bool, snapshot: str | None) -> dict[str, Any]:
+def run(
+    command: Sequence[str],
+    *,
+    is_module: bool,
+    snapshot: str | None,
+    budget: str | None = None,
+    announce: bool = False,
+) -> dict[str, Any]:
     """Run a script and say what it took.
 
     Args:
         command: The script or module, and its arguments.
         is_module: Whether it is a module, as with ``python -m``.
         snapshot: Where to write a snapshot of CUDA memory; ``None`` for nowhere.
+        budget: Memory that its training steps shall stay within; ``None`` to leave them alone.
+        announce: Whether to say on standard error what is planned, when it is.
 
     Returns:
         The summary, in the program's words; its ``quiet`` says that it is not to be printed.
@@ -56,7 +66,7 @@ def run(command: Sequence[str], *, is_module: bool, snapshot: str | None) -> dic
     Raises:
         UsageError: There is no such script.
     """
-    watch = Watch(snapshot)
+    watch = Watch(snapshot, budget, announce=announce)
     process = os.getpid()
     sys.meta_path.insert(0, _TorchFinder(watch.begin))
     ending = script.run(command, is_module=is_module)
@@ -95,10 +105,21 @@ class _TorchFinder:
 class Watch:
     """What is seen of one script."""
 
-    def __init__(self, snapshot: str | None) -> None:
-        """Wait for torch."""
+    def __init__(
+        self, snapshot: str | None, budget: str | None = None, *, announce: bool = False
+    ) -> None:
+        """Wait for torch.
+
+        Args:
+            snapshot: As in :func:`run`.
+            budget: As in :func:`run`.
+            announce: As in :func:`run`.
+        """
         self._start = time.perf_counter()
         self._snapshot = snapshot
+        self._budget = budget
+        self._announce = announce
+        self._adopted: AdoptedScript | None = None
         self._notes: list[str] = []
         self._began: float | None = None
         self._cpu: cpu.Window | None = None
@@ -136,9 +157,21 @@ class Watch:
         module.register_module_parameter_registration_hook(_on_parameter)
         module.register_module_buffer_registration_hook(_on_buffer)
         self._watch_backward()
+        if self._budget is not None:
+            from memfit.adopt.script import AdoptedScript
+
+            self._adopted = AdoptedScript(self._budget, self._say)
+            self._adopted.begin()
         if self._snapshot is not None:
             # Called when the script first uses CUDA; memfit does not start it.
             torch.cuda._lazy_call(self._record_history)  # type: ignore[no-untyped-call]
+
+    def _say(self, line: str) -> None:
+        """Tell the user, on the standard error that the process began with."""
+        if self._announce and sys.__stderr__ is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.__stderr__.write(f"memfit: {line}\n")
+                sys.__stderr__.flush()
 
     def _watch_backward(self) -> None:
         """Know when autograd's engine runs: `backward` and `grad` both call it by this name."""
@@ -214,6 +247,7 @@ class Watch:
         elapsed = time.perf_counter() - self._start
         oom = None
         devices: list[dict[str, Any]] = []
+        fitting = self._adopted.end() if self._adopted is not None else None
         if self._began is not None:
             from memfit.tracking.owners import OWNERS
 
@@ -233,6 +267,7 @@ class Watch:
             "devices": devices,
             "steps": self._step_summary(),
             "oom": oom,
+            "fitting": fitting,
             "snapshot": self._write_snapshot(),
             "notes": self._notes,
         }

@@ -1,6 +1,8 @@
-//! `memfit run`: an unmodified script under the count, and what it took.
+//! `memfit run`: an unmodified script under the count, perhaps fitted to a budget, and what it took.
 
 use std::path::{Path, PathBuf};
+
+use memfit_engine::bytes::Budget;
 
 use crate::args::{Format, RunArguments};
 use crate::error::Failure;
@@ -15,10 +17,15 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;
     let snapshot = arguments.snapshot.as_deref().map(writable).transpose()?;
+    if let Some(budget) = &arguments.budget {
+        Budget::parse(budget)?;
+    }
     let answer = session.host.run_script(&Script {
         command: arguments.command.clone(),
         is_module: arguments.module,
         snapshot,
+        budget: arguments.budget.clone(),
+        announce: session.format == Format::Text && !session.printer.is_quiet(),
     })?;
     let document: RunDocument =
         serde_json::from_str(&answer).map_err(|error| Failure::bad_answer("run_script", error))?;

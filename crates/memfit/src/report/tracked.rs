@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use memfit_engine::bytes::Bytes;
+use memfit_engine::plan::ActionKind;
 use serde::{Deserialize, Serialize};
 
 /// Bytes by category: `parameter`, `module_buffer`, `gradient`, `optimizer_state`, `other`.
@@ -53,6 +54,9 @@ pub(crate) struct RunDocument {
     pub(crate) devices: Vec<RunDevice>,
     pub(crate) steps: Steps,
     pub(crate) oom: Option<OutOfMemory>,
+    /// What `--budget` did; absent without it.
+    #[serde(default)]
+    pub(crate) fitting: Option<Fitting>,
     /// File with the CUDA memory snapshot, where one was asked for and written.
     pub(crate) snapshot: Option<String>,
     pub(crate) notes: Vec<String>,
@@ -136,4 +140,70 @@ pub(crate) struct OutOfMemory {
     pub(crate) live_bytes: Bytes,
     pub(crate) live_by_category: Option<ByCategory>,
     pub(crate) at: Moment,
+}
+
+/// What `memfit run --budget` found and did.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Fitting {
+    /// As written.
+    pub(crate) budget: String,
+    /// Why the whole script ran unplanned, from some point on.
+    pub(crate) refusal: Option<String>,
+    /// The training loops, in the order they began.
+    pub(crate) loops: Vec<FittedLoop>,
+}
+
+/// One training loop of a script.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct FittedLoop {
+    /// Classes of the models called in a forward, the one that begins it first.
+    pub(crate) models: Vec<String>,
+    /// Elements of the first model's parameters.
+    pub(crate) parameters: u64,
+    /// Classes of the optimizers; empty where the script updates parameters by itself.
+    pub(crate) optimizers: Vec<String>,
+    pub(crate) device: String,
+    /// Why its steps ran unplanned, from some point on.
+    pub(crate) refusal: Option<String>,
+    /// Steps recorded, with what autograd saves in a file.
+    pub(crate) observed: LoopSteps,
+    pub(crate) planned: LoopSteps,
+    pub(crate) unplanned: LoopSteps,
+    /// The latest plan; absent where none was made.
+    pub(crate) plan: Option<LoopPlan>,
+    /// Plans made after the first.
+    pub(crate) replans: u64,
+    /// Where a step first left its plan.
+    pub(crate) divergence: Option<String>,
+    pub(crate) notes: Vec<String>,
+}
+
+/// Steps that ran in the same way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LoopSteps {
+    pub(crate) steps: u64,
+    /// Measured: most bytes live at once on the loop's device, whatever they were for.
+    pub(crate) peak_bytes: Bytes,
+}
+
+/// The plan of a loop, in short.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct LoopPlan {
+    pub(crate) budget_bytes: Bytes,
+    pub(crate) fits: bool,
+    /// Predicted for the step without the plan, with all that the script holds besides.
+    pub(crate) unplanned_peak_bytes: Bytes,
+    pub(crate) predicted_peak_bytes: Bytes,
+    /// Smallest peak over all plans that work inside the script's own loop.
+    pub(crate) minimum_peak_bytes: Bytes,
+    pub(crate) predicted_step_ratio: f64,
+    pub(crate) actions: Vec<LoopAction>,
+}
+
+/// One technique of a loop's plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LoopAction {
+    pub(crate) kind: ActionKind,
+    pub(crate) count: u64,
+    pub(crate) bytes: Bytes,
 }

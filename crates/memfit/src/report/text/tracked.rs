@@ -6,8 +6,8 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    ByCategory, Ended, Moment, OutOfMemory, RunDevice, RunDocument, RunPhase, TrackDocument,
-    TrackedDevice,
+    ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, RunDevice, RunDocument, RunPhase,
+    TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -107,6 +107,9 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
         &indented(&steps(document)),
         palette,
     );
+    if let Some(fitting) = &document.fitting {
+        section(&mut text, "Budget", &fitted(fitting, palette), palette);
+    }
     section(&mut text, "Notes", &indented(&document.notes), palette);
     section(&mut text, "Next", &indented(&next(document)), palette);
     text
@@ -187,6 +190,117 @@ fn categories(parts: &ByCategory, whole: Bytes, palette: Palette) -> String {
         String::new()
     } else {
         table.render(2, palette)
+    }
+}
+
+/// What `--budget` did, loop by loop.
+fn fitted(fitting: &Fitting, palette: Palette) -> String {
+    let mut lines = Vec::new();
+    if let Some(reason) = &fitting.refusal {
+        lines.push(format!("not kept by memfit: {reason}"));
+    } else if fitting.loops.is_empty() {
+        lines.push("no training was found: no model with parameters ran with gradients".to_owned());
+    }
+    let mut text = indented(&lines);
+    for of in &fitting.loops {
+        text.push_str(&fitted_loop(of, palette));
+    }
+    text
+}
+
+fn fitted_loop(of: &FittedLoop, palette: Palette) -> String {
+    let optimizers = if of.optimizers.is_empty() {
+        "no optimizer".to_owned()
+    } else {
+        of.optimizers.join(" + ")
+    };
+    let mut text = indented(&[format!(
+        "{} on {}, {}, {optimizers}",
+        of.models.join(" + "),
+        of.device,
+        words::counted(of.parameters, "parameter"),
+    )]);
+    let columns = [Align::Left, Align::Right, Align::Right, Align::Right];
+    let mut table = Table::new(&columns).header(["steps", "count", "measured peak", "predicted"]);
+    let plan = of.plan.as_ref();
+    let rows = [
+        ("observed", of.observed, None),
+        ("planned", of.planned, plan.map(|p| p.predicted_peak_bytes)),
+        (
+            "unplanned",
+            of.unplanned,
+            plan.map(|p| p.unplanned_peak_bytes),
+        ),
+    ];
+    for (name, seen, predicted) in rows {
+        if seen.steps > 0 || (name == "unplanned" && predicted.is_some()) {
+            let measured = if seen.steps > 0 {
+                seen.peak_bytes.to_string()
+            } else {
+                "-".to_owned()
+            };
+            let predicted = predicted.map_or_else(|| "-".to_owned(), |bytes| bytes.to_string());
+            table.row([name.to_owned(), seen.steps.to_string(), measured, predicted]);
+        }
+    }
+    if !table.is_empty() {
+        text.push_str(&table.render(4, palette));
+    }
+    let lines: Vec<String> = loop_lines(of)
+        .into_iter()
+        .map(|line| format!("  {line}"))
+        .collect();
+    text.push_str(&indented(&lines));
+    text
+}
+
+fn loop_lines(of: &FittedLoop) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some(plan) = &of.plan {
+        let budget = plan.budget_bytes;
+        lines.push(match (plan.fits, plan.actions.is_empty()) {
+            (true, true) => format!("the step fits {budget} as it is"),
+            (true, false) => format!("planned for {budget}, exactly"),
+            (false, _) => format!(
+                "no plan fits {budget}: the smallest peak that keeps the script's own loop is {}",
+                plan.minimum_peak_bytes
+            ),
+        });
+        for action in &plan.actions {
+            lines.push(format!(
+                "{}: {}, step time x {:.2} predicted",
+                words::kind(action.kind),
+                words::effect(action.kind, action.count),
+                plan.predicted_step_ratio
+            ));
+        }
+        if of.planned.steps > 0 && of.planned.peak_bytes > budget && plan.fits {
+            lines.push(format!(
+                "a planned step took {} more than the budget",
+                Bytes(of.planned.peak_bytes.0 - budget.0)
+            ));
+        }
+    }
+    if let Some(reason) = &of.refusal {
+        lines.push(format!("steps ran unplanned: {reason}"));
+    }
+    if of.replans > 0 {
+        lines.push(format!("planned again {}", times(of.replans)));
+    }
+    if let Some(divergence) = &of.divergence {
+        lines.push(format!(
+            "a step left its plan, results are right: {divergence}"
+        ));
+    }
+    lines.extend(of.notes.iter().cloned());
+    lines
+}
+
+fn times(count: u64) -> String {
+    if count == 1 {
+        "once".to_owned()
+    } else {
+        format!("{count} times")
     }
 }
 
@@ -324,5 +438,65 @@ mod tests {
           `memfit predict` says what a step takes before it runs, `memfit plan` how to make it fit
           `with memfit.track("name")` round a part of the script says what that part takes
         "#);
+    }
+
+    #[test]
+    fn a_fitted_run_says_what_was_found_and_done() {
+        let document: RunDocument = serde_json::from_value(json!({
+            "schema_version": 1, "script": "train.py", "ended": "finished", "exit_code": 0,
+            "elapsed_seconds": 12.0, "torch_imported": true, "devices": [],
+            "steps": { "count": 10, "growing": 0, "growth_bytes_per_step": 0,
+                       "growth_cause": null, "growth_advice": null },
+            "oom": null, "snapshot": null, "notes": [],
+            "fitting": {
+                "budget": "6MB", "refusal": null,
+                "loops": [
+                    { "models": ["Net"], "parameters": 1200, "optimizers": ["AdamW"],
+                      "device": "cpu", "refusal": null,
+                      "observed": { "steps": 1, "peak_bytes": 3_000_000 },
+                      "planned": { "steps": 9, "peak_bytes": 6_500_000 },
+                      "unplanned": { "steps": 0, "peak_bytes": 0 },
+                      "plan": { "budget_bytes": 6_000_000, "fits": true,
+                                "unplanned_peak_bytes": 9_000_000,
+                                "predicted_peak_bytes": 5_900_000,
+                                "minimum_peak_bytes": 4_000_000, "predicted_step_ratio": 1.07,
+                                "actions": [{ "kind": "remat", "count": 23, "bytes": 3_000_000 }] },
+                      "replans": 1, "divergence": "it ran `a` as forward op 3 instead of `b`",
+                      "notes": [] },
+                    { "models": ["Generator", "Discriminator"], "parameters": 12,
+                      "optimizers": [], "device": "cpu",
+                      "refusal": "it trains in several processes",
+                      "observed": { "steps": 0, "peak_bytes": 0 },
+                      "planned": { "steps": 0, "peak_bytes": 0 },
+                      "unplanned": { "steps": 4, "peak_bytes": 1024 },
+                      "plan": null, "replans": 0, "divergence": null, "notes": ["a note"] },
+                ],
+            },
+        }))
+        .unwrap();
+        insta::assert_snapshot!(run(&document, Palette::PLAIN), @"
+
+        train.py  finished after 12.0 s
+
+        Optimizer steps
+          10; what they keep does not grow
+
+        Budget
+          Net on cpu, 1200 parameters, AdamW
+            steps      count  measured peak  predicted
+            observed       1        2.9 MiB          -
+            planned        9        6.2 MiB    5.6 MiB
+            unplanned      0              -    8.6 MiB
+            planned for 5.7 MiB, exactly
+            activation checkpointing: 23 tensors computed again in backward, step time x 1.07 predicted
+            a planned step took 488.3 KiB more than the budget
+            planned again once
+            a step left its plan, results are right: it ran `a` as forward op 3 instead of `b`
+          Generator + Discriminator on cpu, 12 parameters, no optimizer
+            steps      count  measured peak  predicted
+            unplanned      4        1.0 KiB          -
+            steps ran unplanned: it trains in several processes
+            a note
+        ");
     }
 }

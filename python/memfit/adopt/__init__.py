@@ -1,0 +1,1 @@
+"""Fitting a training script that knows nothing of memfit: ``memfit run --budget``."""

@@ -1,0 +1,54 @@
+"""Leaving a context that the script knows nothing of.
+
+Responsible for the two stacks of torch on which a planned or observed forward stands: dispatch
+modes and default hooks of saved tensors. A forward begins at a model call and ends at
+``backward()``; what the script enters in between it may leave later. So before the end, what lies
+above is taken off, and put back afterwards. Not responsible for what is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+
+def occupied() -> str:
+    """What of the script's own lies on either stack; empty when nothing does."""
+    if _len_torch_dispatch_stack() > 0:
+        return "it runs under a dispatch mode of its own"
+    if _top_saved_tensors_default_hooks(True) is not None:  # noqa: FBT003 - takes no keyword
+        return "it runs under saved-tensor hooks of its own"
+    return ""
+
+
+class Nesting:
+    """How high both stacks are where a context stands."""
+
+    def __init__(self) -> None:
+        """Look; to be made right after the context was entered."""
+        self._modes = _len_torch_dispatch_stack()
+        self._hooks = _top_saved_tensors_default_hooks(True)  # noqa: FBT003 - takes no keyword
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Leave the context inside this, whatever the script has entered since."""
+        modes = []
+        while _len_torch_dispatch_stack() > self._modes:
+            modes.append(_pop_mode())
+        hooks: list[Any] = []
+        while (top := _top_saved_tensors_default_hooks(True)) not in (None, self._hooks):  # noqa: FBT003
+            hooks.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            for pack, unpack in reversed(hooks):
+                torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            for mode in reversed(modes):
+                _push_mode(mode)

@@ -1,0 +1,114 @@
+"""From a recorded step of the script to a plan for the steps that follow.
+
+Responsible for turning the recorded step into one as the next ones will be, and for the bytes that
+are there besides. Not responsible for recording or for carrying the plan out.
+
+A first step differs from all others in one way: its optimizer makes its state. What became
+optimizer state is therefore taken to have been there all along. (A step that began without the
+gradients that later ones begin with is not planned from; see :mod:`memfit.adopt.loop`.)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from memfit import _native
+from memfit._native import gpu_profile
+from memfit.adopt.observed import Observation
+from memfit.answers import Plan, Trace
+from memfit.capture.emit import StepFacts, trace_json
+from memfit.profiles import usable
+
+OUTSIDE = "outside the step"
+"""Name of the bytes that the script holds meanwhile: data, other models, the last step's loss."""
+
+
+class RecordedStep:
+    """A step that can be planned, for any number of bytes held besides."""
+
+    def __init__(self, observation: Observation, target: str) -> None:
+        """Make a trace of a recorded step.
+
+        Args:
+            observation: The recording.
+            target: A name for it.
+        """
+        recorder, roles = observation.recorder, observation.roles
+        facts = StepFacts(
+            target=target,
+            torch_version=torch.__version__,
+            device_kind=observation.device_kind,
+            optimizer=observation.optimizer,
+            batch=0,
+            training=True,
+            captured="real",
+            parameters=roles.parameters,
+            module_buffers=roles.module_buffers,
+            inputs=roles.inputs,
+            optimizer_state=roles.optimizer_state,
+            gradients=roles.gradients,
+            names=roles.names,
+        )
+        if observation.device_kind == "cpu":
+            facts.workspace = {i: size for i, size in enumerate(recorder.scratch) if size > 0}
+            facts.probe_threads = torch.get_num_threads()
+        self._json = trace_json(recorder, facts)
+        self._costs = _costs(observation)
+        _settle(self._json, roles.optimizer_state)
+
+    def plan(self, budget: str | int, outside_bytes: int, passing_bytes: int = 0) -> Plan:
+        """Plan the step.
+
+        Args:
+            budget: As the user wrote it, or bytes.
+            outside_bytes: What the script holds besides what the step knows of.
+            passing_bytes: How much of that goes before backward begins.
+        """
+        ops = self._json["ops"]
+        forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
+        strings = [*self._json["strings"], OUTSIDE]
+        besides = [
+            {
+                "bytes": size,
+                "device": 0,
+                "category": "input",
+                "producer": None,
+                "natural": [[0, end]],
+                "name": len(strings) - 1,
+                "law": None,
+            }
+            for size, end in ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
+            if size > 0 and end > 0
+        ]
+        described = {
+            **self._json,
+            "allocations": [*self._json["allocations"], *besides],
+            "strings": strings,
+        }
+        trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
+        request = {"budget": str(budget), "own_loop": True, "forbid": ["allocator_settings"]}
+        return Plan(_native.plan(trace.native, self._costs, json.dumps(request)))
+
+
+def _costs(observation: Observation) -> str:
+    """What ops take: as measured in the recorded step, or by the GPU's datasheet.
+
+    Nothing is run for it: that would take memory which the script may not have.
+    """
+    if observation.device_kind == "cpu":
+        seconds = observation.recorder.seconds
+        return json.dumps({"kind": "profile", "op_seconds": seconds})
+    found, _ = usable("cuda", None)
+    return json.dumps({"kind": "roofline", "profile": found or json.loads(gpu_profile(None))})
+
+
+def _settle(trace: dict[str, Any], optimizer_state: set[int]) -> None:
+    """Let optimizer state exist from the start."""
+    end = len(trace["ops"])
+    for index in optimizer_state if end > 0 else ():
+        trace["allocations"][index].update(
+            producer=None, natural=[[0, end]], category="optimizer_state"
+        )
