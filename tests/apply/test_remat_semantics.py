@@ -471,3 +471,39 @@ def test_on_cuda(x):
         return model(inputs)
 
     compare(model, forward)
+
+
+class Normalised(nn.Module):
+    """A region that ends with an op which saves its own results, and may go on after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        self.region = Region()
+
+    def forward(self, x):
+        return self.region(self.scale(x)).square().sum()
+
+
+class Region(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+        self.further = False
+
+    def forward(self, x):
+        x = self.norm(x.tanh())
+        return x.sin().cos() if self.further else x
+
+
+def test_results_that_the_last_op_of_a_region_saves_belong_to_it():
+    model, x = Normalised(), torch.randn(3, 8, 4)
+    ops = record(model, lambda: model(x))
+    remat = Rematerialiser(model, ops.remat(regions=[("region", 0)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(model, lambda: model(x), remat)
+    assert not remat.diverged
+    model.region.further = True
+    with pytest.warns(DivergenceWarning, match="went on after"):
+        compare(model, lambda: model(x), remat)

@@ -454,9 +454,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._transit.outgoing.send(fetch, source)
             self.observations.offloaded_saves += 1
             return Token(tracked.state, Geometry.of(tensor))
-        if self._following and self.index >= self._end and tensor.grad_fn is not None:
+        if self._following and self.index >= self._end and _is_input(tensor):
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")
         return Kept(_detached(tensor), version_of(tensor))
+
+
+def _is_input(tensor: Tensor) -> bool:
+    """Whether an op saves ``tensor``, a result of another op, as its input.
+
+    An op makes its own node before it saves inputs, so the node of an input is not the newest one;
+    that of an output is.
+    """
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() + 1 != torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def _detached(tensor: Tensor) -> Tensor:
