@@ -28,12 +28,17 @@ impl Allowed<'_> {
     };
 }
 
+/// What the executor itself takes for one op that runs again: to record it, find it and put its arguments together.
+/// About what a replay takes more than the op where kernels hardly count (small ViT and UNet, one core). On a GPU the
+/// kernels before it are still running then.
+const REPLAY_SECONDS: f64 = 1.5e-4;
+
 /// The inner problem. Everything is indexed like the trace.
 #[derive(Debug)]
 pub(super) struct Problem<'t> {
     pub(super) trace: &'t Trace,
     pub(super) model: StepModel,
-    /// Seconds of each op of forward.
+    /// Seconds to run each op of forward again.
     pub(super) op_seconds: Vec<f64>,
     /// Position at which backward first asks for an allocation; `usize::MAX` when it never does.
     pub(super) first_unpack: Vec<usize>,
@@ -78,8 +83,13 @@ impl<'t> Problem<'t> {
         }
         let ids = (0..trace.allocations.len()).map(allocation_id);
         let inputs = ids.map(|id| model.inputs(id)).collect();
+        let executor = if trace.meta.device_kind == "cpu" {
+            REPLAY_SECONDS
+        } else {
+            0.0
+        };
         let op_seconds = (0..trace.forward_end().index())
-            .map(|op| costs.seconds(op))
+            .map(|op| costs.seconds(op) + executor)
             .collect();
         let schedule = allowed
             .offer
