@@ -29,7 +29,7 @@ impl Allowed<'_> {
 }
 
 /// What the executor itself takes for one op that runs again: to record it, find it and put its arguments together.
-/// About what a replay takes more than the op where kernels hardly count (small ViT and UNet, one core). On a GPU the
+/// About what a replay takes more than the op where kernels hardly count (small vision models, one core). On a GPU the
 /// kernels before it are still running then.
 const REPLAY_SECONDS: f64 = 1.5e-4;
 
