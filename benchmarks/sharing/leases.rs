@@ -348,6 +348,15 @@ impl Host for NoHost {
     fn capture(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<Vec<u8>, HostError> {
         no()
     }
+    fn alternatives(
+        &mut self,
+        _: &str,
+        _: &Settings,
+        _: Option<&str>,
+        _: &[u8],
+    ) -> Result<Vec<u8>, HostError> {
+        no()
+    }
     fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
         no()
     }

@@ -116,6 +116,34 @@ class Trace:
             CaptureError: The JSON is no valid trace.
         """
 
+    def chunks(self) -> str:
+        """What of the step is worth a capture in slices, as a JSON list."""
+
+    def with_alternatives(
+        self, steps: Sequence[tuple[str, bytes, bytes | None]], refusal: str
+    ) -> Trace:
+        """Add captures of the step in slices.
+
+        Args:
+            steps: For each a chunk as JSON, its trace as JSON, and the trace at another batch size
+                if there is one.
+            refusal: Why there are no more; empty if nothing failed.
+
+        Raises:
+            CaptureError: A trace is not valid, or not of the same step.
+        """
+
+    def wants_alternatives(self, request_json: str, plan_json: str | None = None) -> bool:
+        """Whether a plan may get better with the step in slices.
+
+        Args:
+            request_json: The request.
+            plan_json: The plan made without; ``None`` before any.
+
+        Raises:
+            UsageError: The request or the plan is malformed.
+        """
+
     @staticmethod
     def decode(data: bytes) -> Trace:
         """Read the bytes of a ``.memfit`` file.

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.allocator import set_up
+from memfit.apply.chunk import ChunkedLoss
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
 from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
@@ -37,7 +38,9 @@ Replan = Callable[[Any], Mapping[str, Any] | None]
 MAX_REPLANS = 2
 """Times the step is planned again for batches of one shape; then its divergence is lived with."""
 
-_KINDS = frozenset({"remat", "offload", "fuse_optimizer", "micro_batch", "allocator_settings"})
+_KINDS = frozenset(
+    {"remat", "offload", "fuse_optimizer", "micro_batch", "allocator_settings", "chunk"}
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,14 +83,21 @@ class _Actions:
     Attributes:
         plan: The plan.
         remat: Carries out its rematerialisation and offloading; ``None`` without either.
+        chunked: Computes its loss in slices; ``None`` where it is computed whole.
         pieces: Micro-batches; 1 without.
         fuse: Whether the optimizer runs inside backward.
     """
 
     plan: Mapping[str, Any]
     remat: Rematerialiser | None
+    chunked: ChunkedLoss | None
     pieces: int
     fuse: bool
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last forward left the plan."""
+        return any(part is not None and part.diverged for part in (self.remat, self.chunked))
 
 
 class Fitted:
@@ -315,6 +325,10 @@ class Fitted:
         seen = outcome.observations if outcome is not None else None
         tier = remat.tier if remat is not None else None
         moved = tier.moved() if tier is not None else Moved()
+        divergences = [
+            seen.divergence if seen else "",
+            self._running.chunked.divergence if self._running.chunked else "",
+        ]
         return Report(
             steps=self._steps,
             dropped_saves=seen.dropped_saves if seen else 0,
@@ -324,8 +338,8 @@ class Fitted:
             offloaded_bytes_read=moved.bytes_read,
             offload_seconds_waited=moved.seconds_waited,
             kept_drops=tuple(seen.kept_drops) if seen else (),
-            diverged=remat.diverged if remat is not None else False,
-            divergence=seen.divergence if seen else "",
+            diverged=self._running.diverged,
+            divergence=next(filter(None, divergences), ""),
             replans=self._replans,
             not_compiled=self._not_compiled,
         )
@@ -334,7 +348,8 @@ class Fitted:
         """The actions for a batch of this shape, planned again if its last step diverged."""
         if self._closed:
             raise UsageError("this `Fitted` is closed: fit the workload again")
-        if self._replan is None or self._actions.remat is None:
+        watched = self._actions.remat is not None or self._actions.chunked is not None
+        if self._replan is None or not watched:
             return self._actions
         shape = _shape(batch)
         actions = self._by_shape.get(shape, self._actions)
@@ -352,7 +367,7 @@ class Fitted:
     def _completed(self, actions: _Actions) -> None:
         """Count a step, and remember a divergence for the next one of its shape."""
         self._steps += 1
-        if actions.remat is None or not actions.remat.diverged or self._replan is None:
+        if not actions.diverged or self._replan is None:
             return
         if self._attempts.get(self._shape, 0) < MAX_REPLANS:
             self._diverged.add(self._shape)
@@ -387,7 +402,10 @@ class Fitted:
         if pieces < 1:
             message = f"the plan cuts the batch into `{pieces}` pieces"
             raise UsageError(message)
-        return _Actions(plan, remat, pieces, fuse)
+        chunked = None
+        if "chunk" in actions:
+            chunked = ChunkedLoss(self.workload.model, actions["chunk"].get("chunk") or {})
+        return _Actions(plan, remat, chunked, pieces, fuse)
 
     def _planned_forwards(self, actions: Mapping[str, Mapping[str, Any]]) -> Rematerialiser | None:
         """What carries out the actions that live in forward; ``None`` without any."""
@@ -407,8 +425,13 @@ def _part(actions: Mapping[str, Mapping[str, Any]], kind: str) -> Mapping[str, A
     return actions[kind].get(kind) or {} if kind in actions else None
 
 
-def _planned_forward(actions: _Actions) -> contextlib.AbstractContextManager[None]:
-    return actions.remat.forward() if actions.remat is not None else contextlib.nullcontext()
+@contextlib.contextmanager
+def _planned_forward(actions: _Actions) -> Iterator[None]:
+    with contextlib.ExitStack() as entered:
+        for part in (actions.remat, actions.chunked):
+            if part is not None:
+                entered.enter_context(part.forward())
+        yield
 
 
 def _optimizer(workload: Workload) -> Optimizer | None:

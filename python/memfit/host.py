@@ -91,6 +91,27 @@ class Host:
             self._captured = (target, settings, data)
             return data
 
+    def alternatives(
+        self, target: str, settings: Settings, device: str | None, trace: bytes
+    ) -> bytes:
+        """Record the step of a trace in slices.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            device: As in :meth:`capture`.
+            trace: The encoded trace.
+
+        Returns:
+            The encoded trace with what came of it.
+        """
+        with _user_output():
+            from memfit._native import Trace
+            from memfit.capture.alternatives import with_alternatives
+
+            workload = _lightest(target, settings)
+            return with_alternatives(workload, Trace.decode(trace), device=device).encode()
+
     def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
         """Time the ops of one real step.
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from memfit import _native
 from memfit.answers import Front, Plan, Prediction, Trace
 from memfit.capture import capture
+from memfit.capture.alternatives import with_alternatives
 from memfit.costs import offer, profiled, roofline
 from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
 from memfit.fitted import Fitted
@@ -32,12 +33,17 @@ Kind = Literal[
     "micro_batch",
     "allocator_settings",
     "offload",
+    "chunk",
 ]
 """A technique."""
 
 
 def trace(
-    workload: Workload, *, target: str = "", device: Literal["cpu", "cuda"] | None = None
+    workload: Workload,
+    *,
+    target: str = "",
+    device: Literal["cpu", "cuda"] | None = None,
+    slices: bool = False,
 ) -> Trace:
     """Record what one step does to memory, without running it where that is possible.
 
@@ -45,6 +51,8 @@ def trace(
         workload: The step; its model, gradients and the random state stay as they are.
         target: A name for reports.
         device: Kind of device to capture for; ``None`` for the one the model is on.
+        slices: Record the step in slices too, where that is possible. Planning for a workload does
+            so when it needs to; a trace that is planned for later has only what is in it.
 
     Returns:
         The trace.
@@ -53,7 +61,10 @@ def trace(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    return Trace.decode(capture(workload, target=target, device=device))
+    recorded = Trace.decode(capture(workload, target=target, device=device))
+    if not slices:
+        return recorded
+    return Trace(with_alternatives(workload, recorded.native, device=device))
 
 
 def predict(
@@ -124,7 +135,7 @@ def plan(
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     workload = subject if isinstance(subject, Workload) else None
     choice = _Choice(allow, own_loop, tuple(forbid), _place(offload))
-    return _plan(recorded, source.of(recorded, workload), budget, choice, time_limit)
+    return _plan(recorded, source.of(recorded, workload), budget, choice, workload, time_limit)
 
 
 def pareto(
@@ -172,6 +183,7 @@ def pareto(
         "forbid": list(forbid),
         "offload": _offer(recorded, op_times, _place(offload)),
     }
+    recorded = _in_slices(recorded, workload, {"allow": "equivalent", "forbid": list(forbid)})
     return Front(_native.front(recorded.native, op_times, json.dumps(request)))
 
 
@@ -219,15 +231,16 @@ def fit(
     meta = _meta(recorded)
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     choice = _Choice(allow, own_loop, tuple(forbid), _place(offload))
-    made = _plan(recorded, source.of(recorded, workload), budget, choice)
+    made = _plan(recorded, source.of(recorded, workload), budget, choice, workload)
 
     def replan(batch: Any) -> dict[str, Any] | None:
         """Plan again for a batch that the step was not captured with.
 
         The budget stays the same number of bytes, also where it was given as a percentage.
         """
-        moved = trace(replace(workload, batch=batch))
-        again = _plan(moved, source.roofline(moved), made.budget_bytes, choice)
+        other = replace(workload, batch=batch)
+        moved = trace(other)
+        again = _plan(moved, source.roofline(moved), made.budget_bytes, choice, other)
         return again.as_dict() if again.fits else None
 
     def eager(optimizer: Any, not_compiled: str = "") -> Fitted:
@@ -327,8 +340,10 @@ def _plan(
     costs: str,
     budget: str | int,
     choice: _Choice,
+    workload: Workload | None,
     time_limit: float | None = None,
 ) -> Plan:
+    """Plan, and record the step in slices only where a plan may need that."""
     if time_limit is not None and not 0 < time_limit < float("inf"):
         raise UsageError(f"`time_limit={time_limit}` is no number of seconds")
     request = {
@@ -338,7 +353,21 @@ def _plan(
         "forbid": list(choice.forbid),
         "offload": _offer(recorded, costs, choice.place),
     }
-    return Plan(_native.plan(recorded.native, costs, json.dumps(request), time_limit))
+    recorded = _in_slices(recorded, workload, request)
+    made = _native.plan(recorded.native, costs, json.dumps(request), time_limit)
+    wider = _in_slices(recorded, workload, request, made)
+    if wider is not recorded:
+        made = _native.plan(wider.native, costs, json.dumps(request), time_limit)
+    return Plan(made)
+
+
+def _in_slices(
+    recorded: Trace, workload: Workload | None, request: dict[str, Any], made: str | None = None
+) -> Trace:
+    """The trace with the step in slices, where that may make for a better plan."""
+    if workload is None or not recorded.native.wants_alternatives(json.dumps(request), made):
+        return recorded
+    return Trace(with_alternatives(workload, recorded.native))
 
 
 def _place(offload: str | PathLike[str] | None) -> str | None:

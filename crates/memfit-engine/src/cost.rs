@@ -7,6 +7,8 @@
 //! where small tensors sit in cache. A calibrated one has curves: the seconds that each size took. A
 //! profiled step has the seconds of every op. Ratios of these times are what a plan needs.
 
+mod carried;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -243,6 +245,17 @@ impl Costs {
         Self {
             seconds: seconds.collect(),
             ..self.clone()
+        }
+    }
+
+    /// Times of another way of running the step, from times of its ops: an op that both have takes the same
+    /// time; any other takes it by its work, at the rate of the ops of its module or else of the step.
+    #[must_use]
+    pub fn carried_over(&self, from: &Trace, to: &Trace) -> Self {
+        Self {
+            seconds: carried::seconds(from, &self.seconds, to),
+            source: format!("{}; those in slices by their work", self.source),
+            update_bytes_per_second: self.update_bytes_per_second,
         }
     }
 

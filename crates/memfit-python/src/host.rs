@@ -79,6 +79,20 @@ impl Host for PythonHost {
         })
     }
 
+    fn alternatives(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+        trace: &[u8],
+    ) -> Result<Vec<u8>, HostError> {
+        self.ask(|host| {
+            let trace = PyBytes::new(host.py(), trace);
+            let arguments = (target, settings.to_vec(), device, trace);
+            host.call_method1("alternatives", arguments)?.extract()
+        })
+    }
+
     fn op_seconds(
         &mut self,
         target: &str,

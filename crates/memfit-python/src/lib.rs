@@ -114,6 +114,64 @@ mod _native {
             py.detach(|| to_json(&*self.trace))
         }
 
+        /// What of the step is worth a capture in slices, as a JSON list.
+        fn chunks(&self, py: Python<'_>) -> PyResult<String> {
+            py.detach(|| to_json(&plan::chunks(&self.trace).unwrap_or_default()))
+        }
+
+        /// The trace with the step in slices: each a chunk as JSON, its trace as JSON, and the trace at
+        /// another batch size if there is one. `refusal` says why there are no more.
+        fn with_alternatives(
+            &self,
+            py: Python<'_>,
+            steps: Vec<(String, Vec<u8>, Option<Vec<u8>>)>,
+            refusal: String,
+        ) -> PyResult<Self> {
+            let trace = py.detach(|| {
+                let steps = steps.into_iter().map(|(chunk, first, second)| {
+                    let first = checked_trace(&first)?;
+                    let second = second.as_deref().map(checked_trace).transpose()?;
+                    let batch = self.trace.meta.batch;
+                    Ok(trace::Alternative {
+                        chunk: from_json("chunk", &chunk)?,
+                        trace: trace::Trace::from_captures(first, second.as_ref(), batch),
+                    })
+                });
+                let steps = steps.collect::<PyResult<Vec<_>>>()?;
+                let alternatives = Some(trace::Alternatives { steps, refusal });
+                let whole = trace::Trace {
+                    alternatives,
+                    ..self.trace.alone()
+                };
+                whole.check().map_err(|error| {
+                    CaptureError::new_err(format!("the step in slices is not valid: {error}"))
+                })?;
+                PyResult::Ok(whole)
+            })?;
+            Ok(Self {
+                trace: Arc::new(trace),
+            })
+        }
+
+        /// Whether a plan may get better with the step in slices; `plan_json` is one made without.
+        #[pyo3(signature = (request_json, plan_json=None))]
+        fn wants_alternatives(
+            &self,
+            py: Python<'_>,
+            request_json: &str,
+            plan_json: Option<&str>,
+        ) -> PyResult<bool> {
+            let request: PlanRequest = from_json("request", request_json)?;
+            let made: Option<Plan> = plan_json.map(|json| from_json("plan", json)).transpose()?;
+            py.detach(|| {
+                Ok(plan::wants_alternatives(
+                    &self.trace,
+                    &request,
+                    made.as_ref(),
+                ))
+            })
+        }
+
         /// The trace as `memfit show` prints it.
         fn text(&self, py: Python<'_>) -> String {
             py.detach(|| memfit::of_trace(&self.trace))

@@ -318,6 +318,8 @@ pub(crate) enum KindChoice {
     AllocatorSettings,
     /// Write activations elsewhere in forward and fetch them in backward
     Offload,
+    /// Compute a loss over many classes in slices of rows
+    Chunk,
 }
 
 /// Kinds of devices to capture for.

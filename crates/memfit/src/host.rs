@@ -56,6 +56,19 @@ pub trait Host {
         device: Option<&str>,
     ) -> Result<Vec<u8>, HostError>;
 
+    /// Records the step of an encoded trace in slices, and returns the trace with what came of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::capture`].
+    fn alternatives(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+        trace: &[u8],
+    ) -> Result<Vec<u8>, HostError>;
+
     /// Times the ops of one real step and returns a cost source as JSON.
     ///
     /// # Errors

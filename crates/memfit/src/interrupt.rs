@@ -86,6 +86,15 @@ mod tests {
         ) -> Result<Vec<u8>, HostError> {
             unreachable!()
         }
+        fn alternatives(
+            &mut self,
+            _: &str,
+            _: &Settings,
+            _: Option<&str>,
+            _: &[u8],
+        ) -> Result<Vec<u8>, HostError> {
+            unreachable!()
+        }
         fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
             unreachable!()
         }

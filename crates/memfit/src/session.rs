@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfit_engine::cost::CostSource;
-use memfit_engine::plan::{self, Front, FrontRequest, Offer, Plan, TimeLimit};
+use memfit_engine::plan::{self, Class, Front, FrontRequest, Offer, Plan, PlanRequest, TimeLimit};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::{self, Trace};
 
@@ -36,6 +36,8 @@ pub(crate) struct Recorded {
     pub(crate) file: Vec<u8>,
     /// Absent for a saved trace.
     pub(crate) capture_seconds: Option<f64>,
+    /// Kind of device asked for.
+    device: Option<String>,
 }
 
 /// A plan and how long it took.
@@ -82,6 +84,7 @@ impl Session<'_> {
                     trace: Arc::new(trace),
                     file,
                     capture_seconds: None,
+                    device: None,
                 })
             }
             Target::Live(live) => {
@@ -97,6 +100,7 @@ impl Session<'_> {
                     trace: Arc::new(trace),
                     file,
                     capture_seconds: Some(seconds),
+                    device: device.map(str::to_owned),
                 })
             }
         }
@@ -123,21 +127,72 @@ impl Session<'_> {
         Ok(prediction?)
     }
 
-    /// Plans the step.
+    /// Captures a live target in slices too, where that may make for a better plan.
+    pub(crate) fn in_slices(
+        &mut self,
+        target: &Target,
+        recorded: &mut Recorded,
+        request: &PlanRequest,
+        made: Option<&Plan>,
+    ) -> Result<bool, Failure> {
+        let Target::Live(live) = target else {
+            return Ok(false);
+        };
+        if !plan::wants_alternatives(&recorded.trace, request, made) {
+            return Ok(false);
+        }
+        let what = format!("capturing {} in slices", live.name);
+        let device = recorded.device.clone();
+        let (file, seconds) = self.slow(&what, |host| {
+            let (name, settings) = (&live.name, &live.settings);
+            Ok(host.alternatives(name, settings, device.as_deref(), &recorded.file)?)
+        })?;
+        let trace =
+            trace::decode(&file).map_err(|error| Failure::bad_answer("alternatives", error))?;
+        recorded.trace = Arc::new(trace);
+        recorded.file = file;
+        recorded.capture_seconds = recorded.capture_seconds.map(|before| before + seconds);
+        Ok(true)
+    }
+
+    /// Plans the step; `recorded` gets the step in slices where the plan needs that.
     pub(crate) fn plan(
         &mut self,
         target: &Target,
-        recorded: &Recorded,
+        recorded: &mut Recorded,
         choice: &PlanChoice,
     ) -> Result<Planned, Failure> {
         for note in &choice.notes {
             self.printer.note(&format!("note: {note}"))?;
         }
         let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
-        let trace = Arc::clone(&recorded.trace);
         let mut request = choice.request.clone();
         request.offload = self.offer(recorded, choice, &costs)?;
-        let time_limit = choice.time_limit;
+        let limit = choice.time_limit;
+        self.in_slices(target, recorded, &request, None)?;
+        let (mut plan, mut seconds) = self.search(recorded, &request, &costs, limit)?;
+        if self.in_slices(target, recorded, &request, Some(&plan))? {
+            let (again, more) = self.search(recorded, &request, &costs, limit)?;
+            plan = again;
+            seconds += more;
+        }
+        // A profiled step is a run of the model, not part of planning.
+        let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
+        Ok(Planned {
+            plan,
+            plan_seconds: seconds + cost_seconds,
+        })
+    }
+
+    fn search(
+        &mut self,
+        recorded: &Recorded,
+        request: &PlanRequest,
+        costs: &CostSource,
+        time_limit: Option<f64>,
+    ) -> Result<(Plan, f64), Failure> {
+        let trace = Arc::clone(&recorded.trace);
+        let (costs, request) = (costs.clone(), request.clone());
         let (plan, seconds) = self.slow("planning", |host| {
             interruptible(host, move || {
                 let began = Instant::now();
@@ -149,22 +204,22 @@ impl Session<'_> {
                 plan::plan_within(&trace, &costs, &request, limit)
             })
         })?;
-        // A profiled step is a run of the model, not part of planning.
-        let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
-        Ok(Planned {
-            plan: plan?,
-            plan_seconds: seconds + cost_seconds,
-        })
+        Ok((plan?, seconds))
     }
 
     /// Plans the step for many budgets.
     pub(crate) fn front(
         &mut self,
         target: &Target,
-        recorded: &Recorded,
+        recorded: &mut Recorded,
         choice: &PlanChoice,
         mut request: FrontRequest,
     ) -> Result<(Front, f64), Failure> {
+        let widest = PlanRequest {
+            allow: Class::Equivalent,
+            ..choice.request.clone()
+        };
+        self.in_slices(target, recorded, &widest, None)?;
         let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
         request.offload = self.offer(recorded, choice, &costs)?;
         let trace = Arc::clone(&recorded.trace);

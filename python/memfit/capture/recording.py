@@ -144,6 +144,27 @@ def record_pair(
     return _agree(first, reduction, second, again), second
 
 
+def record_stage(stage: Stage, size: int | None, *, probe: bool, updates: bool) -> dict[str, Any]:
+    """Record the step of a stage as it is.
+
+    Args:
+        stage: What to run; may be recorded again afterwards.
+        size: Number of examples; ``None`` for the workload's own.
+        probe: As in :func:`record`.
+        updates: Whether to measure the optimizer's update of each parameter.
+
+    Returns:
+        The JSON of a trace.
+
+    Raises:
+        WorkloadError: The user's own code failed.
+        RealStepNeeded: The step cannot be followed on fakes.
+    """
+    given = batch_size(stage.workload.batch, stage.workload.batch_dim)
+    set_batch(stage, given if size is None else size)
+    return _record(stage, "", None, probe=probe, updates=updates, lean=True)[0]
+
+
 def _note_single_size(trace: dict[str, Any], failed: int, error: BaseException) -> dict[str, Any]:
     """Say in a trace why nothing is known about other batch sizes."""
     trace["meta"]["notes"].append(

@@ -3,6 +3,7 @@
 //! Responsible for the check before anything is written, and for each action with its count, its bytes and what the
 //! executor needs. Not responsible for choosing (`outer.rs`) nor for addressing allocations (`emit.rs`).
 
+use super::alternatives::Sliced;
 use super::outer::{Outcome, PlanError, Planner};
 use super::problem::{Candidate, Problem};
 use super::validate::{InvalidPlan, validate};
@@ -44,6 +45,10 @@ impl Planner<'_> {
         if outcome.variant.fuse_optimizer {
             plan.actions.push(self.fuse_action());
         }
+        if let Some(step) = self.step_of(outcome) {
+            plan.actions.push(self.chunk_action(step));
+            step.costs.source().clone_into(&mut plan.cost_source);
+        }
         if outcome.pieces > 1 {
             plan.actions.push(self.pieces_action(outcome));
             let mut ops = self.trace.ops.iter();
@@ -61,7 +66,8 @@ impl Planner<'_> {
             return;
         }
         let allowed = self.allowed();
-        let problem = Problem::new(&outcome.trace, outcome.variant, self.costs, allowed);
+        let costs = self.step_of(outcome).map_or(self.costs, |step| &step.costs);
+        let problem = Problem::new(&outcome.trace, outcome.variant, costs, allowed);
         let directions = emit::directions(&problem, treatments, allowed.offer);
         let of = |kind, moved: &[Dropped]| Action {
             count: moved.len() as u64,
@@ -94,6 +100,21 @@ impl Planner<'_> {
         }
     }
 
+    /// The step in slices that an outcome runs.
+    fn step_of(&self, outcome: &Outcome) -> Option<&Sliced<'_>> {
+        self.sliced.get(outcome.sliced?)
+    }
+
+    fn chunk_action(&self, step: &Sliced<'_>) -> Action {
+        let chunk = &step.alternative.chunk;
+        Action {
+            count: chunk.slices,
+            bytes: self.unplanned_peak - predict::unplanned_peak(&step.alternative.trace),
+            chunk: Some(chunk.clone()),
+            ..Action::new(ActionKind::Chunk, Class::Equivalent)
+        }
+    }
+
     fn pieces_action(&self, outcome: &Outcome) -> Action {
         Action {
             count: outcome.pieces,
@@ -114,6 +135,23 @@ impl Action {
             remat: None,
             offload: None,
             settings: None,
+            chunk: None,
         }
     }
+}
+
+/// Kinds of action in an outcome that is not exact.
+pub(super) fn equivalent_kinds(outcome: &Outcome, candidate: &Candidate) -> Vec<ActionKind> {
+    let treatments = &candidate.treatments;
+    let used = [
+        (outcome.sliced.is_some(), ActionKind::Chunk),
+        (outcome.pieces > 1, ActionKind::MicroBatch),
+        (treatments.iter().any(|it| it.is_drop()), ActionKind::Remat),
+        (
+            treatments.iter().any(|it| it.is_store()),
+            ActionKind::Offload,
+        ),
+    ];
+    let kinds = used.into_iter().filter(|&(is_used, _)| is_used);
+    kinds.map(|(_, kind)| kind).collect()
 }

@@ -61,5 +61,6 @@ pub(super) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
         remat: None,
         offload: None,
         settings: Some(reserved.settings.clone()),
+        chunk: None,
     })
 }

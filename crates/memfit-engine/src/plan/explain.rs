@@ -40,8 +40,24 @@ pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate)
     }
 }
 
+/// A word on what is alive throughout the step, where that alone is above the cap.
+pub(super) fn standing_note(trace: &Trace, cap: Bytes, budget: Bytes) -> Option<String> {
+    let standing = standing_bytes(trace);
+    let total: Bytes = standing.iter().map(|&(_, bytes)| bytes).sum();
+    let terms: Vec<String> = standing
+        .iter()
+        .map(|(category, bytes)| format!("{} {bytes}", category.name().replace('_', " ")))
+        .collect();
+    (total > cap).then(|| {
+        format!(
+            "{} = {total} are alive throughout the step, above the budget of {budget}",
+            terms.join(" + "),
+        )
+    })
+}
+
 /// What is alive from the first op to the last, by category.
-pub(super) fn standing_bytes(trace: &Trace) -> Vec<(Category, Bytes)> {
+fn standing_bytes(trace: &Trace) -> Vec<(Category, Bytes)> {
     let mut standing: Vec<(Category, Bytes)> = Vec::new();
     for allocation in &trace.allocations {
         let throughout = allocation.natural.first() == Some(&(OpIndex(0), trace.end()));

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ActionKind, Class, Estimate, Offer, Plan, PlanError, PlanRequest, Refusal, StopReason, Verdict,
-    plan, refusal,
+    alternatives, plan, refusal,
 };
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
@@ -300,6 +300,7 @@ impl Fronts<'_> {
     fn has_equivalent(&self) -> bool {
         let request = self.plan_request(Class::Equivalent, Bytes::ZERO);
         refusal::micro_batch(self.trace, &request).is_none()
+            || alternatives::why_none(self.trace, &request).is_none()
     }
 
     fn sweep(&self, allow: Class) -> Result<Sweep, PlanError> {
@@ -335,7 +336,8 @@ impl Fronts<'_> {
         "1".clone_into(&mut request.budget);
         if allow == Class::Exact {
             // Otherwise planning goes on to the next class.
-            request.forbid.push(ActionKind::MicroBatch);
+            let kinds = [ActionKind::MicroBatch, ActionKind::Chunk];
+            request.forbid.extend(kinds);
         }
         Ok(plan(self.trace, self.source, &request)?.minimum_peak_bytes)
     }

@@ -1,18 +1,20 @@
 //! What to do so that a step fits, and the promise that comes with it.
 //!
 //! Responsible for the plan's types (this file), the search (`search.rs`), the outer choices
-//! (`outer.rs`), the front over all budgets (`front.rs`), the lower bound (`bound.rs`) and the check every plan passes before anyone sees it
+//! (`outer.rs`, `alternatives.rs`), the front over all budgets (`front.rs`), the lower bound (`bound.rs`) and the check every plan passes before anyone sees it
 //! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
 //! out (the Python package).
 
 mod actions;
 mod allocator;
+mod alternatives;
 mod arena;
 mod blocks;
 mod bottom;
 mod bound;
 #[cfg(test)]
 mod brute_force;
+mod chunks;
 mod emit;
 mod explain;
 mod front;
@@ -28,6 +30,7 @@ mod search;
 mod transfers;
 mod validate;
 
+pub use chunks::{chunks, wants_alternatives};
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, PointAction, front};
 pub use outer::{PlanError, plan, plan_within};
 pub use patience::TimeLimit;
@@ -38,7 +41,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
 use crate::reserved::Reserved;
-use crate::trace::OpIndex;
+use crate::trace::{Chunk, OpIndex};
 
 /// What a user asks for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -99,7 +102,7 @@ pub enum ActionKind {
     Offload,
     /// Keep the optimizer's state elsewhere, and fetch it for one parameter at a time.
     OffloadOptimizer,
-    /// Compute a region, such as the loss over a vocabulary, in slices of its rows.
+    /// Compute the loss over many classes in slices of its rows.
     Chunk,
 }
 
@@ -134,6 +137,9 @@ pub struct Action {
     /// What to set for `allocator_settings`, as in `PYTORCH_CUDA_ALLOC_CONF`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<String>,
+    /// What runs in slices, for `chunk`; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunk: Option<Chunk>,
 }
 
 /// Where to drop, addressed by the order of ops in forward.

@@ -6,6 +6,7 @@
 //! may be done at all (`refusal.rs`), nor for writing the choice down (`actions.rs`).
 
 use super::allocator::{self, Answer};
+use super::alternatives::{self, Sliced};
 use super::bound::{Bound, bound};
 use super::patience::{Share, TimeLimit};
 use super::problem::{Allowed, Candidate, Problem};
@@ -13,7 +14,7 @@ use super::search::{Found, nothing_done, search};
 use super::validate::InvalidPlan;
 use super::{
     ActionKind, Class, Estimate, NextClass, Offer, Plan, PlanRequest, Refusal, StopReason, Verdict,
-    arena, explain, refusal,
+    actions, arena, explain, refusal,
 };
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
@@ -40,7 +41,9 @@ pub(super) struct Outcome {
     pub(super) trace: Trace,
     pub(super) variant: Variant,
     pub(super) pieces: u64,
-    best: Option<Candidate>,
+    /// Index of the alternative that it runs, see [`Planner::sliced`].
+    pub(super) sliced: Option<usize>,
+    pub(super) best: Option<Candidate>,
     lowest: Candidate,
     bound: Bound,
     /// Seconds of the step without replays and waits for activations.
@@ -52,7 +55,7 @@ pub(super) struct Outcome {
 
 impl Outcome {
     pub(super) fn class(&self) -> Class {
-        if self.pieces > 1 {
+        if self.pieces > 1 || self.sliced.is_some() {
             Class::Equivalent
         } else {
             Class::Exact
@@ -98,12 +101,14 @@ pub fn plan_within(
     let budget = Budget::parse(&request.budget)?.resolve(unplanned_peak);
     let margin = predict::margin(trace, unplanned_peak);
     let cap = budget - margin;
+    let sliced = alternatives::sliced(trace, source, &costs, request)?;
     let mut target = cap;
     let mut attempts = 0;
     loop {
         let planner = Planner {
             trace,
             costs: &costs,
+            sliced: &sliced,
             request,
             target,
             cap,
@@ -132,16 +137,19 @@ enum Ran {
     No,
 }
 
+#[derive(Clone, Copy)]
 pub(super) struct Planner<'t> {
     pub(super) trace: &'t Trace,
     pub(super) costs: &'t Costs,
+    /// The step in slices.
+    pub(super) sliced: &'t [Sliced<'t>],
     pub(super) request: &'t PlanRequest,
     /// What the requests of a plan must stay within.
     pub(super) target: Bytes,
     /// What the device gives, at least `target`.
     pub(super) cap: Bytes,
     pub(super) unplanned_peak: Bytes,
-    share: Share<'t>,
+    pub(super) share: Share<'t>,
 }
 
 impl Planner<'_> {
@@ -199,23 +207,24 @@ impl Planner<'_> {
         }
         let mut outcomes = self.exact();
         let exact_fits = outcomes.iter().any(|outcome| outcome.best.is_some());
-        let wider = refusal::micro_batch(self.trace, self.request).is_none();
-        let mut next: Vec<Outcome> = Vec::new();
-        if wider {
-            // Without leave, equivalent actions are for where no exact plan fits; otherwise they are
-            // only looked at, to say what they would gain.
-            let needed = !exact_fits || self.request.allow >= Class::Equivalent;
-            let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
-            let best = best.unwrap_or(f64::INFINITY);
-            let share = self.share.between(EXACT_TIME, 1.0);
-            next = if needed {
-                self.micro_batches(share, best)
-            } else {
-                self.micro_batches(share.glance(), best * WORTH_TELLING)
-            };
-            if needed {
-                outcomes.append(&mut next);
-            }
+        // Without leave, equivalent actions are for where no exact plan fits; otherwise they are only
+        // looked at, to say what they would gain.
+        let needed = !exact_fits || self.request.allow >= Class::Equivalent;
+        let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
+        let best = best.unwrap_or(f64::INFINITY);
+        let share = self.share.between(EXACT_TIME, 1.0);
+        let mut next = if needed {
+            let reason = alternatives::why_none(self.trace, self.request);
+            plan.refusals.extend(reason.map(|reason| Refusal {
+                kind: ActionKind::Chunk,
+                reason,
+            }));
+            self.equivalent(share, best)
+        } else {
+            self.equivalent(share.glance(), best * WORTH_TELLING)
+        };
+        if needed {
+            outcomes.append(&mut next);
         }
         plan.evaluations = outcomes
             .iter()
@@ -367,6 +376,7 @@ impl Planner<'_> {
             trace,
             variant,
             pieces,
+            sliced: None,
             best,
             lowest,
             bound,
@@ -392,10 +402,10 @@ impl Planner<'_> {
     /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it.
     fn piece(&self, pieces: u64) -> Trace {
         if pieces <= 1 {
-            return self.trace.clone();
+            return self.trace.alone();
         }
         let scaled = self.trace.at_batch(self.trace.meta.batch / pieces);
-        let mut piece = scaled.unwrap_or_else(|_| self.trace.clone());
+        let mut piece = scaled.unwrap_or_else(|_| self.trace.alone());
         for (part, full) in piece.allocations.iter_mut().zip(&self.trace.allocations) {
             if full.category == Category::Input {
                 part.bytes = full.bytes;
@@ -407,11 +417,32 @@ impl Planner<'_> {
     /// The exact combinations. One that its bound shows to be slower than one before is not searched for
     /// its fastest plan.
     fn exact(&self) -> Vec<Outcome> {
+        let wider = !self.sliced.is_empty() || self.may_cut_batch();
+        let until = if wider { EXACT_TIME } else { 1.0 };
+        self.whole_batch(self.share.between(0.0, until), f64::INFINITY)
+    }
+
+    /// The combinations that leave the batch whole.
+    pub(super) fn whole_batch(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let variants = self.variants();
         let tries: Vec<_> = variants.into_iter().map(|variant| (variant, 1)).collect();
-        let wider = refusal::micro_batch(self.trace, self.request).is_none();
-        let until = if wider { EXACT_TIME } else { 1.0 };
-        self.outcomes(&tries, self.share.between(0.0, until), f64::INFINITY)
+        self.outcomes(&tries, share, best_seconds)
+    }
+
+    /// The combinations that are not exact.
+    fn equivalent(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
+        let kinds = 1 + usize::from(self.may_cut_batch());
+        let mut outcomes = alternatives::outcomes(self, share.part(0, kinds), best_seconds);
+        if self.may_cut_batch() {
+            let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
+            let best = best_seconds.min(best.unwrap_or(f64::INFINITY));
+            outcomes.extend(self.micro_batches(share.part(1, kinds), best));
+        }
+        outcomes
+    }
+
+    pub(super) fn may_cut_batch(&self) -> bool {
+        refusal::micro_batch(self.trace, self.request).is_none()
     }
 
     fn outcomes(
@@ -432,7 +463,7 @@ impl Planner<'_> {
         outcomes
     }
 
-    fn micro_batches(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
+    pub(super) fn micro_batches(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let window_bytes = self.windows().first().copied().unwrap_or_default();
         let variant = Variant {
             accumulate: true,
@@ -455,33 +486,15 @@ impl Planner<'_> {
         } else {
             StopReason::NotFound
         };
-        let standing = explain::standing_bytes(self.trace);
-        let total: Bytes = standing.iter().map(|&(_, bytes)| bytes).sum();
-        if total > self.cap {
-            let terms: Vec<String> = standing
-                .iter()
-                .map(|(category, bytes)| format!("{} {bytes}", category.name().replace('_', " ")))
-                .collect();
-            plan.notes.push(format!(
-                "{} = {total} are alive throughout the step, above the budget of {}",
-                terms.join(" + "),
-                plan.budget_bytes
-            ));
-        }
+        let note = explain::standing_note(self.trace, self.cap, plan.budget_bytes);
+        plan.notes.extend(note);
     }
 
     fn next_class(&self, plan: &Plan, next: &[Outcome]) -> Option<NextClass> {
         let (outcome, candidate) = fastest(next)?;
         let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         let gains = ratio < plan.predicted_step_ratio * WORTH_TELLING;
-        let mut kinds = vec![ActionKind::MicroBatch];
-        let mut treatments = candidate.treatments.iter();
-        if treatments.clone().any(|treatment| treatment.is_drop()) {
-            kinds.push(ActionKind::Remat);
-        }
-        if treatments.any(|treatment| treatment.is_store()) {
-            kinds.push(ActionKind::Offload);
-        }
+        let kinds = actions::equivalent_kinds(outcome, candidate);
         gains.then_some(NextClass {
             class: Class::Equivalent,
             predicted_peak_bytes: candidate.evaluation.peak_bytes,
@@ -657,6 +670,7 @@ mod tests {
             ActionKind::Remat,
             ActionKind::FuseOptimizer,
             ActionKind::MicroBatch,
+            ActionKind::Chunk,
         ];
         let request = PlanRequest {
             forbid,

@@ -136,7 +136,7 @@ impl Trace {
         if self.couplings.is_none() {
             return Err(BatchError::NoLaw);
         }
-        let mut scaled = self.clone();
+        let mut scaled = self.alone();
         let change = i128::from(batch) - i128::from(self.meta.batch);
         for (i, allocation) in scaled.allocations.iter_mut().enumerate() {
             allocation.bytes = allocation.law.ok_or(BatchError::NotAffine(i))?.at(batch);

@@ -80,7 +80,8 @@ impl Trace {
         self.check_ops()?;
         self.check_saved()?;
         self.check_regions()?;
-        self.check_updates()
+        self.check_updates()?;
+        self.check_alternatives()
     }
 
     fn check_sizes(&self) -> Result<(), TraceError> {

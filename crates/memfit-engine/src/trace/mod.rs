@@ -24,12 +24,14 @@
 //! y unplanned      [---------------------)            the union
 //! ```
 
+mod alternative;
 mod batch;
 mod check;
 mod file;
 #[cfg(test)]
 pub(crate) mod sample;
 
+pub use alternative::{Alternative, Alternatives, Chunk};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
 pub use file::{FileError, FileKind, decode, decode_plan, encode, encode_plan, peek_kind};
@@ -95,6 +97,9 @@ pub struct Trace {
     /// Why the batch cannot be split; empty when it can, absent when only one batch size was captured.
     #[serde(default)]
     pub couplings: Option<Vec<Coupling>>,
+    /// The step in slices; absent when nobody has tried.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alternatives: Option<Alternatives>,
 }
 
 /// Where a trace comes from.

@@ -39,6 +39,7 @@ impl Builder {
             regions: Vec::new(),
             updates: Vec::new(),
             couplings: None,
+            alternatives: None,
         };
         Self { trace }
     }

@@ -186,6 +186,7 @@ prop_compose! {
             regions: vec![region(0, 3), region(3, 7)],
             updates: updates.into_iter().map(update).collect(),
             couplings: Some(if coupled { vec![coupling] } else { Vec::new() }),
+            alternatives: None,
         }
     }
 }

@@ -35,7 +35,7 @@ pub(super) fn run(
     let draw = drawing(path)?;
     let file = PendingFile::create(path)?;
 
-    let recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
+    let mut recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
     session.tell_notes(&recorded.trace.meta.notes)?;
     let request = FrontRequest {
         budget: arguments.budget.clone(),
@@ -44,7 +44,7 @@ pub(super) fn run(
         offload: None,
         threads: std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get),
     };
-    let (front, plan_seconds) = session.front(&target, &recorded, &choice, request)?;
+    let (front, plan_seconds) = session.front(&target, &mut recorded, &choice, request)?;
     file.commit(draw(&front).as_bytes())?;
     let report = match session.format {
         Format::Text => text::front(&front, session.printer.report_palette()),

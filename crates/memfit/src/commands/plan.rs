@@ -28,9 +28,9 @@ pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Resul
         .map(PendingFile::create)
         .transpose()?;
 
-    let recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
+    let mut recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
     session.tell_notes(&recorded.trace.meta.notes)?;
-    let planned = session.plan(&target, &recorded, &choice)?;
+    let planned = session.plan(&target, &mut recorded, &choice)?;
     let fits = planned.plan.verdict == Verdict::Fits;
     // A plan that does not fit is no plan to apply: it is shown, not saved.
     if let Some(file) = save.filter(|_| fits) {

@@ -17,9 +17,9 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     let choice = PlanChoice::parse(&arguments.choice, &arguments.budget)?;
     let target = Target::Live(live.clone());
 
-    let recorded = session.record(&target, None)?;
+    let mut recorded = session.record(&target, None)?;
     session.tell_notes(&recorded.trace.meta.notes)?;
-    let planned = session.plan(&target, &recorded, &choice)?;
+    let planned = session.plan(&target, &mut recorded, &choice)?;
     let mut document = document(&planned, recorded.capture_seconds.unwrap_or_default());
     let palette = session.printer.report_palette();
 

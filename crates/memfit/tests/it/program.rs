@@ -78,6 +78,16 @@ impl Host for FakeHost {
         Ok(encode(&trace))
     }
 
+    fn alternatives(
+        &mut self,
+        _: &str,
+        _: &Settings,
+        _: Option<&str>,
+        trace: &[u8],
+    ) -> Result<Vec<u8>, HostError> {
+        Ok(trace.to_vec())
+    }
+
     fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
         let seconds = vec![0.001; sample::trace().ops.len()];
         Ok(json!({ "kind": "profile", "op_seconds": seconds }).to_string())

@@ -1,0 +1,154 @@
+//! Op times of one way of running a step, from those of another.
+//!
+//! Responsible for which op of the one is an op of the other, and for the time of one that is none. Not
+//! responsible for times of a batch of another size ([`super::Costs::scaled`]): there the ops are the same.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::trace::{Op, Phase, Trace};
+
+/// What makes two ops of two traces the same op: name, module, phase and the shapes read.
+type Key<'t> = (&'t str, &'t str, Phase, Vec<&'t [u64]>);
+
+/// Seconds of each op of `to`, where those of `from` took `seconds`.
+pub(super) fn seconds(from: &Trace, seconds: &[f64], to: &Trace) -> Vec<f64> {
+    let mut known: BTreeMap<Key<'_>, VecDeque<f64>> = BTreeMap::new();
+    let mut rates = Rates::default();
+    for (op, &seconds) in from.ops.iter().zip(seconds) {
+        known.entry(key(from, op)).or_default().push_back(seconds);
+        rates.add(from, op, seconds);
+    }
+    let times = to.ops.iter().map(|op| {
+        let same = known.get_mut(&key(to, op)).and_then(VecDeque::pop_front);
+        same.unwrap_or_else(|| rates.seconds(to, op))
+    });
+    times.collect()
+}
+
+fn key<'t>(trace: &'t Trace, op: &Op) -> Key<'t> {
+    let shapes = op
+        .reads
+        .iter()
+        .map(|&read| trace.values[read.index()].shape.as_slice());
+    (
+        trace.string(op.name),
+        trace.string(op.module),
+        op.phase,
+        shapes.collect(),
+    )
+}
+
+/// Work done and the time it took.
+#[derive(Debug, Clone, Copy, Default)]
+struct Rate {
+    work: f64,
+    seconds: f64,
+}
+
+/// Rates of a timed step.
+#[derive(Debug, Default)]
+struct Rates {
+    /// Of ops that compute, by their longest dimension: a slice of a product over many classes keeps it.
+    compute: BTreeMap<u64, Rate>,
+    all_compute: Rate,
+    moving: Rate,
+}
+
+impl Rates {
+    fn add(&mut self, trace: &Trace, op: &Op, seconds: f64) {
+        if op.flops > 0 {
+            let work = work_of(op);
+            for rate in [
+                self.compute.entry(longest(trace, op)).or_default(),
+                &mut self.all_compute,
+            ] {
+                rate.work += work;
+                rate.seconds += seconds;
+            }
+        } else if !op.view && op.moved_bytes.0 > SMALL {
+            self.moving.work += work_of(op);
+            self.moving.seconds += seconds;
+        }
+    }
+
+    fn seconds(&self, trace: &Trace, op: &Op) -> f64 {
+        if op.view {
+            return 0.0;
+        }
+        let rate = if op.flops > 0 {
+            let own = self.compute.get(&longest(trace, op));
+            own.copied().unwrap_or(self.all_compute)
+        } else {
+            self.moving
+        };
+        if rate.work > 0.0 {
+            work_of(op) * rate.seconds / rate.work
+        } else {
+            0.0
+        }
+    }
+}
+
+/// Ops that move less say more about dispatch than about a rate.
+const SMALL: u64 = 1 << 16;
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio")]
+fn work_of(op: &Op) -> f64 {
+    if op.flops > 0 {
+        op.flops as f64
+    } else {
+        op.moved_bytes.as_f64()
+    }
+}
+
+/// The longest dimension of what an op reads or makes: that of the classes, for the products of a head.
+fn longest(trace: &Trace, op: &Op) -> u64 {
+    let values = op.reads.iter().chain(&op.outputs);
+    let sizes = values.flat_map(|&value| trace.values[value.index()].shape.iter().copied());
+    sizes.max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::ValueId;
+    use crate::trace::sample::Builder;
+
+    /// Rows in slices times a matrix, then something that both steps have.
+    fn head(slices: u64) -> Trace {
+        let mut builder = Builder::new(8);
+        let weight = builder.allocation(&[4, 1000], crate::trace::Category::Parameter, 0);
+        let input = builder.allocation(&[8, 4], crate::trace::Category::Input, 0);
+        let rows = 8 / slices;
+        let mut last: ValueId = input;
+        for _ in 0..slices {
+            let part = builder.value(builder.trace.allocation_of(input), 0, &[rows, 4]);
+            last = builder.op(
+                "aten.mm.default",
+                Phase::Forward,
+                &[part, weight],
+                &[rows, 1000],
+            );
+            builder.trace.ops.last_mut().unwrap().flops = rows * 8000;
+        }
+        builder.op("aten.sum.default", Phase::Forward, &[last], &[]);
+        builder.op("aten.exp.default", Phase::Forward, &[weight], &[4, 1000]);
+        builder.finish()
+    }
+
+    #[test]
+    fn a_product_in_slices_takes_its_time_in_parts_and_what_stays_takes_its_own() {
+        let (whole, parts) = (head(1), head(4));
+        let times = seconds(&whole, &[8.0, 1.0, 0.5], &parts);
+        assert_eq!(times.len(), 6);
+        assert!(times[..4].iter().all(|time| (time - 2.0).abs() < 1e-12));
+        assert!((times[5] - 0.5).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_same_step_keeps_its_times() {
+        let trace = crate::trace::sample::chain();
+        let times: Vec<f64> = (1..=9).map(f64::from).collect();
+        assert_eq!(seconds(&trace, &times, &trace), times);
+    }
+}

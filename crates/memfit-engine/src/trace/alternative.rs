@@ -1,0 +1,156 @@
+//! The same step run in another way: what a plan may choose besides what it may change.
+//!
+//! Responsible for the types, and for what an alternative must have in common with its trace. Not
+//! responsible for which alternatives are worth a capture ([`crate::plan::chunks`]) nor for choosing
+//! one (`plan/alternatives.rs`).
+//!
+//! Slices change which ops run, so their memory is not derived from the plain trace: the step is captured
+//! once more with its slices, and that trace is as good as any.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Trace, TraceError};
+use crate::bytes::Bytes;
+
+/// A loss over many classes, computed in slices of rows so that its logits never exist as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Number of slices, at most.
+    pub slices: u64,
+    /// The parameter that makes logits of hidden values, by its qualified name.
+    pub weight: String,
+    /// Rows of the logits.
+    pub rows: u64,
+    /// Classes they are over.
+    pub classes: u64,
+    /// Size of the whole logits.
+    pub logit_bytes: Bytes,
+}
+
+/// A step in slices, as captured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Alternative {
+    /// What runs in slices.
+    pub chunk: Chunk,
+    /// The step then.
+    pub trace: Trace,
+}
+
+/// What a step can be run as instead.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Alternatives {
+    /// In ascending number of slices.
+    pub steps: Vec<Alternative>,
+    /// Why there are no more of them; empty when nothing failed.
+    #[serde(default)]
+    pub refusal: String,
+}
+
+impl Trace {
+    /// The trace without its alternatives.
+    #[must_use]
+    pub fn alone(&self) -> Self {
+        Self {
+            meta: self.meta.clone(),
+            devices: self.devices.clone(),
+            strings: self.strings.clone(),
+            allocations: self.allocations.clone(),
+            values: self.values.clone(),
+            ops: self.ops.clone(),
+            saved: self.saved.clone(),
+            regions: self.regions.clone(),
+            updates: self.updates.clone(),
+            couplings: self.couplings.clone(),
+            alternatives: None,
+        }
+    }
+
+    /// The alternatives captured; none where nobody has tried.
+    #[must_use]
+    pub fn alternatives(&self) -> &[Alternative] {
+        self.alternatives
+            .as_ref()
+            .map_or(&[], |found| found.steps.as_slice())
+    }
+
+    /// Checks every alternative, and that it is one of this step.
+    pub(super) fn check_alternatives(&self) -> Result<(), TraceError> {
+        for (index, step) in self.alternatives().iter().enumerate() {
+            let wrong = |rule| TraceError::Disorder {
+                owner: format!("alternative {index}"),
+                rule,
+            };
+            let (own, other) = (&self.meta, &step.trace.meta);
+            if step.trace.alternatives.is_some() {
+                return Err(wrong("an alternative has no alternatives"));
+            }
+            if (own.batch, own.training, &own.device_kind)
+                != (other.batch, other.training, &other.device_kind)
+            {
+                return Err(wrong("an alternative is of the same step"));
+            }
+            if step.chunk.slices == 0 {
+                return Err(wrong("a step runs in one slice at least"));
+            }
+            step.trace.check()?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::sample;
+
+    fn with(steps: Vec<Alternative>) -> Trace {
+        let refusal = String::new();
+        Trace {
+            alternatives: Some(Alternatives { steps, refusal }),
+            ..sample::chain()
+        }
+    }
+
+    fn sliced(trace: Trace, slices: u64) -> Alternative {
+        let chunk = Chunk {
+            slices,
+            weight: "head".to_owned(),
+            rows: 4,
+            classes: 8,
+            logit_bytes: Bytes(128),
+        };
+        Alternative { chunk, trace }
+    }
+
+    #[test]
+    fn an_alternative_is_a_valid_trace_of_the_same_step() {
+        assert!(with(vec![sliced(sample::chain(), 2)]).check().is_ok());
+        let mut other_batch = sample::chain();
+        other_batch.meta.batch += 1;
+        let mut broken = sample::chain();
+        broken.strings.clear();
+        let nested = with(Vec::new());
+        for wrong in [
+            sliced(other_batch, 2),
+            sliced(broken, 2),
+            sliced(nested, 2),
+            sliced(sample::chain(), 0),
+        ] {
+            assert!(with(vec![wrong]).check().is_err());
+        }
+    }
+
+    #[test]
+    fn a_file_without_alternatives_is_read_and_one_with_them_comes_back_as_it_was() {
+        let plain = serde_json::to_string(&sample::chain()).unwrap();
+        assert!(!plain.contains("alternatives"));
+        assert_eq!(
+            serde_json::from_str::<Trace>(&plain).unwrap(),
+            sample::chain()
+        );
+        let rich = with(vec![sliced(sample::chain(), 2)]);
+        let file = crate::trace::encode(&rich);
+        assert_eq!(crate::trace::decode(&file).unwrap(), rich);
+        assert_eq!(rich.alone(), sample::chain());
+    }
+}
