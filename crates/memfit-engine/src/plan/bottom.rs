@@ -122,27 +122,38 @@ impl Search<'_> {
     /// Treats allocations otherwise if that lowers the peak, or leaves it where `same_peak_will_do`.
     fn change(
         &mut self,
-        mut at: Candidate,
+        at: Candidate,
         changes: &[(AllocationId, Treatment)],
         same_peak_will_do: bool,
+    ) -> Candidate {
+        let peak = at.evaluation.peak_bytes;
+        self.change_if(at, changes, peak, |new, _| {
+            new.evaluation.peak_bytes < peak || same_peak_will_do
+        })
+    }
+
+    /// Treats allocations otherwise if that is valid, stays within `limit` and is `better`, which gets the new
+    /// evaluation and time, and the time before.
+    pub(super) fn change_if(
+        &mut self,
+        mut at: Candidate,
+        changes: &[(AllocationId, Treatment)],
+        limit: Bytes,
+        better: impl Fn(&Candidate, f64) -> bool,
     ) -> Candidate {
         let differs =
             |&(id, treatment): &(AllocationId, Treatment)| at.treatments[id.index()] != treatment;
         if self.exhausted() || !changes.iter().any(differs) {
             return at;
         }
-        let before: Vec<Treatment> = exchange(&mut at.treatments, changes);
-        let limit = at.evaluation.peak_bytes;
-        let (evaluation, added_seconds) = self.scorer.peek_within(&at.treatments, limit);
-        let is_lower = evaluation.peak_bytes < at.evaluation.peak_bytes;
-        let same = evaluation.peak_bytes == at.evaluation.peak_bytes;
-        if evaluation.valid && (is_lower || (same && same_peak_will_do)) {
-            return Candidate {
-                evaluation,
-                added_seconds,
-                ..at
-            };
+        let (evaluation, seconds) = (at.evaluation, at.added_seconds);
+        let before = exchange(&mut at.treatments, changes);
+        (at.evaluation, at.added_seconds) = self.scorer.peek_within(&at.treatments, limit);
+        let fits = at.evaluation.valid && at.evaluation.peak_bytes <= limit;
+        if fits && better(&at, seconds) {
+            return at;
         }
+        (at.evaluation, at.added_seconds) = (evaluation, seconds);
         for (&(id, _), treatment) in changes.iter().zip(before) {
             at.treatments[id.index()] = treatment;
         }
@@ -151,10 +162,7 @@ impl Search<'_> {
 }
 
 /// Makes the changes and says what was there before.
-pub(super) fn exchange(
-    treatments: &mut [Treatment],
-    changes: &[(AllocationId, Treatment)],
-) -> Vec<Treatment> {
+fn exchange(treatments: &mut [Treatment], changes: &[(AllocationId, Treatment)]) -> Vec<Treatment> {
     changes
         .iter()
         .map(|&(id, treatment)| std::mem::replace(&mut treatments[id.index()], treatment))

@@ -3,7 +3,7 @@
 //! Responsible for keeping again what need not go, for doing something else about what must, and for leaving a local
 //! optimum. Not responsible for getting within the target (`moves.rs`).
 
-use super::bottom::{exchange, pairs};
+use super::bottom::pairs;
 use super::problem::Candidate;
 use super::search::{SMALL_PROBLEM, Search, faster};
 use crate::bytes::Bytes;
@@ -127,29 +127,13 @@ impl Search<'_> {
     /// Makes the changes if that saves time within `target`.
     fn quicken(
         &mut self,
-        mut at: Candidate,
+        at: Candidate,
         changes: &[(AllocationId, Treatment)],
         target: Bytes,
     ) -> Candidate {
-        let differs =
-            |&(id, treatment): &(AllocationId, Treatment)| at.treatments[id.index()] != treatment;
-        if self.exhausted() || !changes.iter().any(differs) {
-            return at;
-        }
-        let before = exchange(&mut at.treatments, changes);
-        let (evaluation, added_seconds) = self.scorer.peek_within(&at.treatments, target);
-        let fits = evaluation.valid && evaluation.peak_bytes <= target;
-        if fits && added_seconds < at.added_seconds {
-            return Candidate {
-                evaluation,
-                added_seconds,
-                ..at
-            };
-        }
-        for (&(id, _), treatment) in changes.iter().zip(before) {
-            at.treatments[id.index()] = treatment;
-        }
-        at
+        self.change_if(at, changes, target, |new, seconds| {
+            new.added_seconds < seconds
+        })
     }
 
     /// Forbids to touch one expensive allocation at a time, most seconds first.
