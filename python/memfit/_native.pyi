@@ -1,6 +1,6 @@
 """The native half of memfit. Private: use the ``memfit`` package."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Literal, final
@@ -25,6 +25,7 @@ __all__ = [
     "front",
     "front_page",
     "front_text",
+    "gpu_memory",
     "gpu_profile",
     "label_blocks",
     "mark_allocations",
@@ -75,11 +76,19 @@ class LeaseClient:
         wait_seconds: float | None,
         time_to_live_seconds: float | None,
         label: str | None,
+        waits: Callable[[int | None], object] | None = None,
     ) -> tuple[int, int, dict[str, int]]:
-        """Take a lease; returns its number, its revision and its bytes by device."""
+        """Take a lease; returns its number, its revision and its bytes by device.
+
+        ``waits`` is called now and then while it waits, with the number of requests before it.
+        """
 
     def resize(
-        self, lease: int, claims: Mapping[str, int], wait_seconds: float | None
+        self,
+        lease: int,
+        claims: Mapping[str, int],
+        wait_seconds: float | None,
+        waits: Callable[[int | None], object] | None = None,
     ) -> tuple[int, int, dict[str, int]]:
         """Make a lease larger or smaller."""
 
@@ -358,6 +367,9 @@ def file_kind(data: bytes) -> Literal["trace", "plan"]:
     Raises:
         TraceFileError: They are none, or of a later schema.
     """
+
+def gpu_memory() -> list[tuple[str, int, int]]:
+    """The GPUs that NVML sees, as device, total and used bytes; none where it cannot be used."""
 
 def gpu_profile(name: str | None) -> str:
     """A GPU's datasheet as device profile JSON; without a name, of the one that stands in.

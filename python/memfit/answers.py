@@ -19,7 +19,7 @@ from memfit import _native
 from memfit.errors import TraceFileError, UsageError
 
 
-def _save(path: str | os.PathLike[str], data: bytes) -> None:
+def save(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole or not at all.
 
     Raises:
@@ -86,7 +86,7 @@ class Trace:
         Raises:
             UsageError: The file cannot be written.
         """
-        _save(path, self.encode())
+        save(path, self.encode())
 
     @property
     def native(self) -> _native.Trace:
@@ -191,7 +191,7 @@ class Plan(_Answer):
         Raises:
             UsageError: The file cannot be written.
         """
-        _save(path, _native.encode_plan(self._text))
+        save(path, _native.encode_plan(self._text))
 
     def __str__(self) -> str:
         """The plan as ``memfit plan`` prints it."""
@@ -219,7 +219,7 @@ class Front(_Answer):
         if ending not in {".html", ".htm", ".svg"}:
             message = f"cannot tell what to write from `{path}`: write FILE.html or FILE.svg"
             raise UsageError(message)
-        _save(path, _native.front_page(self._text, ending == ".svg").encode())
+        save(path, _native.front_page(self._text, ending == ".svg").encode())
 
     def __str__(self) -> str:
         """The front as ``memfit plan --pareto`` prints it."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from memfit.errors import CaptureError, DoesNotFit, MemfitError, WorkloadError
+from memfit.errors import CaptureError, DoesNotFit, LeaseError, MemfitError, WorkloadError
 
 if TYPE_CHECKING:
     from memfit.workload import Workload
@@ -229,6 +229,7 @@ class Host:
         is_module: bool,  # noqa: FBT001 - called from Rust by position
         snapshot: Path | None,
         budget: str | None,
+        lease: tuple[bool, float | None, int, str | None] | None,
         announce: bool,  # noqa: FBT001
     ) -> str:
         """Run an unmodified script and say what it took.
@@ -240,11 +241,14 @@ class Host:
             is_module: Whether it is a module, as with ``python -m``.
             snapshot: Where to write a snapshot of CUDA memory.
             budget: Memory that its training steps shall stay within, as written.
+            lease: How to lease the budget: whether the user asked for that, how long to wait,
+                priority, device; ``None`` to lease nothing.
             announce: Whether to say on standard error what is planned, when it is.
 
         Returns:
             The summary as JSON.
         """
+        from memfit.adopt.room import Wish
         from memfit.tracking import watched
 
         found = watched.run(
@@ -252,6 +256,7 @@ class Host:
             is_module=is_module,
             snapshot=None if snapshot is None else str(snapshot),
             budget=budget,
+            wish=None if lease is None else Wish(*lease),
             announce=announce,
         )
         self.script_ended = found["ended"]
@@ -272,6 +277,8 @@ class Host:
             return "interrupted", "interrupted", None, None
         if isinstance(error, SystemExit):
             return "workload", f"the target ended the program (exit {error.code})", None, hint
+        if isinstance(error, LeaseError) and error.reason in NO_ROOM:
+            return "no_room", f"the script was not run: {error}", None, _MORE_ROOM
         for family, kind in _KINDS:
             if isinstance(error, family):
                 cause = error.__cause__ if family is WorkloadError else None
@@ -279,6 +286,11 @@ class Host:
         text = "".join(traceback.format_exception(error))
         return "internal", f"{type(error).__name__}: {error}", text, hint
 
+
+_MORE_ROOM = "`--wait` waits for room; `memfit ps` says who holds it"
+
+NO_ROOM = frozenset({"no_room", "timed_out", "contended", "held_back", "too_many"})
+"""Reasons for which a lease is refused that may be gone another time."""
 
 _KINDS: tuple[tuple[type[MemfitError], str], ...] = (
     (WorkloadError, "workload"),

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -83,6 +83,33 @@ def lease(
     return Lease(client, number, granted)
 
 
+def take(
+    claims: Mapping[str, int],
+    *,
+    wait: float | None,
+    priority: int,
+    label: str,
+    waits: Callable[[int | None], object],
+    floor: Mapping[str, int] | None = None,
+) -> Lease:
+    """Lease memory for all that this thread does from here on, from a broker that must run.
+
+    Args:
+        claims: Bytes by device.
+        wait: As for :func:`lease`.
+        priority: As for :func:`lease`.
+        label: As for :func:`lease`.
+        waits: Called now and then while waiting, with the number of requests before this one.
+        floor: As for :func:`lease`.
+
+    Raises:
+        LeaseError: As for :func:`lease`, or no broker runs.
+    """
+    client = connection()
+    number, _, granted = client.acquire(claims, floor, priority, wait, None, label, waits)
+    return Lease(client, number, granted)
+
+
 class Lease:
     """Memory that is set aside, until it is released.
 
@@ -132,7 +159,12 @@ class Lease:
         return self._client.asked_to_shrink(self._number)
 
     def resize(
-        self, size: Size | Mapping[str, Size], *, device: str = "host", wait: float | None = 0.0
+        self,
+        size: Size | Mapping[str, Size],
+        *,
+        device: str = "host",
+        wait: float | None = 0.0,
+        waits: Callable[[int | None], object] | None = None,
     ) -> None:
         """Give a part back, or ask for more.
 
@@ -142,7 +174,8 @@ class Lease:
         Args:
             size: The new size, as for :func:`lease`; 0 holds nothing for now.
             device: Where, when the size is a single one.
-            wait: Seconds to wait for room.
+            wait: Seconds to wait for room; ``None`` waits without end.
+            waits: Called now and then while it waits, with the number of requests before it.
 
         Raises:
             LeaseError: It does not fit, or the lease has ended.
@@ -155,7 +188,7 @@ class Lease:
         if self._client is None:
             self._claims = claims
         else:
-            self._client.resize(self._number, claims, wait)
+            self._client.resize(self._number, claims, wait, waits)
 
     def decline(self) -> None:
         """Answer a request to shrink with no."""
@@ -194,7 +227,23 @@ class Lease:
 
 
 def _client() -> _native.LeaseClient | None:
-    """This thread's connection; ``None`` when no broker runs."""
+    """This thread's connection; ``None``, and a warning, when no broker runs."""
+    try:
+        return connection()
+    except LeaseError as error:
+        if error.reason != "no_broker":
+            raise
+        message = f"{error}: the lease holds nothing back from others; start one: `memfit broker`"
+        warnings.warn(message, NoBrokerWarning, stacklevel=3)
+        return None
+
+
+def connection() -> _native.LeaseClient:
+    """This thread's connection to the broker.
+
+    Raises:
+        LeaseError: No broker runs, or it is not one to talk to.
+    """
     path = _native.broker_path()
     is_own = _lines.process == os.getpid() and _lines.path == path
     if _lines.client is not None and is_own:
@@ -205,14 +254,7 @@ def _client() -> _native.LeaseClient | None:
         else:
             return _lines.client
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    try:
-        client = _native.LeaseClient(path, name[:100])
-    except LeaseError as error:
-        if error.reason != "no_broker":
-            raise
-        message = f"{error}: the lease holds nothing back from others; start one: `memfit broker`"
-        warnings.warn(message, NoBrokerWarning, stacklevel=3)
-        return None
+    client = _native.LeaseClient(path, name[:100])
     _lines.client, _lines.path, _lines.process = client, path, os.getpid()
     return client
 

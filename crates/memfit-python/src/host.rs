@@ -54,6 +54,7 @@ fn kind_of(name: &str) -> HostErrorKind {
         "workload" => HostErrorKind::Workload,
         "capture" => HostErrorKind::Capture,
         "does_not_fit" => HostErrorKind::DoesNotFit,
+        "no_room" => HostErrorKind::NoRoom,
         "interrupted" => HostErrorKind::Interrupted,
         _ => HostErrorKind::Internal,
     }
@@ -156,11 +157,16 @@ impl Host for PythonHost {
     fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
         self.ask(|host| {
             let command = script.command.clone();
+            let lease = script.lease.as_ref().map(|lease| {
+                let device = lease.device.as_deref();
+                (lease.is_wanted, lease.wait_seconds, lease.priority, device)
+            });
             let arguments = (
                 command,
                 script.is_module,
                 script.snapshot.clone(),
                 script.budget.clone(),
+                lease,
                 script.announce,
             );
             host.call_method1("run_script", arguments)?.extract()

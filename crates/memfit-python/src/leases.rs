@@ -21,6 +21,16 @@ pub(crate) fn broker_path() -> PathBuf {
     memfit::lease::usual_path()
 }
 
+/// The GPUs that NVML sees, as `(device, total bytes, used bytes)`; none where it cannot be used.
+#[pyfunction]
+pub(crate) fn gpu_memory(py: Python<'_>) -> Vec<(String, u64, u64)> {
+    let found = py.detach(memfit::device::gpus).unwrap_or_default();
+    let told = found
+        .into_iter()
+        .map(|gpu| (gpu.device, gpu.total_bytes, gpu.used_bytes));
+    told.collect()
+}
+
 /// A connection to the broker; one line of work.
 #[pyclass(frozen, module = "memfit._native")]
 pub(crate) struct LeaseClient {
@@ -46,9 +56,14 @@ impl LeaseClient {
         self.client.devices().map_err(failure)
     }
 
-    /// Takes a lease; `wait_seconds` of nothing waits without end.
-    #[pyo3(signature = (claims, floor, priority, wait_seconds, time_to_live_seconds, label))]
+    /// Takes a lease; `wait_seconds` of nothing waits without end. `waits` is called now and then meanwhile
+    /// with the number of requests that go first, where that is known.
+    #[pyo3(signature = (claims, floor, priority, wait_seconds, time_to_live_seconds, label, waits=None))]
     #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "a Python function for this call"
+    )]
     fn acquire(
         &self,
         py: Python<'_>,
@@ -58,6 +73,7 @@ impl LeaseClient {
         wait_seconds: Option<f64>,
         time_to_live_seconds: Option<f64>,
         label: Option<String>,
+        waits: Option<Py<PyAny>>,
     ) -> PyResult<Held> {
         let request = LeaseRequest {
             claims,
@@ -67,12 +83,14 @@ impl LeaseClient {
             time_to_live: seconds(time_to_live_seconds)?,
             label,
         };
-        let held = waiting(py, |goes_on| self.client.acquire(&request, goes_on))?;
+        let held = waiting(py, waits.as_ref(), |goes_on| {
+            self.client.acquire(&request, goes_on)
+        })?;
         Ok((held.lease, held.revision, held.claims))
     }
 
     /// Makes a lease larger or smaller.
-    #[pyo3(signature = (lease, claims, wait_seconds))]
+    #[pyo3(signature = (lease, claims, wait_seconds, waits=None))]
     #[expect(
         clippy::needless_pass_by_value,
         reason = "made from a Python dict for this call"
@@ -83,9 +101,10 @@ impl LeaseClient {
         lease: u64,
         claims: Amounts,
         wait_seconds: Option<f64>,
+        waits: Option<Py<PyAny>>,
     ) -> PyResult<Held> {
         let wait = seconds(wait_seconds)?;
-        let held = waiting(py, |goes_on| {
+        let held = waiting(py, waits.as_ref(), |goes_on| {
             self.client.resize(lease, &claims, wait, goes_on)
         })?;
         Ok((held.lease, held.revision, held.claims))
@@ -119,29 +138,33 @@ impl LeaseClient {
     }
 }
 
-/// Does something that waits, and ends it when a signal handler raises.
+/// Does something that waits, telling `waits` of it, and ends it when that or a signal handler raises.
 fn waiting<T: Send>(
     py: Python<'_>,
+    waits: Option<&Py<PyAny>>,
     work: impl FnOnce(&mut dyn FnMut(Option<u64>) -> bool) -> Result<T, Failure> + Send,
 ) -> PyResult<T> {
     let mut raised = None;
-    #[expect(
-        clippy::redundant_closure_for_method_calls,
-        reason = "the method itself is for one lifetime, and any is needed"
-    )]
     let result = py.detach(|| {
-        work(&mut |_| match Python::attach(|py| py.check_signals()) {
-            Ok(()) => true,
-            Err(error) => {
-                raised = Some(error);
-                false
-            }
-        })
+        work(
+            &mut |ahead| match Python::attach(|py| tell(py, waits, ahead)) {
+                Ok(()) => true,
+                Err(error) => {
+                    raised = Some(error);
+                    false
+                }
+            },
+        )
     });
     match raised {
         Some(error) => Err(error),
         None => result.map_err(failure),
     }
+}
+
+fn tell(py: Python<'_>, waits: Option<&Py<PyAny>>, ahead: Option<u64>) -> PyResult<()> {
+    py.check_signals()?;
+    waits.map_or(Ok(()), |waits| waits.call1(py, (ahead,)).map(drop))
 }
 
 fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {

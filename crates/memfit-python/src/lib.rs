@@ -53,7 +53,7 @@ mod _native {
     use super::evaluation::evaluate_json;
     use super::host::PythonHost;
     #[pymodule_export]
-    use super::leases::{LeaseClient, broker_path};
+    use super::leases::{LeaseClient, broker_path, gpu_memory};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};

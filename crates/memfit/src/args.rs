@@ -35,6 +35,7 @@ Examples:
   memfit explain snapshot.pickle                        why a CUDA memory snapshot peaked
   memfit run     train.py --epochs 3                    run a script and say what it took
   memfit run     --budget 6GiB train.py                 fit the training steps of a script
+  memfit run     --budget 6GiB --wait train.py          lease that much first, and wait for it
   memfit broker  --memory host=16GiB                    grant memory to processes, never too much
   memfit ps                                             who holds what, and who waits
 
@@ -43,6 +44,7 @@ Exit codes:
   1    it does not fit, no placement was found, `verify` found a difference or an overshoot, or
        `explain` an OOM or a leak
   2    wrong use or bad input
+  75   `memfit run`: the broker had no room, and the script was not run
   101  a bug in memfit
   130  interrupted
 `memfit run` exits with the script's own code."
@@ -159,11 +161,15 @@ Examples:
   memfit run train.py --epochs 3                 the script's own arguments follow its name
   memfit run -m my_project.train --epochs 3      a module, as with python -m
   memfit run --budget 6GiB train.py              its training steps, unmodified, within 6 GiB
+  memfit run --budget 6GiB --wait train.py       the same, when the broker has that much room
   memfit run --report run.json train.py          the summary as JSON in a file
   memfit run --snapshot oom.pickle train.py      CUDA memory history, for memfit explain
 
-The script runs as `python train.py` would run it. Standard output is the script's; the summary goes to
-standard error. The exit code is the script's.")]
+The script runs as `python train.py` would run it. Standard output is the script's; the summary goes
+to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run.
+
+Where a broker runs, the budget and what torch takes besides tensors are leased before the script
+starts, and what its plan does not need is given back. Where none runs, the script runs alone.")]
     Run(RunArguments),
 
     /// Grant memory to processes before they use it, so that together they never exceed it
@@ -460,6 +466,9 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "BYTES")]
     pub(crate) budget: Option<String>,
 
+    #[command(flatten)]
+    pub(crate) lease: RunLeaseArguments,
+
     /// Write the summary as JSON to a file
     #[arg(long, value_name = "FILE.json")]
     pub(crate) report: Option<PathBuf>,
@@ -480,6 +489,39 @@ pub(crate) struct RunArguments {
         allow_hyphen_values = true
     )]
     pub(crate) command: Vec<OsString>,
+}
+
+/// The memory that a script leases from the broker.
+#[derive(Debug, Args)]
+pub(crate) struct RunLeaseArguments {
+    /// Wait for room at the broker, without end or so many seconds, instead of giving up at once
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "inf",
+        requires = "budget"
+    )]
+    pub(crate) wait: Option<f64>,
+
+    /// Who goes first among those that wait: higher before lower, -128 to 127
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        allow_hyphen_values = true,
+        requires = "budget"
+    )]
+    pub(crate) priority: i8,
+
+    /// Where to lease the budget: `host` or `cuda:0` [default: the broker's first GPU, else the host]
+    #[arg(long, value_name = "DEVICE", requires = "budget")]
+    pub(crate) device: Option<String>,
+
+    /// Lease nothing, though a broker runs
+    #[arg(long, conflicts_with_all = ["wait", "device"])]
+    pub(crate) no_lease: bool,
 }
 
 #[derive(Debug, Args)]

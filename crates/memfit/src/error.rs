@@ -78,6 +78,7 @@ impl Failure {
                     Exit::Usage
                 }
                 HostErrorKind::DoesNotFit => Exit::No,
+                HostErrorKind::NoRoom => Exit::NoRoom,
                 HostErrorKind::Interrupted => Exit::Interrupted,
                 HostErrorKind::Internal => Exit::Internal,
             },

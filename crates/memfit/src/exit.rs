@@ -13,6 +13,8 @@ pub enum Exit {
     No,
     /// Wrong use, bad input, a failing workload, a file that cannot be read or written.
     Usage,
+    /// The broker had no room for a script, which was not run: another time it may (`EX_TEMPFAIL`).
+    NoRoom,
     /// A bug in memfit.
     Internal,
     /// Interrupted by the user (Ctrl-C).
@@ -29,6 +31,7 @@ impl Exit {
             Self::Done => 0,
             Self::No => 1,
             Self::Usage => 2,
+            Self::NoRoom => 75,
             Self::Internal => 101,
             Self::Interrupted => 130,
             Self::Script(code) => code,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 pub type Settings = [(String, String)];
 
 /// A script to run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Script {
     /// The script or module, and its arguments.
     pub command: Vec<OsString>,
@@ -20,8 +20,23 @@ pub struct Script {
     pub snapshot: Option<PathBuf>,
     /// Memory that its training steps shall stay within, as written; absent to leave them alone.
     pub budget: Option<String>,
+    /// How to lease the budget from the broker; absent to lease nothing.
+    pub lease: Option<ScriptLease>,
     /// Whether to say on standard error what is planned, when it is.
     pub announce: bool,
+}
+
+/// How a script leases its budget.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScriptLease {
+    /// Whether the user asked for it, so that no broker is worth saying.
+    pub is_wanted: bool,
+    /// How long to wait for room; absent for as long as it takes.
+    pub wait_seconds: Option<f64>,
+    /// Who goes first.
+    pub priority: i8,
+    /// `host` or `cuda:0`; absent for the broker's first GPU, else the host.
+    pub device: Option<String>,
 }
 
 /// What to calibrate.
@@ -159,6 +174,8 @@ pub enum HostErrorKind {
     Capture,
     /// The step does not fit.
     DoesNotFit,
+    /// The broker has no room now.
+    NoRoom,
     /// The user interrupted.
     Interrupted,
     /// A bug in memfit.

@@ -12,6 +12,7 @@
 mod args;
 mod broker;
 mod commands;
+pub mod device;
 mod error;
 mod exit;
 mod host;
@@ -31,7 +32,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use clap::Parser as _;
 
 pub use exit::Exit;
-pub use host::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
+pub use host::{Calibration, Host, HostError, HostErrorKind, Script, ScriptLease, Settings};
 pub use printer::Streams;
 pub use report::front::page_of_front;
 pub use report::text::{of_explanation, of_front, of_plan, of_prediction, of_trace, of_track};

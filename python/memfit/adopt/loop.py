@@ -27,6 +27,7 @@ from memfit.adopt.nesting import occupied
 from memfit.adopt.observed import Observation
 from memfit.adopt.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.adopt.planning import RecordedStep
+from memfit.adopt.room import Room
 from memfit.answers import Plan
 from memfit.errors import MemfitError
 from memfit.fitted import Fitted
@@ -120,12 +121,15 @@ class Loop:
         notes: Things to say at the end.
     """
 
-    def __init__(self, root: nn.Module, budget: str, on_plan: Callable[[Loop, Plan], None]) -> None:
+    def __init__(
+        self, root: nn.Module, budget: str, room: Room, on_plan: Callable[[Loop, Plan], None]
+    ) -> None:
         """Know a model whose first pass is about to begin.
 
         Args:
             root: The model.
             budget: As the user wrote it.
+            room: What was leased for the script.
             on_plan: Told of every new plan.
         """
         self.device = next(p.device for p in root.parameters() if p.requires_grad)
@@ -147,6 +151,7 @@ class Loop:
         self.notes: dict[str, None] = {}
         self._root = weakref.ref(root)
         self._written = budget
+        self._room = room
         self._budget: str | int = budget
         self._on_plan = on_plan
         self._pending: tuple[Key, Observation] | None = None
@@ -174,6 +179,7 @@ class Loop:
     def refuse(self, reason: str) -> None:
         """Plan nothing from here on."""
         self.refusal = self.refusal or reason
+        self._room.whole()  # nobody knows what its steps take
         self._pending = None
         self.rest()
 
@@ -212,6 +218,7 @@ class Loop:
         if self._recordings > MAX_RECORDINGS:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
+        self._room.whole()
         return ObservedPass(self.device, self._model(), inputs, optimizers)
 
     def _run_planned(self, key: Key, planned: PlannedStep) -> Pass:
@@ -274,7 +281,7 @@ class Loop:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         step = RecordedStep(observation, type(self._model()).__name__)
-        made = step.plan(self._budget, outside)
+        made = step.plan(self._room.within(self._budget), outside)
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
         self.replans += bool(self.plans)
@@ -314,7 +321,8 @@ class Loop:
             return
         self.replans += 1
         budget = self._written if helps else self._budget
-        planned.plan = planned.step.plan(budget, outside, min(planned.passes, outside))
+        within = self._room.within(budget)
+        planned.plan = planned.step.plan(within, outside, min(planned.passes, outside))
         self._budget = planned.plan.budget_bytes
         planned.outside_bytes = outside
         planned.fitted = None

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from memfit import _native
 from memfit.adopt.loop import Key, Loop
 from memfit.adopt.passes import ObservedPass, Pass
+from memfit.adopt.room import Room
 from memfit.adopt.signals import Signals
 from memfit.answers import Plan
 from memfit.tracking.owners import instances
@@ -47,14 +48,16 @@ class _Running:
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
 
-    def __init__(self, budget: str, say: Callable[[str], None]) -> None:
+    def __init__(self, budget: str, room: Room, say: Callable[[str], None]) -> None:
         """Wait for the script.
 
         Args:
             budget: As the user wrote it.
+            room: What was leased for the script.
             say: Shows a line to the user.
         """
         self._budget = budget
+        self._room = room
         self._say = say
         self._signals = Signals(self)
         self._loops: list[Loop] = []
@@ -165,9 +168,10 @@ class AdoptedScript:
                 return loop
         for other in self._loops:
             other.rest()
-        loop = Loop(root, self._budget, self._planned)
+        loop = Loop(root, self._budget, self._room, self._planned)
         self._loops.append(loop)
         if loop.refusal:
+            self._room.whole()  # nobody knows what its steps take
             self._say(_unplanned(loop))
         return loop
 
@@ -213,6 +217,8 @@ class AdoptedScript:
 
     def _planned(self, loop: Loop, plan: Plan) -> None:
         self._say(_found(loop, plan))
+        peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
+        self._room.keep(max(peaks, default=0), loop.device)
 
 
 def _names(loop: Loop) -> str:

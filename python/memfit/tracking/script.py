@@ -57,8 +57,7 @@ def run(command: Sequence[str], *, is_module: bool) -> Ending:
         UsageError: There is no such file.
     """
     name = command[0]
-    if not is_module and not Path(name).exists():
-        raise UsageError(f"there is no file `{name}`")
+    require(name, is_module=is_module)
     sys.argv = list(command)
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -84,6 +83,16 @@ def run(command: Sequence[str], *, is_module: bool) -> Ending:
         _show(error)
         return Ending("exception", 1, error)
     return Ending("finished", 0)
+
+
+def require(name: str, *, is_module: bool) -> None:
+    """See that there is a script, before anything is done for it.
+
+    Raises:
+        UsageError: There is no such file.
+    """
+    if not is_module and not Path(name).exists():
+        raise UsageError(f"there is no file `{name}`")
 
 
 def _lead_path(folder: str) -> None:

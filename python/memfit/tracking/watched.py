@@ -17,9 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memfit.adopt.announce import Announcer
+from memfit.adopt.room import Room, Wish
 from memfit.tracking import script
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ def run(
     is_module: bool,
     snapshot: str | None,
     budget: str | None = None,
+    wish: Wish | None = None,
     announce: bool = False,
 ) -> dict[str, Any]:
     """Run a script and say what it took.
@@ -58,6 +62,7 @@ def run(
         is_module: Whether it is a module, as with ``python -m``.
         snapshot: Where to write a snapshot of CUDA memory; ``None`` for nowhere.
         budget: Memory that its training steps shall stay within; ``None`` to leave them alone.
+        wish: How to lease the budget; ``None`` to lease nothing.
         announce: Whether to say on standard error what is planned, when it is.
 
     Returns:
@@ -65,13 +70,20 @@ def run(
 
     Raises:
         UsageError: There is no such script.
+        LeaseError: The broker does not grant the budget; the script was not run.
     """
-    watch = Watch(snapshot, budget, announce=announce)
+    script.require(command[0], is_module=is_module)
+    say = Announcer(shown=announce)
+    room = Room(say)
+    if wish is not None and budget is not None:
+        room.open(budget, wish, label=Path(command[0]).name)
+    watch = Watch(snapshot, budget, room, say)
     process = os.getpid()
     sys.meta_path.insert(0, _TorchFinder(watch.begin))
     ending = script.run(command, is_module=is_module)
     script.flush()
     summary = watch.summary(command[0], ending)
+    room.close()
     summary["quiet"] = script.is_child(process)
     return summary
 
@@ -106,19 +118,21 @@ class Watch:
     """What is seen of one script."""
 
     def __init__(
-        self, snapshot: str | None, budget: str | None = None, *, announce: bool = False
+        self, snapshot: str | None, budget: str | None, room: Room, say: Callable[[str], None]
     ) -> None:
         """Wait for torch.
 
         Args:
             snapshot: As in :func:`run`.
             budget: As in :func:`run`.
-            announce: As in :func:`run`.
+            room: What was leased for the script.
+            say: Shows a line to the user.
         """
         self._start = time.perf_counter()
         self._snapshot = snapshot
         self._budget = budget
-        self._announce = announce
+        self._room = room
+        self._say = say
         self._adopted: AdoptedScript | None = None
         self._notes: list[str] = []
         self._began: float | None = None
@@ -160,18 +174,11 @@ class Watch:
         if self._budget is not None:
             from memfit.adopt.script import AdoptedScript
 
-            self._adopted = AdoptedScript(self._budget, self._say)
+            self._adopted = AdoptedScript(self._budget, self._room, self._say)
             self._adopted.begin()
         if self._snapshot is not None:
             # Called when the script first uses CUDA; memfit does not start it.
             torch.cuda._lazy_call(self._record_history)  # type: ignore[no-untyped-call]
-
-    def _say(self, line: str) -> None:
-        """Tell the user, on the standard error that the process began with."""
-        if self._announce and sys.__stderr__ is not None:
-            with contextlib.suppress(OSError, ValueError):
-                sys.__stderr__.write(f"memfit: {line}\n")
-                sys.__stderr__.flush()
 
     def _watch_backward(self) -> None:
         """Know when autograd's engine runs: `backward` and `grad` both call it by this name."""
@@ -268,6 +275,7 @@ class Watch:
             "steps": self._step_summary(),
             "oom": oom,
             "fitting": fitting,
+            "lease": self._room.described(),
             "snapshot": self._write_snapshot(),
             "notes": self._notes,
         }

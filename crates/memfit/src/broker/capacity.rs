@@ -94,9 +94,9 @@ fn add_found(capacities: &mut Capacities) {
                 .push("host: /proc/meminfo does not say".to_owned()),
         }
     }
-    match gpus() {
+    match crate::device::gpus() {
         Ok(found) => {
-            for (name, bytes) in found {
+            for (name, bytes) in found.iter().map(crate::device::Gpu::capacity) {
                 if !is_named(&capacities.devices, &name) {
                     capacities
                         .notes
@@ -133,21 +133,6 @@ fn cgroup_limit() -> Option<Bytes> {
         text.trim().parse().ok().map(Bytes)
     });
     limits.min()
-}
-
-/// The GPUs and their memory.
-fn gpus() -> Result<Vec<(String, Bytes)>, String> {
-    let nvml =
-        nvml_wrapper::Nvml::init().map_err(|error| format!("NVML cannot be used ({error})"))?;
-    let count = nvml.device_count().map_err(|error| error.to_string())?;
-    let devices = (0..count).filter_map(|index| {
-        let memory = nvml
-            .device_by_index(index)
-            .and_then(|device| device.memory_info())
-            .ok()?;
-        Some((format!("cuda:{index}"), Bytes(memory.total)))
-    });
-    Ok(devices.collect())
 }
 
 #[cfg(test)]

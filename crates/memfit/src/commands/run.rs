@@ -1,13 +1,14 @@
 //! `memfit run`: an unmodified script under the count, perhaps fitted to a budget, and what it took.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use memfit_engine::bytes::Budget;
 
-use crate::args::{Format, RunArguments};
+use crate::args::{Format, RunArguments, RunLeaseArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
-use crate::host::Script;
+use crate::host::{Script, ScriptLease};
 use crate::report::tracked::RunDocument;
 use crate::report::{json, text};
 use crate::save::PendingFile;
@@ -17,14 +18,14 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;
     let snapshot = arguments.snapshot.as_deref().map(writable).transpose()?;
-    if let Some(budget) = &arguments.budget {
-        Budget::parse(budget)?;
-    }
+    let budget = arguments.budget.as_deref().map(Budget::parse).transpose()?;
+    let lease = budget.map(|budget| lease(&arguments.lease, budget));
     let answer = session.host.run_script(&Script {
         command: arguments.command.clone(),
         is_module: arguments.module,
         snapshot,
         budget: arguments.budget.clone(),
+        lease: lease.transpose()?.flatten(),
         announce: session.format == Format::Text && !session.printer.is_quiet(),
     })?;
     let document: RunDocument =
@@ -44,6 +45,31 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         session.printer.failure(&failure);
     }
     Ok(Exit::Script(document.exit_code))
+}
+
+/// How the budget is leased; nothing where it shall not be.
+fn lease(arguments: &RunLeaseArguments, budget: Budget) -> Result<Option<ScriptLease>, Failure> {
+    if arguments.no_lease {
+        return Ok(None);
+    }
+    if let (Some(_), Budget::Percent(_)) = (arguments.wait, budget) {
+        return Err(Failure::usage(
+            "`--wait` leases the budget, and a percentage of an unknown step cannot be leased",
+        )
+        .hint("write bytes: `--budget 6GiB`; `memfit predict` says what a step takes"));
+    }
+    let wait_seconds = arguments.wait.map_or(Some(0.0), |seconds| {
+        (seconds != f64::INFINITY).then_some(seconds)
+    });
+    if wait_seconds.is_some_and(|seconds| Duration::try_from_secs_f64(seconds).is_err()) {
+        return Err(Failure::usage("`--wait` is a number of seconds, 0 or more"));
+    }
+    Ok(Some(ScriptLease {
+        is_wanted: arguments.wait.is_some() || arguments.device.is_some(),
+        wait_seconds,
+        priority: arguments.priority,
+        device: arguments.device.clone(),
+    }))
 }
 
 /// Where a file will be, once it is clear that it can be written.

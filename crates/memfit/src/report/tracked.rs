@@ -57,6 +57,9 @@ pub(crate) struct RunDocument {
     /// What `--budget` did; absent without it.
     #[serde(default)]
     pub(crate) fitting: Option<Fitting>,
+    /// What was leased for it from the broker; absent where nothing was.
+    #[serde(default)]
+    pub(crate) lease: Option<RunLease>,
     /// File with the CUDA memory snapshot, where one was asked for and written.
     pub(crate) snapshot: Option<String>,
     pub(crate) notes: Vec<String>,
@@ -151,6 +154,23 @@ pub(crate) struct Fitting {
     pub(crate) refusal: Option<String>,
     /// The training loops, in the order they began.
     pub(crate) loops: Vec<FittedLoop>,
+}
+
+/// The memory that a script leased.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunLease {
+    /// `host` or `cuda:0`.
+    pub(crate) device: String,
+    /// Leased before the script started: the budget and `besides_bytes`.
+    pub(crate) leased_bytes: Bytes,
+    /// What torch takes besides tensors, as measured in a process of its own.
+    pub(crate) besides_bytes: Bytes,
+    /// How long the script waited for it to be granted.
+    pub(crate) waited_seconds: f64,
+    /// Leased at the end.
+    pub(crate) kept_bytes: Bytes,
+    /// How often the lease changed for a plan.
+    pub(crate) changes: u64,
 }
 
 /// One training loop of a script.

@@ -3,6 +3,7 @@
 use memfit::Streams;
 
 use crate::program::{ClosedPipe, FakeHost, run, words};
+use crate::sample;
 
 fn run_on_terminal(arguments: &str, no_color: bool) -> (String, String) {
     let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
@@ -179,6 +180,56 @@ fn a_script_keeps_standard_output_and_its_own_arguments() {
     let script = host.script_seen.unwrap();
     assert!(script.is_module);
     assert_eq!(script.command, words("package.train --epochs 3")[1..]);
+}
+
+#[test]
+fn a_budget_is_leased_unless_it_shall_not_be_and_waits_only_as_long_as_was_said() {
+    let lease = |words: &str| {
+        let mut host = FakeHost::default();
+        let outcome = host.run(&format!("run {words} a.py"));
+        let seen = host.script_seen;
+        seen.map(|script| script.lease).ok_or(outcome.stderr)
+    };
+    assert_eq!(lease(""), Ok(None));
+    assert_eq!(lease("--budget 1GiB --no-lease"), Ok(None));
+    let plain = lease("--budget 1GiB").unwrap().unwrap();
+    assert_eq!((plain.is_wanted, plain.wait_seconds), (false, Some(0.0)));
+    // The script's name is not taken for a number of seconds.
+    let forever = lease("--budget 1GiB --priority -5 --wait")
+        .unwrap()
+        .unwrap();
+    assert_eq!((forever.is_wanted, forever.wait_seconds), (true, None));
+    assert_eq!(forever.priority, -5);
+    let bounded = lease("--budget 1GiB --wait=2.5 --device cuda:1")
+        .unwrap()
+        .unwrap();
+    assert_eq!(bounded.wait_seconds, Some(2.5));
+    assert_eq!(bounded.device.as_deref(), Some("cuda:1"));
+    for wrong in [
+        "--wait",
+        "--budget 60% --wait",
+        "--budget 1GiB --wait=-1",
+        "--budget 1GiB --wait=x",
+    ] {
+        assert!(lease(wrong).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn the_summary_of_a_script_says_what_was_leased() {
+    let mut host = FakeHost::default();
+    let mut summary = sample::run("a.py");
+    summary["lease"] = serde_json::json!({
+        "device": "host", "leased_bytes": 6_u64 << 30, "besides_bytes": 512 << 20, "waited_seconds": 61.0,
+        "kept_bytes": 5_u64 << 30, "changes": 1,
+    });
+    host.summary = Some(summary);
+    let outcome = host.run("run a.py");
+    let (_, lease) = outcome.stderr.split_once("Lease\n").unwrap();
+    insta::assert_snapshot!(lease, @"
+    6.00 GiB of `host`, after waiting 61.0 s: the budget and 512.0 MiB that torch takes besides tensors
+    1.00 GiB that no plan needed were given back
+    ");
 }
 
 #[test]

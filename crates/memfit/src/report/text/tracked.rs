@@ -6,8 +6,8 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, RunDevice, RunDocument, RunPhase,
-    TrackDocument, TrackedDevice,
+    ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, RunDevice, RunDocument, RunLease,
+    RunPhase, TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -110,6 +110,9 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
     if let Some(fitting) = &document.fitting {
         section(&mut text, "Budget", &fitted(fitting, palette), palette);
     }
+    if let Some(lease) = &document.lease {
+        section(&mut text, "Lease", &indented(&leased(lease)), palette);
+    }
     section(&mut text, "Notes", &indented(&document.notes), palette);
     section(&mut text, "Next", &indented(&next(document)), palette);
     text
@@ -206,6 +209,23 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
         text.push_str(&fitted_loop(of, palette));
     }
     text
+}
+
+/// What was leased, and what became of it.
+fn leased(lease: &RunLease) -> Vec<String> {
+    let waited = match lease.waited_seconds {
+        seconds if seconds < 1.0 => String::new(),
+        seconds => format!(", after waiting {}", words::seconds(seconds)),
+    };
+    let mut lines = vec![format!(
+        "{} of `{}`{waited}: the budget and {} that torch takes besides tensors",
+        lease.leased_bytes, lease.device, lease.besides_bytes
+    )];
+    if lease.kept_bytes < lease.leased_bytes {
+        let given = lease.leased_bytes - lease.kept_bytes;
+        lines.push(format!("{given} that no plan needed were given back"));
+    }
+    lines
 }
 
 fn fitted_loop(of: &FittedLoop, palette: Palette) -> String {

@@ -1,0 +1,228 @@
+"""The room that a script has: its budget, leased from the broker before it runs.
+
+Responsible for asking, for saying how the waiting goes, for giving back what no plan needs and for
+asking again before a step of which nothing is known. Not responsible for plans
+(:mod:`memfit.adopt.loop`) nor for who gets what (the broker).
+
+What is leased is the budget, which is for tensors, and what torch takes besides. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memfit import _native, leases
+from memfit.adopt import besides
+from memfit.errors import LeaseError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from memfit.adopt.announce import Announcer
+
+_SAY_EVERY = 30.0
+"""Seconds between two lines about waiting where no line can be rewritten."""
+
+_WORTH_A_CHANGE = 0.01
+"""Share of a lease that makes it worth changing."""
+
+
+class Wish(NamedTuple):
+    """How a lease shall be taken.
+
+    Attributes:
+        is_wanted: Whether the user asked for it.
+        wait: Seconds to wait for room; ``None`` for as long as it takes.
+        priority: Who goes first.
+        device: ``host`` or ``cuda:0``; ``None`` for the broker's first GPU, else the host.
+    """
+
+    is_wanted: bool
+    wait: float | None
+    priority: int
+    device: str | None
+
+
+class Room:
+    """What is leased for a script; with no lease, all questions are answered as if alone."""
+
+    def __init__(self, say: Announcer) -> None:
+        """Have no lease.
+
+        Args:
+            say: Shows lines to the user.
+        """
+        self._say = say
+        self._lease: leases.Lease | None = None
+        self._wait: float | None = 0.0
+        self._device = ""
+        self._leased = 0
+        self._expected = 0
+        self._besides = 0
+        self._waited = 0.0
+        self._changes = 0
+
+    def open(self, budget: str, wish: Wish, *, label: str) -> None:
+        """Lease the budget, and wait for it as the user wishes.
+
+        Without a broker nothing is leased, which is said where the user asked for a lease.
+
+        Args:
+            budget: As the user wrote it.
+            wish: How.
+            label: What the memory is for.
+
+        Raises:
+            LeaseError: It is not granted.
+            UsageError: The broker has no such device, or it cannot be measured what torch takes
+                besides tensors.
+        """
+        try:
+            devices = leases.connection().devices()
+        except LeaseError as error:
+            if error.reason != "no_broker" and wish.is_wanted:
+                raise
+            if wish.is_wanted:
+                self._say(f"{error}: the script runs alone, and nothing is held back from others")
+            return
+        if budget.strip().endswith("%"):
+            self._say(f"nothing is leased: `{budget}` of an unknown step cannot be")
+            return
+        self._device = wish.device or _usual(devices)
+        if self._device not in devices:
+            known = "`, `".join(devices)
+            message = f"the broker grants no device `{self._device}`; it grants `{known}`"
+            raise UsageError(message)
+        self._wait = wish.wait
+        self._say.passing("measuring what torch takes besides tensors, once")
+        self._expected = self._besides = besides.expected(self._device)
+        self._say.done()
+        tensors = _native.parse_budget(budget, 0)
+        began = time.monotonic()
+        waits = _Waiting(self._say, self._device, tensors + self._besides)
+        self._lease = leases.take(
+            {self._device: tensors + self._besides},
+            wait=wish.wait,
+            priority=wish.priority,
+            label=label,
+            waits=waits,
+        )
+        waits.done()
+        self._waited = time.monotonic() - began
+        self._leased = self._lease.bytes
+        size = _native.bytes_text
+        after = f" after {self._waited:.0f} s" if self._waited >= 1 else ""
+        self._say(
+            f"leased {size(self._leased)} of `{self._device}`{after}: {size(tensors)} for tensors "
+            f"and {size(self._besides)} that torch takes besides"
+        )
+
+    def within(self, budget: str | int) -> str | int:
+        """A budget, or what the lease leaves of it.
+
+        Args:
+            budget: As the user wrote it, or bytes.
+        """
+        held = self._held()
+        if held is None:
+            return budget
+        left = max(held - self._besides, 1)
+        return min(_native.parse_budget(str(budget), left), left)
+
+    def whole(self) -> None:
+        """See that all of the first lease is held again: what comes next may take it."""
+        held = self._held()
+        if held is not None and held < self._leased:
+            self._resize(self._leased, self._wait)
+
+    def keep(self, peak_bytes: int, device: torch.device) -> None:
+        """Hold what the planned steps take, and give the rest back.
+
+        Args:
+            peak_bytes: The highest peak of the plans.
+            device: Where they run.
+        """
+        held = self._held()
+        if held is None:
+            return
+        if device.type != ("cpu" if self._device == "host" else "cuda"):
+            self._say(f"the script trains on `{device}`, and `{self._device}` is leased")
+            return
+        besides.trim()
+        self._besides = besides.present(self._device) or self._besides
+        need = peak_bytes + self._besides
+        if abs(need - held) > held * _WORTH_A_CHANGE:
+            self._resize(need, 0.0)
+
+    def close(self) -> None:
+        """Give everything back."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def described(self) -> dict[str, Any] | None:
+        """The lease for the record, in the program's words."""
+        if self._lease is None:
+            return None
+        return {
+            "device": self._device,
+            "leased_bytes": self._leased,
+            "besides_bytes": self._expected,
+            "waited_seconds": self._waited,
+            "kept_bytes": self._held() or 0,
+            "changes": self._changes,
+        }
+
+    def _held(self) -> int | None:
+        """Bytes held; ``None`` without a lease, and in a child of the process that has it."""
+        if self._lease is None:
+            return None
+        try:
+            return self._lease.bytes
+        except LeaseError:
+            return None
+
+    def _resize(self, size: int, wait: float | None) -> None:
+        assert self._lease is not None
+        waits = _Waiting(self._say, self._device, size)
+        try:
+            self._lease.resize({self._device: size}, wait=wait, waits=waits)
+        except LeaseError as error:
+            held = _native.bytes_text(self._held() or 0)
+            wanted = _native.bytes_text(size)
+            self._say(f"the lease stays at {held}, and {wanted} are wanted: {error}")
+        else:
+            self._changes += 1
+        finally:
+            waits.done()
+
+
+class _Waiting:
+    """Says how the waiting goes."""
+
+    def __init__(self, say: Announcer, device: str, size: int) -> None:
+        self._say = say
+        self._what = f"{_native.bytes_text(size)} of `{device}`"
+        self._began = time.monotonic()
+        self._said = self._began - _SAY_EVERY
+
+    def __call__(self, ahead: int | None) -> None:
+        now = time.monotonic()
+        seconds = now - self._began
+        before = "" if not ahead else f", {ahead} requests before it"
+        line = f"waiting for {self._what}{before} ({seconds:.0f} s; `memfit ps` says who holds it)"
+        if self._say.rewrites:
+            self._say.passing(line)
+        elif now - self._said >= _SAY_EVERY:
+            self._said = now
+            self._say(line)
+
+    def done(self) -> None:
+        self._say.done()
+
+
+def _usual(devices: dict[str, int]) -> str:
+    """The broker's first GPU, else the host."""
+    gpus = (name for name in devices if name != "host")
+    return min(gpus, key=lambda name: int(name.partition(":")[2]), default="host")

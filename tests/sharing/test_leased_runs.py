@@ -1,0 +1,212 @@
+"""``memfit run --budget`` beside a broker: leased before it runs, given back at a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from brokers import START_SECONDS, Broker, until
+
+from memfit import _native
+
+MIB = 1 << 20
+ROOMY = "host=4GiB"
+
+QUICK = "print('ran')"
+
+TRAINS = """
+    import json, os, torch
+    from torch import nn
+    from memfit import _native
+
+    def granted():
+        client = _native.LeaseClient(os.environ["MEMFIT_BROKER"], "look")
+        return json.loads(client.status())["devices"][0]["granted_bytes"]
+
+    seen = [granted()]
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1))
+    model = nn.Sequential(*[block() for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(3):
+        loss = model(torch.randn(1024, 256)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seen.append(granted())
+    print(json.dumps({"granted": seen, "losses": losses}))
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what torch takes besides tensors is kept: measured once for these tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def started(tmp_path: Path, cache: Path, idle_broker: Broker) -> Iterator[Start]:
+    """Starts `memfit run` on a script; what still runs is ended with the test."""
+    start = Start(tmp_path, cache, idle_broker)
+    yield start
+    for process in start.processes:
+        process.kill()
+        process.communicate()
+
+
+class Start:
+    """Scripts under `memfit run`."""
+
+    def __init__(self, folder: Path, cache: Path, broker: Broker) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[str]] = []
+        self.environment = {
+            **os.environ,
+            "MEMFIT_BROKER": str(broker.socket),
+            "XDG_CACHE_HOME": str(cache),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __call__(self, code: str, *options: str) -> subprocess.Popen[str]:
+        script = self.folder / "train.py"
+        script.write_text(textwrap.dedent(code))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memfit", "run", *options, str(script)],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def end(self, code: str, *options: str) -> tuple[int, str, str]:
+        """Run to the end: exit code, standard output, standard error."""
+        process = self(code, *options)
+        stdout, stderr = process.communicate(timeout=START_SECONDS)
+        return process.returncode, stdout, stderr
+
+
+def test_the_budget_and_what_torch_takes_besides_are_held_from_the_start_and_the_rest_given_back(
+    idle_broker: Broker, started: Start
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    report = started.folder / "report.json"
+    options = ("--budget", "200MiB", "--report", str(report))
+    code, stdout, stderr = started.end(TRAINS, *options)
+    assert code == 0, stderr
+    document = json.loads(report.read_text())
+    lease, plan = document["lease"], document["fitting"]["loops"][0]["plan"]
+    found = json.loads(stdout)
+    # Before torch was imported, and over the observed step: all of it.
+    assert found["granted"][0] == lease["leased_bytes"] == 200 * MIB + lease["besides_bytes"]
+    assert found["granted"][1] == lease["leased_bytes"]
+    # Then what the plan takes, and what torch takes besides as measured in this very process.
+    assert found["granted"][2] == found["granted"][3] == lease["kept_bytes"]
+    besides = lease["kept_bytes"] - plan["predicted_peak_bytes"]
+    assert lease["besides_bytes"] / 2 < besides < lease["besides_bytes"] * 2
+    assert lease["changes"] == 1
+    assert "that torch takes besides" in stderr
+    assert idle_broker.granted() == 0
+    assert found["losses"] == json.loads(plain(started))["losses"]
+
+
+def plain(started: Start) -> str:
+    """What the script prints by itself."""
+    done = subprocess.run(
+        [sys.executable, str(started.folder / "train.py")],
+        env=started.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_run_waits_for_its_turn_and_says_so(idle_broker: Broker, started: Start) -> None:
+    idle_broker.start(memory=ROOMY)
+    holder = _native.LeaseClient(idle_broker.socket, "holder")
+    lease, _, _ = holder.acquire({"host": 4000 * MIB}, None, 0, 0, None, None)
+    waiter = started(QUICK, "--budget", "100MiB", "--wait")
+    until(lambda: bool(idle_broker.status()["waiting"]))
+    assert idle_broker.status()["waiting"][0]["label"] == "train.py"
+    assert waiter.poll() is None
+    assert waiter.stderr is not None
+    line = waiter.stderr.readline()
+    assert re.match(r"memfit: waiting for \d+\.\d MiB of `host` \(", line)
+    holder.release(lease)
+    stdout, stderr = waiter.communicate(timeout=START_SECONDS)
+    assert (waiter.returncode, stdout) == (0, "ran\n")
+    assert "leased" in stderr
+    assert idle_broker.granted() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ((), 75, "was not run: on `host`: asks for"),
+        (("--wait=0.2",), 75, "no room within the time allowed"),
+        (("--budget", "5GiB", "--wait"), 2, "no more than 4.00 GiB can ever be granted"),
+        (("--device", "cuda:7"), 2, "grants no device `cuda:7`"),
+        (("--no-lease",), 0, ""),
+    ],
+)
+def test_without_room_the_script_is_not_run_and_the_exit_code_says_why(
+    idle_broker: Broker, started: Start, options: tuple[str, ...], code: int, words: str
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    holder = _native.LeaseClient(idle_broker.socket, "holder")
+    holder.acquire({"host": 4000 * MIB}, None, 0, 0, None, None)
+    budget = () if "--budget" in options else ("--budget", "100MiB")
+    found, stdout, stderr = started.end(QUICK, *budget, *options)
+    assert found == code, stderr
+    assert stdout == ("ran\n" if code == 0 else "")
+    assert words in stderr
+
+
+def test_an_interrupted_wait_is_over_at_once_and_nothing_waits_any_longer(
+    idle_broker: Broker, started: Start
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    holder = _native.LeaseClient(idle_broker.socket, "holder")
+    holder.acquire({"host": 4000 * MIB}, None, 0, 0, None, None)
+    waiter = started(QUICK, "--budget", "100MiB", "--wait")
+    until(lambda: bool(idle_broker.status()["waiting"]))
+    waiter.send_signal(signal.SIGINT)
+    stdout, _ = waiter.communicate(timeout=START_SECONDS)
+    assert (waiter.returncode, stdout) == (130, "")
+    until(lambda: not idle_broker.status()["waiting"])
+
+
+@pytest.mark.parametrize(("options", "says"), [((), ""), (("--wait",), "runs alone")])
+def test_without_a_broker_the_script_runs_alone_and_says_so_where_it_was_to_wait(
+    idle_broker: Broker, started: Start, options: tuple[str, ...], says: str
+) -> None:
+    del idle_broker
+    code, stdout, stderr = started.end(QUICK, "--budget", "100MiB", *options)
+    assert (code, stdout) == (0, "ran\n")
+    assert says in stderr
+    assert bool(says) == ("no broker" in stderr)
+
+
+def test_a_percentage_is_not_leased_and_the_run_says_so(
+    idle_broker: Broker, started: Start
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    code, stdout, stderr = started.end(QUICK, "--budget", "60%")
+    assert (code, stdout) == (0, "ran\n")
+    assert "nothing is leased: `60%`" in stderr
+    code, stdout, stderr = started.end(QUICK, "--budget", "60%", "--wait")
+    assert (code, stdout) == (2, "")
+    assert "write bytes" in stderr
