@@ -26,6 +26,7 @@ from memfit.errors import (
     NoBrokerWarning,
     NotCompiledWarning,
     OffloadError,
+    ParkError,
     SnapshotError,
     TraceFileError,
     UsageError,
@@ -37,6 +38,7 @@ from memfit.snapshots import explain
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
     from memfit.fitted import Fitted
+    from memfit.parking.parked import ParkedModel, park
     from memfit.placement import Placement, place
     from memfit.questions import fit, pareto, plan, predict, trace
     from memfit.tracking.track import track
@@ -57,6 +59,8 @@ __all__ = [
     "NoBrokerWarning",
     "NotCompiledWarning",
     "OffloadError",
+    "ParkError",
+    "ParkedModel",
     "Placement",
     "Plan",
     "Prediction",
@@ -71,6 +75,7 @@ __all__ = [
     "lease",
     "load",
     "pareto",
+    "park",
     "place",
     "plan",
     "predict",
@@ -81,10 +86,12 @@ __all__ = [
 
 _HOMES = {
     "Fitted": "memfit.fitted",
+    "ParkedModel": "memfit.parking.parked",
     "Placement": "memfit.placement",
     "Workload": "memfit.workload",
     "fit": "memfit.questions",
     "pareto": "memfit.questions",
+    "park": "memfit.parking.parked",
     "place": "memfit.placement",
     "plan": "memfit.questions",
     "predict": "memfit.questions",

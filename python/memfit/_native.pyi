@@ -8,6 +8,7 @@ from typing import Literal, final
 __all__ = [
     "AllocationWindow",
     "LeaseClient",
+    "ParkedMemory",
     "Snapshot",
     "Store",
     "StoredBlock",
@@ -106,6 +107,68 @@ class LeaseClient:
 
     def status(self) -> str:
         """Who holds what, as JSON."""
+
+@final
+class ParkedMemory:
+    """Memory whose pages can be given back, and the copy of them."""
+
+    def __new__(
+        cls,
+        length: int,
+        tensors: Sequence[tuple[Sequence[str], int, int]],
+        folder: str | PathLike[str],
+        source: str | PathLike[str] | None = None,
+        *,
+        allow_memory: bool = False,
+    ) -> ParkedMemory:
+        """Map memory.
+
+        Args:
+            length: How many bytes.
+            tensors: Names, start and length of each tensor that will lie there, in order.
+            folder: Where the file that parked bytes go to is made; it has no name.
+            source: A safetensors file that the tensors were loaded from.
+            allow_memory: Accept a folder whose files are kept in memory.
+
+        Raises:
+            ParkError: The folder or the file cannot be used, or there is no memory.
+        """
+
+    @property
+    def address(self) -> int:
+        """Where it is."""
+
+    @property
+    def length(self) -> int:
+        """Its length in bytes: whole pages."""
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether its pages are given back."""
+
+    def park(self) -> None:
+        """Keep every byte and give the pages back.
+
+        Raises:
+            ParkError: Nothing has changed.
+        """
+
+    def wake(self) -> None:
+        """Have every byte back at its address.
+
+        Raises:
+            ParkError: It is still parked.
+        """
+
+    def give_up(self) -> None:
+        """Wake it and close its files: it cannot be parked any more.
+
+        Raises:
+            ParkError: It is still parked.
+        """
+
+    def statistics(self) -> str:
+        """What it did so far, as JSON."""
 
 @final
 class Trace:

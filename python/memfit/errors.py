@@ -121,6 +121,30 @@ class OffloadError(MemfitError):
     """
 
 
+class ParkError(MemfitError):
+    """A model is parked, or could not be parked or woken; either way no byte of it is lost.
+
+    Attributes:
+        reason: Why, for programs: ``parked`` (used while it is), ``unsupported``, ``in_use``,
+            ``aliased``, ``replaced``, ``no_space``, ``transfer``, ``folder``, ``source``,
+            ``changed``, ``no_memory``, ``not_released``, ``layout``, ``closed``, ``forked``,
+            ``interrupted``.
+        tensor: The parameter or module buffer that it is about, if it is one.
+    """
+
+    def __init__(self, message: str, reason: str = "", tensor: str | None = None) -> None:
+        """Create the error.
+
+        Args:
+            message: What is wrong, for a person.
+            reason: The same for programs.
+            tensor: The parameter or module buffer that it is about.
+        """
+        super().__init__(message)
+        self.reason = reason
+        self.tensor = tensor
+
+
 class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""
 

@@ -3,8 +3,8 @@
 //! PyTorch keeps no memory statistics for the CPU, and its profiler slows a program and keeps every
 //! event. So this crate stands where torch asks the C library for tensor memory: it makes libc10 call
 //! two functions of its own, which pass the call on and count. It is the only crate of memfit with
-//! unsafe code, but for the two lines of the binding that lend memory to [`LentBytes`], which has nothing
-//! to do with counting and is here for that reason.
+//! unsafe code, but for the lines of the binding that lend memory to [`LentBytes`] and take it from an
+//! [`Arena`]; these two have nothing to do with counting and are here for that reason.
 //!
 //! Responsible for installing that and for the numbers. Not responsible for what a block holds, which
 //! only Python can know ([`label`]), nor for words about it.
@@ -13,6 +13,7 @@
 //! result; the hooks stay for the life of the process, since blocks they have counted may be freed at
 //! any time; all threads of the process count; a forked child counts on from its parent's numbers.
 
+mod arena;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -26,6 +27,7 @@ mod lent;
 ))]
 mod patch;
 
+pub use arena::Arena;
 pub use ledger::{Category, CategoryBytes, Reading, WindowId};
 pub use lent::{LentBytes, LentBytesMut};
 

@@ -9,6 +9,7 @@ mod evaluation;
 mod host;
 mod leases;
 mod offload;
+mod parking;
 
 use pyo3::import_exception;
 use pyo3::prelude::*;
@@ -17,6 +18,7 @@ import_exception!(memfit.errors, BudgetError);
 import_exception!(memfit.errors, CaptureError);
 import_exception!(memfit.errors, LeaseError);
 import_exception!(memfit.errors, OffloadError);
+import_exception!(memfit.errors, ParkError);
 import_exception!(memfit.errors, SnapshotError);
 import_exception!(memfit.errors, TraceFileError);
 import_exception!(memfit.errors, UsageError);
@@ -56,6 +58,8 @@ mod _native {
     use super::leases::{LeaseClient, broker_path, gpu_memory};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
+    #[pymodule_export]
+    use super::parking::ParkedMemory;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
 
     /// One recorded step, checked.

@@ -18,6 +18,7 @@ mod exit;
 mod host;
 mod interrupt;
 pub mod lease;
+pub mod park;
 mod printer;
 mod progress;
 mod report;

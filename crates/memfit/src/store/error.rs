@@ -6,6 +6,28 @@ use std::path::PathBuf;
 
 use memfit_engine::bytes::Bytes;
 
+/// What a store's file is for, in the words of its errors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Purpose {
+    /// What is written to it.
+    pub things: &'static str,
+    /// The parameter that names its folder.
+    pub option: &'static str,
+}
+
+impl Purpose {
+    /// Tensors that a plan offloads.
+    pub const OFFLOAD: Self = Self {
+        things: "offloaded tensors",
+        option: "offload_dir",
+    };
+    /// Models that are parked.
+    pub const PARKING: Self = Self {
+        things: "parked models",
+        option: "spill",
+    };
+}
+
 /// Why bytes could not be stored, or not be had back.
 ///
 /// It can be cloned: a failed write is told to everyone who asks for its block.
@@ -13,25 +35,34 @@ use memfit_engine::bytes::Bytes;
 pub enum StoreError {
     /// There is nothing at the path.
     #[error(
-        "there is no folder `{}` to write offloaded tensors to\nhint: make it, or name another with \
-         `offload_dir`", folder.display()
+        "there is no folder `{}` to write {} to\nhint: make it, or name another with `{}`",
+        folder.display(), purpose.things, purpose.option
     )]
     Missing {
+        /// What the file is for.
+        purpose: Purpose,
         /// The path given.
         folder: PathBuf,
     },
     /// The path is that of a file.
-    #[error("`{}` is no folder: offloaded tensors are written to a file in a folder", folder.display())]
+    #[error(
+        "`{}` is no folder: {} are written to a file in a folder",
+        folder.display(), purpose.things
+    )]
     NotAFolder {
+        /// What the file is for.
+        purpose: Purpose,
         /// The path given.
         folder: PathBuf,
     },
     /// No file can be made in the folder.
     #[error(
-        "cannot write to the folder `{}`: {reason}\nhint: name another with `offload_dir`",
-        folder.display()
+        "cannot write to the folder `{}`: {reason}\nhint: name another with `{}`",
+        folder.display(), purpose.option
     )]
     NotWritable {
+        /// What the file is for.
+        purpose: Purpose,
         /// The path given.
         folder: PathBuf,
         /// What the system says.
@@ -40,9 +71,11 @@ pub enum StoreError {
     /// The folder's files are kept in memory.
     #[error(
         "the folder `{}` is on {filesystem}, which keeps its files in memory: nothing would be gained\n\
-         hint: name a folder on a disk with `offload_dir`", folder.display()
+         hint: name a folder on a disk with `{}`", folder.display(), purpose.option
     )]
     InMemory {
+        /// What the file is for.
+        purpose: Purpose,
         /// The path given.
         folder: PathBuf,
         /// `tmpfs` or `ramfs`.
@@ -50,11 +83,13 @@ pub enum StoreError {
     },
     /// The file system has no room for a block.
     #[error(
-        "no space in `{}` for {wanted} ({} bytes) of offloaded tensors: {available} ({} bytes) are \
-         free\nhint: free some, or name a folder on another disk with `offload_dir`",
-        folder.display(), wanted.0, available.0
+        "no space in `{}` for {wanted} ({} bytes) of {}: {available} ({} bytes) are free\n\
+         hint: free some, or name a folder on another disk with `{}`",
+        folder.display(), wanted.0, purpose.things, available.0, purpose.option
     )]
     NoSpace {
+        /// What the file is for.
+        purpose: Purpose,
         /// Where the file is.
         folder: PathBuf,
         /// Size of the block.
@@ -63,8 +98,13 @@ pub enum StoreError {
         available: Bytes,
     },
     /// A transfer failed.
-    #[error("{verb} {length} bytes of offloaded tensors in `{}` failed: {reason}", folder.display())]
+    #[error(
+        "{verb} {length} bytes of {} in `{}` failed: {reason}",
+        purpose.things, folder.display()
+    )]
     Transfer {
+        /// What the file is for.
+        purpose: Purpose,
         /// Where the file is.
         folder: PathBuf,
         /// `writing` or `reading`.
@@ -76,10 +116,12 @@ pub enum StoreError {
     },
     /// The bytes read are not those written.
     #[error(
-        "{length} bytes of offloaded tensors in `{}` came back changed: their checksum is \
-         {found:08x} and was {written:08x}\nhint: the disk or its driver damages data", folder.display()
+        "{length} bytes of {} in `{}` came back changed: their checksum is {found:08x} and was \
+         {written:08x}\nhint: the disk or its driver damages data", purpose.things, folder.display()
     )]
     Changed {
+        /// What the file is for.
+        purpose: Purpose,
         /// Where the file is.
         folder: PathBuf,
         /// Size of the block.

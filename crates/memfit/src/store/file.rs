@@ -15,35 +15,48 @@ use memfit_engine::bytes::Bytes;
 use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::error::StoreError;
+use super::error::{Purpose, StoreError};
 
 /// Bytes of one system call: what is checksummed next is still in the processor's cache.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// An open file without a name in a folder.
 #[derive(Debug)]
-pub(super) struct StoreFile {
+pub(crate) struct StoreFile {
     file: File,
     folder: PathBuf,
+    purpose: Purpose,
 }
 
 impl StoreFile {
     /// Opens one in `folder`, which may lie in memory only if `allow_memory`.
-    pub(super) fn create(folder: &Path, allow_memory: bool) -> Result<Self, StoreError> {
+    pub(crate) fn create(
+        folder: &Path,
+        purpose: Purpose,
+        allow_memory: bool,
+    ) -> Result<Self, StoreError> {
+        let not_writable = |error: &io::Error| StoreError::NotWritable {
+            purpose,
+            folder: folder.to_owned(),
+            reason: error.to_string(),
+        };
         let metadata = std::fs::metadata(folder).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => StoreError::Missing {
+                purpose,
                 folder: folder.to_owned(),
             },
-            _ => not_writable(folder, &error),
+            _ => not_writable(&error),
         })?;
         if !metadata.is_dir() {
             return Err(StoreError::NotAFolder {
+                purpose,
                 folder: folder.to_owned(),
             });
         }
-        let file = open(folder).map_err(|error| not_writable(folder, &error))?;
+        let file = open(folder).map_err(|error| not_writable(&error))?;
         if let (Some(filesystem), false) = (memory_filesystem(&file), allow_memory) {
             return Err(StoreError::InMemory {
+                purpose,
                 folder: folder.to_owned(),
                 filesystem,
             });
@@ -51,11 +64,12 @@ impl StoreFile {
         Ok(Self {
             file,
             folder: folder.to_owned(),
+            purpose,
         })
     }
 
     /// Sees to it that the file system has room for a range.
-    pub(super) fn reserve(&self, offset: u64, length: u64) -> Result<(), StoreError> {
+    pub(crate) fn reserve(&self, offset: u64, length: u64) -> Result<(), StoreError> {
         let available = self.available();
         // Asked first: a reservation that fails half-way may have taken the last byte of the disk.
         if available.is_some_and(|available| available < length) {
@@ -70,25 +84,34 @@ impl StoreFile {
     }
 
     /// Writes all of `bytes` and returns their checksum.
-    pub(super) fn write(&self, offset: u64, bytes: &[u8]) -> Result<u32, StoreError> {
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<u32, StoreError> {
         let mut checksum = crc32fast::Hasher::new();
         let mut at = offset;
         for piece in bytes.chunks(PIECE_BYTES) {
             checksum.update(piece);
-            self.file.write_all_at(piece, at).map_err(|error| {
-                let length = bytes.len() as u64;
-                match error.kind() {
-                    io::ErrorKind::StorageFull => self.no_space(length, self.available()),
-                    _ => self.failed("writing", length, &error),
-                }
-            })?;
+            self.put(at, piece, bytes.len() as u64)?;
             at += piece.len() as u64;
         }
         Ok(checksum.finalize())
     }
 
+    /// Writes a piece of a transfer of `whole` bytes.
+    pub(crate) fn put(&self, offset: u64, piece: &[u8], whole: u64) -> Result<(), StoreError> {
+        let written = self.file.write_all_at(piece, offset);
+        written.map_err(|error| match error.kind() {
+            io::ErrorKind::StorageFull => self.no_space(whole, self.available()),
+            _ => self.failed("writing", whole, &error),
+        })
+    }
+
+    /// Reads a piece of a transfer of `whole` bytes, whatever is there now.
+    pub(crate) fn take(&self, offset: u64, piece: &mut [u8], whole: u64) -> Result<(), StoreError> {
+        let read = self.file.read_exact_at(piece, offset);
+        read.map_err(|error| self.failed("reading", whole, &error))
+    }
+
     /// Fills `bytes` with what was written, or says that it is not that any more.
-    pub(super) fn read(
+    pub(crate) fn read(
         &self,
         offset: u64,
         bytes: &mut [u8],
@@ -98,14 +121,14 @@ impl StoreFile {
         let mut checksum = crc32fast::Hasher::new();
         let mut at = offset;
         for piece in bytes.chunks_mut(PIECE_BYTES) {
-            let read = self.file.read_exact_at(piece, at);
-            read.map_err(|error| self.failed("reading", length, &error))?;
+            self.take(at, piece, length)?;
             checksum.update(piece);
             at += piece.len() as u64;
         }
         let found = checksum.finalize();
         if found != written {
             return Err(StoreError::Changed {
+                purpose: self.purpose,
                 folder: self.folder.clone(),
                 length,
                 written,
@@ -117,10 +140,16 @@ impl StoreFile {
 
     /// Asks the system to let its copy in memory go, for what has reached the disk, and to hurry with the
     /// rest.
-    pub(super) fn drop_cache(&self, offset: u64, length: u64) {
+    pub(crate) fn drop_cache(&self, offset: u64, length: u64) {
         // Advice: where the file system does not take it, only memory that can be had back is lost.
         let length = std::num::NonZeroU64::new(length);
         let _refused = rustix::fs::fadvise(&self.file, offset, length, Advice::DontNeed);
+    }
+
+    /// Forgets all that is in it and gives the room back.
+    pub(crate) fn clear(&self) {
+        // What fails to be given back now is when the file is closed.
+        let _kept = self.file.set_len(0);
     }
 
     fn available(&self) -> Option<u64> {
@@ -130,6 +159,7 @@ impl StoreFile {
 
     fn no_space(&self, wanted: u64, available: Option<u64>) -> StoreError {
         StoreError::NoSpace {
+            purpose: self.purpose,
             folder: self.folder.clone(),
             wanted: Bytes(wanted),
             available: Bytes(available.unwrap_or(0)),
@@ -142,6 +172,7 @@ impl StoreFile {
             _ => error.to_string(),
         };
         StoreError::Transfer {
+            purpose: self.purpose,
             folder: self.folder.clone(),
             verb,
             length,
@@ -151,22 +182,18 @@ impl StoreFile {
 
     /// Writes to a given file instead.
     #[cfg(test)]
-    pub(super) fn over(file: File, folder: &Path) -> Self {
-        let folder = folder.to_owned();
-        Self { file, folder }
+    pub(crate) fn over(file: File, folder: &Path) -> Self {
+        Self {
+            file,
+            folder: folder.to_owned(),
+            purpose: Purpose::OFFLOAD,
+        }
     }
 
     /// The file itself, to be damaged.
     #[cfg(test)]
-    pub(super) const fn handle(&self) -> &File {
+    pub(crate) const fn handle(&self) -> &File {
         &self.file
-    }
-}
-
-fn not_writable(folder: &Path, error: &io::Error) -> StoreError {
-    StoreError::NotWritable {
-        folder: folder.to_owned(),
-        reason: error.to_string(),
     }
 }
 
@@ -221,18 +248,30 @@ mod tests {
     fn a_folder_that_cannot_be_used_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let missing = folder.path().join("missing");
-        let error = StoreFile::create(&missing, true).unwrap_err();
-        assert_eq!(error, StoreError::Missing { folder: missing });
+        let error = StoreFile::create(&missing, Purpose::OFFLOAD, true).unwrap_err();
+        assert_eq!(
+            error,
+            StoreError::Missing {
+                purpose: Purpose::OFFLOAD,
+                folder: missing,
+            }
+        );
         let file = folder.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let error = StoreFile::create(&file, true).unwrap_err();
-        assert_eq!(error, StoreError::NotAFolder { folder: file });
+        let error = StoreFile::create(&file, Purpose::OFFLOAD, true).unwrap_err();
+        assert_eq!(
+            error,
+            StoreError::NotAFolder {
+                purpose: Purpose::OFFLOAD,
+                folder: file,
+            }
+        );
     }
 
     #[test]
     fn the_file_has_no_name() {
         let folder = tempfile::tempdir().unwrap();
-        let file = StoreFile::create(folder.path(), true).unwrap();
+        let file = StoreFile::create(folder.path(), Purpose::OFFLOAD, true).unwrap();
         file.write(0, b"something").unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
@@ -240,7 +279,7 @@ mod tests {
     #[test]
     fn a_full_disk_is_said_before_anything_is_taken() {
         let folder = tempfile::tempdir().unwrap();
-        let file = StoreFile::create(folder.path(), true).unwrap();
+        let file = StoreFile::create(folder.path(), Purpose::OFFLOAD, true).unwrap();
         let StoreError::NoSpace {
             wanted, available, ..
         } = file.reserve(0, 1 << 60).unwrap_err()
@@ -254,17 +293,17 @@ mod tests {
 
     #[test]
     fn memory_is_refused_where_a_disk_is_meant() {
-        let Ok(file) = StoreFile::create(Path::new("/dev/shm"), true) else {
+        let Ok(file) = StoreFile::create(Path::new("/dev/shm"), Purpose::OFFLOAD, true) else {
             return; // no such folder on this system
         };
-        let refused = StoreFile::create(Path::new("/dev/shm"), false);
+        let refused = StoreFile::create(Path::new("/dev/shm"), Purpose::OFFLOAD, false);
         assert_eq!(refused.is_err(), memory_filesystem(file.handle()).is_some());
     }
 
     #[test]
     fn damage_and_truncation_are_noticed() {
         let folder = tempfile::tempdir().unwrap();
-        let file = StoreFile::create(folder.path(), true).unwrap();
+        let file = StoreFile::create(folder.path(), Purpose::OFFLOAD, true).unwrap();
         let bytes: Vec<u8> = (0..3_000_000_u32).map(|i| i.to_le_bytes()[0]).collect();
         file.reserve(0, 3_000_000).unwrap();
         let checksum = file.write(0, &bytes).unwrap();

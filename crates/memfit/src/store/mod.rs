@@ -27,9 +27,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use blocks::{BlockId, Blocks, Job, Transfer};
-use file::StoreFile;
 
-pub use error::StoreError;
+pub use error::{Purpose, StoreError};
+pub(crate) use file::StoreFile;
 
 /// Memory to write from.
 pub type Source = Box<dyn AsRef<[u8]> + Send>;
@@ -112,7 +112,7 @@ impl Store {
     /// [`StoreError`]: the folder is not there, not a folder, not writable, or memory.
     pub fn create(folder: &Path, options: StoreOptions) -> Result<Self, StoreError> {
         let shared = Arc::new(Shared {
-            file: StoreFile::create(folder, options.allow_memory)?,
+            file: StoreFile::create(folder, Purpose::OFFLOAD, options.allow_memory)?,
             options,
             process: std::process::id(),
             blocks: Mutex::default(),

@@ -1,0 +1,135 @@
+//! Memory that models are parked in, for tensors of Python.
+//!
+//! Responsible for conversion, as the rest of the binding, and for a pending Ctrl-C that ends a transfer.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use memfit::park::{self, Parking, Tensor};
+use memfit_guard::Arena;
+use pyo3::prelude::*;
+use serde_json::json;
+
+use crate::ParkError;
+
+/// Between two questions whether a signal is pending: each waits for the interpreter.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// Memory whose pages can be given back, and the copy of them.
+#[pyclass(frozen, module = "memfit._native")]
+pub(crate) struct ParkedMemory {
+    parking: Parking,
+}
+
+#[pymethods]
+impl ParkedMemory {
+    /// Maps `length` bytes; `tensors` are names, start and length of each that will lie there.
+    #[new]
+    #[pyo3(signature = (length, tensors, folder, source=None, *, allow_memory=false))]
+    fn new(
+        py: Python<'_>,
+        length: usize,
+        tensors: Vec<(Vec<String>, u64, u64)>,
+        folder: PathBuf,
+        source: Option<PathBuf>,
+        allow_memory: bool,
+    ) -> PyResult<Self> {
+        let tensors = tensors.into_iter().map(|(names, start, length)| Tensor {
+            names,
+            start,
+            length,
+        });
+        let tensors = tensors.collect();
+        #[expect(
+            unsafe_code,
+            reason = "the caller's word is all there is about an address"
+        )]
+        // SAFETY: storages made of the address hold this object, so the memory outlives them. While
+        // the two calls below run, Python lets nobody reach those storages: it has put classes before
+        // the tensors that refuse every use, and counted that there are no others.
+        let arena = unsafe { Arena::new(length) };
+        let arena = arena.map_err(|error| no_memory(length, &error))?;
+        let parking = py
+            .detach(move || Parking::new(arena, tensors, &folder, source.as_deref(), allow_memory))
+            .map_err(|error| park_error(&error))?;
+        Ok(Self { parking })
+    }
+
+    /// Where it is.
+    #[getter]
+    const fn address(&self) -> usize {
+        self.parking.address()
+    }
+
+    /// Its length in bytes: whole pages.
+    #[getter]
+    const fn length(&self) -> u64 {
+        self.parking.length()
+    }
+
+    /// Whether its pages are given back.
+    #[getter]
+    fn is_parked(&self) -> bool {
+        self.parking.is_parked()
+    }
+
+    /// Keeps every byte and gives the pages back.
+    fn park(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, |interrupted| self.parking.park(interrupted))
+    }
+
+    /// Has every byte back at its address.
+    fn wake(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, |interrupted| self.parking.wake(interrupted))
+    }
+
+    /// Wakes it and closes its files: it cannot be parked any more.
+    fn give_up(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, |interrupted| self.parking.give_up(interrupted))
+    }
+
+    /// What it did so far, as JSON.
+    fn statistics(&self, py: Python<'_>) -> String {
+        let statistics = py.detach(|| self.parking.statistics());
+        json!({
+            "bytes_written": statistics.bytes_written,
+            "bytes_unchanged": statistics.bytes_unchanged,
+            "bytes_in_source": statistics.bytes_in_source,
+            "bytes_read": statistics.bytes_read,
+            "parks": statistics.parks,
+            "wakes": statistics.wakes,
+            "park_seconds": statistics.park_seconds,
+            "wake_seconds": statistics.wake_seconds,
+        })
+        .to_string()
+    }
+}
+
+/// Runs `work` without the interpreter, which is asked now and then for a pending signal.
+fn waiting<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(memfit::store::Interrupted<'_>) -> Result<T, park::ParkError> + Send,
+) -> PyResult<T> {
+    let mut signal = None;
+    let result = py.detach(|| {
+        let mut asked = Instant::now();
+        let mut interrupted = || {
+            if asked.elapsed() >= PATIENCE {
+                signal = Python::attach(|py| py.check_signals().err());
+                asked = Instant::now();
+            }
+            signal.is_some()
+        };
+        work(&mut interrupted)
+    });
+    result.map_err(|error| signal.unwrap_or_else(|| park_error(&error)))
+}
+
+fn park_error(error: &park::ParkError) -> PyErr {
+    ParkError::new_err((error.to_string(), error.reason()))
+}
+
+fn no_memory(length: usize, error: &std::io::Error) -> PyErr {
+    let message = format!("no memory of {length} bytes to park a model in: {error}");
+    ParkError::new_err((message, "no_memory"))
+}

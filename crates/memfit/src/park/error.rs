@@ -1,0 +1,111 @@
+//! Why a model was not parked or not woken.
+//!
+//! Responsible for one variant per cause, with the bytes and the next step in it.
+
+use std::path::PathBuf;
+
+use memfit_engine::bytes::Bytes;
+
+use crate::store::StoreError;
+
+/// Why a model was not parked or not woken. Either way it is as it was before.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ParkError {
+    /// The file that parked bytes go to cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The system gives no memory to wake into.
+    #[error(
+        "no memory to wake {wanted} ({} bytes): {reason}; the model stays parked, and whole\n\
+         hint: park or end something else, and wake it again",
+        wanted.0
+    )]
+    NoMemory {
+        /// What was asked for.
+        wanted: Bytes,
+        /// What the system says.
+        reason: String,
+    },
+    /// The system does not take memory back.
+    #[error("the system does not take {length} back: {reason}; the model stays in memory")]
+    NotReleased {
+        /// What was to be given back.
+        length: Bytes,
+        /// What the system says.
+        reason: String,
+    },
+    /// Bytes in the nameless file are not those that were parked.
+    #[error(
+        "parked bytes {start} to {} came back changed from the file in `{}`: the model stays parked\n\
+         hint: the disk or its driver damages data; load the model again",
+        start + length, folder.display()
+    )]
+    Changed {
+        /// Folder of the file.
+        folder: PathBuf,
+        /// Where in the model's memory.
+        start: u64,
+        /// How many.
+        length: u64,
+    },
+    /// The weights file is not what it was when the model was parked.
+    #[error(
+        "`{}` has changed since the model was parked: `{tensor}` is not in it as it was; the model stays \
+         parked\nhint: put the file back as it was and wake the model again, or load the model again",
+        path.display()
+    )]
+    SourceChanged {
+        /// The file.
+        path: PathBuf,
+        /// The first tensor that differs.
+        tensor: String,
+    },
+    /// The weights file cannot be used.
+    #[error("cannot use `{}` as a parked copy: {reason}", path.display())]
+    Source {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A layout that cannot be.
+    #[error("a model's memory of {length} bytes cannot be laid out so: {reason}")]
+    Layout {
+        /// Length of the memory.
+        length: u64,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// Its copy was given up.
+    #[error("the model is no longer parkable: its parked copy was closed")]
+    GivenUp,
+    /// A child process uses its parent's parked model.
+    #[error(
+        "the model was made parkable by the process that this one is a fork of\n\
+         hint: park and wake it there, or load it anew here"
+    )]
+    Forked,
+    /// The caller asked to stop.
+    #[error("interrupted; the model is as it was before")]
+    Interrupted,
+}
+
+impl ParkError {
+    /// The cause in a word, for programs.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Store(StoreError::NoSpace { .. }) => "no_space",
+            Self::Store(StoreError::Transfer { .. }) => "transfer",
+            Self::Store(_) => "folder",
+            Self::NoMemory { .. } => "no_memory",
+            Self::NotReleased { .. } => "not_released",
+            Self::Changed { .. } | Self::SourceChanged { .. } => "changed",
+            Self::Source { .. } => "source",
+            Self::Layout { .. } => "layout",
+            Self::GivenUp => "closed",
+            Self::Forked => "forked",
+            Self::Interrupted => "interrupted",
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Parking: a model's memory without its pages, and back at the same address.
+//!
+//! Responsible for a model's bytes on their way out of memory and in again, whole or not at all.
+//! `layout.rs` cuts the memory into pieces, `copy.rs` keeps them, `weights.rs` reads the file that a model
+//! was loaded from, `error.rs` says why not. Not responsible for the mapping (`memfit_guard::Arena`), for
+//! which tensors lie in it (`python/memfit/parking`), nor for when to park (`python/memfit/pool`).
+//!
+//! Invariants:
+//!
+//! - [`Parking::park`] gives pages back only when every byte is kept; if it fails the memory is as before.
+//! - [`Parking::wake`] returns when every byte is back and compared with the hash it was kept under; if it
+//!   fails no page is held, the copy is untouched, and it can be tried again.
+//! - Nothing is left on the disk when the process ends: the file has no name.
+//! - A forked child has its own copy of an open memory, but neither parks nor wakes: the file is its
+//!   parent's.
+
+mod copy;
+mod error;
+mod layout;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use memfit_engine::bytes::Bytes;
+use memfit_guard::Arena;
+
+use copy::Copy;
+
+use crate::store::Interrupted;
+
+pub use error::ParkError;
+pub use layout::Tensor;
+
+/// What a model's parking did so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Statistics {
+    /// Bytes written to the file.
+    pub bytes_written: u64,
+    /// Bytes that were not written because the file had them.
+    pub bytes_unchanged: u64,
+    /// Bytes that were not written because the weights file had them.
+    pub bytes_in_source: u64,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// Times that it was parked.
+    pub parks: u64,
+    /// Times that it was woken.
+    pub wakes: u64,
+    /// What parking took.
+    pub park_seconds: f64,
+    /// What waking took.
+    pub wake_seconds: f64,
+}
+
+/// A model's memory and the copy that it is parked in.
+pub struct Parking {
+    process: u32,
+    address: usize,
+    length: u64,
+    is_parked: AtomicBool,
+    state: Mutex<State>,
+}
+
+struct State {
+    arena: Arena,
+    /// `None` once it is given up.
+    copy: Option<Copy>,
+    statistics: Statistics,
+}
+
+impl Parking {
+    /// Makes `arena` parkable; `tensors` lie in it in order. Parked bytes go to a file without a name in
+    /// `folder`, but for those that the safetensors file `source` has.
+    ///
+    /// # Errors
+    ///
+    /// [`ParkError`]: the folder or the weights file cannot be used, the tensors overlap.
+    pub fn new(
+        arena: Arena,
+        tensors: Vec<Tensor>,
+        folder: &Path,
+        source: Option<&Path>,
+        allow_memory: bool,
+    ) -> Result<Self, ParkError> {
+        let length = arena.length() as u64;
+        let copy = Copy::new(length, tensors, folder, source, allow_memory)?;
+        Ok(Self {
+            process: std::process::id(),
+            address: arena.address(),
+            length,
+            is_parked: AtomicBool::new(false),
+            state: Mutex::new(State {
+                arena,
+                copy: Some(copy),
+                statistics: Statistics::default(),
+            }),
+        })
+    }
+
+    /// Where the memory is, parked or not.
+    #[must_use]
+    pub const fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Length of the memory in bytes, whole pages.
+    #[must_use]
+    pub const fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Whether its pages are given back.
+    #[must_use]
+    pub fn is_parked(&self) -> bool {
+        self.is_parked.load(Ordering::Acquire)
+    }
+
+    /// What it did so far; nothing in a forked child.
+    #[must_use]
+    pub fn statistics(&self) -> Statistics {
+        let state = self.lock_here();
+        state.map_or_else(|_| Statistics::default(), |state| state.statistics)
+    }
+
+    /// Gives the pages back, once every byte is kept. Does nothing when it is parked.
+    ///
+    /// # Errors
+    ///
+    /// [`ParkError`]; the memory is as before.
+    pub fn park(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        let mut state = self.lock_here()?;
+        if self.is_parked() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        state.park(self.length, interrupted)?;
+        self.is_parked.store(true, Ordering::Release);
+        state.statistics.parks += 1;
+        state.statistics.park_seconds += start.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Has the bytes back at their address. Does nothing when it is not parked.
+    ///
+    /// # Errors
+    ///
+    /// [`ParkError`]; it stays parked, with no page of it in memory.
+    pub fn wake(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        let mut state = self.lock_here()?;
+        if !self.is_parked() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        state.wake(self.length, interrupted)?;
+        self.is_parked.store(false, Ordering::Release);
+        state.statistics.wakes += 1;
+        state.statistics.bytes_read += self.length;
+        state.statistics.wake_seconds += start.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Gives the copy up and closes its files; the memory stays. A parked one is woken first.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::wake`]; the copy is still there then.
+    pub fn give_up(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        self.wake(interrupted)?;
+        self.lock_here()?.copy = None;
+        Ok(())
+    }
+
+    /// The lock, unless this is a forked child, where a thread that is not there may hold it for ever.
+    fn lock_here(&self) -> Result<MutexGuard<'_, State>, ParkError> {
+        if std::process::id() == self.process {
+            // Every change under the lock is whole before anything in it can panic.
+            Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        } else {
+            Err(ParkError::Forked)
+        }
+    }
+}
+
+impl State {
+    fn park(&mut self, length: u64, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        let copy = self.copy.as_mut().ok_or(ParkError::GivenUp)?;
+        let Some(bytes) = self.arena.bytes() else {
+            return Ok(());
+        };
+        copy.keep(bytes, &mut self.statistics, interrupted)?;
+        self.arena.close().map_err(|error| ParkError::NotReleased {
+            length: Bytes(length),
+            reason: error.to_string(),
+        })
+    }
+
+    fn wake(&mut self, length: u64, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        let copy = self.copy.as_ref().ok_or(ParkError::GivenUp)?;
+        let bytes = self.arena.open().map_err(|error| ParkError::NoMemory {
+            wanted: Bytes(length),
+            reason: error.to_string(),
+        })?;
+        copy.restore(bytes, interrupted).inspect_err(|_| {
+            // Should the system refuse even this, the memory holds half a model that is still known as
+            // parked: Python lets nobody touch it, and the next try fills it anew.
+            let _refused = self.arena.close();
+        })
+    }
+}

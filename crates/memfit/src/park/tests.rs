@@ -1,0 +1,301 @@
+//! Parking against damage, full disks and changes, byte by byte.
+
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::store::StoreError;
+
+const MIB: usize = 1 << 20;
+
+/// A parked memory whose bytes tests write and read.
+struct Model {
+    parking: Parking,
+    folder: tempfile::TempDir,
+}
+
+fn tensor(name: &str, start: usize, length: usize) -> Tensor {
+    Tensor {
+        names: vec![name.to_owned()],
+        start: start as u64,
+        length: length as u64,
+    }
+}
+
+fn model(length: usize, tensors: Vec<Tensor>, source: Option<&Path>) -> Model {
+    let folder = tempfile::tempdir().unwrap();
+    #[expect(unsafe_code, reason = "maps memory")]
+    // SAFETY: the tests use it through the arena only.
+    let arena = unsafe { Arena::new(length) }.unwrap();
+    let parking = Parking::new(arena, tensors, folder.path(), source, true).unwrap();
+    Model { parking, folder }
+}
+
+impl Model {
+    /// One tensor that fills the memory.
+    fn of(length: usize) -> Self {
+        model(length, vec![tensor("all", 0, length)], None)
+    }
+
+    fn write(&self, bytes: &[u8]) {
+        assert!(!self.parking.is_parked());
+        let mut state = self.parking.state.lock().unwrap();
+        state.arena.open().unwrap()[..bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// What is in memory; nothing when it is parked.
+    fn bytes(&self) -> Vec<u8> {
+        let state = self.parking.state.lock().unwrap();
+        state.arena.bytes().map(<[u8]>::to_vec).unwrap_or_default()
+    }
+
+    /// The nameless file, to be damaged.
+    fn file(&self) -> std::fs::File {
+        let state = self.parking.state.lock().unwrap();
+        state
+            .copy
+            .as_ref()
+            .unwrap()
+            .spill_handle()
+            .try_clone()
+            .unwrap()
+    }
+
+    fn park(&self) -> Result<(), ParkError> {
+        self.parking.park(&mut || false)
+    }
+
+    fn wake(&self) -> Result<(), ParkError> {
+        self.parking.wake(&mut || false)
+    }
+
+    fn written(&self) -> u64 {
+        self.parking.statistics().bytes_written
+    }
+}
+
+fn noise(length: usize, seed: u32) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(2_654_435_761).max(1);
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state.to_le_bytes()[1]
+    };
+    std::iter::repeat_with(next).take(length).collect()
+}
+
+#[test]
+fn bytes_come_back_at_the_same_address_and_unchanged_ones_are_not_written_again() {
+    let model = Model::of(3 * MIB + 4096);
+    let bytes = noise(3 * MIB + 4096, 1);
+    model.write(&bytes);
+    let address = model.parking.address();
+    model.park().unwrap();
+    assert!(model.parking.is_parked() && model.bytes().is_empty());
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+    assert_eq!(model.parking.address(), address);
+    let once = model.written();
+    assert_eq!(once, bytes.len() as u64);
+    model.park().unwrap();
+    assert_eq!(model.written(), once);
+    model.wake().unwrap();
+    let mut changed = bytes;
+    changed[2 * MIB + 5] ^= 1;
+    model.write(&changed);
+    model.park().unwrap();
+    assert_eq!(model.written(), once + MIB as u64);
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), changed);
+    assert_eq!(std::fs::read_dir(model.folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn parking_and_waking_twice_do_nothing() {
+    let model = Model::of(MIB);
+    model.wake().unwrap();
+    model.park().unwrap();
+    model.park().unwrap();
+    model.wake().unwrap();
+    model.wake().unwrap();
+    let statistics = model.parking.statistics();
+    assert_eq!((statistics.parks, statistics.wakes), (1, 1));
+}
+
+#[test]
+fn damage_is_noticed_and_the_model_stays_parked_until_it_is_repaired() {
+    let model = Model::of(2 * MIB);
+    let bytes = noise(2 * MIB, 2);
+    model.write(&bytes);
+    model.park().unwrap();
+    let damage = |model: &Model, byte: u8| {
+        let file = model.file();
+        file.write_all_at(&[byte], MIB as u64 + 100).unwrap();
+    };
+    damage(&model, bytes[MIB + 100] ^ 1);
+    for _ in 0..2 {
+        let error = model.wake().unwrap_err();
+        let start = MIB as u64;
+        assert!(
+            matches!(error, ParkError::Changed { start: at, .. } if at == start),
+            "{error}"
+        );
+        assert!(model.parking.is_parked() && model.bytes().is_empty());
+    }
+    damage(&model, bytes[MIB + 100]);
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn a_file_that_was_cut_short_is_an_error_of_the_wake() {
+    let model = Model::of(2 * MIB);
+    model.park().unwrap();
+    model.file().set_len(100).unwrap();
+    let error = model.wake().unwrap_err();
+    assert!(
+        matches!(&error, ParkError::Store(StoreError::Transfer { .. })),
+        "{error}"
+    );
+    assert!(model.parking.is_parked());
+}
+
+#[test]
+fn an_interrupt_leaves_it_as_it_was() {
+    let model = Model::of(4 * MIB);
+    let bytes = noise(4 * MIB, 3);
+    model.write(&bytes);
+    assert_eq!(
+        model.parking.park(&mut || true),
+        Err(ParkError::Interrupted)
+    );
+    assert_eq!(model.bytes(), bytes);
+    model.park().unwrap();
+    assert_eq!(
+        model.parking.wake(&mut || true),
+        Err(ParkError::Interrupted)
+    );
+    assert!(model.bytes().is_empty());
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+/// Writes a safetensors file with one tensor.
+fn weights(folder: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+    let length = bytes.len();
+    let header =
+        format!(r#"{{"{name}":{{"dtype":"U8","shape":[{length}],"data_offsets":[0,{length}]}}}}"#);
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.extend(bytes);
+    let path = folder.join("model.safetensors");
+    std::fs::write(&path, file).unwrap();
+    path
+}
+
+#[test]
+fn a_weights_file_stands_in_for_what_has_not_changed_since() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = noise(3 * MIB, 4);
+    let path = weights(folder.path(), "w", &bytes);
+    let tensors = vec![tensor("w", 64, 3 * MIB), tensor("b", 3 * MIB + 64, 64)];
+    let model = model(3 * MIB + 128, tensors, Some(&path));
+    let mut whole = [vec![0; 64], bytes, noise(64, 5)].concat();
+    model.write(&whole);
+    model.park().unwrap();
+    assert_eq!(model.written(), 64);
+    assert_eq!(model.parking.statistics().bytes_in_source, 3 * MIB as u64);
+    model.wake().unwrap();
+    assert_eq!(model.bytes()[..whole.len()], whole);
+    whole[64 + 2 * MIB] ^= 1;
+    model.write(&whole);
+    std::fs::remove_file(&path).unwrap();
+    model.park().unwrap();
+    assert_eq!(model.written(), 64 + MIB as u64);
+    model.wake().unwrap();
+    assert_eq!(model.bytes()[..whole.len()], whole);
+}
+
+#[test]
+fn a_weights_file_that_changes_while_its_model_is_parked_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = noise(2 * MIB, 6);
+    let path = weights(folder.path(), "encoder.w", &bytes);
+    let model = model(2 * MIB, vec![tensor("encoder.w", 0, 2 * MIB)], Some(&path));
+    model.write(&bytes);
+    model.park().unwrap();
+    let before = std::fs::read(&path).unwrap();
+    let mut after = before.clone();
+    let last = after.len() - 1;
+    after[last] ^= 1;
+    for damaged in [&after[..], &after[..MIB]] {
+        std::fs::write(&path, damaged).unwrap();
+        let ParkError::SourceChanged {
+            path: named,
+            tensor,
+        } = model.wake().unwrap_err()
+        else {
+            panic!("another error");
+        };
+        assert_eq!((named, tensor.as_str()), (path.clone(), "encoder.w"));
+        assert!(model.parking.is_parked());
+    }
+    std::fs::write(&path, before).unwrap();
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn a_weights_file_of_other_weights_is_of_no_use_and_does_no_harm() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = weights(folder.path(), "w", &noise(MIB, 7));
+    let model = model(MIB, vec![tensor("w", 0, MIB)], Some(&path));
+    let bytes = noise(MIB, 8);
+    model.write(&bytes);
+    model.park().unwrap();
+    assert_eq!(model.written(), MIB as u64);
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    /// Against a plain copy: after any writes, parks and wakes the bytes are those last written, and no
+    /// more is written to the disk than the pieces that differ from what was parked before.
+    #[test]
+    fn any_history_keeps_every_byte(
+        steps in prop::collection::vec((0_usize..3, 0_usize..5 * MIB / 2, any::<u8>()), 1..12)
+    ) {
+        let length = 5 * MIB / 2;
+        let model = Model::of(length);
+        let mut plain = vec![0_u8; length];
+        let mut parked: Option<Vec<u8>> = None;
+        for (step, place, byte) in steps {
+            match step {
+                0 if !model.parking.is_parked() => {
+                    plain[place] = byte;
+                    model.write(&plain);
+                }
+                1 if !model.parking.is_parked() => {
+                    let before = model.written();
+                    model.park().unwrap();
+                    let differs = |(number, piece): (usize, &[u8])| {
+                        let start = number * MIB;
+                        let old = parked.as_ref().map(|old| &old[start..start + piece.len()]);
+                        if old == Some(piece) { 0 } else { piece.len() as u64 }
+                    };
+                    let expected: u64 = plain.chunks(MIB).enumerate().map(differs).sum();
+                    prop_assert_eq!(model.written() - before, expected);
+                    parked = Some(plain.clone());
+                }
+                _ => {
+                    model.wake().unwrap();
+                    prop_assert_eq!(&model.bytes(), &plain);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+"""Which tensors of a model are parked, and where they lie in one piece of memory.
+
+Responsible for finding parameters and module buffers, for refusing by name what cannot be parked,
+and for moving storages without changing who shares what. Not responsible for the memory.
+
+A model is moved storage by storage: tied weights and views of one storage stay what they are, and
+every ``Parameter`` stays the object that optimizers hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from memfit import _native
+from memfit.errors import ParkError
+
+ALIGNMENT = 64
+"""What torch's own allocator aligns storages on a CPU to."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter or module buffer.
+
+    Attributes:
+        tensor: The tensor itself.
+        names: Its names in the model, more than one if it is tied.
+    """
+
+    tensor: Tensor
+    names: list[str]
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage of the model.
+
+    Attributes:
+        storage: The storage; holding it keeps the aliases countable.
+        members: The model's tensors on it.
+        start: Its first byte in the memory.
+    """
+
+    storage: torch.UntypedStorage
+    members: list[Member] = field(default_factory=list)
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        """Its end in the memory."""
+        return self.start + self.storage.nbytes()
+
+
+def members(model: nn.Module, leave: Collection[str] = ()) -> list[Member]:
+    """Find a model's parameters and module buffers.
+
+    Args:
+        model: The model.
+        leave: Names to leave out.
+
+    Returns:
+        Each tensor once, with all its names.
+
+    Raises:
+        ParkError: A name in ``leave`` is none of the model's.
+    """
+    unknown = set(leave)
+    found: dict[int, Member] = {}
+    for name, tensor in _named(model):
+        if name in unknown:
+            unknown.discard(name)
+            continue
+        found.setdefault(id(tensor), Member(tensor, [])).names.append(name)
+    if unknown:
+        name = min(unknown)
+        message = f"the model has no parameter or module buffer `{name}` to leave"
+        raise ParkError(message, "unsupported", name)
+    return list(found.values())
+
+
+def check(found: list[Member]) -> None:
+    """Refuse tensors that have no storage of their own in the host's memory.
+
+    Args:
+        found: The model's tensors.
+
+    Raises:
+        ParkError: One cannot be parked; it is named.
+    """
+    for member in found:
+        why = obstacle(member.tensor)
+        if why is not None:
+            name = member.names[0]
+            message = f"cannot park `{name}`: {why}"
+            raise ParkError(message, "unsupported", name)
+
+
+def obstacle(tensor: Tensor) -> str | None:
+    """Say why a tensor cannot be parked.
+
+    Args:
+        tensor: A parameter or module buffer.
+
+    Returns:
+        What is the matter, and a hint; ``None`` if it can be.
+    """
+    for applies, what in _OBSTACLES:
+        if applies(tensor):
+            return what.format(kind=type(tensor).__name__, tensor=tensor)
+    return None
+
+
+def blocks(found: list[Member]) -> list[Block]:
+    """Lay the storages of tensors out one behind the other.
+
+    Args:
+        found: The model's tensors, checked.
+
+    Returns:
+        A block for each storage that has bytes.
+    """
+    laid: dict[int, Block] = {}
+    end = 0
+    for member in found:
+        storage = member.tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            continue
+        block = laid.get(storage._cdata)
+        if block is None:
+            block = laid[storage._cdata] = Block(storage, start=end)
+            end = -(-block.end // ALIGNMENT) * ALIGNMENT
+        block.members.append(member)
+    return list(laid.values())
+
+
+def ranges(block: Block) -> list[tuple[list[str], int, int]]:
+    """Names, start and length of what the model uses of a storage, in the memory.
+
+    Tensors that overlap become one range without a name.
+
+    Args:
+        block: The storage and its tensors.
+
+    Returns:
+        The ranges, in order.
+    """
+    parts: list[tuple[int, int, list[str]]] = []
+    for member in block.members:
+        tensor = member.tensor
+        if tensor.numel() == 0:
+            continue
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((int(size) - 1) * int(stride) for size, stride in steps)
+        length = (last + 1) * tensor.element_size()
+        names = member.names if tensor.is_contiguous() else []
+        parts.append((start, start + length, names))
+    merged: list[tuple[int, int, list[str]]] = []
+    for start, end, names in sorted(parts):
+        if merged and start < merged[-1][1]:
+            before = merged.pop()
+            is_same = before[:2] == (start, end) and before[2] and names
+            both = [*before[2], *names] if is_same else []
+            merged.append((before[0], max(before[1], end), both))
+        else:
+            merged.append((start, end, names))
+    return [(names, block.start + start, end - start) for start, end, names in merged]
+
+
+def move(laid: list[Block], memory: _native.ParkedMemory) -> None:
+    """Move storages into the memory, each in its turn, so that no more than one is there twice.
+
+    Args:
+        laid: The storages; each block has its new one afterwards.
+        memory: Where to.
+    """
+    for block in laid:
+        length = block.storage.nbytes()
+        place = (ctypes.c_char * length).from_address(memory.address + block.start)
+        # The storage holds the array, and the array the memory: it outlives the storage.
+        place.memory = memory  # type: ignore[attr-defined]
+        target = torch.frombuffer(place, dtype=torch.uint8)
+        with torch.no_grad():
+            source = torch.empty(0, dtype=torch.uint8).set_(block.storage)
+            target.copy_(source)
+            del source
+            storage = target.untyped_storage()
+            for member in block.members:
+                tensor = member.tensor
+                offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
+                moved = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, shape, strides)
+                # Keeps the object, its gradient, its hooks and its version.
+                tensor.data = moved
+        block.storage = storage
+
+
+def stray(laid: list[Block]) -> str | None:
+    """Name a tensor whose storage somebody outside the model uses too.
+
+    Args:
+        laid: The storages, each held by its block.
+
+    Returns:
+        The name, or ``None``.
+    """
+    for block in laid:
+        # One for each of the model's tensors and one for the block's own.
+        expected = len(block.members) + 1
+        if torch._C._storage_Use_Count(block.storage._cdata) > expected:
+            return block.members[0].names[0]
+    return None
+
+
+def replaced(laid: list[Block], found: list[Member]) -> str | None:
+    """Name a tensor of the model that is not what was moved.
+
+    Args:
+        laid: What was moved.
+        found: The model's tensors now.
+
+    Returns:
+        The name, or ``None``.
+    """
+    storages = {id(member.tensor): block.storage for block in laid for member in block.members}
+    present = set()
+    for member in found:
+        present.add(id(member.tensor))
+        storage = member.tensor.untyped_storage()
+        known = storages.get(id(member.tensor))
+        if storage.nbytes() > 0 and (known is None or known._cdata != storage._cdata):
+            return member.names[0]
+    gone = (m.names[0] for block in laid for m in block.members if id(m.tensor) not in present)
+    return next(gone, None)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and module buffer."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _is_subclass_with_dispatch(tensor: Tensor) -> bool:
+    """Whether its bytes are elsewhere, in tensors that its class knows."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+_LEAVE = "leave it where it is with `leave=[...]`"
+_OBSTACLES: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
+    (nn.parameter.is_lazy, "it has no shape yet\nhint: run the model once"),
+    (
+        _is_subclass_with_dispatch,
+        f"it is a `{{kind}}`, which keeps its bytes elsewhere\nhint: {_LEAVE}",
+    ),
+    (
+        lambda tensor: tensor.device.type == "meta",
+        "it is on `meta` and has no bytes\nhint: load its weights first",
+    ),
+    (
+        lambda tensor: tensor.device.type != "cpu",
+        (
+            "it is on `{tensor.device}`, and only the host's memory can be parked so far\n"
+            f"hint: move the model with `model.cpu()`, or {_LEAVE}"
+        ),
+    ),
+    (
+        lambda tensor: tensor.layout is not torch.strided or tensor.is_quantized,
+        f"it is {{tensor.layout}} of {{tensor.dtype}}, not plain memory\nhint: {_LEAVE}",
+    ),
+    (
+        lambda tensor: tensor.is_conj() or tensor.is_neg(),
+        "it is a conjugate or negative view\nhint: resolve it first",
+    ),
+    (
+        lambda tensor: tensor.untyped_storage().is_shared(),
+        f"its memory is shared with other processes\nhint: {_LEAVE}",
+    ),
+    (
+        lambda tensor: torch.cuda.is_available() and tensor.is_pinned(),
+        f"its memory is pinned for a GPU\nhint: {_LEAVE}",
+    ),
+)
+"""What cannot be parked and why, asked in order."""

@@ -1,0 +1,324 @@
+"""A model that can be parked, and :func:`park`.
+
+Responsible for the order in which things happen, and for undoing what was begun when one fails.
+Not responsible for when to park (:mod:`memfit.pool`).
+
+Invariant: tensors of the model can be used if and only if all of their bytes are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike, fspath
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from memfit import _native
+from memfit.errors import ParkError, UsageError
+from memfit.parking import layout
+from memfit.parking.barrier import Barrier, without_barrier
+
+
+@dataclass(frozen=True, slots=True)
+class ParkStatistics:
+    """What a model's parking did so far.
+
+    Attributes:
+        parks: Times that it was parked.
+        wakes: Times that it was woken.
+        bytes_written: Bytes written to the disk.
+        bytes_unchanged: Bytes not written because the disk had them from before.
+        bytes_in_source: Bytes not written because the weights file has them.
+        bytes_read: Bytes read.
+        park_seconds: What parking took.
+        wake_seconds: What waking took.
+    """
+
+    parks: int
+    wakes: int
+    bytes_written: int
+    bytes_unchanged: int
+    bytes_in_source: int
+    bytes_read: int
+    park_seconds: float
+    wake_seconds: float
+
+
+class ParkedModel:
+    """A model whose parameters and module buffers can step aside.
+
+    As a context manager it is parked inside the block and woken at its end.
+
+    Attributes:
+        model: The model itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spill: str | PathLike[str],
+        *,
+        source: str | PathLike[str] | None = None,
+        leave: Collection[str] = (),
+        allow_memory: bool = False,
+    ) -> None:
+        """Move the model's tensors into memory of their own; it stays awake.
+
+        Args:
+            model: The model. For a moment its largest tensor is there twice.
+            spill: Folder on a disk for the file that parked bytes go to.
+            source: Safetensors file that the model was loaded from: what has not changed since
+                is not written again.
+            leave: Names of parameters and module buffers to leave where they are.
+            allow_memory: Accept a folder whose files are kept in memory.
+
+        Raises:
+            ParkError: A tensor cannot be parked, or the folder or the file not be used.
+        """
+        self.model = model
+        self._leave = frozenset(leave)
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._uses = 0
+        found = layout.members(model, self._leave)
+        layout.check(found)
+        self._blocks = layout.blocks(found)
+        _refuse_others(self._blocks)
+        _refuse_aliases(self._blocks)
+        if not self._blocks:
+            message = "the model has no bytes to park"
+            raise ParkError(message, "unsupported")
+        self._memory = _native.ParkedMemory(
+            self._blocks[-1].end,
+            [part for block in self._blocks for part in layout.ranges(block)],
+            fspath(spill),
+            None if source is None else fspath(source),
+            allow_memory=allow_memory,
+        )
+        layout.move(self._blocks, self._memory)
+        self._barrier = Barrier({member.names[0]: member.tensor for member in found}, self)
+        for block in self._blocks:
+            _OWNERS[block.storage.data_ptr()] = self
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the model is parked."""
+        return self._memory.is_parked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when awake: whole pages."""
+        return self._memory.length
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that it takes now."""
+        return 0 if self.is_parked else self.nbytes
+
+    @property
+    def statistics(self) -> ParkStatistics:
+        """What was done so far."""
+        return ParkStatistics(**json.loads(self._memory.statistics()))
+
+    def park(self) -> None:
+        """Give the memory back; does nothing when it is parked.
+
+        Gradients and optimizer state stay where they are. No thread may be running the model,
+        other than in a block of :meth:`awake`, which this finds out.
+
+        Raises:
+            ParkError: The model is awake, as before: a block of :meth:`awake` runs (``in_use``),
+                something outside the model uses its memory (``aliased``), it was changed
+                (``replaced``), or the disk is full (``no_space``).
+        """
+        with self._lock:
+            if self.is_parked:
+                return
+            if self._uses > 0:
+                message = f"the model is in use in {self._uses} blocks of `awake()`"
+                raise ParkError(message, "in_use")
+            if self._is_closed:
+                message = "the model is no longer parkable: it was closed"
+                raise ParkError(message, "closed")
+            # First the barrier: whoever comes later comes too late to be overlooked.
+            self._barrier.put_up()
+            try:
+                with without_barrier():
+                    self._check_unchanged()
+                self._memory.park()
+            except BaseException:
+                self._barrier.take_down()
+                raise
+
+    def wake(self) -> None:
+        """Have every byte back at its address; does nothing when it is awake.
+
+        Raises:
+            ParkError: The model is still parked, and whole: there is no memory for it
+                (``no_memory``), or what was parked has changed (``changed``).
+        """
+        with self._lock:
+            if self.is_parked:
+                self._memory.wake()
+                self._barrier.take_down()
+
+    @contextmanager
+    def awake(self) -> Iterator[nn.Module]:
+        """Wake the model for a block and park it at its end.
+
+        Several threads may be in such blocks; the last one to leave parks the model.
+
+        Yields:
+            The model.
+
+        Raises:
+            ParkError: As :meth:`wake` and :meth:`park`.
+        """
+        with self._lock:
+            self.wake()
+            self._uses += 1
+        try:
+            yield self.model
+        finally:
+            with self._lock:
+                self._uses -= 1
+                if self._uses == 0:
+                    self.park()
+
+    def close(self) -> None:
+        """Wake the model and give the room on the disk back; it is an ordinary model then.
+
+        Raises:
+            ParkError: As :meth:`wake`; nothing is closed then.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self.wake()
+            self._memory.give_up()
+            self._is_closed = True
+            for block in self._blocks:
+                _OWNERS.pop(block.storage.data_ptr(), None)
+            # The storages are counted no more.
+            self._blocks = []
+
+    def __enter__(self) -> Self:
+        """Park the model."""
+        self.park()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wake the model."""
+        self.wake()
+
+    def __repr__(self) -> str:
+        """Say what it takes."""
+        state = "closed" if self._is_closed else "parked" if self.is_parked else "awake"
+        size = _native.bytes_text(self.nbytes)
+        return f"<memfit.ParkedModel {type(self.model).__name__}, {size}, {state}>"
+
+    def _check_unchanged(self) -> None:
+        """Refuse to park what is not, or not only, the model's."""
+        name = layout.replaced(self._blocks, layout.members(self.model, self._leave))
+        if name is not None:
+            message = (
+                f"`{name}` is not what it was when the model was made parkable\nhint: close it "
+                "and park the model anew"
+            )
+            raise ParkError(message, "replaced", name)
+        _refuse_aliases(self._blocks)
+
+
+def park(
+    model: nn.Module,
+    spill: str | PathLike[str],
+    *,
+    source: str | PathLike[str] | None = None,
+    leave: Collection[str] = (),
+) -> ParkedModel:
+    """Park a model: its parameters and module buffers leave the memory until it is woken.
+
+    Woken, every tensor is the same object at the same address with the same bits. Any use of a
+    parked model is a :class:`memfit.ParkError`. For a model that was parked before, this parks it
+    again and returns the same object; the other arguments do not matter then.
+
+    Args:
+        model: The model, on the CPU.
+        spill: Folder on a disk for the file that parked bytes go to; the file has no name, so
+            nothing is left when the process ends.
+        source: Safetensors file that the model was loaded from. What has not changed since is
+            read from there again instead of being written.
+        leave: Names of parameters and module buffers to leave where they are.
+
+    Returns:
+        The parked model. ``with memfit.park(...):`` wakes it at the end of the block.
+
+    Raises:
+        ParkError: It cannot be parked, and is as before.
+        UsageError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
+        raise UsageError(message)
+    parked = _owner(model)
+    if parked is not None:
+        parked.park()
+        return parked
+    parked = ParkedModel(model, spill, source=source, leave=leave)
+    try:
+        parked.park()
+    except BaseException:
+        parked.close()
+        raise
+    return parked
+
+
+_OWNERS: WeakValueDictionary[int, ParkedModel] = WeakValueDictionary()
+"""Who can park which storage, by its address."""
+
+
+def _owner(model: nn.Module) -> ParkedModel | None:
+    """Who made the model parkable, if somebody did and can still wake it."""
+    with without_barrier():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if layout.obstacle(tensor) is None:
+                owner = _OWNERS.get(tensor.untyped_storage().data_ptr())
+                if owner is not None and owner.model is model:
+                    return owner
+    return None
+
+
+def _refuse_others(blocks: list[layout.Block]) -> None:
+    """Refuse tensors that another parked model has."""
+    for block in blocks:
+        owner = _OWNERS.get(block.storage.data_ptr())
+        if owner is not None:
+            name = block.members[0].names[0]
+            message = (
+                f"cannot park `{name}`: it belongs to {owner!r} already\nhint: use that one's "
+                "`park()` and `wake()`, or close it first"
+            )
+            raise ParkError(message, "aliased", name)
+
+
+def _refuse_aliases(blocks: list[layout.Block]) -> None:
+    """Refuse tensors whose memory is used outside the model."""
+    name = layout.stray(blocks)
+    if name is not None:
+        message = (
+            f"cannot park `{name}`: a tensor outside the model uses its memory\nhint: let it go "
+            "(a view, a state dict, a loss that was not run backward)"
+        )
+        raise ParkError(message, "aliased", name)
