@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.allocator import set_up
-from memfit.apply.chunk import ChunkedLoss
+from memfit.apply.in_slices import InSlices
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
 from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
@@ -83,21 +83,21 @@ class _Actions:
     Attributes:
         plan: The plan.
         remat: Carries out its rematerialisation and offloading; ``None`` without either.
-        chunked: Computes its loss in slices; ``None`` where it is computed whole.
+        in_slices: Runs part of it in slices; ``None`` where all runs whole.
         pieces: Micro-batches; 1 without.
         fuse: Whether the optimizer runs inside backward.
     """
 
     plan: Mapping[str, Any]
     remat: Rematerialiser | None
-    chunked: ChunkedLoss | None
+    in_slices: InSlices | None
     pieces: int
     fuse: bool
 
     @property
     def diverged(self) -> bool:
         """Whether the last forward left the plan."""
-        return any(part is not None and part.diverged for part in (self.remat, self.chunked))
+        return any(part is not None and part.diverged for part in (self.remat, self.in_slices))
 
 
 class Fitted:
@@ -327,7 +327,7 @@ class Fitted:
         moved = tier.moved() if tier is not None else Moved()
         divergences = [
             seen.divergence if seen else "",
-            self._running.chunked.divergence if self._running.chunked else "",
+            self._running.in_slices.divergence if self._running.in_slices else "",
         ]
         return Report(
             steps=self._steps,
@@ -348,7 +348,7 @@ class Fitted:
         """The actions for a batch of this shape, planned again if its last step diverged."""
         if self._closed:
             raise UsageError("this `Fitted` is closed: fit the workload again")
-        watched = self._actions.remat is not None or self._actions.chunked is not None
+        watched = self._actions.remat is not None or self._actions.in_slices is not None
         if self._replan is None or not watched:
             return self._actions
         shape = _shape(batch)
@@ -402,10 +402,9 @@ class Fitted:
         if pieces < 1:
             message = f"the plan cuts the batch into `{pieces}` pieces"
             raise UsageError(message)
-        chunked = None
-        if "chunk" in actions:
-            chunked = ChunkedLoss(self.workload.model, actions["chunk"].get("chunk") or {})
-        return _Actions(plan, remat, chunked, pieces, fuse)
+        chunk = _part(actions, "chunk")
+        in_slices = InSlices(self.workload.model, chunk) if chunk is not None else None
+        return _Actions(plan, remat, in_slices, pieces, fuse)
 
     def _planned_forwards(self, actions: Mapping[str, Mapping[str, Any]]) -> Rematerialiser | None:
         """What carries out the actions that live in forward; ``None`` without any."""
@@ -428,7 +427,7 @@ def _part(actions: Mapping[str, Mapping[str, Any]], kind: str) -> Mapping[str, A
 @contextlib.contextmanager
 def _planned_forward(actions: _Actions) -> Iterator[None]:
     with contextlib.ExitStack() as entered:
-        for part in (actions.remat, actions.chunked):
+        for part in (actions.remat, actions.in_slices):
             if part is not None:
                 entered.enter_context(part.forward())
         yield

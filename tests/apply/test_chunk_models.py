@@ -106,7 +106,7 @@ def test_the_measured_peak_is_the_predicted_one(build, autocast):
     found = verify(lambda: workload(build, autocast=autocast), plan.as_dict(), steps=1)
     planned, unplanned = found["planned"], found["unplanned"]
     predicted = plan.as_dict()["planned"]["predicted_peak_bytes"]
-    logits = chunk_of(plan)["chunk"]["logit_bytes"]
+    logits = chunk_of(plan)["chunk"]["loss"]["logit_bytes"]
     # Kernels take a few bytes of scratch that no op shows. Products of 16 bits on a CPU copy their
     # arguments into another layout; capture does not measure that, in slices or not.
     unsure = 64 if autocast is None else plan.as_dict()["margin_bytes"]
@@ -162,7 +162,7 @@ def test_logits_that_the_loss_reads_besides_are_refused_with_the_reason():
     plan = memfit.plan(workload(_llama, loss=loss), 1, forbid=FORBIDDEN)
     refusals = {refusal["kind"]: refusal["reason"] for refusal in plan.as_dict()["refusals"]}
     assert "whole" in refusals["chunk"]
-    assert all(action["kind"] != "chunk" for action in plan.as_dict()["actions"])
+    assert all("loss" not in action.get("chunk", {}) for action in plan.as_dict()["actions"])
 
 
 def test_an_exact_plan_captures_no_slices_and_a_saved_trace_holds_them_on_request(tmp_path):

@@ -324,7 +324,7 @@ pub(crate) enum KindChoice {
     AllocatorSettings,
     /// Write activations elsewhere in forward and fetch them in backward
     Offload,
-    /// Compute a loss over many classes in slices of rows
+    /// Compute a loss over many classes and wide layers by rows
     Chunk,
 }
 

@@ -1,4 +1,4 @@
-"""The executor of a plan's ``chunk`` action: a loss over many classes in slices of rows.
+"""The loss of a plan's ``chunk`` action: one over many classes, in slices of rows.
 
 Responsible for the life of one forward: putting off the call of the head's linear layer that the
 plan names, and telling when the model needed its logits whole after all. Not responsible for what
@@ -40,7 +40,7 @@ class Sliced:
 
 
 class ChunkedLoss:
-    """Carries out a ``chunk`` action on a model.
+    """Computes a model's loss in slices.
 
     Attributes:
         last: What the last forward did.
@@ -51,7 +51,7 @@ class ChunkedLoss:
 
         Args:
             model: The model the plan was made for.
-            chunk: ``Chunk`` of the plan as parsed JSON.
+            chunk: ``LossChunk`` of the plan as parsed JSON.
             warn: Whether to warn, once, when logits are needed whole.
 
         Raises:

@@ -1,9 +1,9 @@
-"""The step once more, with its loss computed in slices.
+"""The step once more, with parts of it in slices.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
 executor that a plan would use, so that what is predicted is what will run. Not responsible for
 which ways those are (the engine), for when they are needed (:mod:`memfit.questions`), or for the
-slices (:mod:`memfit.apply.chunk`).
+slices (:mod:`memfit.apply.in_slices`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit._native import Trace
-from memfit.apply.chunk import ChunkedLoss, Sliced
+from memfit.apply.in_slices import InSlices
 from memfit.capture.fake import fake_stage, no_collection, preserved_random_state
 from memfit.capture.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
@@ -45,8 +45,7 @@ def with_alternatives(workload: Workload, trace: Trace, *, device: str | None = 
             stage = fake_stage(workload, device) if chunks else None
             for chunk in chunks:
                 assert stage is not None
-                if not _record(stage, workload, chunk, found, may_cut=meta["second_batch"] > 0):
-                    break
+                _record(stage, workload, chunk, found, may_cut=meta["second_batch"] > 0)
     except (MemfitError, RealStepNeeded) as error:
         found.refusal = f"the step fails in slices: {error}"
     return trace.with_alternatives(found.steps, found.refusal)
@@ -59,23 +58,36 @@ class _Found:
     Attributes:
         steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
         refusal: Why there are no more.
+        whole_loss: Whether the loss cannot be computed in slices.
     """
 
     steps: list[tuple[str, bytes, bytes | None]] = field(default_factory=list)
     refusal: str = ""
+    whole_loss: bool = False
 
 
 def _record(
     stage: Stage, workload: Workload, chunk: dict[str, Any], found: _Found, *, may_cut: bool
-) -> bool:
-    """Record the step with one chunk; whether another one is worth a try."""
-    running = _InSlices(workload, chunk)
+) -> None:
+    """Record the step with one chunk, or with what of it does run in slices."""
+    calls = chunk.get("calls", [])
+    if found.whole_loss:
+        chunk = {"calls": calls}
+    if not chunk.get("loss") and not calls:
+        return
+    running = _Observed(workload, chunk)
     stage.workload = replace(workload, loss=running.loss)
     first = record_stage(stage, None, probe=True, updates=True)
-    if running.seen.whole or not running.seen.losses:
-        who = f"`{running.seen.whole[0]}` needs" if running.seen.whole else "the loss needs"
-        found.refusal = f"{who} the logits of `{chunk['weight']}` whole"
-        return False
+    if running.refusal:
+        found.refusal = running.refusal
+        found.whole_loss = True
+    elif running.whole_calls:
+        found.refusal = f"`{running.whole_calls[0]}` does not run in slices"
+        calls = [call for call in calls if call["module"] not in running.whole_calls]
+    if running.refusal or running.whole_calls:
+        if calls:
+            _record(stage, workload, {**chunk, "calls": calls}, found, may_cut=may_cut)
+        return
     second = None
     size = first["meta"]["batch"]
     if may_cut and size:
@@ -87,27 +99,34 @@ def _record(
             json.dumps(second).encode() if second is not None else None,
         )
     )
-    return True
 
 
-class _InSlices:
-    """A workload's loss, in slices.
+class _Observed:
+    """A workload's loss, in slices, and what did not run in slices.
 
     Attributes:
-        seen: What the last call did.
+        refusal: Why the loss was computed whole in the last call; empty if it was not.
+        whole_calls: Modules that ran whole in the last call.
     """
 
     def __init__(self, workload: Workload, chunk: dict[str, Any]) -> None:
         """Prepare; the model is the one that :meth:`loss` is given."""
         self._workload = workload
         self._chunk = chunk
-        self.seen = Sliced()
+        self.refusal = ""
+        self.whole_calls: list[str] = []
 
     def loss(self, model: Any, batch: Any) -> Any:
         """The loss of a batch."""
         assert self._workload.loss is not None
-        chunked = ChunkedLoss(model, self._chunk, warn=False)
-        with chunked.forward():
+        running = InSlices(model, self._chunk, warn=False)
+        with running.forward():
             result = self._workload.loss(model, batch)
-        self.seen = chunked.last
+        self.whole_calls = running.calls.whole
+        if running.loss is not None:
+            seen = running.loss.last
+            if seen.whole or not seen.losses:
+                who = f"`{seen.whole[0]}` needs" if seen.whole else "the loss needs"
+                weight = self._chunk["loss"]["weight"]
+                self.refusal = f"{who} the logits of `{weight}` whole"
         return result

@@ -10,7 +10,7 @@ use super::validate::{InvalidPlan, validate};
 use super::{Action, ActionKind, Class, Dropped, Estimate, Plan, arena, emit};
 use crate::bytes::Bytes;
 use crate::predict;
-use crate::trace::Phase;
+use crate::trace::{Chunk, Phase};
 
 const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
      own, so the gradients equal the unplanned ones in distribution, not in value";
@@ -47,6 +47,7 @@ impl Planner<'_> {
         }
         if let Some(step) = self.step_of(outcome) {
             plan.actions.push(self.chunk_action(step));
+            plan.notes.extend(slice_notes(&step.alternative.chunk));
             step.costs.source().clone_into(&mut plan.cost_source);
         }
         if outcome.pieces > 1 {
@@ -108,7 +109,7 @@ impl Planner<'_> {
     fn chunk_action(&self, step: &Sliced<'_>) -> Action {
         let chunk = &step.alternative.chunk;
         Action {
-            count: chunk.slices,
+            count: chunk.slices(),
             bytes: self.unplanned_peak - predict::unplanned_peak(&step.alternative.trace),
             chunk: Some(chunk.clone()),
             ..Action::new(ActionKind::Chunk, Class::Equivalent)
@@ -138,6 +139,33 @@ impl Action {
             chunk: None,
         }
     }
+}
+
+/// What runs in slices, for a reader.
+fn slice_notes(chunk: &Chunk) -> Vec<String> {
+    let mut parts = Vec::new();
+    if let Some(loss) = &chunk.loss {
+        parts.push(format!(
+            "the loss over `{}` in {}",
+            loss.weight, loss.slices
+        ));
+    }
+    if let Some(first) = chunk.calls.first() {
+        let others = match chunk.calls.len() - 1 {
+            0 => String::new(),
+            count => format!(" and {count} more"),
+        };
+        parts.push(format!("`{}`{others} in {}", first.module, first.slices));
+    }
+    let mut notes = vec![format!("slices: {}", parts.join(", "))];
+    if let Some(call) = chunk.calls.iter().find(|call| call.draws) {
+        notes.push(format!(
+            "`{}` draws random numbers (dropout): each slice draws its own, so the gradients equal the unplanned ones \
+             in distribution, not in value",
+            call.module
+        ));
+    }
+    notes
 }
 
 /// Kinds of action in an outcome that is not exact.

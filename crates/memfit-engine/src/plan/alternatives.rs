@@ -37,18 +37,17 @@ pub(super) fn sliced<'t>(
     steps.collect()
 }
 
-/// Why nothing runs in slices; `None` when something can.
+/// Why something, or all, cannot run in slices; `None` when what is worth it can.
 pub(super) fn why_none(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.forbid.contains(&ActionKind::Chunk) {
         return Some("forbidden by the request".to_owned());
     }
     if let Some(found) = &trace.alternatives {
-        let reason = if found.refusal.is_empty() {
-            "no loss runs in slices".to_owned()
-        } else {
-            found.refusal.clone()
+        return match (found.steps.is_empty(), found.refusal.as_str()) {
+            (false, "") => None,
+            (true, "") => Some("nothing runs in slices".to_owned()),
+            (_, reason) => Some(reason.to_owned()),
         };
-        return found.steps.is_empty().then_some(reason);
     }
     let reason = chunks::chunks(trace).err();
     Some(reason.unwrap_or_else(|| "the step was not captured in slices".to_owned()))
@@ -95,7 +94,7 @@ mod tests {
     use super::*;
     use crate::bytes::Bytes;
     use crate::predict;
-    use crate::trace::{Alternatives, Chunk, sample};
+    use crate::trace::{Alternatives, Chunk, LossChunk, sample};
 
     fn request(budget: u64, allow: Class) -> PlanRequest {
         PlanRequest {
@@ -120,12 +119,16 @@ mod tests {
                 allocation.bytes = Bytes(allocation.bytes.0 / 2);
             }
         }
-        let chunk = Chunk {
+        let loss = LossChunk {
             slices: 8,
             weight: "head.weight".to_owned(),
             rows: 4,
             classes: 8,
             logit_bytes: Bytes(128),
+        };
+        let chunk = Chunk {
+            loss: Some(loss),
+            calls: Vec::new(),
         };
         let steps = vec![Alternative {
             chunk,
@@ -155,7 +158,7 @@ mod tests {
         );
         let chunk = made.actions.iter().find(|it| it.kind == ActionKind::Chunk);
         let chunk = chunk.expect("only slices fit");
-        assert_eq!(chunk.chunk.as_ref().map(|chunk| chunk.slices), Some(8));
+        assert_eq!(chunk.chunk.as_ref().map(Chunk::slices), Some(8));
         let saved = predict::unplanned_peak(&trace)
             - predict::unplanned_peak(&trace.alternatives()[0].trace);
         assert_eq!((chunk.count, chunk.bytes), (8, saved));

@@ -1,25 +1,34 @@
 //! What of a step is worth running in slices, and in how many.
 //!
-//! Responsible for finding a loss over many classes whose logits come straight from a linear layer, and for
-//! the slice counts worth a capture each. Not responsible for what a step in slices does to memory: that is
-//! captured, and what turns out not to run in slices is no alternative.
+//! Responsible for finding a loss over many classes whose logits come straight from a linear layer, and module
+//! calls that widen rows they treat one by one; and for the slice counts worth a capture each. Not responsible
+//! for the proof that a call treats rows one by one (`rows.rs`), nor for what a step in slices does to memory:
+//! that is captured, and what turns out not to run in slices is no alternative.
 
+use super::rows::by_rows;
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::bytes::Bytes;
 use crate::predict;
-use crate::trace::{Category, Chunk, Op, OpIndex, Phase, Trace, ValueId};
+use crate::trace::{
+    CallChunk, Category, Chunk, LossChunk, Op, OpIndex, Phase, Region, Trace, ValueId,
+};
 
-/// Slice counts tried: a few, as matrix products are the faster the larger; and many, as what is left of
+/// Slice counts of a loss: a few, as matrix products are the faster the larger; and many, as what is left of
 /// the logits is then small beside everything else.
-const SLICES: [u64; 2] = [8, 32];
+const LOSS_SLICES: [u64; 2] = [8, 32];
+/// Slices of a module call. A feed-forward network widens rows to four times their size: in four slices it
+/// holds no more at a time than its input.
+const CALL_SLICES: u64 = 4;
 /// Rows below which a slice is too small to be worth its ops.
 const LEAST_ROWS: u64 = 16;
-/// Part of the peak that logits must be to be worth a capture.
+/// Part of the peak that logits, or what a call makes, must be to be worth a capture.
 const LEAST_PART: u64 = 100;
 /// Ops between logits and loss, and between a weight and its product, at most.
 const MOST_STEPS: usize = 16;
+/// Ops of a call that is looked at, at most: a feed-forward network has about ten.
+const MOST_OPS: usize = 128;
 
-/// The ways of running a step in slices that are worth a capture each, in ascending number of slices.
+/// The ways of running a step in slices that are worth a capture each, from the least to the most in slices.
 ///
 /// # Errors
 ///
@@ -28,6 +37,36 @@ pub fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
     if !trace.meta.training {
         return Err("the step does not train".to_owned());
     }
+    let peak = predict::unplanned_peak(trace);
+    let calls = wide_calls(trace, peak);
+    let losses = match (losses(trace, peak), calls.is_empty()) {
+        (Ok(losses), _) => losses,
+        (Err(_), false) => Vec::new(),
+        (Err(reason), true) => {
+            return Err(format!(
+                "{reason}, and no module call widens rows that it treats one by one"
+            ));
+        }
+    };
+    let largest = losses.last().cloned();
+    let mut chunks: Vec<Chunk> = losses
+        .into_iter()
+        .map(|loss| Chunk {
+            loss: Some(loss),
+            calls: Vec::new(),
+        })
+        .collect();
+    if !calls.is_empty() {
+        chunks.push(Chunk {
+            loss: largest,
+            calls,
+        });
+    }
+    Ok(chunks)
+}
+
+/// The loss over many classes, in every number of slices that is tried.
+fn losses(trace: &Trace, peak: Bytes) -> Result<Vec<LossChunk>, String> {
     let found = trace.ops[..trace.forward_end().index()]
         .iter()
         .filter(|op| trace.string(op.name).starts_with("aten._log_softmax."))
@@ -36,17 +75,16 @@ pub fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
     let Some(head) = found else {
         return Err("no loss takes its logits straight from a linear layer".to_owned());
     };
-    let peak = predict::unplanned_peak(trace);
     if head.logit_bytes.0.saturating_mul(LEAST_PART) < peak.0 {
         return Err(format!(
             "the logits of `{}` are only {} of {peak}",
             head.weight, head.logit_bytes
         ));
     }
-    let found: Vec<Chunk> = SLICES
+    let found: Vec<LossChunk> = LOSS_SLICES
         .into_iter()
         .filter(|slices| head.rows / slices >= LEAST_ROWS)
-        .map(|slices| Chunk {
+        .map(|slices| LossChunk {
             slices,
             ..head.clone()
         })
@@ -58,6 +96,84 @@ pub fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
         ));
     }
     Ok(found)
+}
+
+/// The outermost module calls that treat rows one by one and make them wider on the way.
+fn wide_calls(trace: &Trace, peak: Bytes) -> Vec<CallChunk> {
+    let mut found = Vec::new();
+    let mut done = OpIndex(0);
+    for region in &trace.regions {
+        if region.start < done || !is_worth_a_proof(trace, region, peak) {
+            continue;
+        }
+        let Ok(proved) = by_rows(trace, region) else {
+            continue;
+        };
+        let elements = |value: ValueId| trace.values[value.index()].numel();
+        let widest = made_in(trace, region).map(elements).max();
+        let given = elements(proved.input).max(elements(proved.output));
+        if widest.is_none_or(|widest| widest <= given) {
+            continue;
+        }
+        let shape = &trace.values[proved.input.index()].shape;
+        if let Some((dim, slices)) = cut(shape) {
+            found.push(CallChunk {
+                module: trace.string(region.module).to_owned(),
+                dim,
+                slices,
+                draws: proved.draws,
+            });
+            done = region.end;
+        }
+    }
+    found
+}
+
+/// Whether a call of a module that is called once makes enough, in few enough ops.
+fn is_worth_a_proof(trace: &Trace, region: &Region, peak: Bytes) -> bool {
+    let ops = region.end.index().saturating_sub(region.start.index());
+    let calls = trace
+        .regions
+        .iter()
+        .filter(|other| other.module == region.module);
+    let made: Bytes = made_in(trace, region)
+        .map(|value| trace.allocations[trace.allocation_of(value).index()].bytes)
+        .sum();
+    region.end <= trace.forward_end()
+        && !trace.string(region.module).is_empty()
+        && (1..=MOST_OPS).contains(&ops)
+        && made.0.saturating_mul(LEAST_PART) >= peak.0
+        && calls.count() == 1
+}
+
+/// What the ops of a call allocate.
+fn made_in(trace: &Trace, region: &Region) -> impl Iterator<Item = ValueId> {
+    let ops = &trace.ops[region.start.index()..region.end.index()];
+    (region.start.0..).zip(ops).flat_map(move |(index, op)| {
+        let is_fresh = move |output: &&ValueId| {
+            let allocation = trace.allocation_of(**output);
+            trace.allocations[allocation.index()].producer == Some(OpIndex(index))
+        };
+        op.outputs.iter().filter(is_fresh).copied()
+    })
+}
+
+/// Which dimension to cut, and into how many slices: the first if it is long enough, since its slices are
+/// contiguous; else the longest.
+fn cut(shape: &[u64]) -> Option<(u64, u64)> {
+    let (_, lead) = shape.split_last()?;
+    let rows: u64 = lead.iter().product();
+    if rows / CALL_SLICES < LEAST_ROWS {
+        return None;
+    }
+    let size = *lead.iter().max()?;
+    let longest = lead.iter().position(|&other| other == size)?;
+    let (dim, size) = if lead[0] >= CALL_SLICES {
+        (0, lead[0])
+    } else {
+        (u64::try_from(longest).ok()?, size)
+    };
+    (size > 1).then_some((dim, size.min(CALL_SLICES)))
 }
 
 /// Whether a plan may get better by a capture of the alternatives: `plan` is the one made without them, or
@@ -75,7 +191,7 @@ pub fn wants_alternatives(trace: &Trace, request: &PlanRequest, plan: Option<&Pl
 }
 
 /// The linear layer whose result a softmax takes.
-fn head(trace: &Trace, softmax: &Op) -> Option<Chunk> {
+fn head(trace: &Trace, softmax: &Op) -> Option<LossChunk> {
     let logits = trace.values.get(softmax.reads.first()?.index())?;
     let product = producer(trace, *softmax.reads.first()?, |op| {
         PRODUCTS.iter().any(|name| is(trace, op, name))
@@ -91,7 +207,7 @@ fn head(trace: &Trace, softmax: &Op) -> Option<Chunk> {
         .find_map(|&read| parameter(trace, read, classes))?;
     let elements: u64 = logits.shape.iter().fold(1, |n, &s| n.saturating_mul(s));
     let size = trace.allocations[logits.allocation.index()].bytes;
-    Some(Chunk {
+    Some(LossChunk {
         slices: 1,
         weight,
         rows: elements / classes.max(1),
@@ -186,9 +302,9 @@ mod tests {
     #[test]
     fn a_loss_over_the_product_with_a_parameter_is_found_through_copies() {
         let found = chunks(&step(512, Some("aten.clone.default"))).unwrap();
-        let slices: Vec<u64> = found.iter().map(|chunk| chunk.slices).collect();
-        assert_eq!(slices, SLICES);
-        let first = &found[0];
+        let slices: Vec<u64> = found.iter().map(Chunk::slices).collect();
+        assert_eq!(slices, LOSS_SLICES);
+        let first = found[0].loss.as_ref().unwrap();
         assert_eq!((first.rows, first.classes), (512, 100));
         assert_eq!(first.weight, "head.weight");
         assert_eq!(first.logit_bytes, Bytes(512 * 100 * 4));
@@ -218,6 +334,6 @@ mod tests {
     #[test]
     fn few_rows_are_cut_into_fewer_slices() {
         let found = chunks(&step(256, None)).unwrap();
-        assert_eq!(found.iter().map(|chunk| chunk.slices).max(), Some(8));
+        assert_eq!(found.iter().map(Chunk::slices).max(), Some(8));
     }
 }

@@ -12,9 +12,34 @@ use serde::{Deserialize, Serialize};
 use super::{Trace, TraceError};
 use crate::bytes::Bytes;
 
-/// A loss over many classes, computed in slices of rows so that its logits never exist as a whole.
+/// What of a step runs in slices; one of the two at least.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
+    /// The loss.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossChunk>,
+    /// Module calls, in order; none inside another.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub calls: Vec<CallChunk>,
+}
+
+/// A module call that treats the rows of its input one by one, computed for some rows at a time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CallChunk {
+    /// Path of the module.
+    pub module: String,
+    /// The dimension of its input that is cut.
+    pub dim: u64,
+    /// Number of slices, at most.
+    pub slices: u64,
+    /// Whether it draws random numbers: each slice draws its own, so a seed gives others than without.
+    #[serde(default)]
+    pub draws: bool,
+}
+
+/// A loss over many classes, computed in slices of rows so that its logits never exist as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LossChunk {
     /// Number of slices, at most.
     pub slices: u64,
     /// The parameter that makes logits of hidden values, by its qualified name.
@@ -39,11 +64,33 @@ pub struct Alternative {
 /// What a step can be run as instead.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Alternatives {
-    /// In ascending number of slices.
+    /// From the least to the most that runs in slices.
     pub steps: Vec<Alternative>,
     /// Why there are no more of them; empty when nothing failed.
     #[serde(default)]
     pub refusal: String,
+}
+
+impl Chunk {
+    /// The most slices that anything runs in.
+    #[must_use]
+    pub fn slices(&self) -> u64 {
+        let calls = self.calls.iter().map(|call| call.slices);
+        calls
+            .chain(self.loss.iter().map(|loss| loss.slices))
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// Whether nothing runs in no slice at all.
+    fn is_valid(&self) -> bool {
+        let mut slices = self
+            .calls
+            .iter()
+            .map(|call| call.slices)
+            .chain(self.loss.iter().map(|loss| loss.slices));
+        self.slices() > 0 && slices.all(|count| count > 0)
+    }
 }
 
 impl Trace {
@@ -89,8 +136,8 @@ impl Trace {
             {
                 return Err(wrong("an alternative is of the same step"));
             }
-            if step.chunk.slices == 0 {
-                return Err(wrong("a step runs in one slice at least"));
+            if !step.chunk.is_valid() {
+                return Err(wrong("what runs in slices runs in one at least"));
             }
             step.trace.check()?;
         }
@@ -112,12 +159,16 @@ mod tests {
     }
 
     fn sliced(trace: Trace, slices: u64) -> Alternative {
-        let chunk = Chunk {
+        let loss = LossChunk {
             slices,
             weight: "head".to_owned(),
             rows: 4,
             classes: 8,
             logit_bytes: Bytes(128),
+        };
+        let chunk = Chunk {
+            loss: Some(loss),
+            calls: Vec::new(),
         };
         Alternative { chunk, trace }
     }

@@ -31,7 +31,7 @@ mod file;
 #[cfg(test)]
 pub(crate) mod sample;
 
-pub use alternative::{Alternative, Alternatives, Chunk};
+pub use alternative::{Alternative, Alternatives, CallChunk, Chunk, LossChunk};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
 pub use file::{FileError, FileKind, decode, decode_plan, encode, encode_plan, peek_kind};

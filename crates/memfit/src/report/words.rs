@@ -76,7 +76,7 @@ pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
                 counted(count, "parameter")
             )
         }
-        ActionKind::Chunk => format!("the loss computed in {}", counted(count, "slice")),
+        ActionKind::Chunk => format!("computed in up to {}", counted(count, "slice")),
     }
 }
 

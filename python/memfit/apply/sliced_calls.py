@@ -1,0 +1,160 @@
+"""Module calls that treat rows one by one, run on some rows at a time.
+
+Responsible for the life of one forward: cutting what the plan's modules are given, and putting what
+they return together. Not responsible for the proof that a call may be cut (the engine's
+``plan/rows.rs``), nor for which slices are saved, dropped or computed again: to the rest of memfit
+each slice's ops are ops like any other.
+
+A module's own hooks run once, with whole tensors; those of modules inside it, once for each slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memfit.errors import DivergenceWarning, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A module to run in slices.
+
+    Attributes:
+        path: Its path.
+        module: The module.
+        dim: The dimension of its input that is cut.
+        slices: Into how many slices, at most.
+    """
+
+    path: str
+    module: nn.Module
+    dim: int
+    slices: int
+
+
+class SlicedCalls:
+    """Carries out the module calls of a ``chunk`` action.
+
+    Attributes:
+        whole: Modules that the last forward could not run in slices.
+    """
+
+    def __init__(
+        self, model: nn.Module, calls: Sequence[Mapping[str, Any]], *, warn: bool = True
+    ) -> None:
+        """Prepare; nothing is installed before :meth:`forward`.
+
+        Args:
+            model: The model the plan was made for.
+            calls: ``CallChunk`` of the plan as parsed JSON.
+            warn: Whether to warn, once, when a call runs whole.
+
+        Raises:
+            UsageError: They are no such thing, or name a module that the model does not have.
+        """
+        self._calls = [_read(model, call) for call in calls]
+        self._warns = warn
+        self.whole: list[str] = []
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a call of the last forward ran whole."""
+        return bool(self.whole)
+
+    @property
+    def divergence(self) -> str:
+        """Which did, as a sentence; empty if none did."""
+        return f"`{self.whole[0]}` did not run in slices" if self.whole else ""
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run one forward inside this."""
+        self.whole = []
+        with contextlib.ExitStack() as entered:
+            for call in self._calls:
+                entered.enter_context(_replaced(call.module, self._in_slices(call)))
+            yield
+
+    def _in_slices(self, call: _Call) -> Callable[..., Any]:
+        run = call.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = _only_tensor(args, kwargs)
+            if given is None or given.dim() <= call.dim + 1 or given.shape[call.dim] < 2:  # noqa: PLR2004 - to cut
+                return self._run_whole(call, run, args, kwargs)
+            size = -(-given.shape[call.dim] // call.slices)
+            made = []
+            for part in torch.split(given, size, call.dim):
+                result = run(*_with(args, part), **_with_named(kwargs, part))
+                if not isinstance(result, Tensor) or _rows(result) != _rows(part):
+                    return self._run_whole(call, run, args, kwargs)
+                made.append(result)
+            return torch.cat(made, call.dim)
+
+        return forward
+
+    def _run_whole(self, call: _Call, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.whole.append(call.path)
+        if self._warns:
+            self._warns = False
+            message = (
+                f"`{call.path}` cannot run in slices with what it is given now. Results stay "
+                "right; the step may take more memory than planned"
+            )
+            warnings.warn(message, DivergenceWarning, stacklevel=2)
+        return run(*args, **kwargs)
+
+
+def _read(model: nn.Module, call: Mapping[str, Any]) -> _Call:
+    try:
+        path, dim, slices = str(call["module"]), int(call["dim"]), int(call["slices"])
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"the plan's `chunk` action is malformed: {error!r}"
+        raise UsageError(message) from error
+    if slices < 1 or dim < 0:
+        message = f"the plan cuts dimension `{dim}` of `{path}` into `{slices}` slices"
+        raise UsageError(message)
+    try:
+        return _Call(path, model.get_submodule(path), dim, slices)
+    except AttributeError as error:
+        message = f"the plan runs `{path}` in slices, which the model does not have"
+        raise UsageError(message) from error
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run something else; what it had of its own comes back."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def _only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The one tensor among the arguments; ``None`` if there are more, or less."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def _with(args: tuple[Any, ...], part: Tensor) -> list[Any]:
+    return [part if isinstance(value, Tensor) else value for value in args]
+
+
+def _with_named(kwargs: Mapping[str, Any], part: Tensor) -> dict[str, Any]:
+    return {k: part if isinstance(value, Tensor) else value for k, value in kwargs.items()}
+
+
+def _rows(tensor: Tensor) -> torch.Size:
+    return tensor.shape[:-1]
