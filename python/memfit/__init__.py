@@ -26,6 +26,7 @@ from memfit.errors import (
     NoBrokerWarning,
     NotCompiledWarning,
     OffloadError,
+    OutOfBudget,
     ParkError,
     SnapshotError,
     TraceFileError,
@@ -38,6 +39,7 @@ from memfit.snapshots import explain
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
     from memfit.fitted import Fitted
+    from memfit.guarding.guard import guard
     from memfit.parking.parked import ParkedModel, park
     from memfit.placement import Placement, place
     from memfit.questions import fit, pareto, plan, predict, trace
@@ -59,6 +61,7 @@ __all__ = [
     "NoBrokerWarning",
     "NotCompiledWarning",
     "OffloadError",
+    "OutOfBudget",
     "ParkError",
     "ParkedModel",
     "Placement",
@@ -72,6 +75,7 @@ __all__ = [
     "WorkloadError",
     "explain",
     "fit",
+    "guard",
     "lease",
     "load",
     "pareto",
@@ -90,6 +94,7 @@ _HOMES = {
     "Placement": "memfit.placement",
     "Workload": "memfit.workload",
     "fit": "memfit.questions",
+    "guard": "memfit.guarding.guard",
     "pareto": "memfit.questions",
     "park": "memfit.parking.parked",
     "place": "memfit.placement",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, final
 
 __all__ = [
+    "AllocationBudget",
     "AllocationWindow",
     "LeaseClient",
     "ParkedMemory",
@@ -23,12 +24,14 @@ __all__ = [
     "evaluate",
     "explanation_text",
     "file_kind",
+    "forget_refusal",
     "front",
     "front_page",
     "front_text",
     "gpu_memory",
     "gpu_profile",
     "label_blocks",
+    "last_refusal",
     "mark_allocations",
     "parse_budget",
     "place",
@@ -36,12 +39,29 @@ __all__ = [
     "plan_text",
     "predict",
     "prediction_text",
+    "refusals",
     "refused_bytes",
+    "release_kept",
     "run",
     "seed_blocks",
+    "taken_bytes",
     "track_text",
     "uncounted_blocks",
 ]
+
+@final
+class AllocationBudget:
+    """A budget for what torch allocates on the CPU, on until lifted or dropped."""
+
+    def __new__(cls, budget_bytes: int) -> AllocationBudget:
+        """Set it; where budgets are nested, the tightest counts.
+
+        Raises:
+            BudgetError: More is taken already.
+        """
+
+    def lift(self) -> None:
+        """End it; again, it does nothing."""
 
 @final
 class AllocationWindow:
@@ -486,3 +506,22 @@ def refused_bytes() -> int:
 
 def uncounted_blocks() -> int:
     """Blocks missing from the count because no memory was left to write them down."""
+
+def taken_bytes() -> int:
+    """What all counted blocks take of the process's memory, in whole pages where they are large."""
+
+def refusals() -> int:
+    """How many requests were refused while a budget was on."""
+
+def last_refusal() -> tuple[int, int, int, bool, list[tuple[int, int, str]]] | None:
+    """The last refusal.
+
+    Bytes requested, bytes taken then, the budget, whether it was the system that refused, and the
+    live blocks as ``(address, bytes, category)``.
+    """
+
+def forget_refusal() -> None:
+    """Let go of what is known of the last refusal."""
+
+def release_kept() -> None:
+    """Free the blocks that are kept for the next requests while a budget is on."""

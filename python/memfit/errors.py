@@ -9,6 +9,8 @@ names the thing in backticks with its value, and says what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 StepPhase = Literal["build", "forward", "backward", "optimizer"]
@@ -67,6 +69,68 @@ class DoesNotFit(MemfitError):  # noqa: N818 - an answer rather than a fault; re
         """
         super().__init__(message)
         self.minimum_peak_bytes = minimum_peak_bytes
+        self.plan = plan
+
+
+@dataclass(slots=True, frozen=True)
+class Holder:
+    """Who held a part of the memory that was in use.
+
+    Attributes:
+        name: What it was, for a person.
+        bytes: Bytes.
+        blocks: Allocations.
+    """
+
+    name: str
+    bytes: int
+    blocks: int
+
+
+class OutOfBudget(MemfitError, RuntimeError):  # noqa: N818 - an answer rather than a fault; reads as `except OutOfBudget`
+    """A guard refused memory; ``__cause__`` is torch's own error, which is a `RuntimeError` too.
+
+    Attributes:
+        device: Where.
+        budget_bytes: The budget.
+        in_use_bytes: What was in use when the request came.
+        requested_bytes: What was asked for.
+        by_category: What was in use, divided as far as it is known.
+        holders: The largest holders of it, the largest first.
+        plan: A plan that would fit; ``None`` where none is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        device: str = "cpu",
+        budget_bytes: int = 0,
+        in_use_bytes: int = 0,
+        requested_bytes: int = 0,
+        by_category: Mapping[str, int] | None = None,
+        holders: tuple[Holder, ...] = (),
+        plan: Any = None,
+    ) -> None:
+        """Create the error.
+
+        Args:
+            message: The arithmetic, for a person.
+            device: Where.
+            budget_bytes: The budget.
+            in_use_bytes: What was in use when the request came.
+            requested_bytes: What was asked for.
+            by_category: What was in use, divided as far as it is known.
+            holders: The largest holders of it.
+            plan: A plan that would fit.
+        """
+        super().__init__(message)
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.in_use_bytes = in_use_bytes
+        self.requested_bytes = requested_bytes
+        self.by_category = dict(by_category or {})
+        self.holders = holders
         self.plan = plan
 
 

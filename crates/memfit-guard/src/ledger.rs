@@ -14,6 +14,8 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::Instant;
 
+use crate::refusal::LiveBlock;
+
 /// What a block holds.
 ///
 /// The hook sees addresses, so every block starts as `Other`; Python, which knows the tensors, says
@@ -72,6 +74,8 @@ pub type CategoryBytes = [u64; Category::ALL.len()];
 #[derive(Debug, Clone, Copy)]
 struct Block {
     bytes: u64,
+    /// What it takes of the process's memory.
+    taken_bytes: u64,
     born: u64,
     category: Category,
 }
@@ -82,6 +86,17 @@ struct Dead {
     block: Block,
     died: u64,
 }
+
+/// A block that has left the count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Gone {
+    pub(crate) bytes: u64,
+    pub(crate) taken_bytes: u64,
+}
+
+/// A block could not be written down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Unwritten;
 
 /// Names an open window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,6 +170,7 @@ const SLACK: usize = 1024;
 pub(crate) struct Ledger {
     blocks: HashMap<usize, Block, BuildHasherDefault<AddressHasher>>,
     current_bytes: u64,
+    taken_bytes: u64,
     category_bytes: CategoryBytes,
     /// Number of the last event.
     sequence: u64,
@@ -175,6 +191,7 @@ impl Ledger {
         Self {
             blocks: HashMap::with_hasher(BuildHasherDefault::new()),
             current_bytes: 0,
+            taken_bytes: 0,
             category_bytes: [0; Category::ALL.len()],
             sequence: 0,
             windows: Vec::new(),
@@ -188,22 +205,31 @@ impl Ledger {
     }
 
     /// A block was handed out.
-    pub(crate) fn allocated(&mut self, address: usize, bytes: u64) {
-        // An address cannot be handed out twice: its block went by a way that is not watched.
-        self.freed(address);
+    ///
+    /// Returns what lay there before: an address cannot be handed out twice, so it went by a way that
+    /// is not watched.
+    pub(crate) fn allocated(
+        &mut self,
+        address: usize,
+        bytes: u64,
+        taken_bytes: u64,
+    ) -> Result<Option<Gone>, Unwritten> {
+        let before = self.freed(address);
         self.sequence += 1;
         // Growing the table must not end the process when memory is what is short.
         if self.blocks.try_reserve(1).is_err() {
             self.uncounted += 1;
-            return;
+            return Err(Unwritten);
         }
         let block = Block {
             bytes,
+            taken_bytes,
             born: self.sequence,
             category: Category::Other,
         };
         self.blocks.insert(address, block);
         self.current_bytes += bytes;
+        self.taken_bytes += taken_bytes;
         self.category_bytes[Category::Other as usize] += bytes;
         for window in &mut self.windows {
             window.allocations += 1;
@@ -214,15 +240,15 @@ impl Ledger {
                 window.peak_at = Instant::now();
             }
         }
+        Ok(before)
     }
 
     /// A block is about to be given back; unknown ones are not counted.
-    pub(crate) fn freed(&mut self, address: usize) {
-        let Some(block) = self.blocks.remove(&address) else {
-            return;
-        };
+    pub(crate) fn freed(&mut self, address: usize) -> Option<Gone> {
+        let block = self.blocks.remove(&address)?;
         self.sequence += 1;
         self.current_bytes -= block.bytes;
+        self.taken_bytes -= block.taken_bytes;
         self.category_bytes[block.category as usize] -= block.bytes;
         let died = self.sequence;
         let needed = |window: &Window| window.had_at_peak(block.born, died);
@@ -232,6 +258,10 @@ impl Ledger {
                 self.forget_dead();
             }
         }
+        Some(Gone {
+            bytes: block.bytes,
+            taken_bytes: block.taken_bytes,
+        })
     }
 
     /// Drops the dead that no open window had at its peak.
@@ -251,21 +281,26 @@ impl Ledger {
     }
 
     /// A block from before counting began; it counts as live all along. Known ones stay as they are.
-    pub(crate) fn seed(&mut self, address: usize, bytes: u64) {
+    ///
+    /// Returns whether it is new.
+    pub(crate) fn seed(&mut self, address: usize, bytes: u64, taken_bytes: u64) -> bool {
         if self.blocks.contains_key(&address) || self.blocks.try_reserve(1).is_err() {
-            return;
+            return false;
         }
         let block = Block {
             bytes,
+            taken_bytes,
             born: 0,
             category: Category::Other,
         };
         self.blocks.insert(address, block);
         self.current_bytes += bytes;
+        self.taken_bytes += taken_bytes;
         self.category_bytes[Category::Other as usize] += bytes;
         for window in &mut self.windows {
             window.peak_bytes += bytes;
         }
+        true
     }
 
     /// Says what the block at an address holds; unknown addresses are passed over.
@@ -284,6 +319,25 @@ impl Ledger {
 
     pub(crate) const fn current_bytes(&self) -> u64 {
         self.current_bytes
+    }
+
+    /// What all live blocks take of the process's memory.
+    pub(crate) const fn taken_bytes(&self) -> u64 {
+        self.taken_bytes
+    }
+
+    /// All live blocks, by address; empty where there is no memory for the list.
+    pub(crate) fn live(&self) -> Vec<LiveBlock> {
+        let mut live = Vec::new();
+        if live.try_reserve_exact(self.blocks.len()).is_ok() {
+            live.extend(self.blocks.iter().map(|(&address, block)| LiveBlock {
+                address,
+                bytes: block.bytes,
+                category: block.category,
+            }));
+            live.sort_unstable_by_key(|block| block.address);
+        }
+        live
     }
 
     pub(crate) const fn uncounted(&self) -> u64 {
@@ -417,7 +471,7 @@ mod tests {
                         end(&mut lives, address);
                         let category = Category::Other;
                         lives.push(Life { address, bytes, category, born: time, died: None });
-                        ledger.allocated(address, bytes);
+                        ledger.allocated(address, bytes, bytes + 16).unwrap();
                     }
                     Event::Free(address) => {
                         end(&mut lives, address);
@@ -455,7 +509,7 @@ mod tests {
         let mut ledger = Ledger::new();
         let outer = ledger.open();
         for address in 1..=50_usize {
-            ledger.allocated(address * 64, 100);
+            ledger.allocated(address * 64, 100, 112).unwrap();
         }
         for address in 1..=50_usize {
             ledger.freed(address * 64);
@@ -463,7 +517,7 @@ mod tests {
         // A long program that stays below its peak, and small windows in it.
         for _ in 0..10_000 {
             let inner = ledger.open();
-            ledger.allocated(64, 10);
+            ledger.allocated(64, 10, 32).unwrap();
             ledger.freed(64);
             ledger.close(inner);
         }
@@ -477,10 +531,10 @@ mod tests {
     fn blocks_from_before_lived_all_along() {
         let mut ledger = Ledger::new();
         let window = ledger.open();
-        ledger.seed(64, 100);
-        ledger.seed(64, 999);
+        assert!(ledger.seed(64, 100, 112));
+        assert!(!ledger.seed(64, 999, 1008));
         ledger.label(64, Category::Parameter);
-        ledger.allocated(128, 10);
+        ledger.allocated(128, 10, 32).unwrap();
         ledger.freed(64);
         let reading = ledger.close(window).unwrap();
         assert_eq!((reading.peak_bytes, reading.current_bytes), (110, 10));

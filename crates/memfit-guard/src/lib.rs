@@ -1,4 +1,4 @@
-//! Counts what PyTorch allocates on the CPU, inside the running process.
+//! Counts what PyTorch allocates on the CPU, inside the running process, and holds it to a budget.
 //!
 //! PyTorch keeps no memory statistics for the CPU, and its profiler slows a program and keeps every
 //! event. So this crate stands where torch asks the C library for tensor memory: it makes libc10 call
@@ -9,16 +9,33 @@
 //! Responsible for installing that and for the numbers. Not responsible for what a block holds, which
 //! only Python can know ([`label`]), nor for words about it.
 //!
-//! Invariants: every call of libc10 reaches the function it was meant for, with its own arguments and
-//! result; the hooks stay for the life of the process, since blocks they have counted may be freed at
-//! any time; all threads of the process count; a forked child counts on from its parent's numbers.
+//! Invariants: without a budget every call of libc10 reaches the function it was meant for, with its own
+//! arguments and result; with one, what blocks take, those kept for the next requests included, never
+//! exceeds it, whatever threads do; the hooks stay for the life of the process, since blocks they have
+//! counted may be freed at any time; all threads of the process count; a forked child counts on from
+//! its parent's numbers, within its parent's budget.
 
 mod arena;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
+mod budget;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod footprint;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
 mod hook;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod kept;
 mod ledger;
 mod lent;
 #[cfg(all(
@@ -26,10 +43,17 @@ mod lent;
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod patch;
+mod refusal;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod settings;
 
 pub use arena::Arena;
 pub use ledger::{Category, CategoryBytes, Reading, WindowId};
 pub use lent::{LentBytes, LentBytesMut};
+pub use refusal::{LiveBlock, Refusal};
 
 /// Why nothing can be counted.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +77,20 @@ pub enum InstallError {
     Protected(std::io::Error),
 }
 
+/// A budget cannot be set: blocks take more already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{held_bytes} bytes are taken, which is more than a budget of {budget_bytes} bytes")]
+pub struct AboveBudget {
+    /// Bytes that are taken.
+    pub held_bytes: u64,
+    /// The budget.
+    pub budget_bytes: u64,
+}
+
+/// Names a budget that is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BudgetId(u64);
+
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -60,9 +98,14 @@ pub enum InstallError {
 mod counting {
     use std::sync::{Mutex, PoisonError};
 
-    use crate::hook::ledger;
+    use crate::hook::state;
     use crate::ledger::{Category, Reading, WindowId};
-    use crate::{InstallError, hook, patch};
+    use crate::refusal::Refusal;
+    use crate::{AboveBudget, BudgetId, InstallError};
+    use crate::{budget, footprint, hook, patch, settings};
+
+    /// What torch aligns tensors to on the CPU.
+    const ALIGNMENT: usize = 64;
 
     static SLOTS: Mutex<Vec<patch::Slot>> = Mutex::new(Vec::new());
 
@@ -84,65 +127,134 @@ mod counting {
 
     /// Makes blocks known that were handed out before: `(address, bytes)`.
     pub fn seed(blocks: &[(usize, u64)]) {
-        let mut ledger = ledger();
+        let mut state = state();
         for &(address, bytes) in blocks {
-            ledger.seed(address, bytes);
+            let taken_bytes =
+                footprint::of(usize::try_from(bytes).unwrap_or(usize::MAX), ALIGNMENT);
+            if state.ledger.seed(address, bytes, taken_bytes) {
+                budget::seeded(taken_bytes);
+            }
         }
     }
 
     /// Says what the blocks at these addresses hold; unknown addresses are passed over.
     pub fn label(addresses: &[usize], category: Category) {
-        let mut ledger = ledger();
+        let mut state = state();
         for &address in addresses {
-            ledger.label(address, category);
+            state.ledger.label(address, category);
         }
     }
 
     /// Sets the number that peaks reached from now on carry.
     pub fn set_mark(mark: u64) {
-        ledger().set_mark(mark);
+        state().ledger.set_mark(mark);
     }
 
     /// Bytes of all live blocks.
     #[must_use]
     pub fn current_bytes() -> u64 {
-        ledger().current_bytes()
+        state().ledger.current_bytes()
     }
 
     /// Size of the last request that the system refused; 0 when it refused none.
     #[must_use]
     pub fn refused_bytes() -> u64 {
-        ledger().refused_bytes()
+        state().ledger.refused_bytes()
     }
 
     /// Blocks that are not in the count because no memory was left to write them down.
     #[must_use]
     pub fn uncounted_blocks() -> u64 {
-        ledger().uncounted()
+        state().ledger.uncounted()
     }
 
     /// Begins a window whose peak starts at what is live now.
     #[must_use]
     pub fn open_window() -> WindowId {
-        ledger().open()
+        state().ledger.open()
     }
 
     /// Peak bytes of a window so far and the number of the event that reached it.
     #[must_use]
     pub fn window_peak(window: WindowId) -> Option<(u64, u64)> {
-        ledger().peak(window)
+        state().ledger.peak(window)
     }
 
     /// What a window has seen so far; `None` when it is closed.
     #[must_use]
     pub fn read_window(window: WindowId) -> Option<Reading> {
-        ledger().read(window)
+        state().ledger.read(window)
     }
 
     /// Ends a window and says what it has seen; other windows are not touched.
     #[must_use]
     pub fn close_window(window: WindowId) -> Option<Reading> {
-        ledger().close(window)
+        state().ledger.close(window)
+    }
+
+    /// Holds everything that torch allocates to a budget, until [`lift_budget`]; the tightest counts.
+    ///
+    /// # Errors
+    ///
+    /// [`AboveBudget`]; no budget is set then.
+    pub fn set_budget(budget_bytes: u64) -> Result<BudgetId, AboveBudget> {
+        let mut state = state();
+        let tightest = budget::limit_bytes().unwrap_or(u64::MAX).min(budget_bytes);
+        budget::tighten(tightest).map_err(|over| AboveBudget {
+            held_bytes: over.held_bytes,
+            budget_bytes,
+        })?;
+        state.last_budget += 1;
+        let id = state.last_budget;
+        state.budgets.push((id, budget_bytes));
+        drop(state);
+        settings::pin();
+        release_kept();
+        Ok(BudgetId(id))
+    }
+
+    /// Ends a budget; those still on go on.
+    pub fn lift_budget(budget: BudgetId) {
+        let mut state = state();
+        let before = state.budgets.len();
+        state.budgets.retain(|&(id, _)| id != budget.0);
+        if state.budgets.len() == before {
+            return;
+        }
+        budget::widen(state.budgets.iter().map(|&(_, bytes)| bytes).min());
+        drop(state);
+        settings::unpin();
+        if !budget::is_on() {
+            release_kept();
+        }
+    }
+
+    /// Frees the blocks that are kept for the next requests.
+    pub fn release_kept() {
+        while hook::free_oldest() {}
+    }
+
+    /// What all live blocks take of the process's memory, those on their way included.
+    #[must_use]
+    pub fn taken_bytes() -> u64 {
+        budget::held_bytes()
+    }
+
+    /// How many requests were refused while a budget was on.
+    #[must_use]
+    pub fn refusals() -> u64 {
+        state().refusals.count()
+    }
+
+    /// The last of them.
+    #[must_use]
+    pub fn last_refusal() -> Option<Refusal> {
+        state().refusals.last()
+    }
+
+    /// Lets go of what is known of the last of them.
+    pub fn forget_refusal() {
+        state().refusals.forget();
     }
 }
 
@@ -152,8 +264,9 @@ mod counting {
     any(target_arch = "x86_64", target_arch = "aarch64")
 )))]
 mod counting {
-    use crate::InstallError;
     use crate::ledger::{Category, Reading, WindowId};
+    use crate::refusal::Refusal;
+    use crate::{AboveBudget, BudgetId, InstallError};
 
     /// Always fails.
     ///
@@ -214,9 +327,46 @@ mod counting {
     pub fn close_window(_: WindowId) -> Option<Reading> {
         None
     }
+
+    /// Holds nothing to anything.
+    ///
+    /// # Errors
+    ///
+    /// Never.
+    pub fn set_budget(_: u64) -> Result<BudgetId, AboveBudget> {
+        Ok(BudgetId(0))
+    }
+
+    /// Does nothing.
+    pub fn lift_budget(_: BudgetId) {}
+
+    /// Does nothing.
+    pub fn release_kept() {}
+
+    /// Zero.
+    #[must_use]
+    pub fn taken_bytes() -> u64 {
+        0
+    }
+
+    /// Zero.
+    #[must_use]
+    pub fn refusals() -> u64 {
+        0
+    }
+
+    /// `None`.
+    #[must_use]
+    pub fn last_refusal() -> Option<Refusal> {
+        None
+    }
+
+    /// Does nothing.
+    pub fn forget_refusal() {}
 }
 
 pub use counting::{
-    close_window, current_bytes, install, label, open_window, read_window, refused_bytes, seed,
-    set_mark, uncounted_blocks, window_peak,
+    close_window, current_bytes, forget_refusal, install, label, last_refusal, lift_budget,
+    open_window, read_window, refusals, refused_bytes, release_kept, seed, set_budget, set_mark,
+    taken_bytes, uncounted_blocks, window_peak,
 };

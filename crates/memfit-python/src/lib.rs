@@ -4,6 +4,7 @@
 //! Values cross as JSON text or encoded files, so that neither side holds the other's objects. The
 //! interpreter is released around every call into the engine.
 
+mod budget;
 mod counting;
 mod evaluation;
 mod host;
@@ -46,6 +47,10 @@ mod _native {
     use serde::Serialize;
     use serde::de::DeserializeOwned;
 
+    #[pymodule_export]
+    use super::budget::{
+        AllocationBudget, forget_refusal, last_refusal, refusals, release_kept, taken_bytes,
+    };
     #[pymodule_export]
     use super::counting::{
         AllocationWindow, count_allocations, counted_bytes, label_blocks, mark_allocations,
