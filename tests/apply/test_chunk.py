@@ -112,10 +112,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_loss_and_gradients_are_as_near_to_the_truth_as_those_of_the_whole_loss(layout, dtype):
-    for option in OPTIONS:
+    # Every option with every layout and, over the layouts, with every type.
+    first = LAYOUTS.index(layout) + DTYPES.index(dtype)
+    for option in OPTIONS[first % len(DTYPES) :: len(DTYPES)]:
         torch.manual_seed(0)
         model = Model().to(dtype)
         ids, target = data(ignored=option["ignored"])
