@@ -29,6 +29,7 @@ from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
 from memfit.apply.tiers import Moved, open_tier
 from memfit.capture.weightless import require_weights
+from memfit.elastic import Elastic
 from memfit.errors import UsageError
 from memfit.workload import Workload
 
@@ -106,6 +107,7 @@ class Fitted:
     Attributes:
         workload: The workload.
         optimizer: Its optimizer; ``None`` when the workload has none.
+        elastic: The lease that it lives within; ``None`` without one.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Fitted:
         self._steps = 0
         self._replans = 0
         self._closed = False
+        self.elastic: Elastic | None = None
 
     @property
     def plan(self) -> Mapping[str, Any]:
@@ -318,6 +321,20 @@ class Fitted:
 
     # Plans
 
+    def follow(self, plan: Mapping[str, Any]) -> None:
+        """Run by another plan of the same workload from the next step on.
+
+        Args:
+            plan: The plan as parsed JSON.
+
+        Raises:
+            UsageError: The plan asks for what this workload cannot do.
+        """
+        self._actions = self._running = self._read(plan)
+        self._by_shape.clear()
+        self._diverged.clear()
+        self._attempts.clear()
+
     def report(self) -> Report:
         """What the steps so far did."""
         remat = self._running.remat
@@ -348,6 +365,8 @@ class Fitted:
         """The actions for a batch of this shape, planned again if its last step diverged."""
         if self._closed:
             raise UsageError("this `Fitted` is closed: fit the workload again")
+        if self.elastic is not None:
+            self.elastic.between_steps()
         watched = self._actions.remat is not None or self._actions.in_slices is not None
         if self._replan is None or not watched:
             return self._actions

@@ -20,8 +20,10 @@ from memfit.answers import Front, Plan, Prediction, Trace
 from memfit.capture import capture
 from memfit.capture.alternatives import with_alternatives
 from memfit.costs import offer, profiled, roofline
+from memfit.elastic import Elastic
 from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
 from memfit.fitted import Fitted
+from memfit.leases import Lease
 from memfit.workload import Workload
 
 Allowed = Literal["exact", "equivalent", "approximate"]
@@ -189,8 +191,9 @@ def pareto(
 
 def fit(
     workload: Workload,
-    budget: str | int,
+    budget: str | int | None = None,
     *,
+    lease: Lease | None = None,
     allow: Allowed = "exact",
     own_loop: bool = False,
     forbid: Sequence[Kind] = (),
@@ -204,7 +207,10 @@ def fit(
 
     Args:
         workload: The step; the model is used as it is.
-        budget: As in :func:`plan`.
+        budget: As in :func:`plan`; not with a ``lease``.
+        lease: Stay within what a lease holds on the step's device, less what this process takes
+            there besides; with a ``floor`` it gives way between steps when another needs room, and
+            takes it again later. See ``fitted.elastic``.
         allow: As in :func:`plan`.
         own_loop: As in :func:`plan`; then use ``with fitted.forward():``.
         forbid: As in :func:`plan`.
@@ -222,16 +228,19 @@ def fit(
     Raises:
         DoesNotFit: No allowed plan brings the step under the budget.
         BudgetError: The budget cannot be read.
-        UsageError: As in :func:`plan`.
+        UsageError: As in :func:`plan`; both or neither of ``budget`` and ``lease``; a lease that is
+            too small for this process.
         OffloadError: The plan offloads, and the folder cannot be used.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
+    elastic, within = _within(workload, budget, lease, compiled=compile)
     recorded = trace(workload)
     meta = _meta(recorded)
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
     choice = _Choice(allow, own_loop, tuple(forbid), _place(offload))
-    made = _plan(recorded, source.of(recorded, workload), budget, choice, workload)
+    op_times = source.of(recorded, workload)
+    made = _plan(recorded, op_times, within, choice, workload)
 
     def replan(batch: Any) -> dict[str, Any] | None:
         """Plan again for a batch that the step was not captured with.
@@ -240,7 +249,8 @@ def fit(
         """
         other = replace(workload, batch=batch)
         moved = trace(other)
-        again = _plan(moved, source.roofline(moved), made.budget_bytes, choice, other)
+        room = made.budget_bytes if elastic is None else elastic.budget_bytes
+        again = _plan(moved, source.roofline(moved), room, choice, other)
         return again.as_dict() if again.fits else None
 
     def eager(optimizer: Any, not_compiled: str = "") -> Fitted:
@@ -270,7 +280,31 @@ def fit(
         raise DoesNotFit(message, minimum_peak_bytes=made.minimum_peak_bytes, plan=made)
     if not_compiled:
         warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
-    return eager(workload.optimizer, not_compiled)
+    fitted = eager(workload.optimizer, not_compiled)
+    if elastic is not None:
+        fitted.elastic = elastic
+        elastic.drive(
+            fitted,
+            made,
+            lambda budget, seconds: _plan(recorded, op_times, budget, choice, workload, seconds),
+        )
+    return fitted
+
+
+def _within(
+    workload: Workload, budget: str | int | None, lease: Lease | None, *, compiled: bool
+) -> tuple[Elastic | None, str | int]:
+    """What a step has to stay within: the lease if there is one, and the budget."""
+    if lease is None:
+        if budget is None:
+            raise UsageError("give a `budget`, or a `lease` to stay within")
+        return None, budget
+    if budget is not None:
+        raise UsageError("give a `budget`, or a `lease` to stay within, and not both")
+    if compiled:
+        raise UsageError("a compiled step cannot follow a lease: give a `budget`")
+    elastic = Elastic(lease, workload)
+    return elastic, elastic.budget_bytes
 
 
 def _compiled(

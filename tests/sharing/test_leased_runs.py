@@ -94,7 +94,7 @@ class Start:
     def end(self, code: str, *options: str) -> tuple[int, str, str]:
         """Run to the end: exit code, standard output, standard error."""
         process = self(code, *options)
-        stdout, stderr = process.communicate(timeout=START_SECONDS)
+        stdout, stderr = process.communicate(timeout=4 * START_SECONDS)
         return process.returncode, stdout, stderr
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memfit import _native, leases
-from memfit.adopt import besides
+from memfit import _native, besides, leases
 from memfit.errors import LeaseError, UsageError
 
 if TYPE_CHECKING:
