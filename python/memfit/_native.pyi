@@ -60,6 +60,13 @@ class AllocationBudget:
             BudgetError: More is taken already.
         """
 
+    def change(self, budget_bytes: int) -> None:
+        """Set another number of bytes; once lifted, nothing.
+
+        Raises:
+            BudgetError: More is taken already; it stays as it was.
+        """
+
     def lift(self) -> None:
         """End it; again, it does nothing."""
 

@@ -92,8 +92,8 @@ pub(crate) fn limit_bytes() -> Option<u64> {
     Some(LIMIT.load(Ordering::Relaxed)).filter(|&bytes| bytes != UNLIMITED)
 }
 
-/// Sets the tightest budget, or says what is held where that is more already.
-pub(crate) fn tighten(bytes: u64) -> Result<(), Over> {
+/// Sets the tightest budget, tighter or wider, or says what is held where that is more already.
+pub(crate) fn set(bytes: u64) -> Result<(), Over> {
     let before = LIMIT.swap(bytes, Ordering::SeqCst);
     let held_bytes = HELD.load(Ordering::SeqCst);
     if held_bytes > bytes {
@@ -109,7 +109,7 @@ pub(crate) fn tighten(bytes: u64) -> Result<(), Over> {
     Ok(())
 }
 
-/// Sets the tightest budget to a wider one; `None` for no budget at all.
+/// Sets the tightest budget after another has ended; `None` for no budget at all.
 pub(crate) fn widen(bytes: Option<u64>) {
     LIMIT.store(bytes.unwrap_or(UNLIMITED), Ordering::SeqCst);
 }
@@ -153,10 +153,10 @@ mod tests {
         const BUDGET: u64 = 1000;
         assert_eq!(limit_bytes(), None);
         reserve(300).unwrap();
-        let over = tighten(299).unwrap_err();
+        let over = set(299).unwrap_err();
         assert_eq!((over.held_bytes, over.limit_bytes), (300, 299));
         assert!(!is_on());
-        tighten(BUDGET).unwrap();
+        set(BUDGET).unwrap();
         // What is really there: added after it was reserved, taken away before it is given back.
         let (real, worst) = (AtomicU64::new(300), AtomicU64::new(0));
         let refused = AtomicBool::new(false);

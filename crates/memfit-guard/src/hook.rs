@@ -151,7 +151,7 @@ fn reuse(bytes: usize, alignment: usize, taking_bytes: u64) -> Option<usize> {
 }
 
 /// Frees kept blocks as long as they take what live ones need.
-fn make_room() {
+pub(crate) fn make_room() {
     while budget::is_crowded() {
         if !free_oldest() {
             break;

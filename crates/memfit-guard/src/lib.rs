@@ -200,7 +200,7 @@ mod counting {
     pub fn set_budget(budget_bytes: u64) -> Result<BudgetId, AboveBudget> {
         let mut state = state();
         let tightest = budget::limit_bytes().unwrap_or(u64::MAX).min(budget_bytes);
-        budget::tighten(tightest).map_err(|over| AboveBudget {
+        budget::set(tightest).map_err(|over| AboveBudget {
             held_bytes: over.held_bytes,
             budget_bytes,
         })?;
@@ -211,6 +211,29 @@ mod counting {
         settings::pin();
         release_kept();
         Ok(BudgetId(id))
+    }
+
+    /// Sets a budget that is on to another number of bytes; one that is not is passed over.
+    ///
+    /// # Errors
+    ///
+    /// [`AboveBudget`]; it stays as it was then.
+    pub fn change_budget(budget: BudgetId, budget_bytes: u64) -> Result<(), AboveBudget> {
+        let mut state = state();
+        let others = state.budgets.iter().filter(|&&(id, _)| id != budget.0);
+        let tightest = others.map(|&(_, bytes)| bytes).min();
+        let tightest = tightest.map_or(budget_bytes, |bytes| bytes.min(budget_bytes));
+        let Some(entry) = state.budgets.iter_mut().find(|(id, _)| *id == budget.0) else {
+            return Ok(());
+        };
+        budget::set(tightest).map_err(|over| AboveBudget {
+            held_bytes: over.held_bytes,
+            budget_bytes,
+        })?;
+        entry.1 = budget_bytes;
+        drop(state);
+        hook::make_room();
+        Ok(())
     }
 
     /// Ends a budget; those still on go on.
@@ -337,6 +360,15 @@ mod counting {
         Ok(BudgetId(0))
     }
 
+    /// Changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// Never.
+    pub fn change_budget(_: BudgetId, _: u64) -> Result<(), AboveBudget> {
+        Ok(())
+    }
+
     /// Does nothing.
     pub fn lift_budget(_: BudgetId) {}
 
@@ -366,7 +398,7 @@ mod counting {
 }
 
 pub use counting::{
-    close_window, current_bytes, forget_refusal, install, label, last_refusal, lift_budget,
-    open_window, read_window, refusals, refused_bytes, release_kept, seed, set_budget, set_mark,
-    taken_bytes, uncounted_blocks, window_peak,
+    change_budget, close_window, current_bytes, forget_refusal, install, label, last_refusal,
+    lift_budget, open_window, read_window, refusals, refused_bytes, release_kept, seed, set_budget,
+    set_mark, taken_bytes, uncounted_blocks, window_peak,
 };

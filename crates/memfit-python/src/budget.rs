@@ -26,6 +26,15 @@ impl AllocationBudget {
         })
     }
 
+    /// Sets another number of bytes; once it is lifted, it does nothing.
+    fn change(&self, budget_bytes: u64) -> PyResult<()> {
+        let budget = self.budget.lock().ok().and_then(|held| *held);
+        budget.map_or(Ok(()), |budget| {
+            memfit_guard::change_budget(budget, budget_bytes)
+                .map_err(|error| BudgetError::new_err(error.to_string()))
+        })
+    }
+
     /// Ends it; again, it does nothing.
     fn lift(&self) {
         let budget = self.budget.lock().ok().and_then(|mut held| held.take());

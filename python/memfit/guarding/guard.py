@@ -13,29 +13,36 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from memfit import _native
 from memfit.errors import BudgetError, UsageError
 from memfit.guarding.backstop import Backstop
-from memfit.guarding.refused import out_of_budget
-from memfit.tracking import cpu
+from memfit.guarding.limit import limit_on
 
 Size = int | str
 """Bytes, as a number or as written: ``"3GiB"``."""
 
 
-def guard(budget: Size, *, backstop: Size | None = None) -> Guard:
-    """Hold the tensors of this process on the CPU to a budget, for as long as the block runs.
+def guard(
+    budget: Size, *, device: str | torch.device = "cpu", backstop: Size | None = None
+) -> Guard:
+    """Hold the tensors of this process to a budget, for as long as the block runs.
 
     The budget counts for all threads of the process and for what lives already. A request that
     would exceed it is refused before any memory is taken. Guards may be nested: the tightest
     counts. A child that is forked inside goes on with the budget and the count it was born with.
 
-    What is counted: memory that torch's CPU allocator hands out, in whole pages from 256 KiB on.
-    What is not: scratch memory that oneDNN, MKL and OpenMP take for themselves, numpy and Python's
-    objects, files mapped into memory or shared between processes, and other processes.
+    What counts on the CPU: memory that torch's CPU allocator hands out, in whole pages from 256 KiB
+    on. What does not: scratch memory that oneDNN, MKL and OpenMP take for themselves, numpy and
+    Python's objects, files mapped into memory or shared between processes, and other processes.
+
+    On CUDA, torch's share of the device is set to the budget less what is taken of the device past
+    torch, measured again after every step of an optimizer, and restored at the end.
 
     Args:
         budget: Bytes, as a number or as written: ``"3GiB"``.
+        device: ``cpu``, ``cuda`` or ``cuda:1``.
         backstop: Bytes that everything else in the process may grow by. Sets the system's limit
             for private memory (``RLIMIT_DATA``) to that, and restores it afterwards.
 
@@ -43,10 +50,14 @@ def guard(budget: Size, *, backstop: Size | None = None) -> Guard:
         The context manager.
 
     Raises:
-        UsageError: A size that is none.
+        UsageError: A size that is none, a device where no budget can be held, or a backstop for
+            another device than the CPU.
     """
-    budget_bytes = _bytes(budget)
-    return Guard(budget_bytes, None if backstop is None else _bytes(backstop))
+    where = torch.device(device)
+    if backstop is not None and where.type != "cpu":
+        message = f"a backstop limits memory of the host, and the guard is for `{where}`"
+        raise UsageError(message)
+    return Guard(_bytes(budget), where, None if backstop is None else _bytes(backstop))
 
 
 class Guard:
@@ -56,43 +67,46 @@ class Guard:
         budget_bytes: The budget.
     """
 
-    def __init__(self, budget_bytes: int, backstop_bytes: int | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int, device: torch.device, backstop_bytes: int | None = None
+    ) -> None:
         """Prepare it; nothing is refused before it is entered.
 
         Args:
             budget_bytes: The budget.
+            device: The device.
             backstop_bytes: As in :func:`guard`.
+
+        Raises:
+            UsageError: No budget can be held on that device.
         """
         self.budget_bytes = budget_bytes
+        self._limit = limit_on(device, budget_bytes)
+        self._is_on = False
         self._backstop_bytes = backstop_bytes
-        self._budget: _native.AllocationBudget | None = None
         self._backstop: Backstop | None = None
-        self._refusals_before = 0
 
     @property
     def in_use_bytes(self) -> int:
-        """What counted blocks take now, in this process."""
-        return _native.taken_bytes()
+        """What counts against the budget now."""
+        return self._limit.in_use_bytes()
 
     def __enter__(self) -> Self:
         """Set the budget.
 
         Raises:
-            BudgetError: More is taken already.
-            UsageError: It is set already, or what torch allocates cannot be counted here.
+            BudgetError: More is in use already.
+            UsageError: It is set already, or no budget can be held here.
         """
-        if self._budget is not None:
+        if self._is_on:
             raise UsageError("this guard is on already: make one for each block")
-        problem = cpu.start()
-        if problem is not None:
-            message = f"no budget can be held here: {problem}"
-            raise UsageError(message)
-        self._refusals_before = _native.refusals()
         try:
-            self._budget = _native.AllocationBudget(self.budget_bytes)
+            self._limit.set()
         except BudgetError as error:
+            self._limit.end()
             error.add_note("hint: free what is not needed, or ask for a larger budget")
             raise
+        self._is_on = True
         if self._backstop_bytes is not None:
             room = max(0, self.budget_bytes - self.in_use_bytes) + self._backstop_bytes
             self._backstop = Backstop(room)
@@ -109,19 +123,14 @@ class Guard:
         Raises:
             OutOfBudget: In place of torch's error, where the block ends with one.
         """
-        self._end()
-        if error is not None:
-            translated = out_of_budget(error, self.budget_bytes, self._refusals_before)
-            if translated is not None:
-                raise translated from error
-
-    def _end(self) -> None:
         backstop, self._backstop = self._backstop, None
         if backstop is not None:
             backstop.remove()
-        budget, self._budget = self._budget, None
-        if budget is not None:
-            budget.lift()
+        self._limit.end()
+        self._is_on = False
+        refused = self._limit.refused(error) if error is not None else None
+        if refused is not None:
+            raise refused from error
 
 
 def _bytes(size: Size) -> int:

@@ -23,8 +23,16 @@ _WORKER = "in DataLoader worker process"
 
 
 @dataclass(slots=True, frozen=True)
-class _Refusal:
-    """A refused request, as the count wrote it down."""
+class Refusal:
+    """A refused request.
+
+    Attributes:
+        requested_bytes: What was asked for.
+        in_use_bytes: What was in use.
+        budget_bytes: The budget.
+        is_by_system: Whether the budget would have let it through and the system did not.
+        blocks: What was live: address, bytes and category.
+    """
 
     requested_bytes: int
     in_use_bytes: int
@@ -52,27 +60,43 @@ def out_of_budget(
     refusal = _last() if _native.refusals() > refusals_before else None
     _native.forget_refusal()
     if refusal is not None and refusal.requested_bytes == requested_bytes:
-        return _error(refusal, said.group())
+        return error_of(refusal, said.group())
     if _WORKER in str(error):
         in_use_bytes = _native.taken_bytes()
-        other = _Refusal(requested_bytes, in_use_bytes, budget_bytes, False, ())  # noqa: FBT003
-        return _error(other, said.group(), where="in a process of a DataLoader, ")
+        other = Refusal(requested_bytes, in_use_bytes, budget_bytes, False, ())  # noqa: FBT003
+        return error_of(other, said.group(), where="in a process of a DataLoader, ")
     return None
 
 
-def _last() -> _Refusal | None:
+def _last() -> Refusal | None:
     last = _native.last_refusal()
-    return None if last is None else _Refusal(*last)
+    return None if last is None else Refusal(*last)
 
 
-def _error(refusal: _Refusal, said: str, where: str = "") -> OutOfBudget:
+def error_of(
+    refusal: Refusal,
+    said: str,
+    *,
+    where: str = "",
+    device: str = "cpu",
+    kind: type[OutOfBudget] = OutOfBudget,
+) -> OutOfBudget:
+    """The error of a refusal.
+
+    Args:
+        refusal: The refusal.
+        said: Torch's words.
+        where: What goes before the sentence.
+        device: The device.
+        kind: The class of the error.
+    """
     holders = largest_holders(refusal.blocks)
     by_category: dict[str, int] = {}
     for _, size, category in refusal.blocks:
         by_category[category] = by_category.get(category, 0) + size
-    return OutOfBudget(
+    return kind(
         _message(refusal, said, where, holders[:LISTED]),
-        device="cpu",
+        device=device,
         budget_bytes=refusal.budget_bytes,
         in_use_bytes=refusal.in_use_bytes,
         requested_bytes=refusal.requested_bytes,
@@ -81,7 +105,7 @@ def _error(refusal: _Refusal, said: str, where: str = "") -> OutOfBudget:
     )
 
 
-def _message(refusal: _Refusal, said: str, where: str, holders: Sequence[Holder]) -> str:
+def _message(refusal: Refusal, said: str, where: str, holders: Sequence[Holder]) -> str:
     who = "the system, not the budget, refused" if refusal.is_by_system else "out of budget"
     requested, in_use = _exact(refusal.requested_bytes), _exact(refusal.in_use_bytes)
     budget = _exact(refusal.budget_bytes)
