@@ -217,6 +217,10 @@ class NotCompiledWarning(UserWarning):
     """A step that was asked to be compiled runs eager, or runs compiled above its budget."""
 
 
+class RecoveryWarning(UserWarning):
+    """A step was refused memory, put back, and run by a tighter plan."""
+
+
 class NoBrokerWarning(UserWarning):
     """No broker runs, so a lease holds nothing back from other processes."""
 

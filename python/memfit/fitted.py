@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from memfit.capture.weightless import require_weights
 from memfit.elastic import Elastic
 from memfit.errors import UsageError
 from memfit.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.guarding.recovery import Recovery
 
 Replan = Callable[[Any], Mapping[str, Any] | None]
 """Captures and plans again for a batch; ``None`` to go on as before."""
@@ -61,6 +64,8 @@ class Report:
         divergence: Where, as a sentence; empty if it did not.
         replans: Times the step was planned again.
         not_compiled: Why the step runs eager though it was asked to be compiled; empty otherwise.
+        refused_attempts: Attempts at a step that the budget refused.
+        recovered_steps: Steps that ran by a tighter plan after that.
     """
 
     steps: int
@@ -75,6 +80,8 @@ class Report:
     divergence: str
     replans: int
     not_compiled: str = ""
+    refused_attempts: int = 0
+    recovered_steps: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +115,7 @@ class Fitted:
         workload: The workload.
         optimizer: Its optimizer; ``None`` when the workload has none.
         elastic: The lease that it lives within; ``None`` without one.
+        has_begun_update: Whether the optimizer has begun, in the last step.
     """
 
     def __init__(
@@ -119,6 +127,7 @@ class Fitted:
         replan: Replan | None = None,
         offload_dir: str | PathLike[str] = "",
         not_compiled: str = "",
+        recovery: Recovery | None = None,
         warn: bool = True,
     ) -> None:
         """Apply a plan to a workload.
@@ -132,6 +141,7 @@ class Fitted:
             offload_dir: Where to write tensors that the plan offloads to a disk; by default where
                 the plan says, or else the system's folder for temporary files.
             not_compiled: Why the step is not compiled though that was asked for, for the report.
+            recovery: Holds steps to a budget and runs refused ones again; ``None`` for no budget.
             warn: Whether to warn, once, when the running model leaves the plan.
 
         Raises:
@@ -143,6 +153,8 @@ class Fitted:
         self.optimizer = _optimizer(workload)
         self._replan = replan
         self._not_compiled = not_compiled
+        self._recovery = recovery
+        self.has_begun_update = False
         self._warn = warn
         if loss_reduction not in REDUCTIONS:
             message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
@@ -184,6 +196,8 @@ class Fitted:
         Model and optimizer need no undoing: nothing is installed on them between steps.
         """
         self._closed = True
+        if self._recovery is not None:
+            self._recovery.close()
         self._by_shape.clear()
         self._actions = self._running = self._read({"actions": []})
 
@@ -203,8 +217,24 @@ class Fitted:
             ReplayError: A dropped tensor was changed behind memfit's back; gradients are gone,
                 parameters are as before unless the plan runs the optimizer inside backward.
             OffloadError: A tensor could not be written elsewhere, or did not come back; likewise.
+            OutOfBudget: Under a guard: the step was refused and no tighter plan could save it; all
+                is as before the step, unless a note says otherwise.
         """
         batch = self.workload.batch if batch is None else batch
+        if self._recovery is not None:
+            return self._recovery.step(self, batch)
+        return self.step_once(batch)
+
+    def step_once(self, batch: Any) -> Any:
+        """Run one whole step by the plan there is; see :meth:`step`.
+
+        Args:
+            batch: The batch.
+
+        Returns:
+            As :meth:`step`.
+        """
+        self.has_begun_update = False
         actions = self._choose(batch)
         if not self.workload.training:
             with torch.no_grad(), self._autocast():
@@ -271,6 +301,7 @@ class Fitted:
     def _optimizer_inside(self, actions: _Actions) -> contextlib.AbstractContextManager[None]:
         if not actions.fuse or self.optimizer is None:
             return contextlib.nullcontext()
+        self.has_begun_update = True
         return OptimizerInBackward(self.optimizer).attached()
 
     def _scale_gradients(self, factor: float) -> None:
@@ -285,6 +316,7 @@ class Fitted:
                 self.workload.model.parameters(), self.workload.clip_grad_norm
             )
         if self.optimizer is not None and not actions.fuse:
+            self.has_begun_update = True
             self.optimizer.step()
 
     def _release_gradients(self) -> None:
@@ -335,6 +367,18 @@ class Fitted:
         self._diverged.clear()
         self._attempts.clear()
 
+    def adopt(self, batch: Any, plan: Mapping[str, Any]) -> None:
+        """Run batches of a shape by another plan from now on.
+
+        Args:
+            batch: A batch of that shape.
+            plan: The plan as parsed JSON.
+
+        Raises:
+            UsageError: The plan asks for what this workload cannot do.
+        """
+        self._by_shape[_shape(batch)] = self._read(plan)
+
     def report(self) -> Report:
         """What the steps so far did."""
         remat = self._running.remat
@@ -342,6 +386,7 @@ class Fitted:
         seen = outcome.observations if outcome is not None else None
         tier = remat.tier if remat is not None else None
         moved = tier.moved() if tier is not None else Moved()
+        counts = self._recovery.counts if self._recovery is not None else None
         divergences = [
             seen.divergence if seen else "",
             self._running.in_slices.divergence if self._running.in_slices else "",
@@ -359,6 +404,8 @@ class Fitted:
             divergence=next(filter(None, divergences), ""),
             replans=self._replans,
             not_compiled=self._not_compiled,
+            refused_attempts=counts.refused_attempts if counts else 0,
+            recovered_steps=counts.recovered_steps if counts else 0,
         )
 
     def _choose(self, batch: Any) -> _Actions:
@@ -367,12 +414,9 @@ class Fitted:
             raise UsageError("this `Fitted` is closed: fit the workload again")
         if self.elastic is not None:
             self.elastic.between_steps()
-        watched = self._actions.remat is not None or self._actions.in_slices is not None
-        if self._replan is None or not watched:
-            return self._actions
         shape = _shape(batch)
         actions = self._by_shape.get(shape, self._actions)
-        if shape in self._diverged:
+        if self._replan is not None and shape in self._diverged:
             self._diverged.discard(shape)
             plan = self._replan(batch)
             self._attempts[shape] = self._attempts.get(shape, 0) + 1

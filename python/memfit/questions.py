@@ -23,6 +23,7 @@ from memfit.costs import offer, profiled, roofline
 from memfit.elastic import Elastic
 from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
 from memfit.fitted import Fitted
+from memfit.guarding.recovery import Recovery
 from memfit.leases import Lease
 from memfit.workload import Workload
 
@@ -202,6 +203,7 @@ def fit(
     costs: str | PathLike[str] | None = None,
     gpu: str | None = None,
     compile: bool = False,  # noqa: A002 - the word people know from torch
+    guard: bool = False,
 ) -> Fitted:
     """Plan a step and apply the plan.
 
@@ -220,6 +222,9 @@ def fit(
         gpu: As in :func:`plan`.
         compile: Run the loss under ``torch.compile``, its graphs cut for the budget; equivalent
             class. Where that cannot be, the step runs eager; a warning and ``report()`` say why.
+        guard: Refuse what would bring the tensors of this process above the budget while a step
+            runs, whoever holds them; a refused step is put back and run by a tighter plan. See
+            :func:`memfit.guard` for what counts.
 
     Returns:
         The fitted workload: ``fitted.step(batch)`` runs one step inside the budget. With
@@ -229,11 +234,12 @@ def fit(
         DoesNotFit: No allowed plan brings the step under the budget.
         BudgetError: The budget cannot be read.
         UsageError: As in :func:`plan`; both or neither of ``budget`` and ``lease``; a lease that is
-            too small for this process.
+            too small for this process; ``guard`` with ``own_loop``, ``compile`` or ``lease``.
         OffloadError: The plan offloads, and the folder cannot be used.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
+    _refuse_guard(asked=guard, with_other=compile or own_loop or lease is not None)
     elastic, within = _within(workload, budget, lease, compiled=compile)
     recorded = trace(workload)
     meta = _meta(recorded)
@@ -253,6 +259,13 @@ def fit(
         again = _plan(moved, source.roofline(moved), room, choice, other)
         return again.as_dict() if again.fits else None
 
+    def plan_again(batch: Any, budget_bytes: int) -> Plan:
+        """Plan the step with a batch for a number of bytes, whether that fits or not."""
+        is_own = batch is workload.batch
+        subject = workload if is_own else replace(workload, batch=batch)
+        moved = recorded if is_own else trace(subject)
+        return _plan(moved, source.roofline(moved), budget_bytes, choice, subject)
+
     def eager(optimizer: Any, not_compiled: str = "") -> Fitted:
         """The workload fitted by the eager plan."""
         return Fitted(
@@ -261,6 +274,7 @@ def fit(
             loss_reduction=meta["loss_reduction"],
             replan=replan,
             not_compiled=not_compiled,
+            recovery=Recovery(workload, made.budget_bytes, plan_again) if guard else None,
         )
 
     not_compiled = ""
@@ -289,6 +303,15 @@ def fit(
             lambda budget, seconds: _plan(recorded, op_times, budget, choice, workload, seconds),
         )
     return fitted
+
+
+def _refuse_guard(*, asked: bool, with_other: bool) -> None:
+    """Refuse a guard together with what it cannot put back and run again."""
+    if asked and with_other:
+        raise UsageError(
+            "`guard=True` puts back and runs again whole eager steps, within a budget that stays\n"
+            "hint: run your own loop, or compiled steps, inside `with memfit.guard(...)`"
+        )
 
 
 def _within(

@@ -39,6 +39,15 @@ class GeneratorState:
         device = generator.device if generator is not None else _device(args, kwargs)
         return GeneratorState(generator, device, _read(generator, device))
 
+    @staticmethod
+    def of(device: torch.device) -> GeneratorState:
+        """The state of a device's default generator."""
+        return GeneratorState(None, device, _read(None, device))
+
+    def put_back(self) -> None:
+        """Set the generator to this state."""
+        _write(self.generator, self.device, self.state)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run with the generator as it was, and put back afterwards what it is now."""
