@@ -363,6 +363,9 @@ impl Host for NoHost {
     fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<String, HostError> {
         no()
     }
+    fn besides(&mut self, _: &str) -> Result<u64, HostError> {
+        no()
+    }
     fn profile_path(&mut self, _: &str) -> Result<PathBuf, HostError> {
         no()
     }

@@ -39,6 +39,7 @@ from memfit.snapshots import explain
 
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
+    from memfit.devices import device
     from memfit.fitted import Fitted
     from memfit.guarding.guard import guard
     from memfit.parking.parked import ParkedModel, park
@@ -75,6 +76,7 @@ __all__ = [
     "UsageError",
     "Workload",
     "WorkloadError",
+    "device",
     "explain",
     "fit",
     "guard",
@@ -95,6 +97,7 @@ _HOMES = {
     "ParkedModel": "memfit.parking.parked",
     "Placement": "memfit.placement",
     "Workload": "memfit.workload",
+    "device": "memfit.devices",
     "fit": "memfit.questions",
     "guard": "memfit.guarding.guard",
     "pareto": "memfit.questions",

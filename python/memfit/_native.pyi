@@ -17,6 +17,7 @@ __all__ = [
     "broker_path",
     "bytes_text",
     "check_profile",
+    "context_bytes",
     "count_allocations",
     "counted_bytes",
     "decode_plan",
@@ -42,6 +43,7 @@ __all__ = [
     "refusals",
     "refused_bytes",
     "release_kept",
+    "rooms",
     "run",
     "seed_blocks",
     "taken_bytes",
@@ -456,6 +458,16 @@ def file_kind(data: bytes) -> Literal["trace", "plan"]:
 
     Raises:
         TraceFileError: They are none, or of a later schema.
+    """
+
+def context_bytes() -> int:
+    """What a process takes on a GPU besides tensors, as predictions have it."""
+
+def rooms() -> str:
+    """The memories of this machine with what the broker still has of each, as JSON.
+
+    Raises:
+        LeaseError: A broker is there and does not answer.
     """
 
 def gpu_memory() -> list[tuple[str, int, int]]:

@@ -162,6 +162,16 @@ class Host:
             known = json.loads(profile) if profile else {}
             return json.dumps(offer(device_kind, place, known))
 
+    def besides(self, device: str) -> int:
+        """Measure what a process with torch takes on a device besides tensors.
+
+        Args:
+            device: ``host`` or ``cuda:0``.
+        """
+        from memfit.besides import expected
+
+        return expected(device)
+
     def profile_path(self, device_kind: str) -> Path:
         """Where the calibrated profile of this machine's device is kept.
 

@@ -31,6 +31,8 @@ COMMANDS = (
     "run",
     "broker",
     "ps",
+    "top",
+    "devices",
     "show",
     "completions",
     "man",

@@ -130,6 +130,10 @@ impl Host for PythonHost {
         })
     }
 
+    fn besides(&mut self, device: &str) -> Result<u64, HostError> {
+        self.ask(|host| host.call_method1("besides", (device,))?.extract())
+    }
+
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
         self.ask(|host| host.call_method1("profile_path", (device_kind,))?.extract())
     }

@@ -31,6 +31,19 @@ pub(crate) fn gpu_memory(py: Python<'_>) -> Vec<(String, u64, u64)> {
     told.collect()
 }
 
+/// The memories of this machine with what the broker still has of each, as JSON.
+#[pyfunction]
+pub(crate) fn rooms(py: Python<'_>) -> PyResult<String> {
+    let found = py.detach(|| memfit::device::rooms(&memfit::lease::usual_path()));
+    to_json(&found.map_err(failure)?)
+}
+
+/// What a process takes on a GPU besides tensors, as predictions have it.
+#[pyfunction]
+pub(crate) const fn context_bytes() -> u64 {
+    memfit_engine::devices::CONTEXT_BYTES.0
+}
+
 /// A connection to the broker; one line of work.
 #[pyclass(frozen, module = "memfit._native")]
 pub(crate) struct LeaseClient {

@@ -60,7 +60,7 @@ mod _native {
     use super::evaluation::evaluate_json;
     use super::host::PythonHost;
     #[pymodule_export]
-    use super::leases::{LeaseClient, broker_path, gpu_memory};
+    use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
     #[pymodule_export]

@@ -38,6 +38,8 @@ Examples:
   memfit run     --budget 6GiB --wait train.py          lease that much first, and wait for it
   memfit broker  --memory host=16GiB                    grant memory to processes, never too much
   memfit ps                                             who holds what, and who waits
+  memfit top                                            the same, with devices and processes, live
+  memfit devices --fit examples/gpt2.py:build           which device has room for a step
 
 Exit codes:
   0    it fits, or the work is done
@@ -192,6 +194,30 @@ Examples:
 
 The exit code is 1 when no broker runs.")]
     Ps(PsArguments),
+
+    /// Say how much room each memory has, and which has enough for a step
+    #[command(after_help = "\
+Examples:
+  memfit devices
+  memfit devices --fit examples/gpt2.py:build    exit code 1 when no device has room for it
+  memfit devices --fit step.memfit --format json
+
+Room is what is free now and, where a broker runs, no more than it can still grant. A step needs its
+unplanned predicted peak and what torch takes besides tensors. `memfit plan` makes it need less.")]
+    Devices(DevicesArguments),
+
+    /// Show devices, leases and processes live, with their history
+    #[command(after_help = "\
+Examples:
+  memfit top
+  memfit top --interval 0.5
+  memfit top --once                              one frame, as text
+  memfit top --once --format json                the same for programs
+
+First those that wait for memory, then those that lease, each by what they use; the keys for other
+orders stand on the screen. Without a broker it shows devices and processes. Memory of GPUs is as
+NVML tells, host memory of a process is its own: neither files nor shared pages.")]
+    Top(TopArguments),
 
     /// Print what is in a saved trace or plan
     #[command(after_help = "\
@@ -545,6 +571,36 @@ pub(crate) struct BrokerArguments {
 
 #[derive(Debug, Args)]
 pub(crate) struct PsArguments {
+    /// Where the broker listens [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArguments {
+    /// The step: `FILE.py:FUNCTION`, `package.module:FUNCTION` or a saved `FILE.memfit`
+    #[arg(long, value_name = "TARGET")]
+    pub(crate) fit: Option<String>,
+
+    /// Pass an argument to the target's function (repeatable)
+    #[arg(long = "set", value_name = "NAME=VALUE", requires = "fit")]
+    pub(crate) settings: Vec<String>,
+
+    /// Where the broker listens [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TopArguments {
+    /// Print one frame and end
+    #[arg(long)]
+    pub(crate) once: bool,
+
+    /// Time between two looks
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+    pub(crate) interval: f64,
+
     /// Where the broker listens [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

@@ -124,6 +124,13 @@ pub trait Host {
         profile: Option<&str>,
     ) -> Result<String, HostError>;
 
+    /// Measures what a process with torch takes on a device besides tensors, once, and keeps it.
+    ///
+    /// # Errors
+    ///
+    /// There is no such device, or torch is not there.
+    fn besides(&mut self, device: &str) -> Result<u64, HostError>;
+
     /// Where the calibrated profile of this machine's device is kept.
     ///
     /// # Errors

@@ -108,6 +108,9 @@ mod tests {
         fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
             unreachable!()
         }
+        fn besides(&mut self, _: &str) -> Result<u64, HostError> {
+            unreachable!()
+        }
         fn profile_path(&mut self, _: &str) -> Result<std::path::PathBuf, HostError> {
             unreachable!()
         }

@@ -18,6 +18,7 @@ mod exit;
 mod host;
 mod interrupt;
 pub mod lease;
+mod monitor;
 pub mod park;
 mod printer;
 mod progress;

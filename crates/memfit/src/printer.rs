@@ -129,6 +129,11 @@ impl<'a> Printer<'a> {
         self.streams.stderr_is_terminal && !self.quiet
     }
 
+    /// Whether a person sees standard output, so that a screen can be drawn there.
+    pub(crate) const fn can_draw(&self) -> bool {
+        self.streams.stdout_is_terminal
+    }
+
     /// Whether notes are wanted.
     pub(crate) const fn is_quiet(&self) -> bool {
         self.quiet

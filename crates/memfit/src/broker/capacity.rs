@@ -96,7 +96,8 @@ fn add_found(capacities: &mut Capacities) {
     }
     match crate::device::gpus() {
         Ok(found) => {
-            for (name, bytes) in found.iter().map(crate::device::Gpu::capacity) {
+            for gpu in found {
+                let (name, bytes) = (gpu.device, Bytes(gpu.total_bytes));
                 if !is_named(&capacities.devices, &name) {
                     capacities
                         .notes

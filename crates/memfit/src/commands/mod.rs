@@ -3,6 +3,7 @@
 mod broker;
 mod calibrate;
 mod completions;
+mod devices;
 mod explain;
 mod man;
 mod pareto;
@@ -13,6 +14,7 @@ mod ps;
 mod replay;
 mod run;
 mod show;
+mod top;
 mod verify;
 
 use crate::args::Command;
@@ -31,6 +33,8 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Run(arguments) => run::run(arguments, session),
         Command::Broker(arguments) => broker::run(arguments, session),
         Command::Ps(arguments) => ps::run(arguments, session),
+        Command::Devices(arguments) => devices::run(arguments, session),
+        Command::Top(arguments) => top::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Explain(arguments) => explain::run(arguments, session),
         Command::Replay(arguments) => replay::run(arguments, session),

@@ -8,7 +8,7 @@ pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;
 pub(crate) mod sharing;
-mod table;
+pub(crate) mod table;
 pub(crate) mod text;
 pub(crate) mod tracked;
 pub(crate) mod words;

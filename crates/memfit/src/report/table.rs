@@ -109,10 +109,16 @@ pub(crate) fn sparkline(points: &[(u32, Bytes)], length: u32, peak: Bytes, width
             *cell = (*cell).max(bytes);
         }
     }
-    highest
-        .into_iter()
-        .map(|bytes| LEVELS[scaled(bytes, peak, 8).clamp(1, 8) - 1])
-        .collect()
+    levels(highest.into_iter(), peak)
+}
+
+/// One character for each value, by its share of `whole`.
+pub(crate) fn levels(values: impl Iterator<Item = Bytes>, whole: Bytes) -> String {
+    if whole == Bytes::ZERO {
+        return String::new();
+    }
+    let level = |bytes| LEVELS[scaled(bytes, whole, 8).clamp(1, 8) - 1];
+    values.map(level).collect()
 }
 
 #[expect(

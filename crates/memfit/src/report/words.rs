@@ -190,6 +190,14 @@ pub(crate) fn fold_module(path: &str) -> String {
     parts.collect::<Vec<_>>().join(".")
 }
 
+/// Text of somebody else's, at most so many characters, without any that a terminal obeys or that turn what
+/// follows around.
+pub(crate) fn inert(text: &str, width: usize) -> String {
+    let turns = |c| matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
+    let harmless = |c: char| if c.is_control() || turns(c) { '?' } else { c };
+    text.chars().map(harmless).take(width).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -117,6 +117,10 @@ impl Host for FakeHost {
         .to_string())
     }
 
+    fn besides(&mut self, _: &str) -> Result<u64, HostError> {
+        Ok(1 << 20)
+    }
+
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
         let folder = self.cache.clone().unwrap();
         Ok(folder.join("memfit").join(format!("{device_kind}.json")))

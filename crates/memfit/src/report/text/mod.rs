@@ -4,6 +4,7 @@
 //! palette to text: no I/O, no width of the terminal, the same text every time.
 
 mod calibration;
+mod devices;
 mod explanation;
 mod front;
 mod placement;
@@ -16,6 +17,7 @@ mod tracked;
 mod verify;
 
 pub(crate) use calibration::calibration;
+pub(crate) use devices::devices;
 pub(crate) use explanation::explanation;
 pub(crate) use front::front;
 pub(crate) use placement::placement;

@@ -9,6 +9,7 @@ use crate::lease::status::{LeaseStatus, Status, WaitingStatus};
 use crate::printer::Palette;
 use crate::report::sharing::PsDocument;
 use crate::report::table::{Align, Table};
+use crate::report::words;
 
 /// Devices, leases, requests that wait.
 pub(crate) fn ps(document: &PsDocument, palette: Palette) -> String {
@@ -116,20 +117,13 @@ fn waiting(waiting: &[WaitingStatus], palette: Palette) -> String {
     format!("\n{}", table.render(0, palette))
 }
 
-/// Names come from other processes: no control characters reach the terminal.
+/// Names come from other processes.
 fn named(name: &str, label: Option<&str>) -> String {
     let text = match label {
         Some(label) => format!("{name} ({label})"),
         None => name.to_owned(),
     };
-    let printable = text.chars().map(|character| {
-        if character.is_control() {
-            '?'
-        } else {
-            character
-        }
-    });
-    printable.take(60).collect()
+    words::inert(&text, 60)
 }
 
 fn amounts(amounts: &Amounts) -> String {
