@@ -274,3 +274,78 @@ pub enum Cause {
     NotPresented,
     Lost,
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::lease::frame::Lines;
+
+    /// Messages that are valid, one of each kind that has fields worth breaking.
+    const VALID: [&str; 5] = [
+        r#"{"hello":{"version":1,"name":"n","resume":{"client":7,"leases":[{"lease":1,"revision":2,"claims":{"host":3}}]}}}"#,
+        r#"{"reserve":{"request":1,"claims":{"host":18446744073709551615,"cuda:0":0},"floor":{},"wait_ms":null}}"#,
+        r#"{"resize":{"request":2,"lease":3,"revision":4,"claims":{"host":5},"wait_ms":0}}"#,
+        r#"{"cancel":{"request":9}}"#,
+        r#"{"status":{"request":0}}"#,
+    ];
+
+    /// A message with some bytes changed, taken out or put in, perhaps without its end.
+    fn broken() -> impl Strategy<Value = Vec<u8>> {
+        let edits =
+            prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..3_u8), 0..6);
+        (0..VALID.len(), edits, any::<bool>()).prop_map(|(which, edits, ends)| {
+            let mut bytes = VALID[which].as_bytes().to_vec();
+            for (place, byte, how) in edits {
+                let place = place.index(bytes.len().max(1));
+                match how {
+                    0 if place < bytes.len() => bytes[place] = byte,
+                    1 if place < bytes.len() => drop(bytes.remove(place)),
+                    _ => bytes.insert(place.min(bytes.len()), byte),
+                }
+            }
+            if ends {
+                bytes.push(b'\n');
+            }
+            bytes
+        })
+    }
+
+    #[test]
+    fn the_samples_are_messages() {
+        for text in VALID {
+            serde_json::from_str::<Request>(text).unwrap();
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_comes_is_read_or_refused_and_what_is_read_can_be_said_again(
+            messages in prop::collection::vec(broken(), 1..5),
+            size in 1..64_usize,
+            limit in 8..400_usize,
+        ) {
+            let mut lines = Lines::new(limit);
+            for piece in messages.concat().chunks(size) {
+                lines.push(piece);
+                loop {
+                    match lines.next() {
+                        Ok(Some(line)) => {
+                            prop_assert!(line.len() < limit);
+                            if let Ok(request) = serde_json::from_slice::<Request>(line) {
+                                let said = serde_json::to_vec(&request).unwrap();
+                                prop_assert_eq!(serde_json::from_slice::<Request>(&said).unwrap(), request);
+                            }
+                            // A client reads what a broker says with the same care.
+                            let _reply = serde_json::from_slice::<Reply>(line);
+                        }
+                        Ok(None) => break,
+                        // Nothing after it can be read: the connection ends.
+                        Err(_) => return Ok(()),
+                    }
+                }
+            }
+        }
+    }
+}
