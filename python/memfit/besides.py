@@ -82,6 +82,35 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def release(device: str) -> None:
+    """Give back what allocators keep for later, so that another process can have it.
+
+    Args:
+        device: ``host`` or ``cuda:0``: whose memory is needed.
+    """
+    torch = sys.modules.get("torch")
+    if device == "host":
+        _native.release_kept()
+        trim()
+    elif torch is not None and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def in_use(device: str) -> int:
+    """What this process holds of a device now, tensors included.
+
+    Args:
+        device: ``host`` or ``cuda:0``.
+    """
+    if device == "host":
+        return resident()
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved(torch.device(device))) + expected(device)
+
+
 def resident() -> int:
     """The process's own resident memory, 0 where nobody tells; pages of files do not count."""
     try:

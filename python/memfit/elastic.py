@@ -10,7 +10,6 @@ expects. A request to shrink that comes within a step is answered when that step
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -31,6 +30,9 @@ PLAN_SECONDS = 5.0
 
 GROW_EVERY = 0.25
 """Seconds between two tries to have more again."""
+
+PARTS = 16
+"""Where not all is free, so many parts of the lease are taken: few sizes, so few plans."""
 
 Planner = Callable[[int, float], Plan]
 """Plans the step for a number of bytes, within about so many seconds."""
@@ -120,7 +122,7 @@ class Elastic:
             self.lease.decline()
             return
         self._follow(made)
-        release_caches(self.device)
+        besides.release(self.device)
         self._resize(target)
         self.shrunk += 1
 
@@ -135,7 +137,8 @@ class Elastic:
         try:
             self._resize(target)
         except LeaseError as error:
-            target = self._held + (error.largest_bytes or 0)
+            part = max(self._whole // PARTS, 1)
+            target = self._held + (error.largest_bytes or 0) // part * part
             if error.reason != "no_room" or target == self._held or not self._is_worth(target):
                 return
             try:
@@ -190,16 +193,3 @@ def besides_of(workload: Workload, device: str) -> int:
     optimizer = given if isinstance(given, torch.optim.Optimizer) else None
     known = storage_bytes(static_tensors(workload, optimizer))
     return max(besides.resident() - known, 0)
-
-
-def release_caches(device: str) -> None:
-    """Give back what allocators keep for later, so that another process can have it.
-
-    Args:
-        device: Whose memory is needed.
-    """
-    if device == "host":
-        besides.trim()
-    elif torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.empty_cache()

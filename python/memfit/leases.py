@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from memfit import _native
+from memfit.courtesy import look_after
 from memfit.errors import LeaseError, NoBrokerWarning, UsageError
 
 Size = int | str
@@ -48,6 +49,7 @@ def lease(
     floor: Size | Mapping[str, Size] | None = None,
     time_to_live: float | None = None,
     label: str | None = None,
+    courteous: bool = False,
 ) -> Lease:
     """Lease memory from the broker, for as long as the ``with`` block runs.
 
@@ -63,6 +65,9 @@ def lease(
         floor: What would do when another needs memory; makes the lease elastic.
         time_to_live: Seconds after which the lease ends by itself.
         label: What the memory is for, for ``memfit ps``.
+        courteous: Give way while idle: when another needs memory, cached blocks are returned and
+            what this process does not use of the lease is given back, down to ``floor``. Take it
+            again with :meth:`Lease.resize` before using it again.
 
     Returns:
         The lease, which is held from now on.
@@ -71,6 +76,8 @@ def lease(
         LeaseError: It does not fit, or did not within ``wait``.
         UsageError: A size, a device or a priority that is none.
     """
+    if courteous and floor is None:
+        raise UsageError("a courteous lease says how far it gives way: give a `floor`")
     claims = _claims(size, device)
     lowest = None if floor is None else _claims(floor, device)
     if priority not in _PRIORITIES:
@@ -80,7 +87,10 @@ def lease(
     if client is None:
         return Lease(None, 0, claims)
     number, _, granted = client.acquire(claims, lowest, priority, wait, time_to_live, label)
-    return Lease(client, number, granted)
+    held = Lease(client, number, granted)
+    if courteous:
+        look_after(held)
+    return held
 
 
 def take(
@@ -142,6 +152,11 @@ class Lease:
             return dict(self._claims)
         held = self._client.held(self._number)
         return {} if held is None else held[2]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been released."""
+        return not self._is_released
 
     @property
     def bytes(self) -> int:

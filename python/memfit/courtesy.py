@@ -1,0 +1,98 @@
+"""Idle processes that give way: what their allocators only keep goes back when another needs it.
+
+Responsible for answering the broker's requests to shrink on behalf of leases whose holders asked
+for that. Not responsible for training steps, which answer between two steps
+(:mod:`memfit.elastic`), nor for whom the broker asks.
+
+One thread looks after all such leases of the process. It gives back cached memory first, and then
+what the process does not use of the lease: never what it uses, and never below the floor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memfit import besides
+from memfit.errors import LeaseError
+
+if TYPE_CHECKING:
+    from memfit.leases import Lease
+
+LOOK_EVERY = 0.05
+"""Seconds between two looks at whether anybody asks."""
+
+_lock = threading.Lock()
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+_thread: threading.Thread | None = None
+
+
+def look_after(lease: Lease) -> None:
+    """Answer for a lease from now on, until it is released.
+
+    Args:
+        lease: A lease with a floor.
+    """
+    global _thread  # noqa: PLW0603 - one thread for the process
+    with _lock:
+        _leases.add(lease)
+        if _thread is None or not _thread.is_alive():  # a fork leaves it behind
+            _thread = threading.Thread(target=_look, name="memfit-courtesy", daemon=True)
+            _thread.start()
+
+
+def answer(
+    lease: Lease,
+    *,
+    release: Callable[[str], None] = besides.release,
+    in_use: Callable[[str], int] = besides.in_use,
+) -> bool:
+    """Give back what the process does not use, if anybody asks.
+
+    Args:
+        lease: The lease.
+        release: Lets go of what allocators keep on a device.
+        in_use: What the process then uses of it.
+
+    Returns:
+        Whether it gave anything back.
+    """
+    asked = lease.asked
+    if asked is None:
+        return False
+    held = lease.claims
+    wanted: dict[str, int] = {}
+    for device, size in held.items():
+        target = asked.get(device, 0)
+        if target < size:
+            release(device)
+            target = max(target, min(in_use(device), size))
+        wanted[device] = min(target, size)
+    if wanted == held:
+        lease.decline()
+        return False
+    lease.resize(wanted)
+    return True
+
+
+def _look() -> None:
+    """Answer for all leases for as long as there are any."""
+    global _thread  # noqa: PLW0603 - the one above
+    while True:
+        time.sleep(LOOK_EVERY)
+        with _lock:
+            leases = [lease for lease in _leases if lease.is_held]
+            _leases.clear()
+            _leases.update(leases)
+            if not leases:
+                _thread = None
+                return
+        for lease in leases:
+            # Ended or away: the next look knows.
+            with contextlib.suppress(LeaseError):
+                answer(lease)
+        del leases
