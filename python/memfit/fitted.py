@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.allocator import set_up
+from memfit.apply.away_state import bring_home
 from memfit.apply.in_slices import InSlices
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
+from memfit.apply.offload_optimizer import StateDirections, StateElsewhere
 from memfit.apply.optimizer import OptimizerInBackward
 from memfit.apply.remat import Rematerialiser
-from memfit.apply.tiers import Moved, open_tier
+from memfit.apply.tiers import open_tier
 from memfit.capture.weightless import require_weights
 from memfit.elastic import Elastic
 from memfit.errors import UsageError
@@ -43,7 +45,15 @@ MAX_REPLANS = 2
 """Times the step is planned again for batches of one shape; then its divergence is lived with."""
 
 _KINDS = frozenset(
-    {"remat", "offload", "fuse_optimizer", "micro_batch", "allocator_settings", "chunk"}
+    {
+        "remat",
+        "offload",
+        "fuse_optimizer",
+        "offload_optimizer",
+        "micro_batch",
+        "allocator_settings",
+        "chunk",
+    }
 )
 
 
@@ -56,7 +66,8 @@ class Report:
         dropped_saves: Tensors dropped in the last forward.
         replayed_ops: Ops run again for it.
         offloaded_tensors: Tensors kept elsewhere in the last forward.
-        offloaded_bytes_written: Bytes that went there in all forwards by the running plan.
+        offloaded_bytes_written: Bytes that went elsewhere in all steps by the running plan,
+            optimizer state included.
         offloaded_bytes_read: Bytes that came back.
         offload_seconds_waited: What these steps waited for either.
         kept_drops: Drops and offloads of the plan that were not carried out, with the reason.
@@ -94,6 +105,7 @@ class _Actions:
         in_slices: Runs part of it in slices; ``None`` where all runs whole.
         pieces: Micro-batches; 1 without.
         fuse: Whether the optimizer runs inside backward.
+        state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
     """
 
     plan: Mapping[str, Any]
@@ -101,6 +113,7 @@ class _Actions:
     in_slices: InSlices | None
     pieces: int
     fuse: bool
+    state: StateElsewhere | None = None
 
     @property
     def diverged(self) -> bool:
@@ -193,11 +206,17 @@ class Fitted:
     def close(self) -> None:
         """Let go of plans, of files, and of what the last step left to report; no step can follow.
 
-        Model and optimizer need no undoing: nothing is installed on them between steps.
+        Optimizer state that is elsewhere comes home. Besides, model and optimizer need no undoing:
+        nothing else is installed on them between steps.
+
+        Raises:
+            OffloadError: State did not come back as it went.
         """
         self._closed = True
         if self._recovery is not None:
             self._recovery.close()
+        if self.optimizer is not None:
+            bring_home(self.optimizer)
         self._by_shape.clear()
         self._actions = self._running = self._read({"actions": []})
 
@@ -216,7 +235,8 @@ class Fitted:
             UsageError: The plan cannot be carried out with this batch or loss.
             ReplayError: A dropped tensor was changed behind memfit's back; gradients are gone,
                 parameters are as before unless the plan runs the optimizer inside backward.
-            OffloadError: A tensor could not be written elsewhere, or did not come back; likewise.
+            OffloadError: A tensor could not be written elsewhere, or did not come back; likewise,
+                but for optimizer state that did not come back, where the message says more.
             OutOfBudget: Under a guard: the step was refused and no tighter plan could save it; all
                 is as before the step, unless a note says otherwise.
         """
@@ -242,6 +262,7 @@ class Fitted:
             self._completed(actions)
             return result
         try:
+            self.place_state()
             loss = self._forward_and_backward(actions, batch)
             self._update(actions)
         except BaseException:
@@ -298,11 +319,20 @@ class Fitted:
         device = next((p.device.type for p in self.workload.model.parameters()), "cpu")
         return torch.autocast(device, dtype)
 
-    def _optimizer_inside(self, actions: _Actions) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _optimizer_inside(self, actions: _Actions) -> Iterator[None]:
         if not actions.fuse or self.optimizer is None:
-            return contextlib.nullcontext()
+            yield
+            return
         self.has_begun_update = True
-        return OptimizerInBackward(self.optimizer).attached()
+        inside = OptimizerInBackward(self.optimizer)
+        state = actions.state
+        if state is None:
+            with inside.attached():
+                yield
+        else:
+            with state.updates(), inside.attached(state.update_of):
+                yield
 
     def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:
@@ -315,9 +345,26 @@ class Fitted:
             torch.nn.utils.clip_grad_norm_(
                 self.workload.model.parameters(), self.workload.clip_grad_norm
             )
-        if self.optimizer is not None and not actions.fuse:
-            self.has_begun_update = True
+        if self.optimizer is None or actions.fuse:
+            return
+        self.has_begun_update = True
+        if actions.state is not None:
+            actions.state.step()
+        else:
             self.optimizer.step()
+
+    def place_state(self) -> None:
+        """Have the optimizer's state where the plan wants it between steps.
+
+        :meth:`step` begins with it; there is much to do only where something else ran meanwhile.
+
+        Raises:
+            OffloadError: Some of it could not be written, or did not come back as it went.
+        """
+        if self._running.state is not None:
+            self._running.state.send_all()
+        elif self.optimizer is not None:
+            bring_home(self.optimizer)
 
     def _release_gradients(self) -> None:
         if self.optimizer is not None:
@@ -339,6 +386,7 @@ class Fitted:
         actions = self._choose(self.workload.batch if batch is None else batch)
         for kind, present in (
             ("fuse_optimizer", actions.fuse),
+            ("offload_optimizer", actions.state is not None),
             ("micro_batch", actions.pieces > 1),
         ):
             if present:
@@ -384,8 +432,8 @@ class Fitted:
         remat = self._running.remat
         outcome = remat.outcome() if remat is not None else None
         seen = outcome.observations if outcome is not None else None
-        tier = remat.tier if remat is not None else None
-        moved = tier.moved() if tier is not None else Moved()
+        tiers = [part.tier for part in (remat, self._running.state) if part is not None]
+        moved = [tier.moved() for tier in tiers if tier is not None]
         counts = self._recovery.counts if self._recovery is not None else None
         divergences = [
             seen.divergence if seen else "",
@@ -396,9 +444,9 @@ class Fitted:
             dropped_saves=seen.dropped_saves if seen else 0,
             replayed_ops=outcome.replayed_ops if outcome else 0,
             offloaded_tensors=outcome.offloaded if outcome else 0,
-            offloaded_bytes_written=moved.bytes_written,
-            offloaded_bytes_read=moved.bytes_read,
-            offload_seconds_waited=moved.seconds_waited,
+            offloaded_bytes_written=sum(tier.bytes_written for tier in moved),
+            offloaded_bytes_read=sum(tier.bytes_read for tier in moved),
+            offload_seconds_waited=sum(tier.seconds_waited for tier in moved),
             kept_drops=tuple(seen.kept_drops) if seen else (),
             diverged=self._running.diverged,
             divergence=next(filter(None, divergences), ""),
@@ -460,6 +508,7 @@ class Fitted:
                     "gradients at once\nhint: plan again for this workload"
                 )
             OptimizerInBackward(self.optimizer)
+        state = self._state_elsewhere(actions)
         remat = self._planned_forwards(actions)
         pieces = int(actions["micro_batch"]["count"]) if "micro_batch" in actions else 1
         if pieces < 1:
@@ -467,7 +516,15 @@ class Fitted:
             raise UsageError(message)
         chunk = _part(actions, "chunk")
         in_slices = InSlices(self.workload.model, chunk) if chunk is not None else None
-        return _Actions(plan, remat, in_slices, pieces, fuse)
+        return _Actions(plan, remat, in_slices, pieces, fuse, state)
+
+    def _state_elsewhere(self, actions: Mapping[str, Mapping[str, Any]]) -> StateElsewhere | None:
+        """What keeps the optimizer's state elsewhere; ``None`` where it stays."""
+        part = _part(actions, "offload_optimizer")
+        if part is None or self.optimizer is None:
+            return None
+        directions = StateDirections.read(part)
+        return StateElsewhere(self.optimizer, self.workload.model, directions, self._offload_dir)
 
     def _planned_forwards(self, actions: Mapping[str, Mapping[str, Any]]) -> Rematerialiser | None:
         """What carries out the actions that live in forward; ``None`` without any."""

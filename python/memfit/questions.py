@@ -36,6 +36,7 @@ Kind = Literal[
     "micro_batch",
     "allocator_settings",
     "offload",
+    "offload_optimizer",
     "chunk",
 ]
 """A technique."""
@@ -114,8 +115,8 @@ def plan(
         allow: Loosest class to consider even where a stricter one fits.
         own_loop: Only plan what works inside the caller's own loop.
         forbid: Kinds of action to leave out.
-        offload: Where activations may be offloaded to: a folder for files, or ``"host"`` for the
-            host's memory (steps on CUDA). ``None`` for nowhere.
+        offload: Where activations and optimizer state may be offloaded to: a folder for files, or
+            ``"host"`` for the host's memory (steps on CUDA). ``None`` for nowhere.
         profile: Take op times from one real step; the subject must be a workload.
         costs: Take them from a profile that ``memfit calibrate`` wrote. By default, the one kept
             for this machine if it matches, else a quick measurement.

@@ -249,7 +249,8 @@ def _measure(
         static = static_tensors(workload, fitted.optimizer)
         peaks.append(measure_peak(fitted.step, static).peak_bytes)
         del static
-    seconds = paired_cpu_seconds(ordinary.step, planned.step, max(steps, 1))
+    before = (ordinary.place_state, planned.place_state)
+    seconds = paired_cpu_seconds(ordinary.step, planned.step, max(steps, 1), before)
     return {
         name: {"measured_peak_bytes": peak, "step_cpu_seconds": cpu}
         for name, peak, cpu in zip(("unplanned", "planned"), peaks, seconds, strict=True)

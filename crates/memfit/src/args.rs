@@ -303,9 +303,9 @@ pub(crate) struct PlanChoiceArguments {
     #[arg(long, value_name = "SECONDS")]
     pub(crate) time_limit: Option<f64>,
 
-    /// Offload activations to files in this folder, or to the host's memory (`host`, for steps on CUDA)
+    /// Offload to files in this folder, or to the host's memory (`host`, for steps on CUDA)
     ///
-    /// Its speed is measured where it is not known. What is written is gone after the run.
+    /// Activations between forward and backward, and the optimizer's state between updates, where it pays. The place's speed is measured where it is not known. What is written is gone after the run.
     #[arg(long, value_name = "FOLDER|host")]
     pub(crate) offload: Option<String>,
 
@@ -350,6 +350,9 @@ pub(crate) enum KindChoice {
     AllocatorSettings,
     /// Write activations elsewhere in forward and fetch them in backward
     Offload,
+    /// Keep the optimizer's state elsewhere but for one parameter at a time
+    #[value(alias = "offload-optimizer")]
+    OffloadOptimizer,
     /// Compute a loss over many classes and wide layers by rows
     Chunk,
 }

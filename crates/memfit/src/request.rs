@@ -167,6 +167,7 @@ impl KindChoice {
             Self::MicroBatch => ActionKind::MicroBatch,
             Self::AllocatorSettings => ActionKind::AllocatorSettings,
             Self::Offload => ActionKind::Offload,
+            Self::OffloadOptimizer => ActionKind::OffloadOptimizer,
             Self::Chunk => ActionKind::Chunk,
         }
     }

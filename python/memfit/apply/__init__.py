@@ -1,7 +1,8 @@
 """Carrying out a plan on an unmodified model, one technique a file.
 
-``remat`` drops activations and computes them again, ``optimizer`` runs the optimizer inside
-backward, ``microbatch`` cuts the batch, ``allocator`` sets up the caching allocator.
+``remat`` drops activations and computes them again, ``offload`` keeps them elsewhere, ``optimizer``
+runs the optimizer inside backward, ``offload_optimizer`` keeps its state elsewhere, ``microbatch``
+cuts the batch, ``allocator`` sets up the caching allocator.
 :class:`memfit.fitted.Fitted` puts them together. What each does to memory is defined in
 ``docs/concepts/transformed-trace.md``.
 """

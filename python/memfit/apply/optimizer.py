@@ -13,15 +13,20 @@ once at the end.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+
+Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
+"""Of a parameter, what its update runs inside."""
 
 
 class OptimizerInBackward:
@@ -38,18 +43,22 @@ class OptimizerInBackward:
                 gradient to be there at once.
         """
         self._optimizer = optimizer
-        self._refuse_pre_hooks()
+        refuse_pre_hooks(optimizer, "fuse_optimizer")
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self, around: Around = contextlib.nullcontext) -> Iterator[None]:
         """Run the (last) backward of a step inside this; the optimizer step is done on leaving.
+
+        Args:
+            around: What each update of a parameter runs inside.
 
         Raises:
             UsageError: As in the constructor, or the gradient of a parameter became complete more
                 than once.
         """
-        self._refuse_pre_hooks()
-        update = _Update(self._optimizer)
+        refuse_pre_hooks(self._optimizer, "fuse_optimizer")
+        one_by_one = OneByOne(self._optimizer)
+        update = _Update(one_by_one, around)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         handles = [
             p.register_post_accumulate_grad_hook(update) for p in parameters if p.requires_grad
@@ -59,24 +68,15 @@ class OptimizerInBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        update.finish()
-
-    def _refuse_pre_hooks(self) -> None:
-        if getattr(self._optimizer, "_optimizer_step_pre_hooks", None):
-            message = (
-                f"`{type(self._optimizer).__name__}` has hooks that run before its step, so the "
-                "step cannot run inside backward\nhint: plan again with `fuse_optimizer` forbidden"
-            )
-            raise UsageError(message)
+        one_by_one.finish()
 
 
 class _Update:
-    """One step, taken parameter by parameter."""
+    """Updates a parameter when its gradient is complete, and frees that."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._step = _plain_step(optimizer)
-        self._moved_on: list[dict[str, Any]] | None = None
+    def __init__(self, one_by_one: OneByOne, around: Around) -> None:
+        self._one_by_one = one_by_one
+        self._around = around
         self._done: set[int] = set()
 
     def __call__(self, parameter: nn.Parameter | Tensor) -> None:
@@ -89,6 +89,30 @@ class _Update:
             )
             raise UsageError(message)
         self._done.add(id(parameter))
+        with self._around(parameter):
+            self._one_by_one.update(parameter)
+        parameter.grad = None
+
+
+class OneByOne:
+    """One step of an optimizer, taken parameter by parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Begin a step.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        self._optimizer = optimizer
+        self._step = _plain_step(optimizer)
+        self._moved_on: list[dict[str, Any]] | None = None
+
+    def update(self, parameter: nn.Parameter | Tensor) -> None:
+        """Update one parameter by its gradient.
+
+        Args:
+            parameter: One that was not updated in this step.
+        """
         groups = self._optimizer.param_groups
         before = [_settings(group) for group in groups]
         with _only(groups, parameter):
@@ -96,7 +120,6 @@ class _Update:
         self._moved_on = [_settings(group) for group in groups]
         for group, settings in zip(groups, before, strict=True):
             group.update(settings)
-        parameter.grad = None
 
     def finish(self) -> None:
         """One ordinary step over no parameter: schedulers and step hooks see it."""
@@ -106,6 +129,24 @@ class _Update:
         if self._moved_on is not None:
             for group, settings in zip(groups, self._moved_on, strict=True):
                 group.update(settings)
+
+
+def refuse_pre_hooks(optimizer: Optimizer, action: str) -> None:
+    """Refuse an optimizer whose step hooks expect all of the step at once.
+
+    Args:
+        optimizer: The optimizer.
+        action: What to forbid instead.
+
+    Raises:
+        UsageError: It has hooks that run before its step.
+    """
+    if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+        message = (
+            f"`{type(optimizer).__name__}` has hooks that run before its step, so it cannot "
+            f"run parameter by parameter\nhint: plan again with `{action}` forbidden"
+        )
+        raise UsageError(message)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class StepFacts:
         updates: Trainable parameters in the order their gradients became ready.
         loss: Value of the loss, or ``None``.
         fused_optimizer_refusal: Why the optimizer cannot run inside backward.
+        per_parameter_refusal: Why it cannot run parameter by parameter after backward.
         probe_threads: Threads that the workspace probes ran with.
         notes: Things the reader should know.
         workspace: Scratch bytes by op index.
@@ -82,6 +83,7 @@ class StepFacts:
     updates: list[Update] = field(default_factory=list)
     loss: int | None = None
     fused_optimizer_refusal: str | None = None
+    per_parameter_refusal: str | None = None
     probe_threads: int = 0
     notes: list[str] = field(default_factory=list)
     workspace: dict[int, int] = field(default_factory=dict)
@@ -184,6 +186,7 @@ def _meta(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
         "captured": facts.captured,
         "probe_threads": facts.probe_threads,
         "fused_optimizer_refusal": facts.fused_optimizer_refusal,
+        "per_parameter_refusal": facts.per_parameter_refusal,
         "loss_reduction": loss_reduction(recorder, facts).kind,
         "notes": [*recorder.notes, *facts.notes],
     }

@@ -27,6 +27,7 @@ from torch.optim import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.apply.away_state import in_memory
 from memfit.capture.any_scalar import SCALAR, scalar_or_one
 from memfit.capture.emit import Update
 from memfit.capture.schema import facts_of
@@ -58,30 +59,68 @@ def fused_optimizer_refusal(stage: Stage) -> str | None:
     optimizer = stage.optimizer
     if optimizer is None:
         return "the workload has no optimizer"
-    kind = type(optimizer).__name__
-    if type(optimizer) not in _PER_PARAMETER:
-        return f"`{kind}` is not known to update each parameter on its own"
+    unknown = unknown_optimizer(optimizer)
+    if unknown is not None:
+        return unknown
     if stage.workload.clip_grad_norm is not None:
         return "gradient clipping needs all gradients at once"
+    return _hooked_or_shared(stage, optimizer)
+
+
+def per_parameter_refusal(stage: Stage) -> str | None:
+    """Why the optimizer cannot run parameter by parameter once all gradients are there.
+
+    Args:
+        stage: The stage after its optimizer was built.
+
+    Returns:
+        One clause, or ``None`` when it can.
+    """
+    optimizer = stage.optimizer
+    if optimizer is None:
+        return "the workload has no optimizer"
+    return unknown_optimizer(optimizer) or _hooked_or_shared(stage, optimizer)
+
+
+def unknown_optimizer(optimizer: Optimizer) -> str | None:
+    """Why an optimizer is not trusted to update each parameter on its own; ``None`` if it is.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    if type(optimizer) in _PER_PARAMETER:
+        return None
+    return f"`{type(optimizer).__name__}` is not known to update each parameter on its own"
+
+
+def _hooked_or_shared(stage: Stage, optimizer: Optimizer) -> str | None:
+    kind = type(optimizer).__name__
     given = stage.workload.optimizer
     hooked = given if isinstance(given, Optimizer) else optimizer
     if hooked._optimizer_step_pre_hooks or hooked._optimizer_step_post_hooks:
         return f"`{kind}` has step hooks"
-    if _shares_between_parameters(optimizer):
-        return f"`{kind}` shares parameters or state between its groups"
-    return None
+    return shared_state(optimizer)
 
 
-def _shares_between_parameters(optimizer: Optimizer) -> bool:
-    """Whether a parameter is in two groups, or a state tensor belongs to two parameters."""
+def shared_state(optimizer: Optimizer) -> str | None:
+    """Why parameters are not each on its own; ``None`` when they are.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        One clause: a parameter is in two groups, or a state tensor belongs to two parameters.
+    """
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     states = [
         value.untyped_storage()._cdata
         for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
+        for value in in_memory(state).values()
+        if isinstance(value, Tensor) and value.layout is torch.strided
     ]
-    return len(held) != len(set(held)) or len(states) != len(set(states))
+    if len(held) == len(set(held)) and len(states) == len(set(states)):
+        return None
+    return f"`{type(optimizer).__name__}` shares parameters or state between its groups"
 
 
 def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> None:

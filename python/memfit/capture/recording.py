@@ -22,7 +22,11 @@ from memfit.capture.fake import (
     preserved_random_state,
     set_batch,
 )
-from memfit.capture.optimizer_updates import fused_optimizer_refusal, probe_updates
+from memfit.capture.optimizer_updates import (
+    fused_optimizer_refusal,
+    per_parameter_refusal,
+    probe_updates,
+)
 from memfit.capture.real import real_stage
 from memfit.capture.recorder import RealStepNeeded, Recorder
 from memfit.capture.stage import Stage
@@ -271,6 +275,7 @@ def _record(
         updates=roles.updates,
         loss=roles.loss,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
+        per_parameter_refusal=per_parameter_refusal(stage),
     )
     if probe and stage.device == "cpu":
         scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))

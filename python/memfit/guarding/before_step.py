@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memfit.apply.away_state import AwayState, in_memory
 from memfit.apply.randomness import GeneratorState
 
 LARGE_BYTES = 1 << 20
@@ -118,9 +119,13 @@ class BeforeStep:
         self._state: dict[Any, dict[Any, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         if optimizer is not None:
-            self._state = {key: dict(entry) for key, entry in optimizer.state.items()}
+            self._state = {
+                key: entry if isinstance(entry, AwayState) else dict(entry)
+                for key, entry in optimizer.state.items()
+            }
             self._groups = [dict(group) for group in optimizer.param_groups]
-        leaves = tree_leaves([self._state, self._groups])
+        there = [in_memory(entry) for entry in self._state.values()]
+        leaves = tree_leaves([there, self._groups])
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         self._kept = [(tensor, tensor._version) for tensor in tensors.values()]
 
@@ -160,6 +165,8 @@ class BeforeStep:
         for key in [key for key in optimizer.state if key not in self._state]:
             del optimizer.state[key]
         for key, entry in self._state.items():
+            if isinstance(entry, AwayState):
+                continue  # it moves by itself, and nothing but an update changes what it holds
             optimizer.state[key].clear()
             optimizer.state[key].update(entry)
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.away_state import in_memory
 from memfit.errors import Holder
 from memfit.tracking.owners import OTHER, instances, storage_of
 
@@ -74,7 +75,7 @@ def _names() -> dict[int, tuple[str, int]]:
     for optimizer in (owner for owner in found if isinstance(owner, Optimizer)):
         for parameter, state in list(vars(optimizer).get("state", {}).items()):
             place = places.get(id(parameter), "parameters outside any model")
-            for leaf in tree_leaves(state):
+            for leaf in tree_leaves(in_memory(state)):
                 if isinstance(leaf, Tensor):
                     kind = type(optimizer).__name__
                     _name(named, f"optimizer state (`{kind}`) of {place}", leaf)

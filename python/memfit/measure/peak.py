@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memfit.apply.away_state import in_memory
 from memfit.workload import Workload
 
 
@@ -43,7 +44,7 @@ def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tens
     tensors: list[Any] = [*parameters, *workload.model.buffers()]
     tensors += [p.grad for p in parameters if p.grad is not None]
     if optimizer is not None:
-        tensors += tree_leaves([dict(state) for state in optimizer.state.values()])
+        tensors += tree_leaves([dict(in_memory(state)) for state in optimizer.state.values()])
         tensors += tree_leaves(
             [[v for k, v in group.items() if k != "params"] for group in optimizer.param_groups]
         )

@@ -19,8 +19,15 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
+def _nothing() -> None:
+    """Nothing has to be undone."""
+
+
 def paired_cpu_seconds(
-    first: Callable[[], Any], second: Callable[[], Any], pairs: int
+    first: Callable[[], Any],
+    second: Callable[[], Any],
+    pairs: int,
+    before: tuple[Callable[[], Any], Callable[[], Any]] = (_nothing, _nothing),
 ) -> tuple[float, float]:
     """Median CPU seconds of two calls, run in turn; the order alternates from pair to pair.
 
@@ -28,6 +35,7 @@ def paired_cpu_seconds(
         first: One call, warmed up.
         second: The other, warmed up.
         pairs: How often each runs; at least 1.
+        before: What undoes the traces of the other call before each, and does not count.
 
     Returns:
         The medians, in the order of the arguments.
@@ -36,5 +44,6 @@ def paired_cpu_seconds(
     for pair in range(pairs):
         order = (0, 1) if pair % 2 == 0 else (1, 0)
         for which in order:
+            before[which]()
             times[which].append(cpu_seconds((first, second)[which]))
     return statistics.median(times[0]), statistics.median(times[1])

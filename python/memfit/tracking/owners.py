@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.away_state import in_memory
 
 PARAMETER = "parameter"
 MODULE_BUFFER = "module_buffer"
@@ -159,7 +160,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             if tensor.grad is not None:
                 yield GRADIENT, tensor.grad
     state = vars(optimizer).get("state", {})
-    for leaf in tree_leaves([dict(entry) for entry in list(state.values())]):
+    for leaf in tree_leaves([dict(in_memory(entry)) for entry in list(state.values())]):
         if isinstance(leaf, Tensor):
             yield OPTIMIZER_STATE, leaf
 

@@ -7,10 +7,11 @@ use super::alternatives::Sliced;
 use super::outer::{Outcome, PlanError, Planner};
 use super::problem::{Candidate, Problem};
 use super::validate::{InvalidPlan, validate};
-use super::{Action, ActionKind, Class, Dropped, Estimate, Plan, arena, emit};
+use super::{Action, ActionKind, Class, Dropped, Estimate, OffloadOptimizer, Plan, arena, emit};
 use crate::bytes::Bytes;
 use crate::predict;
-use crate::trace::{Chunk, Phase};
+use crate::step::{UpdateTurn, Variant, update_turns};
+use crate::trace::{Chunk, ParameterUpdate, Phase, Trace};
 
 const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
      own, so the gradients equal the unplanned ones in distribution, not in value";
@@ -45,6 +46,8 @@ impl Planner<'_> {
         if outcome.variant.fuse_optimizer {
             plan.actions.push(self.fuse_action());
         }
+        let away = self.offload_optimizer_action(&outcome.trace, outcome.variant);
+        plan.actions.extend(away);
         if let Some(step) = self.step_of(outcome) {
             plan.actions.push(self.chunk_action(step));
             plan.notes.extend(slice_notes(&step.alternative.chunk));
@@ -101,6 +104,35 @@ impl Planner<'_> {
         }
     }
 
+    /// The state that an outcome keeps elsewhere, if it does.
+    fn offload_optimizer_action(&self, trace: &Trace, variant: Variant) -> Option<Action> {
+        let (away, offer) = (variant.offload_optimizer?, self.state_offer()?);
+        let updates = update_turns(trace, variant).into_iter();
+        let updates: Vec<&ParameterUpdate> = updates
+            .filter_map(|(_, turn)| match turn {
+                UpdateTurn::Out(update) => Some(&trace.updates[update]),
+                _ => None,
+            })
+            .collect();
+        let bytes = updates.iter().map(|update| away.bytes(trace, update));
+        let parameter = |update: &&ParameterUpdate| {
+            let parameter = &trace.allocations[update.parameter.index()];
+            trace.string(parameter.name).to_owned()
+        };
+        Some(Action {
+            count: updates.len() as u64,
+            bytes: bytes.sum(),
+            offload_optimizer: Some(OffloadOptimizer {
+                tier: offer.tier,
+                folder: offer.folder.clone(),
+                window_bytes: away.window_bytes,
+                least_bytes: away.least_bytes,
+                order: updates.iter().map(parameter).collect(),
+            }),
+            ..Action::new(ActionKind::OffloadOptimizer, Class::Exact)
+        })
+    }
+
     /// The step in slices that an outcome runs.
     fn step_of(&self, outcome: &Outcome) -> Option<&Sliced<'_>> {
         self.sliced.get(outcome.sliced?)
@@ -135,6 +167,7 @@ impl Action {
             bytes: Bytes::ZERO,
             remat: None,
             offload: None,
+            offload_optimizer: None,
             settings: None,
             chunk: None,
         }
@@ -172,6 +205,10 @@ fn slice_notes(chunk: &Chunk) -> Vec<String> {
 pub(super) fn equivalent_kinds(outcome: &Outcome, candidate: &Candidate) -> Vec<ActionKind> {
     let treatments = &candidate.treatments;
     let used = [
+        (
+            outcome.variant.offload_optimizer.is_some(),
+            ActionKind::OffloadOptimizer,
+        ),
         (outcome.sliced.is_some(), ActionKind::Chunk),
         (outcome.pieces > 1, ActionKind::MicroBatch),
         (treatments.iter().any(|it| it.is_drop()), ActionKind::Remat),

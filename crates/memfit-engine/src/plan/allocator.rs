@@ -54,13 +54,9 @@ pub(super) fn ask(
 /// The action that goes with an answer, if one does.
 pub(super) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
     (!reserved.settings.is_empty()).then(|| Action {
-        kind: ActionKind::AllocatorSettings,
-        class: Class::Exact,
         count: 1,
         bytes: less,
-        remat: None,
-        offload: None,
         settings: Some(reserved.settings.clone()),
-        chunk: None,
+        ..Action::new(ActionKind::AllocatorSettings, Class::Exact)
     })
 }

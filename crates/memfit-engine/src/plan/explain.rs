@@ -3,11 +3,13 @@
 //! Responsible for the moment that stops the peak from going lower, for what no plan can move, and for
 //! telling which trace a plan belongs to.
 
+use std::collections::BTreeSet;
+
 use super::Bottleneck;
 use super::problem::Candidate;
 use crate::bytes::Bytes;
-use crate::step::{Evaluator, StepModel, Variant};
-use crate::trace::{Category, OpIndex, Phase, Trace};
+use crate::step::{Evaluator, StateAway, StepModel, Variant};
+use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
 
 /// What is alive at the peak of a candidate.
 pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate) -> Bottleneck {
@@ -40,9 +42,14 @@ pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate)
     }
 }
 
-/// A word on what is alive throughout the step, where that alone is above the cap.
-pub(super) fn standing_note(trace: &Trace, cap: Bytes, budget: Bytes) -> Option<String> {
-    let standing = standing_bytes(trace);
+/// A word on what is alive throughout the step, where that alone is above the cap; state that may be `away` is not.
+pub(super) fn standing_note(
+    trace: &Trace,
+    away: Option<StateAway>,
+    cap: Bytes,
+    budget: Bytes,
+) -> Option<String> {
+    let standing = standing_bytes(trace, away);
     let total: Bytes = standing.iter().map(|&(_, bytes)| bytes).sum();
     let terms: Vec<String> = standing
         .iter()
@@ -57,11 +64,21 @@ pub(super) fn standing_note(trace: &Trace, cap: Bytes, budget: Bytes) -> Option<
 }
 
 /// What is alive from the first op to the last, by category.
-fn standing_bytes(trace: &Trace) -> Vec<(Category, Bytes)> {
+fn standing_bytes(trace: &Trace, away: Option<StateAway>) -> Vec<(Category, Bytes)> {
     let mut standing: Vec<(Category, Bytes)> = Vec::new();
-    for allocation in &trace.allocations {
+    let updates = trace.updates.iter();
+    let away: BTreeSet<AllocationId> = away
+        .into_iter()
+        .flat_map(|away| {
+            updates
+                .clone()
+                .flat_map(move |update| away.of(trace, update))
+        })
+        .collect();
+    let ids = (0..).map(AllocationId);
+    for (id, allocation) in ids.zip(&trace.allocations) {
         let throughout = allocation.natural.first() == Some(&(OpIndex(0), trace.end()));
-        if !throughout {
+        if !throughout || away.contains(&id) {
             continue;
         }
         match standing

@@ -30,6 +30,7 @@ mod rows;
 mod search;
 mod transfers;
 mod validate;
+mod variants;
 
 pub use chunks::{chunks, wants_alternatives};
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, PointAction, front};
@@ -124,7 +125,7 @@ pub struct Action {
     pub kind: ActionKind,
     /// Its promise.
     pub class: Class,
-    /// Allocations dropped, parameters fused, or pieces of the batch.
+    /// Allocations dropped, parameters fused or with state elsewhere, or pieces of the batch.
     pub count: u64,
     /// Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped, gradients
     /// freed, activations not needed at once.
@@ -135,6 +136,9 @@ pub struct Action {
     /// What the executor needs for `offload`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload: Option<Offload>,
+    /// What the executor needs for `offload_optimizer`; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload_optimizer: Option<OffloadOptimizer>,
     /// What to set for `allocator_settings`, as in `PYTORCH_CUDA_ALLOC_CONF`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<String>,
@@ -178,6 +182,22 @@ pub struct Offload {
     pub names: Vec<String>,
     /// As in [`Remat::forward`].
     pub forward: Vec<u32>,
+}
+
+/// Which of the optimizer's state to keep elsewhere, and how.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadOptimizer {
+    /// Where to.
+    pub tier: Tier,
+    /// The folder, for files; empty for the host's memory.
+    #[serde(default)]
+    pub folder: String,
+    /// Most bytes fetched ahead of their update, and most on their way out.
+    pub window_bytes: Bytes,
+    /// Smallest tensor that goes.
+    pub least_bytes: Bytes,
+    /// Names of the parameters with state elsewhere, in the order of their updates.
+    pub order: Vec<String>,
 }
 
 /// One dropped or stored allocation.
@@ -342,7 +362,7 @@ pub struct Plan {
     pub stop_reason: StopReason,
     /// Candidates evaluated.
     pub evaluations: u64,
-    /// What to do, in the order optimizer, batch, remat.
+    /// What to do, in the order optimizer, batch, activations.
     pub actions: Vec<Action>,
     /// What was not possible, and why.
     pub refusals: Vec<Refusal>,

@@ -1,7 +1,6 @@
-//! The outer choices: optimizer inside backward or not, how much may be on its way elsewhere at once, and into how
-//! many pieces to cut the batch.
+//! The outer choices, solved: what a step costs under each combination of them, and which is best.
 //!
-//! Responsible for trying each allowed combination with the inner search, for choosing among them, and
+//! Responsible for trying each combination (`variants.rs`) with the inner search, for choosing among them, and
 //! for what the next class would gain. Not responsible for what to do with each allocation (`search.rs`), for what
 //! may be done at all (`refusal.rs`), nor for writing the choice down (`actions.rs`).
 
@@ -9,18 +8,18 @@ use super::allocator::{self, Answer};
 use super::alternatives::{self, Sliced};
 use super::bound::{Bound, bound};
 use super::patience::{Share, TimeLimit};
-use super::problem::{Allowed, Candidate, Problem};
+use super::problem::{Candidate, Problem};
 use super::search::{Found, nothing_done, search};
 use super::validate::InvalidPlan;
 use super::{
-    ActionKind, Class, Estimate, NextClass, Offer, Plan, PlanRequest, Refusal, StopReason, Verdict,
+    ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason, Verdict,
     actions, arena, explain, refusal,
 };
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::step::{StepModel, Treatment, Variant};
-use crate::trace::{AllocationId, Category, Phase, SCHEMA_VERSION, Trace};
+use crate::step::{Treatment, Variant};
+use crate::trace::{Category, SCHEMA_VERSION, Trace};
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -165,6 +164,10 @@ impl Planner<'_> {
             refusal(ActionKind::FuseOptimizer, fuse),
             refusal(ActionKind::MicroBatch, pieces),
             refusal(ActionKind::Offload, refusal::offload(self.request)),
+            refusal(
+                ActionKind::OffloadOptimizer,
+                refusal::offload_optimizer(self.trace, self.request),
+            ),
         ];
         Plan {
             schema_version: SCHEMA_VERSION,
@@ -293,54 +296,6 @@ impl Planner<'_> {
         lowest(&outcomes).evaluation.peak_bytes
     }
 
-    /// The optimizer in backward or not, and how much may be on its way at once where something may be offloaded.
-    fn variants(&self) -> Vec<Variant> {
-        let mut variants = Vec::new();
-        for window_bytes in self.windows() {
-            let plain = Variant {
-                window_bytes,
-                ..Variant::default()
-            };
-            variants.push(plain);
-            if refusal::fuse_optimizer(self.trace, self.request).is_none() {
-                variants.push(Variant {
-                    fuse_optimizer: true,
-                    ..plain
-                });
-            }
-        }
-        variants
-    }
-
-    /// Transfers hide behind computing where two of the largest allocations may be on their way; where bytes are
-    /// short, none are.
-    fn windows(&self) -> Vec<Bytes> {
-        if self.offer().is_none() {
-            return vec![Bytes::ZERO];
-        }
-        let model = StepModel::new(self.trace, Variant::default());
-        let ids = (0..self.trace.allocations.len()).filter_map(|id| u32::try_from(id).ok());
-        let storable = ids.map(AllocationId).filter(|&id| model.is_storable(id));
-        let largest = storable.map(|id| model.bytes(id)).max();
-        vec![
-            Bytes(largest.unwrap_or_default().0.saturating_mul(2)),
-            Bytes::ZERO,
-        ]
-    }
-
-    /// The place for activations, if they may be offloaded.
-    pub(super) fn offer(&self) -> Option<&Offer> {
-        let offer = self.request.offload.as_ref();
-        offer.filter(|_| refusal::offload(self.request).is_none())
-    }
-
-    pub(super) fn allowed(&self) -> Allowed<'_> {
-        Allowed {
-            remat: !self.request.forbid.contains(&ActionKind::Remat),
-            offer: self.offer(),
-        }
-    }
-
     fn outcome(
         &self,
         variant: Variant,
@@ -357,7 +312,7 @@ impl Planner<'_> {
         let allowed = self.allowed();
         let problem = Problem::new(&trace, variant, &costs, allowed);
         let bound = bound(&problem, self.cap);
-        let base_seconds = self.base_seconds(&costs, &trace, pieces);
+        let base_seconds = self.base_seconds(&costs, &trace, variant, pieces);
         #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
         let worth = (best_seconds - base_seconds) / pieces as f64;
         let Found {
@@ -387,18 +342,6 @@ impl Planner<'_> {
         }
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
-    fn base_seconds(&self, costs: &Costs, trace: &Trace, pieces: u64) -> f64 {
-        let passes = costs.phase_seconds(trace, &[Phase::Forward, Phase::Backward]) * pieces as f64;
-        let gradients: Bytes = trace
-            .updates
-            .iter()
-            .map(|u| trace.allocations[u.gradient.index()].bytes)
-            .sum();
-        let accumulate = costs.accumulate_seconds(gradients.as_f64()) * (pieces - 1) as f64;
-        passes + accumulate + self.costs.phase_seconds(self.trace, &[Phase::Optimizer])
-    }
-
     /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it.
     fn piece(&self, pieces: u64) -> Trace {
         if pieces <= 1 {
@@ -422,13 +365,6 @@ impl Planner<'_> {
         self.whole_batch(self.share.between(0.0, until), f64::INFINITY)
     }
 
-    /// The combinations that leave the batch whole.
-    pub(super) fn whole_batch(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
-        let variants = self.variants();
-        let tries: Vec<_> = variants.into_iter().map(|variant| (variant, 1)).collect();
-        self.outcomes(&tries, share, best_seconds)
-    }
-
     /// The combinations that are not exact.
     fn equivalent(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let kinds = 1 + usize::from(self.may_cut_batch());
@@ -445,7 +381,7 @@ impl Planner<'_> {
         refusal::micro_batch(self.trace, self.request).is_none()
     }
 
-    fn outcomes(
+    pub(super) fn outcomes(
         &self,
         tries: &[(Variant, u64)],
         share: Share<'_>,
@@ -463,18 +399,6 @@ impl Planner<'_> {
         outcomes
     }
 
-    pub(super) fn micro_batches(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
-        let window_bytes = self.windows().first().copied().unwrap_or_default();
-        let variant = Variant {
-            accumulate: true,
-            window_bytes,
-            ..Variant::default()
-        };
-        let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
-        let tries: Vec<_> = counts.map(|pieces| (variant, pieces)).collect();
-        self.outcomes(&tries, share, best_seconds)
-    }
-
     fn explain_infeasible(&self, plan: &mut Plan, outcomes: &[Outcome]) {
         let least = outcomes
             .iter()
@@ -486,7 +410,8 @@ impl Planner<'_> {
         } else {
             StopReason::NotFound
         };
-        let note = explain::standing_note(self.trace, self.cap, plan.budget_bytes);
+        let away = self.state_away(Bytes::ZERO);
+        let note = explain::standing_note(self.trace, away, self.cap, plan.budget_bytes);
         plan.notes.extend(note);
     }
 
@@ -506,9 +431,6 @@ impl Planner<'_> {
 
 /// Part of the plan's time below which a looser class is worth a word.
 const WORTH_TELLING: f64 = 0.995;
-/// Divisors of the batch tried as number of pieces.
-const MOST_DIVISORS: usize = 6;
-
 /// Part of a time limit that is for exact plans, where there may be others.
 const EXACT_TIME: f64 = 0.6;
 

@@ -3,7 +3,10 @@
 //! Responsible for the proofs that the optimizer may run inside backward and that the batch may be cut,
 //! and for the words when they fail. Not responsible for whether using them pays.
 
+use super::variants::LEAST_STATE;
 use super::{ActionKind, PlanRequest};
+use crate::bytes::Bytes;
+use crate::step::StateAway;
 use crate::trace::{CouplingKind, Phase, Trace};
 
 /// Why the optimizer step cannot run inside backward; `None` when it can.
@@ -45,6 +48,27 @@ pub(super) fn offload(request: &PlanRequest) -> Option<String> {
     let forbidden = request.forbid.contains(&ActionKind::Offload);
     let named = request.offload.is_some();
     (named && forbidden).then(|| "forbidden by the request".to_owned())
+}
+
+/// Why the optimizer's state cannot be offloaded to the place that was named; `None` when it can, or none was.
+pub(super) fn offload_optimizer(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    request.offload.as_ref()?;
+    if request.forbid.contains(&ActionKind::OffloadOptimizer) {
+        return Some("forbidden by the request".to_owned());
+    }
+    if request.own_loop {
+        return Some("the optimizer is called by the user's own loop".to_owned());
+    }
+    if let Some(reason) = &trace.meta.per_parameter_refusal {
+        return Some(reason.clone());
+    }
+    let away = StateAway {
+        window_bytes: Bytes::ZERO,
+        least_bytes: LEAST_STATE,
+    };
+    let goes = |update| away.bytes(trace, update) > Bytes::ZERO;
+    let none = !trace.updates.iter().any(goes);
+    none.then(|| format!("the optimizer keeps no state of {LEAST_STATE} or more for a parameter"))
 }
 
 /// Why the batch cannot be cut; `None` when it can.

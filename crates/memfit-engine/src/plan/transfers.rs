@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use super::Tier;
 use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
-use crate::step::Transfer;
-use crate::trace::{AllocationId, OpIndex, Trace};
+use crate::step::{Transfer, UpdateTurn, Variant, update_turns};
+use crate::trace::{AllocationId, OpIndex, ParameterUpdate, Trace};
 
 /// A place for what is offloaded.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -128,6 +128,56 @@ impl Schedule {
             let waits = !matches!(transfer, Transfer::Out { .. } | Transfer::Ahead { .. });
             if waits {
                 waited += (self.ends[id.index()] - now).max(0.0);
+            }
+        }
+        waited + copied
+    }
+
+    /// Seconds that moving the optimizer's state adds to a step whose updates take `update_seconds` in all. Each
+    /// update takes of that by the bytes it moves; the transfers of activations are not looked at.
+    pub(super) fn state_seconds(
+        &self,
+        trace: &Trace,
+        variant: Variant,
+        update_seconds: f64,
+    ) -> f64 {
+        let Some(away) = variant.offload_optimizer else {
+            return 0.0;
+        };
+        let moved = |update: &ParameterUpdate| update.moved_bytes.as_f64().max(1.0);
+        let all: f64 = trace.updates.iter().map(moved).sum();
+        let mut ends = vec![0.0; trace.updates.len()];
+        // The channel is free from here on; updates and waits took so long so far; waits and copies alone.
+        let (mut free, mut elapsed, mut waited, mut copied) = (0.0_f64, 0.0_f64, 0.0_f64, 0.0_f64);
+        for (position, turn) in update_turns(trace, variant) {
+            let now = self.at(position.index()) + elapsed;
+            let (UpdateTurn::Fetch(number)
+            | UpdateTurn::Ahead(number)
+            | UpdateTurn::Asked(number)
+            | UpdateTurn::Update(number)
+            | UpdateTurn::Out(number)
+            | UpdateTurn::Settled(number)) = turn;
+            let update = &trace.updates[number];
+            let rate = match turn {
+                UpdateTurn::Fetch(_) | UpdateTurn::Ahead(_) => self.offer.read_bytes_per_second,
+                UpdateTurn::Out(_) => self.offer.write_bytes_per_second,
+                UpdateTurn::Update(_) => {
+                    elapsed += update_seconds * moved(update) / all;
+                    continue;
+                }
+                UpdateTurn::Asked(_) | UpdateTurn::Settled(_) => f64::INFINITY,
+            };
+            if rate.is_finite() {
+                let bytes = away.bytes(trace, update).as_f64();
+                free = free.max(now) + bytes / rate;
+                ends[number] = free;
+                let requests = away.of(trace, update).map(|_| REQUEST_SECONDS);
+                copied += bytes * self.copy_seconds_per_byte + requests.sum::<f64>();
+            }
+            if !matches!(turn, UpdateTurn::Ahead(_) | UpdateTurn::Out(_)) {
+                let wait = (ends[number] - now).max(0.0);
+                waited += wait;
+                elapsed += wait;
             }
         }
         waited + copied

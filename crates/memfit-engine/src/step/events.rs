@@ -4,10 +4,11 @@
 //! summing what no set of drops can move, and for collapsing ops between events into stretches. Part of
 //! laying out a [`StepModel`]; not responsible for what may be dropped.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use super::model::{StepModel, op_index};
-use crate::trace::{Category, OpIndex, ParameterUpdate, Phase, Trace};
+use super::updates::{UpdateTurn, update_turns, updates_end};
+use crate::trace::{Category, OpIndex, Trace};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
@@ -64,9 +65,9 @@ impl Event {
 impl StepModel {
     pub(super) fn lay_out_events(&mut self, trace: &Trace) {
         // With updates one by one the optimizer's phase is empty, so the step ends where it would start.
-        let one_by_one = self.variant.fuse_optimizer || self.variant.offload_optimizer;
+        let one_by_one = self.variant.updates_one_by_one();
         let end = if one_by_one {
-            backward_end(trace)
+            updates_end(trace, self.variant)
         } else {
             trace.ops.len()
         };
@@ -118,7 +119,7 @@ impl StepModel {
         }
         self.lay_out_ground(trace, end);
         if one_by_one {
-            events.extend(self.update_events(trace, &cuts, end));
+            events.extend(self.update_events(trace, &cuts));
         }
         self.lay_out_runs(&mut events, end);
         events.sort_by_key(|&(position, event)| (position, event.rank(), event));
@@ -137,11 +138,13 @@ impl StepModel {
                 }
             }
         }
-        if self.variant.offload_optimizer {
-            for state in trace.updates.iter().flat_map(|update| &update.state) {
-                if trace.allocations[state.index()].category == Category::OptimizerState {
-                    cuts[state.index()] = 0;
-                }
+        if let Some(away) = self.variant.offload_optimizer {
+            for state in trace
+                .updates
+                .iter()
+                .flat_map(|update| away.of(trace, update))
+            {
+                cuts[state.index()] = 0;
             }
         }
         cuts
@@ -179,72 +182,92 @@ impl StepModel {
         self.ground_between = between.sums(constant);
     }
 
-    /// One event for each position at which parameters are updated: where the gradient is complete, or all
-    /// at the `end`. Each update sees its own temporaries and its own state, if that is elsewhere otherwise;
-    /// inside backward also the gradients that still wait for theirs, and it frees its gradient.
-    fn update_events(&self, trace: &Trace, cuts: &[usize], end: usize) -> Vec<(usize, Event)> {
-        let mut due: BTreeMap<usize, Vec<&ParameterUpdate>> = BTreeMap::new();
-        for update in &trace.updates {
-            due.entry(self.updated_at(update, end))
-                .or_default()
-                .push(update);
-        }
-        let height = |position: usize, updates: &[&ParameterUpdate]| -> u64 {
-            let mut waiting: Vec<usize> = Vec::new();
-            let mut highest = 0;
-            for update in updates.iter().rev() {
-                let gradient = update.gradient.index();
-                let alive = |&(start, end): &(OpIndex, OpIndex)| {
-                    start.index() < position && position <= end.index()
-                };
-                let held = self.variant.fuse_optimizer
-                    && cuts[gradient] == position
-                    && trace.allocations[gradient].natural.iter().any(alive);
-                if held && !waiting.contains(&gradient) {
-                    waiting.push(gradient);
+    /// One event for each position at which parameters are updated. Each update sees its own temporaries and
+    /// the state that is there; inside backward also the gradients that still wait for theirs, and it frees its
+    /// gradient. State that stays for later updates, or is still on its way out, is part of the ground from there on.
+    fn update_events(&mut self, trace: &Trace, cuts: &[usize]) -> Vec<(usize, Event)> {
+        let turns = update_turns(trace, self.variant);
+        let by_position: Vec<_> = turns.chunk_by(|a, b| a.0 == b.0).collect();
+        let mut events = Vec::with_capacity(by_position.len());
+        let mut state: u64 = 0;
+        for (number, &turns) in by_position.iter().enumerate() {
+            let position = turns[0].0.index();
+            let ground = self.ground_between.get(position).copied().unwrap_or(0);
+            let height = ground.saturating_add(self.update_height(trace, cuts, turns, &mut state));
+            events.push((position, Event::Update { height }));
+            let next = by_position.get(number + 1);
+            let until = next.map_or(self.ground.len(), |turns| turns[0].0.index());
+            for ground in [&mut self.ground, &mut self.ground_between] {
+                let until = until.min(ground.len());
+                for height in ground.get_mut(position..until).into_iter().flatten() {
+                    *height = height.saturating_add(state);
                 }
-                let gradients: u64 = waiting.iter().map(|&g| self.bytes[g]).sum();
-                let state: u64 = self
-                    .fetched_state(trace, update)
-                    .map(|s| self.bytes[s])
-                    .sum();
-                let own = state.saturating_add(update.temporary_bytes.0);
-                highest = highest.max(gradients.saturating_add(own));
             }
-            highest.saturating_add(self.ground_between.get(position).copied().unwrap_or(0))
-        };
-        due.iter()
-            .map(|(&position, updates)| {
-                (
-                    position,
-                    Event::Update {
-                        height: height(position, updates),
-                    },
-                )
-            })
-            .collect()
-    }
-
-    /// Where a parameter is updated when updates come one by one.
-    pub(super) fn updated_at(&self, update: &ParameterUpdate, end: usize) -> usize {
-        if self.variant.fuse_optimizer {
-            update.ready.index()
-        } else {
-            end
         }
+        events
     }
 
-    /// The state that an update brings into memory.
-    pub(super) fn fetched_state<'t>(
+    /// The most that the turns of one position reach above the ground; `state` is what of it is there before
+    /// them, and after them.
+    fn update_height(
         &self,
-        trace: &'t Trace,
-        update: &'t ParameterUpdate,
-    ) -> impl Iterator<Item = usize> + 't {
-        let elsewhere = self.variant.offload_optimizer;
-        let states = update.state.iter().map(|state| state.index());
-        states.filter(move |&state| {
-            elsewhere && trace.allocations[state].category == Category::OptimizerState
-        })
+        trace: &Trace,
+        cuts: &[usize],
+        turns: &[(OpIndex, UpdateTurn)],
+        state: &mut u64,
+    ) -> u64 {
+        let waiting = self.waiting_gradients(trace, cuts, turns);
+        let bytes = |update: usize| match self.variant.offload_optimizer {
+            Some(away) => away.bytes(trace, &trace.updates[update]).0,
+            None => 0,
+        };
+        let (mut highest, mut place) = (0, 0);
+        for &(_, turn) in turns {
+            match turn {
+                UpdateTurn::Fetch(update) | UpdateTurn::Ahead(update) => {
+                    *state = state.saturating_add(bytes(update));
+                }
+                UpdateTurn::Settled(update) => *state = state.saturating_sub(bytes(update)),
+                UpdateTurn::Update(update) => {
+                    let own = trace.updates[update].temporary_bytes.0;
+                    let there = waiting[place].saturating_add(*state);
+                    highest = highest.max(there.saturating_add(own));
+                    place += 1;
+                }
+                UpdateTurn::Asked(_) | UpdateTurn::Out(_) => {}
+            }
+        }
+        highest
+    }
+
+    /// Bytes of gradients complete at this position that wait for each of its updates, its own included.
+    fn waiting_gradients(
+        &self,
+        trace: &Trace,
+        cuts: &[usize],
+        turns: &[(OpIndex, UpdateTurn)],
+    ) -> Vec<u64> {
+        let mut counted: BTreeSet<usize> = BTreeSet::new();
+        let mut bytes: u64 = 0;
+        let mut waiting = Vec::new();
+        for &(at, turn) in turns.iter().rev() {
+            let UpdateTurn::Update(update) = turn else {
+                continue;
+            };
+            let (gradient, position) = (trace.updates[update].gradient.index(), at.index());
+            let alive = |&(start, end): &(OpIndex, OpIndex)| {
+                start.index() < position && position <= end.index()
+            };
+            let held = self.variant.fuse_optimizer
+                && cuts[gradient] == position
+                && trace.allocations[gradient].natural.iter().any(alive);
+            if held && counted.insert(gradient) {
+                bytes = bytes.saturating_add(self.bytes[gradient]);
+            }
+            waiting.push(bytes);
+        }
+        waiting.reverse();
+        waiting
     }
 
     /// Ops that make no slot and have no event of their own join the stretch before them.
@@ -329,77 +352,4 @@ fn merge(ranges: &mut Vec<(usize, usize)>) {
         }
     }
     *ranges = merged;
-}
-
-fn backward_end(trace: &Trace) -> usize {
-    trace
-        .ops
-        .iter()
-        .position(|op| op.phase == Phase::Optimizer)
-        .unwrap_or(trace.ops.len())
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::bytes::Bytes;
-    use crate::step::{Evaluator, StepModel, Treatment, Variant};
-    use crate::trace::{Category, Trace, sample};
-
-    /// The chain, whose weight (256 bytes) is updated by two updates with a state of 1000 bytes each.
-    fn chain_with_state() -> Trace {
-        let mut trace = sample::chain();
-        let mut state = trace.allocations[0].clone();
-        state.category = Category::OptimizerState;
-        state.bytes = Bytes(1000);
-        for _ in 0..2 {
-            let id = u32::try_from(trace.allocations.len()).unwrap();
-            trace.allocations.push(state.clone());
-            let mut update = trace.updates[0].clone();
-            update.state = vec![crate::trace::AllocationId(id)];
-            update.temporary_bytes = Bytes(8);
-            trace.updates.push(update);
-        }
-        trace.updates.remove(0);
-        assert_eq!(trace.check(), Ok(()));
-        trace
-    }
-
-    fn peak(trace: &Trace, variant: Variant) -> Bytes {
-        let model = StepModel::new(trace, variant);
-        let kept = vec![Treatment::Keep; trace.allocations.len()];
-        Evaluator::new(&model).evaluate(&kept).peak_bytes
-    }
-
-    #[test]
-    fn offloaded_state_is_there_for_one_update_at_a_time() {
-        let trace = chain_with_state();
-        let without = peak(&sample::chain(), Variant::default());
-        assert_eq!(
-            peak(&trace, Variant::default()),
-            without + Bytes(2000),
-            "state stays throughout"
-        );
-        let variant = Variant {
-            offload_optimizer: true,
-            ..Variant::default()
-        };
-        // Weight 256, input 128 and gradient 256 are alive where the optimizer phase would begin.
-        let update = Bytes(256 + 128 + 256 + 1000 + 8);
-        assert!(update > without);
-        assert_eq!(peak(&trace, variant), update);
-    }
-
-    #[test]
-    fn state_that_no_update_names_stays_in_memory() {
-        let mut trace = chain_with_state();
-        trace.updates[1].state.clear();
-        let variant = Variant {
-            offload_optimizer: true,
-            ..Variant::default()
-        };
-        assert_eq!(
-            peak(&trace, variant),
-            Bytes(256 + 128 + 256 + 1000 + 8 + 1000)
-        );
-    }
 }

@@ -12,8 +12,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::evaluate::{Change, Evaluator};
 use super::model::StepModel;
 use super::treatment::Treatment;
+use super::updates::{UpdateTurn, update_turns};
 use crate::bytes::Bytes;
-use crate::trace::{AllocationId, Category, ParameterUpdate, Trace};
+use crate::trace::{AllocationId, Category, Trace};
 
 /// One stretch of memory. Times count changes in the order they happen: at each time exactly one stretch
 /// comes or goes, so `start` and `end` of all lives are distinct.
@@ -48,7 +49,11 @@ enum Key {
     /// A version that a replay made.
     Version(usize),
     /// Optimizer state that an update brings.
-    State(usize),
+    State {
+        update: usize,
+        number: usize,
+        allocation: usize,
+    },
     /// Scratch number so and so.
     Scratch(usize),
 }
@@ -134,44 +139,57 @@ impl Script<'_> {
     /// backward it lets its gradient go. Returns the gradients that wait for one, with the position.
     fn updates(&mut self) -> BTreeSet<(usize, usize)> {
         let mut waiting = BTreeSet::new();
-        let (model, trace) = (self.model, self.trace);
-        let in_backward = model.variant.fuse_optimizer;
-        if !in_backward && !model.variant.offload_optimizer {
-            return waiting;
-        }
-        let mut due: BTreeMap<usize, Vec<&ParameterUpdate>> = BTreeMap::new();
-        for update in &trace.updates {
-            let position = model.updated_at(update, self.end);
-            due.entry(position).or_default().push(update);
-        }
-        for (&position, updates) in &due {
-            for (turn, &update) in updates.iter().enumerate() {
-                let gradient = update.gradient.index();
-                let states: Vec<usize> = model.fetched_state(trace, update).collect();
-                for &state in &states {
-                    let bytes = model.bytes[state];
-                    self.turn(position, UPDATES, Key::State(state), true, bytes);
+        let trace = self.trace;
+        let turns = update_turns(trace, self.model.variant);
+        for (number, &(at, turn)) in turns.iter().enumerate() {
+            let position = at.index();
+            match turn {
+                UpdateTurn::Fetch(update) | UpdateTurn::Ahead(update) => {
+                    self.state(position, update, true);
                 }
-                self.scratch(position, UPDATES, update.temporary_bytes.0);
-                for &state in &states {
-                    let bytes = model.bytes[state];
-                    self.turn(position, UPDATES, Key::State(state), false, bytes);
+                UpdateTurn::Settled(update) => self.state(position, update, false),
+                UpdateTurn::Update(update) => {
+                    let update = &trace.updates[update];
+                    self.scratch(position, UPDATES, update.temporary_bytes.0);
+                    let later = turns[number + 1..].iter();
+                    let is_last = later.take_while(|later| later.0 == at).all(|later| {
+                        !matches!(later.1, UpdateTurn::Update(other)
+                            if trace.updates[other].gradient == update.gradient)
+                    });
+                    let gradient = update.gradient.index();
+                    if is_last && self.ends_with_update(gradient, position) {
+                        waiting.insert((gradient, position));
+                        let bytes = self.model.bytes[gradient];
+                        self.turn(position, UPDATES, Key::Original(gradient), false, bytes);
+                    }
                 }
-                let ends_here = self.model.fixed_ranges[gradient]
-                    .iter()
-                    .any(|&(start, stop)| start < position && stop == position)
-                    && in_backward;
-                let is_last = updates[turn + 1..]
-                    .iter()
-                    .all(|later| later.gradient != update.gradient);
-                if ends_here && is_last {
-                    waiting.insert((gradient, position));
-                    let bytes = self.model.bytes[gradient];
-                    self.turn(position, UPDATES, Key::Original(gradient), false, bytes);
-                }
+                UpdateTurn::Asked(_) | UpdateTurn::Out(_) => {}
             }
         }
         waiting
+    }
+
+    /// The state of an update that is elsewhere otherwise comes or goes.
+    fn state(&mut self, position: usize, update: usize, comes: bool) {
+        let (model, trace) = (self.model, self.trace);
+        let away = model.variant.offload_optimizer;
+        let states = away
+            .into_iter()
+            .flat_map(|away| away.of(trace, &trace.updates[update]));
+        for (number, state) in states.enumerate() {
+            let key = Key::State {
+                update,
+                number,
+                allocation: state.index(),
+            };
+            self.turn(position, UPDATES, key, comes, model.bytes[state.index()]);
+        }
+    }
+
+    /// Does the last update of a gradient at this position free it?
+    fn ends_with_update(&self, gradient: usize, position: usize) -> bool {
+        let ends = |&(start, stop): &(usize, usize)| start < position && stop == position;
+        self.model.variant.fuse_optimizer && self.model.fixed_ranges[gradient].iter().any(ends)
     }
 
     /// What no set of drops can move.
@@ -258,8 +276,9 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
         let id = |allocation: usize| AllocationId(u32::try_from(allocation).unwrap_or(u32::MAX));
         lives.push(Life {
             allocation: match turn.key {
-                Key::Original(allocation) | Key::Accumulated(allocation) => Some(id(allocation)),
-                Key::State(state) => Some(id(state)),
+                Key::Original(allocation)
+                | Key::Accumulated(allocation)
+                | Key::State { allocation, .. } => Some(id(allocation)),
                 Key::Version(_) | Key::Scratch(_) => None,
             },
             bytes: Bytes(turn.bytes),
@@ -270,7 +289,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
                     turn.position == 0 && trace.allocations[allocation].producer.is_none()
                 }
                 Key::Accumulated(_) => true,
-                Key::Version(_) | Key::State(_) | Key::Scratch(_) => false,
+                Key::Version(_) | Key::State { .. } | Key::Scratch(_) => false,
             },
         });
     }

@@ -18,9 +18,11 @@ mod state;
 mod storable;
 mod transfers;
 mod treatment;
+mod updates;
 
 pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
 pub use model::{StepModel, Undroppable, Variant};
 pub use storable::Unstorable;
 pub use transfers::Transfer;
 pub use treatment::Treatment;
+pub use updates::{StateAway, UpdateTurn, update_turns};

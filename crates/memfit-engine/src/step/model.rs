@@ -10,6 +10,7 @@
 
 use super::events::Event;
 use super::storable::Unstorable;
+use super::updates::StateAway;
 use crate::bytes::Bytes;
 use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace};
 
@@ -23,8 +24,15 @@ pub struct Variant {
     /// Most bytes of stored allocations on their way out, and most fetched ahead. With none, every write
     /// settles before the pack returns, and nothing is fetched ahead.
     pub window_bytes: Bytes,
-    /// The optimizer runs per parameter, whose state is in memory only during its update.
-    pub offload_optimizer: bool,
+    /// The optimizer runs per parameter, and state is in memory only around its update.
+    pub offload_optimizer: Option<StateAway>,
+}
+
+impl Variant {
+    /// Does the optimizer run per parameter, its own phase being empty?
+    pub(super) const fn updates_one_by_one(self) -> bool {
+        self.fuse_optimizer || self.offload_optimizer.is_some()
+    }
 }
 
 /// A version of an allocation: the unit that is recomputed.
@@ -246,7 +254,8 @@ impl StepModel {
         let mut stale_from = vec![usize::MAX; trace.allocations.len()];
         if self.variant.fuse_optimizer {
             for update in &trace.updates {
-                stale_from[update.parameter.index()] = update.ready.index();
+                let from = &mut stale_from[update.parameter.index()];
+                *from = (*from).min(update.ready.index());
             }
         }
         for i in 0..self.forward_end {

@@ -8,6 +8,7 @@
 //! ops around is not asked about there; that is all the cleverness.
 
 mod stored;
+mod updated;
 
 use super::{Transfer, Treatment, Variant};
 use crate::bytes::Bytes;
@@ -102,6 +103,7 @@ struct Twin<'t> {
     passing_versions: Vec<usize>,
     passing_stored: Vec<usize>,
     constant: u64,
+    updates: updated::Updates,
     result: NaiveEvaluation,
 }
 
@@ -149,6 +151,7 @@ pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Na
         passing_versions: Vec::new(),
         passing_stored: Vec::new(),
         constant,
+        updates: updated::Updates::default(),
         result,
     };
     twin.lay_out();
@@ -165,15 +168,8 @@ impl Twin<'_> {
                 unpacks[unpack.index()].push(i);
             }
         }
-        let fused_end = self
-            .trace
-            .ops
-            .iter()
-            .position(|op| op.phase == Phase::Optimizer);
-        let end = match fused_end {
-            Some(end) if self.variant.fuse_optimizer || self.variant.offload_optimizer => end,
-            _ => self.trace.ops.len(),
-        };
+        let end = self.end();
+        self.updates.order(self.trace, self.variant, end);
         for (p, unpacks) in unpacks.iter().enumerate().take(end + 1) {
             self.packs_at(p);
             self.updates_at(p, end);
@@ -204,11 +200,9 @@ impl Twin<'_> {
                 cuts[gradient] = update.ready.index();
             }
         }
-        if self.variant.offload_optimizer {
-            let states = self.trace.updates.iter().flat_map(|update| &update.state);
-            for state in states.filter(|&&state| self.is_state(state)) {
-                cuts[state.index()] = 0;
-            }
+        let states = self.trace.updates.iter().flat_map(|update| &update.state);
+        for state in states.filter(|&&state| self.is_away(state)) {
+            cuts[state.index()] = 0;
         }
         self.near = vec![Vec::new(); self.trace.ops.len() / STRETCH + 1];
         for (a, allocation) in self.trace.allocations.iter().enumerate() {
@@ -352,7 +346,7 @@ impl Twin<'_> {
     fn height(&self, p: usize, running: bool, extra: u64) -> u64 {
         let reach = self.reach(p, running, None);
         let mut counted = vec![false; self.treatments.len()];
-        let mut total = self.constant + extra;
+        let mut total = self.constant + self.updates.state_bytes + extra;
         let mut count = |a: usize| {
             if !std::mem::replace(&mut counted[a], true) {
                 total += self.bytes(a);
@@ -536,49 +530,5 @@ impl Twin<'_> {
             }
         }
         versions
-    }
-
-    fn is_state(&self, id: AllocationId) -> bool {
-        self.trace.allocations[id.index()].category == Category::OptimizerState
-    }
-
-    /// Updates one by one: those whose gradient is complete at `p`, in order, each of which frees its
-    /// gradient; or all at the end, where the gradients stay.
-    fn updates_at(&mut self, p: usize, end: usize) {
-        let fuse = self.variant.fuse_optimizer;
-        if !(fuse || self.variant.offload_optimizer && p == end) {
-            return;
-        }
-        let due: Vec<usize> = (0..self.trace.updates.len())
-            .filter(|&i| !fuse || self.trace.updates[i].ready.index() == p)
-            .collect();
-        for (n, &i) in due.iter().enumerate() {
-            // Gradients cut at `p` no longer count just before op `p`; those not yet updated do.
-            let mut waiting: Vec<AllocationId> = due[n..]
-                .iter()
-                .filter(|_| fuse)
-                .map(|&j| self.trace.updates[j].gradient)
-                .filter(|g| {
-                    let gradient = &self.trace.allocations[g.index()];
-                    gradient.category == Category::Gradient
-                        && gradient
-                            .natural
-                            .iter()
-                            .any(|&(s, e)| s.index() < p && p <= e.index())
-                })
-                .collect();
-            waiting.sort_unstable();
-            waiting.dedup();
-            let waiting: u64 = waiting
-                .iter()
-                .map(|g| self.trace.allocations[g.index()].bytes.0)
-                .sum();
-            let brought = self.trace.updates[i].state.iter();
-            let brought = brought.filter(|&&s| self.variant.offload_optimizer && self.is_state(s));
-            let state: u64 = brought.map(|s| self.bytes(s.index())).sum();
-            let extra = waiting + state + self.trace.updates[i].temporary_bytes.0;
-            let height = self.height(p, false, extra);
-            self.see(height);
-        }
     }
 }

@@ -128,6 +128,9 @@ pub struct Meta {
     /// Why the optimizer step cannot run inside backward (`AdamW is called with ...`); absent when it can.
     #[serde(default)]
     pub fused_optimizer_refusal: Option<String>,
+    /// Why the optimizer step cannot run parameter by parameter once all gradients are there; absent when it can.
+    #[serde(default = "unknown_optimizer")]
+    pub per_parameter_refusal: Option<String>,
     /// Batch size at which workspaces were probed; 0 when it is `batch`.
     #[serde(default)]
     pub probed_batch: u64,
@@ -138,6 +141,11 @@ pub struct Meta {
     /// Things the reader should know, one sentence each (fallbacks taken, ops not understood).
     #[serde(default)]
     pub notes: Vec<String>,
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "the default of an optional field")]
+fn unknown_optimizer() -> Option<String> {
+    Some("the trace was recorded before memfit knew whether the optimizer allows it".to_owned())
 }
 
 /// What an allocation is for. Bound when the step has ended, when its role is known.

@@ -25,6 +25,7 @@ impl Builder {
             probe_threads: 0,
             probed_batch: 0,
             fused_optimizer_refusal: None,
+            per_parameter_refusal: None,
             loss_reduction: "mean".into(),
             notes: Vec::new(),
         };

@@ -174,6 +174,7 @@ prop_compose! {
                 probe_threads: 1,
                 probed_batch: 3,
                 fused_optimizer_refusal: None,
+            per_parameter_refusal: None,
                 loss_reduction: "mean".into(),
                 notes: Vec::new(),
             },

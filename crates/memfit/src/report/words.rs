@@ -72,7 +72,7 @@ pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
         }
         ActionKind::OffloadOptimizer => {
             format!(
-                "fetched for one of {} at a time",
+                "that of {} kept elsewhere but for its update",
                 counted(count, "parameter")
             )
         }

@@ -1,0 +1,325 @@
+//! Which combinations of outer choices are tried, and what each adds to the step whatever else is done.
+//!
+//! Responsible for: the optimizer inside backward or not, its state elsewhere or not, how much may be on its way at
+//! once, and into how many pieces the batch is cut. Not responsible for solving a combination or for choosing
+//! (`outer.rs`), nor for what may be done at all (`refusal.rs`).
+
+use super::outer::{Outcome, Planner};
+use super::patience::Share;
+use super::problem::Allowed;
+use super::transfers::Schedule;
+use super::{ActionKind, Offer, refusal};
+use crate::bytes::Bytes;
+use crate::cost::Costs;
+use crate::step::{StateAway, StepModel, Variant};
+use crate::trace::{AllocationId, Phase, Trace};
+
+/// Divisors of the batch tried as number of pieces.
+const MOST_DIVISORS: usize = 6;
+
+/// Smaller state stays in memory: fetching it would take longer than it is worth.
+pub(super) const LEAST_STATE: Bytes = Bytes(4096);
+
+impl Planner<'_> {
+    /// The combinations that leave the batch whole.
+    pub(super) fn whole_batch(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
+        let variants = self.variants();
+        let tries: Vec<_> = variants.into_iter().map(|variant| (variant, 1)).collect();
+        self.outcomes(&tries, share, best_seconds)
+    }
+
+    pub(super) fn micro_batches(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
+        let window_bytes = self.windows().first().copied().unwrap_or_default();
+        let plain = Variant {
+            accumulate: true,
+            window_bytes,
+            ..Variant::default()
+        };
+        let away = self.states_away().first().map(|&away| Variant {
+            offload_optimizer: Some(away),
+            ..plain
+        });
+        let variants = || [Some(plain), away].into_iter().flatten();
+        let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
+        let tries = counts.flat_map(|pieces| variants().map(move |variant| (variant, pieces)));
+        self.outcomes(&tries.collect::<Vec<_>>(), share, best_seconds)
+    }
+
+    /// The optimizer in backward or not, its state elsewhere or not, and how much may be on its way at once. Where
+    /// there are windows for both activations and state, they are wide together and narrow together.
+    fn variants(&self) -> Vec<Variant> {
+        let (windows, states) = (self.windows(), self.states_away());
+        let may_fuse = refusal::fuse_optimizer(self.trace, self.request).is_none();
+        let mut variants = Vec::new();
+        for width in 0..windows.len().max(states.len()) {
+            let window_bytes = windows[width.min(windows.len() - 1)];
+            let stays = (width < windows.len()).then_some(None);
+            let away = states.get(width).map(|&away| Some(away));
+            for offload_optimizer in [stays, away].into_iter().flatten() {
+                let plain = Variant {
+                    window_bytes,
+                    offload_optimizer,
+                    ..Variant::default()
+                };
+                let fused = Variant {
+                    fuse_optimizer: true,
+                    ..plain
+                };
+                variants.push(plain);
+                variants.extend(may_fuse.then_some(fused));
+            }
+        }
+        variants
+    }
+
+    /// Transfers hide behind computing where two of the largest allocations may be on their way; where bytes are
+    /// short, none are.
+    fn windows(&self) -> Vec<Bytes> {
+        if self.offer().is_none() {
+            return vec![Bytes::ZERO];
+        }
+        let model = StepModel::new(self.trace, Variant::default());
+        let ids = (0..self.trace.allocations.len()).filter_map(|id| u32::try_from(id).ok());
+        let storable = ids.map(AllocationId).filter(|&id| model.is_storable(id));
+        let largest = storable.map(|id| model.bytes(id)).max();
+        vec![
+            Bytes(largest.unwrap_or_default().0.saturating_mul(2)),
+            Bytes::ZERO,
+        ]
+    }
+
+    /// State elsewhere, with a window that lets any one update's come ahead, and with none; nothing where the state
+    /// has to stay.
+    fn states_away(&self) -> Vec<StateAway> {
+        let Some(narrow) = self.state_away(Bytes::ZERO) else {
+            return Vec::new();
+        };
+        let sizes = self.trace.updates.iter();
+        let largest = sizes.map(|update| narrow.bytes(self.trace, update)).max();
+        let wide = self.state_away(largest.unwrap_or_default());
+        wide.into_iter().chain([narrow]).collect()
+    }
+
+    /// State elsewhere with a window of so many bytes; `None` where it has to stay.
+    pub(super) fn state_away(&self, window_bytes: Bytes) -> Option<StateAway> {
+        self.state_offer()?;
+        Some(StateAway {
+            window_bytes,
+            least_bytes: LEAST_STATE,
+        })
+    }
+
+    /// The place for activations, if they may be offloaded.
+    pub(super) fn offer(&self) -> Option<&Offer> {
+        let offer = self.request.offload.as_ref();
+        offer.filter(|_| refusal::offload(self.request).is_none())
+    }
+
+    /// The place for optimizer state, if it may be offloaded.
+    pub(super) fn state_offer(&self) -> Option<&Offer> {
+        let offer = self.request.offload.as_ref();
+        offer.filter(|_| refusal::offload_optimizer(self.trace, self.request).is_none())
+    }
+
+    pub(super) fn allowed(&self) -> Allowed<'_> {
+        Allowed {
+            remat: !self.request.forbid.contains(&ActionKind::Remat),
+            offer: self.offer(),
+        }
+    }
+
+    /// Seconds of the step without replays and waits for activations.
+    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    pub(super) fn base_seconds(
+        &self,
+        costs: &Costs,
+        trace: &Trace,
+        variant: Variant,
+        pieces: u64,
+    ) -> f64 {
+        let passes = costs.phase_seconds(trace, &[Phase::Forward, Phase::Backward]) * pieces as f64;
+        let gradients: Bytes = trace
+            .updates
+            .iter()
+            .map(|u| trace.allocations[u.gradient.index()].bytes)
+            .sum();
+        let accumulate = costs.accumulate_seconds(gradients.as_f64()) * (pieces - 1) as f64;
+        let update = self.costs.phase_seconds(self.trace, &[Phase::Optimizer]);
+        let moved = self.state_offer().map_or(0.0, |offer| {
+            let schedule = Schedule::new(trace, offer.clone(), costs);
+            schedule.state_seconds(trace, variant, update)
+        });
+        passes + accumulate + update + moved
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ActionKind, Class, Plan, PlanRequest, StopReason, Tier, Verdict, plan};
+    use super::*;
+    use crate::cost::CostSource;
+    use crate::trace::{Category, Trace, sample};
+
+    const STATE: u64 = 100_000;
+
+    /// The chain, whose weight is updated with a state that is most of what the step holds.
+    fn chain_with_state() -> Trace {
+        let mut trace = sample::chain();
+        let mut state = trace.allocations[0].clone();
+        state.category = Category::OptimizerState;
+        state.bytes = Bytes(STATE);
+        let id = u32::try_from(trace.allocations.len()).unwrap();
+        trace.allocations.push(state.clone());
+        trace.updates[0].state = vec![AllocationId(id)];
+        // More of it, for a parameter that is updated later.
+        trace.allocations.push(state);
+        let mut update = trace.updates[0].clone();
+        update.state = vec![AllocationId(id + 1)];
+        trace.updates.push(update);
+        assert_eq!(trace.check(), Ok(()));
+        trace
+    }
+
+    fn request(budget: u64, rate: f64) -> PlanRequest {
+        PlanRequest {
+            budget: budget.to_string(),
+            offload: Some(Offer {
+                tier: Tier::Disk,
+                folder: "/scratch".to_owned(),
+                write_bytes_per_second: rate,
+                read_bytes_per_second: rate,
+            }),
+            ..PlanRequest::default()
+        }
+    }
+
+    fn planned(trace: &Trace, request: &PlanRequest) -> Plan {
+        let source = CostSource::Profile {
+            op_seconds: vec![1.0; trace.ops.len()],
+        };
+        plan(trace, &source, request).unwrap()
+    }
+
+    #[test]
+    fn state_goes_where_nothing_else_brings_the_step_under_its_budget() {
+        let trace = chain_with_state();
+        let plan = planned(&trace, &request(STATE * 3 / 2, 1e6));
+        assert_eq!((plan.verdict, plan.class), (Verdict::Fits, Class::Exact));
+        let action = plan
+            .actions
+            .iter()
+            .find(|action| action.kind == ActionKind::OffloadOptimizer);
+        let action = action.expect("only the state is large enough");
+        let directions = action.offload_optimizer.as_ref().unwrap();
+        assert_eq!((action.count, action.bytes), (2, Bytes(2 * STATE)));
+        assert_eq!(directions.order.len(), 2);
+        assert_eq!(directions.folder, "/scratch");
+        assert_eq!(
+            directions.window_bytes,
+            Bytes::ZERO,
+            "both at once would be too much"
+        );
+        // Each way of each state takes a tenth of a second, and nothing hides it.
+        let added = plan.planned.predicted_step_seconds - plan.unplanned.predicted_step_seconds;
+        assert!((0.4..0.41).contains(&added), "{added}");
+        assert!(plan.lower_bound_ratio <= plan.predicted_step_ratio);
+    }
+
+    #[test]
+    fn a_window_is_used_where_there_is_room_for_it() {
+        let mut trace = chain_with_state();
+        let (state, mut update) = (trace.updates[1].state[0], trace.updates[1].clone());
+        for _ in 0..6 {
+            let id = u32::try_from(trace.allocations.len()).unwrap();
+            let state = trace.allocations[state.index()].clone();
+            trace.allocations.push(state);
+            update.state = vec![AllocationId(id)];
+            trace.updates.push(update.clone());
+        }
+        let small = planned(&trace, &request(STATE * 3 / 2, 1e6));
+        // One in use, one ahead, and one on its way out.
+        let large = planned(&trace, &request(STATE * 7 / 2, 1e6));
+        let window = |plan: &Plan| {
+            let mut directions = plan
+                .actions
+                .iter()
+                .filter_map(|a| a.offload_optimizer.clone());
+            directions.next().map(|directions| directions.window_bytes)
+        };
+        assert_eq!(window(&small), Some(Bytes::ZERO));
+        assert_eq!(window(&large), Some(Bytes(STATE)));
+        let seconds = |plan: &Plan| plan.planned.predicted_step_seconds;
+        assert!(seconds(&large) < seconds(&small));
+    }
+
+    #[test]
+    fn a_slow_place_is_no_place_for_state_where_computing_again_does() {
+        let mut trace = chain_with_state();
+        trace.meta.probe_threads = 1;
+        for allocation in &mut trace.allocations {
+            // So large that what a plan keeps free is small beside it.
+            allocation.bytes = Bytes(allocation.bytes.0 * 1_000_000);
+        }
+        let kinds = |plan: &Plan| plan.actions.iter().map(|a| a.kind).collect::<Vec<_>>();
+        let peak = crate::predict::unplanned_peak(&trace).0;
+        let slow = planned(&trace, &request(peak, 1.0));
+        assert_eq!(slow.verdict, Verdict::Fits);
+        assert!(!kinds(&slow).contains(&ActionKind::OffloadOptimizer));
+    }
+
+    #[test]
+    fn the_smallest_peak_counts_on_state_that_may_go() {
+        let trace = chain_with_state();
+        let with = planned(&trace, &request(1, 1e6));
+        let mut request = request(1, 1e6);
+        request.forbid = vec![ActionKind::OffloadOptimizer];
+        let without = planned(&trace, &request);
+        assert!(without.minimum_peak_bytes >= Bytes(2 * STATE));
+        assert!(with.minimum_peak_bytes < Bytes(STATE + 1000));
+        let proved = (StopReason::ProvedInfeasible, StopReason::ProvedInfeasible);
+        assert_eq!((with.stop_reason, without.stop_reason), proved);
+        let says = |plan: &Plan| {
+            plan.notes
+                .iter()
+                .any(|note| note.contains("optimizer state"))
+        };
+        assert!(says(&without) && !says(&with));
+        let refusal = without
+            .refusals
+            .iter()
+            .find(|r| r.kind == ActionKind::OffloadOptimizer);
+        assert_eq!(refusal.unwrap().reason, "forbidden by the request");
+    }
+
+    #[test]
+    fn state_stays_where_an_optimizer_needs_it_and_the_reason_is_said() {
+        let mut trace = chain_with_state();
+        let reason = |trace: &Trace, request: &PlanRequest| {
+            let plan = planned(trace, request);
+            let mut refusals = plan.refusals.into_iter();
+            let refusal = refusals.find(|r| r.kind == ActionKind::OffloadOptimizer);
+            refusal.map(|refusal| refusal.reason)
+        };
+        let usual = request(STATE, 1e6);
+        assert_eq!(reason(&trace, &usual), None);
+        let own_loop = PlanRequest {
+            own_loop: true,
+            ..usual.clone()
+        };
+        let said = reason(&trace, &own_loop).unwrap();
+        assert_eq!(said, "the optimizer is called by the user's own loop");
+        trace.meta.per_parameter_refusal = Some("`LBFGS` is not known".to_owned());
+        assert_eq!(reason(&trace, &usual).unwrap(), "`LBFGS` is not known");
+        let small = sample::chain();
+        let said = reason(&small, &usual).unwrap();
+        assert_eq!(
+            said,
+            "the optimizer keeps no state of 4.0 KiB or more for a parameter"
+        );
+        let nowhere = PlanRequest {
+            offload: None,
+            ..usual
+        };
+        assert_eq!(reason(&trace, &nowhere), None);
+    }
+}

@@ -1,0 +1,197 @@
+//! The part of the slow twin that knows of updates one by one, and of state that is elsewhere between them.
+//!
+//! Responsible for what the page says under "Optimizer state elsewhere" and "Optimizer step inside backward".
+
+use super::Twin;
+use crate::bytes::Bytes;
+use crate::step::Variant;
+use crate::trace::{AllocationId, Category, Phase, Trace};
+
+/// Where the state of an update is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Away,
+    /// Fetched, its update has yet to run.
+    Ahead,
+    Outgoing,
+}
+
+/// What there is of the updates.
+#[derive(Debug, Default)]
+pub(super) struct Updates {
+    /// All of them in order, with the position of each.
+    in_order: Vec<(usize, usize)>,
+    /// Of each in order, where its state is.
+    places: Vec<(Place, u64)>,
+    /// Those in order that have run.
+    ran: usize,
+    /// State that is there and is no allocation of the trace's own.
+    pub(super) state_bytes: u64,
+}
+
+impl Updates {
+    pub(super) fn order(&mut self, trace: &Trace, variant: Variant, end: usize) {
+        for position in 0..=trace.ops.len() {
+            for (i, update) in trace.updates.iter().enumerate() {
+                let at = if variant.fuse_optimizer {
+                    update.ready.index()
+                } else {
+                    end
+                };
+                if at == position {
+                    self.in_order.push((i, position));
+                }
+            }
+        }
+        self.places = vec![(Place::Away, 0); self.in_order.len()];
+    }
+
+    /// Bytes of all states at a place.
+    fn bytes_at(&self, place: Place) -> u64 {
+        let there = self.places.iter().filter(|state| state.0 == place);
+        there.map(|state| state.1).sum()
+    }
+
+    /// Has the window room for the state of the `n`th?
+    fn may_come_ahead(&self, n: usize, window: u64) -> bool {
+        let (place, bytes) = self.places[n];
+        place == Place::Away && bytes > 0 && self.bytes_at(Place::Ahead) + bytes <= window
+    }
+
+    fn settle_oldest(&mut self) -> bool {
+        let oldest = self
+            .places
+            .iter()
+            .position(|state| state.0 == Place::Outgoing);
+        if let Some(oldest) = oldest {
+            self.places[oldest].0 = Place::Away;
+        }
+        oldest.is_some()
+    }
+}
+
+impl Twin<'_> {
+    /// Number of ops that run.
+    pub(super) fn end(&self) -> usize {
+        let fuse = self.variant.fuse_optimizer;
+        if !fuse && self.variant.offload_optimizer.is_none() {
+            return self.trace.ops.len();
+        }
+        for (i, op) in self.trace.ops.iter().enumerate() {
+            let belongs = |category| {
+                let is = |&v| {
+                    self.trace.allocations[self.trace.allocation_of(v).index()].category == category
+                };
+                op.reads.iter().any(is) || op.writes.iter().any(is)
+            };
+            let touches = belongs(Category::Parameter) || belongs(Category::OptimizerState);
+            if op.phase == Phase::Optimizer && (fuse || touches) {
+                return i;
+            }
+        }
+        // An optimizer that touches none of them does not run.
+        let phase = |phase| self.trace.ops.iter().position(|op| op.phase == phase);
+        phase(Phase::Optimizer).unwrap_or(self.trace.ops.len())
+    }
+
+    /// Is this state that comes with its update?
+    pub(super) fn is_away(&self, id: AllocationId) -> bool {
+        let Some(away) = self.variant.offload_optimizer else {
+            return false;
+        };
+        let allocation = &self.trace.allocations[id.index()];
+        let least = away.least_bytes.0.max(1);
+        allocation.category == Category::OptimizerState && allocation.bytes.0 >= least
+    }
+
+    /// The updates at `p`: inside backward those whose gradient is complete, each of which frees its gradient;
+    /// or all at the end, where the gradients stay.
+    pub(super) fn updates_at(&mut self, p: usize, end: usize) {
+        let fuse = self.variant.fuse_optimizer;
+        if !(fuse || self.variant.offload_optimizer.is_some() && p == end) {
+            return;
+        }
+        while let Some(&(i, position)) = self.updates.in_order.get(self.updates.ran) {
+            if position != p {
+                return;
+            }
+            let waiting = if fuse { self.waiting_gradients(p) } else { 0 };
+            self.fetch_state();
+            let extra = waiting + self.trace.updates[i].temporary_bytes.0;
+            let height = self.height(p, false, extra);
+            self.see(height);
+            self.send_state();
+        }
+    }
+
+    /// Gradients cut at `p` no longer count just before op `p`; those not yet updated do.
+    fn waiting_gradients(&self, p: usize) -> u64 {
+        let due = self.updates.in_order[self.updates.ran..].iter();
+        let due = due.filter(|&&(_, position)| position == p);
+        let mut waiting: Vec<AllocationId> = due
+            .map(|&(j, _)| self.trace.updates[j].gradient)
+            .filter(|g| {
+                let gradient = &self.trace.allocations[g.index()];
+                gradient.category == Category::Gradient
+                    && gradient
+                        .natural
+                        .iter()
+                        .any(|&(s, e)| s.index() < p && p <= e.index())
+            })
+            .collect();
+        waiting.sort_unstable();
+        waiting.dedup();
+        waiting.iter().map(|g| self.bytes(g.index())).sum()
+    }
+
+    /// Brings the state of the next update, and what may come ahead.
+    fn fetch_state(&mut self) {
+        let window = self
+            .variant
+            .offload_optimizer
+            .map_or(0, |away| away.window_bytes.0);
+        let all = self.updates.in_order.len();
+        for n in (0..all).filter(|_| self.updates.ran == 0) {
+            let update = &self.trace.updates[self.updates.in_order[n].0];
+            let away = update.state.iter().filter(|&&state| self.is_away(state));
+            self.updates.places[n].1 = away.map(|state| self.bytes(state.index())).sum();
+        }
+        let now = self.updates.ran;
+        let mut own = self.updates.places[now].1;
+        if self.updates.places[now].0 == Place::Ahead {
+            self.updates.places[now].0 = Place::Away;
+        }
+        for n in now + 1..self.updates.places.len() {
+            let is_there =
+                self.updates.places[n].0 == Place::Ahead || self.updates.places[n].1 == 0;
+            if !is_there && !self.updates.may_come_ahead(n, window) {
+                break;
+            }
+            self.updates.places[n].0 = Place::Ahead;
+        }
+        own += self.updates.bytes_at(Place::Ahead) + self.updates.bytes_at(Place::Outgoing);
+        self.updates.state_bytes = own;
+    }
+
+    /// The next update has run: its state goes out.
+    fn send_state(&mut self) {
+        let window = self
+            .variant
+            .offload_optimizer
+            .map_or(0, |away| away.window_bytes.0);
+        let updates = &mut self.updates;
+        let bytes = updates.places[updates.ran].1;
+        if bytes > 0 {
+            while updates.bytes_at(Place::Outgoing) + bytes > window && updates.settle_oldest() {}
+            if bytes <= window {
+                updates.places[updates.ran].0 = Place::Outgoing;
+            }
+        }
+        updates.ran += 1;
+        if updates.ran == updates.places.len() {
+            while updates.settle_oldest() {}
+        }
+        updates.state_bytes = updates.bytes_at(Place::Ahead) + updates.bytes_at(Place::Outgoing);
+        debug_assert!(Bytes(updates.bytes_at(Place::Ahead)) <= Bytes(window));
+    }
+}
