@@ -28,6 +28,7 @@ from memfit.errors import (
     OffloadError,
     OutOfBudget,
     ParkError,
+    PoolError,
     RecoveryWarning,
     SnapshotError,
     TraceFileError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from memfit.guarding.guard import guard
     from memfit.parking.parked import ParkedModel, park
     from memfit.placement import Placement, place
+    from memfit.pool.pool import Pool
     from memfit.questions import fit, pareto, plan, predict, trace
     from memfit.tracking.track import track
     from memfit.workload import Workload
@@ -68,6 +70,8 @@ __all__ = [
     "ParkedModel",
     "Placement",
     "Plan",
+    "Pool",
+    "PoolError",
     "Prediction",
     "RecoveryWarning",
     "SnapshotError",
@@ -96,6 +100,7 @@ _HOMES = {
     "Fitted": "memfit.fitted",
     "ParkedModel": "memfit.parking.parked",
     "Placement": "memfit.placement",
+    "Pool": "memfit.pool.pool",
     "Workload": "memfit.workload",
     "device": "memfit.devices",
     "fit": "memfit.questions",

@@ -10,6 +10,7 @@ __all__ = [
     "AllocationWindow",
     "LeaseClient",
     "ParkedMemory",
+    "PoolMachine",
     "Snapshot",
     "Store",
     "StoredBlock",
@@ -195,6 +196,49 @@ class ParkedMemory:
         Raises:
             ParkError: It is still parked.
         """
+
+    def statistics(self) -> str:
+        """What it did so far, as JSON."""
+
+@final
+class PoolMachine:
+    """Which models of a pool are in memory, and who waits; decides, and moves nothing."""
+
+    def __new__(cls, budget: int) -> PoolMachine:
+        """A pool without models."""
+
+    def add(
+        self, size: int, activations: int, is_pinned: bool, now: int
+    ) -> tuple[tuple[int, bool] | None, tuple[str, int, int] | None]:
+        """Add a model that is in memory.
+
+        Returns:
+            Its number and whether it may stay there; or why not, wanted and available bytes.
+        """
+
+    def remove(self, model: int) -> bool:
+        """Take a model out; false while it is used, moved or waited for."""
+
+    def ask(self, model: int, activations: int, client: int, now: int) -> int:
+        """Ask for a use; returns its ticket. The answer is among the answers, now or later."""
+
+    def cancel(self, ticket: int) -> None:
+        """Give up a request that has no answer."""
+
+    def end(self, ticket: int, unsaved: int, now: int) -> None:
+        """End a use; parking its model would write so many bytes."""
+
+    def begin(self, now: int) -> tuple[bool, int] | None:
+        """The next job, begun by this: whether it is to wake, and the model."""
+
+    def ended(self, job: tuple[bool, int], is_done: bool, moved: int, took: int, now: int) -> None:
+        """A job has ended."""
+
+    def answers(self) -> list[tuple[int, tuple[str, int, int] | None]]:
+        """Tickets answered since the last time: granted, or why not, wanted, available bytes."""
+
+    def counted(self) -> int:
+        """Bytes that count now."""
 
     def statistics(self) -> str:
         """What it did so far, as JSON."""

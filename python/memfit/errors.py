@@ -209,6 +209,37 @@ class ParkError(MemfitError):
         self.tensor = tensor
 
 
+class PoolError(MemfitError):
+    """A pool has no such model, or no room for it.
+
+    Attributes:
+        reason: Why, for programs: ``too_large``, ``timed_out``, ``contended``, ``not_woken``,
+            ``stuck``, ``unknown``, ``name_taken``, ``in_use``, ``forked``.
+        wanted_bytes: What the model and its activations take, if it can never fit.
+        available_bytes: What it could have had.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        reason: str = "",
+        wanted_bytes: int | None = None,
+        available_bytes: int | None = None,
+    ) -> None:
+        """Create the error.
+
+        Args:
+            message: What is wrong, for a person.
+            reason: The same for programs.
+            wanted_bytes: What the model and its activations take.
+            available_bytes: What it could have had.
+        """
+        super().__init__(message)
+        self.reason = reason
+        self.wanted_bytes = wanted_bytes
+        self.available_bytes = available_bytes
+
+
 class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""
 

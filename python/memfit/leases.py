@@ -21,11 +21,8 @@ from typing import Self
 from memfit import _native
 from memfit.courtesy import look_after
 from memfit.errors import LeaseError, NoBrokerWarning, UsageError
+from memfit.sizes import Size, in_bytes
 
-Size = int | str
-"""Bytes, as a number or as written: ``"3GiB"``."""
-
-_LARGEST = 2**64 - 1
 _PRIORITIES = range(-128, 128)
 
 
@@ -277,18 +274,5 @@ def connection() -> _native.LeaseClient:
 def _claims(size: Size | Mapping[str, Size], device: str) -> dict[str, int]:
     """Bytes by device."""
     if isinstance(size, Mapping):
-        return {name: _bytes(part) for name, part in size.items()}
-    return {device: _bytes(size)}
-
-
-def _bytes(size: Size) -> int:
-    """A size in bytes."""
-    if isinstance(size, str):
-        if size.strip().endswith("%"):
-            message = f"cannot lease `{size}`: write bytes, a percentage of what is not said"
-            raise UsageError(message)
-        return _native.parse_budget(size, 0)
-    if isinstance(size, bool) or not 0 <= size <= _LARGEST:
-        message = f"cannot lease `{size}` bytes: a size is 0 to 2**64 - 1"
-        raise UsageError(message)
-    return size
+        return {name: in_bytes(part, "lease") for name, part in size.items()}
+    return {device: in_bytes(size, "lease")}

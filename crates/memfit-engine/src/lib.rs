@@ -12,6 +12,7 @@ pub mod explain;
 pub mod lease;
 pub mod placement;
 pub mod plan;
+pub mod pool;
 pub mod predict;
 pub mod reserved;
 pub mod snapshot;

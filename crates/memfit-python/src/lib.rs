@@ -11,6 +11,7 @@ mod host;
 mod leases;
 mod offload;
 mod parking;
+mod pool;
 
 use pyo3::import_exception;
 use pyo3::prelude::*;
@@ -65,6 +66,8 @@ mod _native {
     use super::offload::{Store, StoredBlock};
     #[pymodule_export]
     use super::parking::ParkedMemory;
+    #[pymodule_export]
+    use super::pool::PoolMachine;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
 
     /// One recorded step, checked.

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from memfit import _native
 from memfit.errors import ParkError, UsageError
@@ -87,6 +87,7 @@ class ParkedModel:
         self._lock = threading.RLock()
         self._is_closed = False
         self._uses = 0
+        self._saved: list[list[int]] | None = None
         found = layout.members(model, self._leave)
         layout.check(found)
         self._blocks = layout.blocks(found)
@@ -123,6 +124,17 @@ class ParkedModel:
         return 0 if self.is_parked else self.nbytes
 
     @property
+    def unsaved_bytes(self) -> int:
+        """About how many bytes parking would write now: of tensors that torch saw change."""
+        with self._lock:
+            if self.is_parked:
+                return 0
+            if self._saved is None:
+                return self.nbytes
+            pairs = zip(self._blocks, self._saved, self._versions(), strict=True)
+            return sum(block.storage.nbytes() for block, old, new in pairs if old != new)
+
+    @property
     def statistics(self) -> ParkStatistics:
         """What was done so far."""
         return ParkStatistics(**json.loads(self._memory.statistics()))
@@ -152,7 +164,9 @@ class ParkedModel:
             try:
                 with without_barrier():
                     self._check_unchanged()
+                    versions = self._versions()
                 self._memory.park()
+                self._saved = versions
             except BaseException:
                 self._barrier.take_down()
                 raise
@@ -229,6 +243,10 @@ class ParkedModel:
         size = _native.bytes_text(self.nbytes)
         return f"<memfit.ParkedModel {type(self.model).__name__}, {size}, {state}>"
 
+    def _versions(self) -> list[list[int]]:
+        """How often torch has seen each tensor change, by storage."""
+        return [[_version(member.tensor) for member in block.members] for block in self._blocks]
+
     def _check_unchanged(self) -> None:
         """Refuse to park what is not, or not only, the model's."""
         name = layout.replaced(self._blocks, layout.members(self.model, self._leave))
@@ -283,6 +301,14 @@ def park(
         parked.close()
         raise
     return parked
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has seen a tensor change; 0 where it does not watch."""
+    try:
+        return tensor._version
+    except RuntimeError:  # made under inference mode
+        return 0
 
 
 _OWNERS: WeakValueDictionary[int, ParkedModel] = WeakValueDictionary()

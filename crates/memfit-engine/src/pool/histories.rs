@@ -1,0 +1,349 @@
+//! Random histories of a pool, against a judge that knows only what was handed out.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const BUDGET: u64 = 100;
+
+/// What the outside world sees, counted anew at every step.
+struct World {
+    machine: Machine,
+    sizes: Vec<u64>,
+    pinned: Vec<bool>,
+    /// In memory, by what jobs did.
+    resident: Vec<bool>,
+    jobs: Vec<Job>,
+    waiting: BTreeMap<Ticket, (ModelId, u64, Client)>,
+    uses: BTreeMap<Ticket, (ModelId, u64, Client)>,
+    overtaken: BTreeMap<Ticket, u32>,
+    now: u64,
+}
+
+impl World {
+    fn new(models: &[(u64, bool, bool)]) -> Self {
+        let mut world = Self {
+            machine: Machine::new(Bytes(BUDGET)),
+            sizes: Vec::new(),
+            pinned: Vec::new(),
+            resident: Vec::new(),
+            jobs: Vec::new(),
+            waiting: BTreeMap::new(),
+            uses: BTreeMap::new(),
+            overtaken: BTreeMap::new(),
+            now: 0,
+        };
+        for &(size, is_pinned, is_awake) in models {
+            let machine = &mut world.machine;
+            let added = machine.add(Bytes(size), Bytes::ZERO, is_pinned, is_awake, Micros(0));
+            if let Ok((_, is_awake)) = added {
+                world.sizes.push(size);
+                world.pinned.push(is_pinned);
+                world.resident.push(is_awake);
+            }
+        }
+        world.judge();
+        world
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        let present = self.sizes.iter().zip(&self.resident);
+        let models: u64 = present.filter(|(_, is)| **is).map(|(size, _)| size).sum();
+        models + self.uses.values().map(|(_, bytes, _)| bytes).sum::<u64>()
+    }
+
+    /// Takes the answers in and judges them.
+    fn judge(&mut self) {
+        for answer in self.machine.answers() {
+            match answer {
+                Answer::Granted(ticket) => {
+                    let granted = self.waiting.remove(&ticket).unwrap();
+                    assert!(
+                        self.resident[granted.0.0],
+                        "granted a model that is not there"
+                    );
+                    self.uses.insert(ticket, granted);
+                    for (_, count) in self.overtaken.range_mut(..ticket) {
+                        *count += 1;
+                    }
+                    self.overtaken.remove(&ticket);
+                }
+                Answer::Refused(ticket, refusal) => {
+                    let (model, bytes, client) = self.waiting.remove(&ticket).unwrap();
+                    self.overtaken.remove(&ticket);
+                    self.judge_refusal(model, bytes, client, refusal);
+                }
+            }
+        }
+        assert!(self.resident_bytes() <= BUDGET, "over the budget");
+        assert!(self.machine.counted().0 <= BUDGET);
+    }
+
+    fn judge_refusal(&self, model: ModelId, bytes: u64, client: Client, refusal: Refusal) {
+        let own = || self.uses.values().filter(|(_, _, other)| *other == client);
+        if let Refusal::TooLarge { wanted, available } = refusal {
+            assert_eq!(wanted.0, self.sizes[model.0] + bytes);
+            let stays = |id: usize| self.pinned[id] || own().any(|(used, ..)| used.0 == id);
+            let ids = (0..self.sizes.len()).filter(|&id| id != model.0 && stays(id));
+            let kept: u64 = ids.map(|id| self.sizes[id]).sum();
+            let kept = kept + own().map(|(_, bytes, _)| bytes).sum::<u64>();
+            assert_eq!(available.0, BUDGET.saturating_sub(kept));
+            assert!(wanted > available);
+        }
+        if refusal == Refusal::Contended {
+            assert!(own().count() > 0);
+        }
+    }
+
+    fn ask(&mut self, model: ModelId, bytes: u64, client: Client) {
+        let waits = self.waiting.values().any(|(_, _, other)| *other == client);
+        if waits {
+            return; // it waits for one thing at a time
+        }
+        let now = Micros(self.now);
+        let ticket = self.machine.ask(model, Bytes(bytes), client, now);
+        self.waiting.insert(ticket, (model, bytes, client));
+        self.overtaken.insert(ticket, 0);
+        self.judge();
+    }
+
+    fn begin(&mut self) -> bool {
+        let Some(job) = self.machine.begin(Micros(self.now)) else {
+            return false;
+        };
+        match job {
+            Job::Wake(id) => {
+                assert!(!self.resident[id.0], "wakes what is awake");
+                // Its pages come while it is woken, so they count from here.
+                self.resident[id.0] = true;
+            }
+            Job::Park(id) => {
+                assert!(self.resident[id.0] && !self.pinned[id.0]);
+                let is_used = self.uses.values().any(|(used, ..)| *used == id);
+                assert!(!is_used, "parks what is used");
+            }
+        }
+        self.jobs.push(job);
+        self.judge();
+        true
+    }
+
+    fn finish(&mut self, place: usize, is_done: bool) {
+        let job = self.jobs.swap_remove(place);
+        let done = Done {
+            is_done,
+            moved: Bytes(10),
+            took: Micros(3),
+            now: Micros(self.now),
+        };
+        match job {
+            Job::Wake(id) => {
+                self.resident[id.0] = is_done;
+                self.machine.woken(id, done);
+            }
+            Job::Park(id) => {
+                self.resident[id.0] = !is_done;
+                self.machine.parked(id, done);
+            }
+        }
+        self.judge();
+    }
+
+    fn end(&mut self, ticket: Ticket) {
+        self.uses.remove(&ticket);
+        self.machine.end(ticket, Bytes::ZERO, Micros(self.now));
+        self.judge();
+    }
+
+    /// Lets all jobs succeed and everyone who does not wait end, until nobody waits.
+    fn drain(&mut self) {
+        for _ in 0..10_000 {
+            while self.begin() {}
+            if !self.jobs.is_empty() {
+                self.finish(0, true);
+                continue;
+            }
+            if self.waiting.is_empty() {
+                return;
+            }
+            let waits = |client| self.waiting.values().any(|(_, _, other)| *other == client);
+            let ended = self.uses.iter().find(|(_, (_, _, client))| !waits(*client));
+            let ticket = *ended
+                .expect("all who hold wait, and nothing is being done")
+                .0;
+            self.end(ticket);
+        }
+        panic!("somebody waits for ever");
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_history_exceeds_the_budget_or_leaves_anybody_waiting(
+        models in prop::collection::vec((1_u64..60, prop::bool::weighted(0.15), any::<bool>()), 1..7),
+        steps in prop::collection::vec((0_u8..10, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
+    ) {
+        let mut world = World::new(&models);
+        prop_assume!(!world.sizes.is_empty());
+        for (what, which, bytes, client) in steps {
+            world.now += bytes;
+            match what {
+                0..=3 => {
+                    let model = ModelId(which.index(world.sizes.len()));
+                    world.ask(model, bytes, Client(client));
+                }
+                4 | 5 => {
+                    world.begin();
+                }
+                6 if !world.jobs.is_empty() => {
+                    world.finish(which.index(world.jobs.len()), bytes != 0);
+                }
+                7 | 8 if !world.uses.is_empty() => {
+                    let place = which.index(world.uses.len());
+                    let ticket = *world.uses.keys().nth(place).unwrap();
+                    world.end(ticket);
+                }
+                9 if !world.waiting.is_empty() => {
+                    let place = which.index(world.waiting.len());
+                    let ticket = *world.waiting.keys().nth(place).unwrap();
+                    world.waiting.remove(&ticket);
+                    world.overtaken.remove(&ticket);
+                    world.machine.cancel(ticket);
+                    world.judge();
+                }
+                _ => {}
+            }
+        }
+        world.drain();
+        prop_assert!(world.machine.statistics().peak.0 <= BUDGET);
+    }
+}
+
+/// A world of models of 30 bytes each, of which three fit.
+fn three_of(count: usize) -> World {
+    World::new(&vec![(30, false, false); count])
+}
+
+impl World {
+    /// Uses a model for a moment.
+    fn visit(&mut self, model: usize) {
+        self.now += 1000;
+        self.ask(ModelId(model), 0, Client(9));
+        self.drain();
+        let tickets: Vec<_> = self.uses.keys().copied().collect();
+        for ticket in tickets {
+            self.end(ticket);
+        }
+    }
+}
+
+#[test]
+fn the_model_that_is_used_least_often_is_parked() {
+    let mut world = three_of(4);
+    for _ in 0..6 {
+        for model in [0, 1, 0, 1, 0, 1, 2] {
+            world.visit(model);
+        }
+    }
+    // Least recently used would park model 0.
+    world.visit(3);
+    assert_eq!(world.resident, [true, true, false, true]);
+}
+
+#[test]
+fn hits_pass_a_request_that_waits_for_room_but_not_for_ever() {
+    let mut world = three_of(4);
+    for model in 0..3 {
+        world.ask(ModelId(model), 0, Client(model as u64));
+        world.drain();
+    }
+    world.ask(ModelId(3), 0, Client(7));
+    for hit in 0..OVERTAKINGS {
+        world.ask(ModelId(0), 0, Client(100 + u64::from(hit)));
+        assert_eq!(world.waiting.len(), 1, "hit {hit} has to wait");
+    }
+    world.ask(ModelId(0), 0, Client(1000));
+    assert_eq!(world.waiting.len(), 2);
+    assert!(world.overtaken.values().all(|&count| count <= OVERTAKINGS));
+    world.drain();
+}
+
+#[test]
+fn what_cannot_be_parked_is_refused_when_nothing_else_is_in_the_way() {
+    let mut world = World::new(&[(60, false, false), (60, false, false)]);
+    world.visit(0);
+    world.ask(ModelId(1), 0, Client(1));
+    assert!(world.begin());
+    world.finish(0, false);
+    assert!(world.waiting.is_empty() && world.uses.is_empty());
+    // Used again, it may be parked again.
+    world.visit(0);
+    world.visit(1);
+    assert_eq!(world.resident, [false, true]);
+}
+
+#[test]
+fn a_wake_that_fails_is_told_to_its_request_and_its_room_is_free_again() {
+    let mut world = World::new(&[(60, false, false)]);
+    world.ask(ModelId(0), 10, Client(1));
+    assert!(world.begin());
+    assert_eq!(world.machine.counted(), Bytes(70));
+    world.finish(0, false);
+    assert!(world.waiting.is_empty());
+    assert_eq!(world.machine.counted(), Bytes::ZERO);
+}
+
+#[test]
+fn two_who_hold_do_not_wait_for_each_other() {
+    let mut world = World::new(&[(60, false, false), (40, false, false), (41, false, false)]);
+    world.ask(ModelId(0), 0, Client(0));
+    world.drain();
+    world.ask(ModelId(1), 0, Client(1));
+    world.drain();
+    // Both fit exactly; a third model does not, beside either.
+    world.ask(ModelId(2), 0, Client(1));
+    assert_eq!(world.waiting.len(), 1);
+    world.ask(ModelId(1), 1, Client(0));
+    assert_eq!(world.waiting.len(), 1, "refused at once");
+    world.drain();
+}
+
+#[test]
+fn pinned_models_and_sizes_that_never_fit_are_said_at_once() {
+    let mut machine = Machine::new(Bytes(100));
+    let large = machine.add(Bytes(90), Bytes(11), false, false, Micros(0));
+    let refusal = Refusal::TooLarge {
+        wanted: Bytes(101),
+        available: Bytes(100),
+    };
+    assert_eq!(large, Err(refusal));
+    machine
+        .add(Bytes(60), Bytes(0), true, false, Micros(0))
+        .unwrap();
+    let beside = machine.add(Bytes(41), Bytes(0), false, false, Micros(0));
+    let refusal = Refusal::TooLarge {
+        wanted: Bytes(41),
+        available: Bytes(40),
+    };
+    assert_eq!(beside, Err(refusal));
+    machine
+        .add(Bytes(20), Bytes(15), false, false, Micros(0))
+        .unwrap();
+    let second = machine.add(Bytes(6), Bytes(0), true, false, Micros(0));
+    let refusal = Refusal::TooLarge {
+        wanted: Bytes(41),
+        available: Bytes(40),
+    };
+    assert_eq!(second, Err(refusal));
+}
+
+#[test]
+fn a_model_that_was_taken_out_counts_no_more() {
+    let mut world = World::new(&[(60, false, false), (60, false, false)]);
+    world.visit(0);
+    assert!(world.machine.remove(ModelId(0)));
+    assert_eq!(world.machine.counted(), Bytes::ZERO);
+    assert!(!world.machine.remove(ModelId(5)));
+}

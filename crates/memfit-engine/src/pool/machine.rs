@@ -1,0 +1,458 @@
+//! The state machine of a pool: an event in, answers and jobs out.
+//!
+//! Invariants: [`Machine::counted`] never exceeds the budget; a granted use's model is awake until the
+//! use ends; nothing is summed up along the way, so no sum can drift.
+
+use std::collections::VecDeque;
+
+use super::habits::{Arrivals, Rate, Tick};
+use super::victims::{Candidate, choose};
+use super::{Answer, Client, Done, Job, Micros, ModelId, OVERTAKINGS, Refusal, Statistics, Ticket};
+use crate::bytes::Bytes;
+
+/// Bytes by microsecond before anything is measured: a disk whose file is still in memory, and one.
+const WAKE_GUESS: f64 = 1000.0;
+const WRITE_GUESS: f64 = 500.0;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Parked,
+    Waking,
+    Awake,
+    Parking,
+}
+
+#[derive(Debug)]
+struct Model {
+    bytes: Bytes,
+    /// Of a use that says nothing else.
+    activations: Bytes,
+    is_pinned: bool,
+    state: State,
+    uses: usize,
+    /// What parking it would write.
+    unsaved: Bytes,
+    /// It could not be parked, and nothing has happened to it since.
+    is_stuck: bool,
+    is_gone: bool,
+    arrivals: Arrivals,
+}
+
+#[derive(Debug)]
+struct Request {
+    ticket: Ticket,
+    client: Client,
+    model: ModelId,
+    activations: Bytes,
+    asked: Micros,
+    overtaken: u32,
+    /// Its room is set aside, and its model is being woken for it.
+    has_room: bool,
+    was_awake: bool,
+    has_waited: bool,
+}
+
+#[derive(Debug)]
+struct Use {
+    ticket: Ticket,
+    client: Client,
+    model: ModelId,
+    activations: Bytes,
+}
+
+/// The pool's decisions.
+#[derive(Debug)]
+pub struct Machine {
+    budget: Bytes,
+    models: Vec<Model>,
+    queue: VecDeque<Request>,
+    uses: Vec<Use>,
+    answers: Vec<Answer>,
+    next_ticket: u64,
+    now: Micros,
+    tick: Tick,
+    waking: Rate,
+    writing: Rate,
+    statistics: Statistics,
+}
+
+impl Machine {
+    /// A pool without models.
+    #[must_use]
+    pub fn new(budget: Bytes) -> Self {
+        Self {
+            budget,
+            models: Vec::new(),
+            queue: VecDeque::new(),
+            uses: Vec::new(),
+            answers: Vec::new(),
+            next_ticket: 0,
+            now: Micros(0),
+            tick: Tick(0),
+            waking: Rate::guess(WAKE_GUESS),
+            writing: Rate::guess(WRITE_GUESS),
+            statistics: Statistics::default(),
+        }
+    }
+
+    /// Adds a model, and says whether it is awake. One that is in memory stays there (`is_awake`) if it fits
+    /// beside what is counted; else the caller parks it before it goes on.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal::TooLarge`]: with `activations` it does not fit beside the pinned models, or, pinned,
+    /// leaves no room for one that is there.
+    pub fn add(
+        &mut self,
+        bytes: Bytes,
+        activations: Bytes,
+        is_pinned: bool,
+        is_awake: bool,
+        now: Micros,
+    ) -> Result<(ModelId, bool), Refusal> {
+        let available = self.budget - self.pinned_beside(None);
+        let others = self
+            .models
+            .iter()
+            .filter(|one| is_pinned && !one.is_pinned && !one.is_gone);
+        let largest = others.map(|one| one.bytes + one.activations).max();
+        // A pinned one stays beside each of the others.
+        let wanted = bytes + activations.max(largest.unwrap_or_default());
+        if wanted > available {
+            return Err(Refusal::TooLarge { wanted, available });
+        }
+        self.pass(now);
+        let is_awake = is_awake && bytes <= self.free();
+        self.models.push(Model {
+            bytes,
+            activations,
+            is_pinned,
+            state: if is_awake {
+                State::Awake
+            } else {
+                State::Parked
+            },
+            uses: 0,
+            unsaved: bytes,
+            is_stuck: false,
+            is_gone: false,
+            arrivals: Arrivals::new(self.tick),
+        });
+        self.statistics.peak = self.statistics.peak.max(self.counted());
+        Ok((ModelId(self.models.len() - 1), is_awake))
+    }
+
+    /// Takes a model out; it is not counted any more. `false` while it is used, moved or waited for.
+    pub fn remove(&mut self, model: ModelId) -> bool {
+        let is_wanted = self.queue.iter().any(|request| request.model == model);
+        let Some(found) = self.models.get_mut(model.0) else {
+            return false;
+        };
+        let is_still = matches!(found.state, State::Parked | State::Awake);
+        if is_wanted || found.uses > 0 || !is_still {
+            return false;
+        }
+        found.is_gone = true;
+        found.state = State::Parked;
+        found.is_pinned = false;
+        self.serve();
+        true
+    }
+
+    /// Asks for a use. The answer is among [`Self::answers`] at once or later.
+    pub fn ask(
+        &mut self,
+        model: ModelId,
+        activations: Bytes,
+        client: Client,
+        now: Micros,
+    ) -> Ticket {
+        self.pass(now);
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        let Some(asked) = self.models.get_mut(model.0).filter(|model| !model.is_gone) else {
+            let refusal = Refusal::NotWoken;
+            self.answers.push(Answer::Refused(ticket, refusal));
+            return ticket;
+        };
+        self.tick.0 += 1;
+        asked.arrivals.arrived(self.tick);
+        let request = Request {
+            ticket,
+            client,
+            model,
+            activations,
+            asked: self.now,
+            overtaken: 0,
+            has_room: false,
+            was_awake: asked.state == State::Awake,
+            has_waited: false,
+        };
+        let wanted = asked.bytes + activations;
+        let available = self.budget - self.pinned_beside(Some(model)) - self.held_by(client, model);
+        let holds = |client| self.uses.iter().any(|one: &Use| one.client == client);
+        let is_hit = request.was_awake && activations <= self.free();
+        if wanted > available {
+            let refusal = Refusal::TooLarge { wanted, available };
+            self.answers.push(Answer::Refused(ticket, refusal));
+        } else if !holds(client) {
+            self.queue.push_back(request);
+        } else if is_hit {
+            self.grant(&request);
+        } else if self.queue.iter().any(|other| holds(other.client)) {
+            self.answers
+                .push(Answer::Refused(ticket, Refusal::Contended));
+        } else {
+            self.queue.push_front(request);
+        }
+        self.serve();
+        for request in &mut self.queue {
+            request.has_waited |= request.ticket == ticket;
+        }
+        ticket
+    }
+
+    /// Gives a request up that has not been answered; room set aside for it is free again.
+    pub fn cancel(&mut self, ticket: Ticket) {
+        self.queue.retain(|request| request.ticket != ticket);
+        self.serve();
+    }
+
+    /// A use has ended; `unsaved` is what parking its model would write now.
+    pub fn end(&mut self, ticket: Ticket, unsaved: Bytes, now: Micros) {
+        self.pass(now);
+        let Some(place) = self.uses.iter().position(|one| one.ticket == ticket) else {
+            return;
+        };
+        let ended = self.uses.swap_remove(place);
+        let model = &mut self.models[ended.model.0];
+        model.uses -= 1;
+        model.unsaved = unsaved;
+        model.is_stuck = false;
+        self.serve();
+    }
+
+    /// The next thing to do for the first request that waits for room; `None` when it can only wait.
+    pub fn begin(&mut self, now: Micros) -> Option<Job> {
+        self.pass(now);
+        let place = self.queue.iter().position(|request| !request.has_room)?;
+        let (id, activations) = (self.queue[place].model, self.queue[place].activations);
+        let model = &self.models[id.0];
+        let needed = match model.state {
+            State::Parked => model.bytes + activations,
+            State::Waking | State::Awake => activations,
+            State::Parking => return None,
+        };
+        let free = self.free();
+        if needed <= free {
+            if model.state != State::Parked {
+                return None;
+            }
+            self.models[id.0].state = State::Waking;
+            self.queue[place].has_room = true;
+            self.statistics.peak = self.statistics.peak.max(self.counted());
+            return Some(Job::Wake(id));
+        }
+        let coming = |model: &&Model| model.state == State::Parking;
+        let coming: Bytes = self.models.iter().filter(coming).map(|one| one.bytes).sum();
+        let shortage = needed - free - coming;
+        if shortage == Bytes::ZERO {
+            return None;
+        }
+        let idle = self.idle(id);
+        let candidates: Vec<_> = idle.iter().map(|&model| self.candidate(model)).collect();
+        let victim = *choose(&candidates, shortage.0)?.first()?;
+        self.models[idle[victim].0].state = State::Parking;
+        Some(Job::Park(idle[victim]))
+    }
+
+    /// A wake has ended.
+    pub fn woken(&mut self, id: ModelId, done: Done) {
+        let Some(model) = self.models.get_mut(id.0) else {
+            return;
+        };
+        if model.state != State::Waking {
+            return;
+        }
+        self.now = self.now.max(done.now);
+        if done.is_done {
+            model.state = State::Awake;
+            self.waking.observe(done.moved, done.took);
+            self.statistics.wakes += 1;
+            self.statistics.bytes_woken += done.moved;
+        } else {
+            model.state = State::Parked;
+            let failed = |request: &Request| request.has_room && request.model == id;
+            let refused = self.queue.iter().filter(|request| failed(request));
+            let refused = refused.map(|one| Answer::Refused(one.ticket, Refusal::NotWoken));
+            self.answers.extend(refused);
+            self.queue.retain(|request| !failed(request));
+        }
+        self.serve();
+    }
+
+    /// A parking has ended.
+    pub fn parked(&mut self, id: ModelId, done: Done) {
+        let Some(model) = self.models.get_mut(id.0) else {
+            return;
+        };
+        if model.state != State::Parking {
+            return;
+        }
+        self.now = self.now.max(done.now);
+        if done.is_done {
+            model.state = State::Parked;
+            model.unsaved = Bytes::ZERO;
+            self.writing.observe(done.moved, done.took);
+            self.statistics.parks += 1;
+            self.statistics.bytes_written += done.moved;
+        } else {
+            model.state = State::Awake;
+            model.is_stuck = true;
+        }
+        self.serve();
+    }
+
+    /// The answers since the last time.
+    pub fn answers(&mut self) -> Vec<Answer> {
+        std::mem::take(&mut self.answers)
+    }
+
+    /// Bytes that count now.
+    #[must_use]
+    pub fn counted(&self) -> Bytes {
+        let models = self.models.iter().filter(|one| one.state != State::Parked);
+        let models: Bytes = models.map(|model| model.bytes).sum();
+        let uses: Bytes = self.uses.iter().map(|one| one.activations).sum();
+        let set_aside = self.queue.iter().filter(|request| request.has_room);
+        let set_aside: Bytes = set_aside.map(|request| request.activations).sum();
+        models + uses + set_aside
+    }
+
+    /// What it did so far.
+    #[must_use]
+    pub const fn statistics(&self) -> Statistics {
+        self.statistics
+    }
+
+    fn pass(&mut self, now: Micros) {
+        self.now = self.now.max(now);
+    }
+
+    fn free(&self) -> Bytes {
+        self.budget - self.counted()
+    }
+
+    /// Bytes of pinned models, but for one.
+    fn pinned_beside(&self, model: Option<ModelId>) -> Bytes {
+        let models = self.models.iter().enumerate();
+        let pinned = models.filter(|&(id, one)| one.is_pinned && Some(ModelId(id)) != model);
+        pinned.map(|(_, one)| one.bytes).sum()
+    }
+
+    /// Bytes that a client's uses keep, beside those of pinned models and of one.
+    fn held_by(&self, client: Client, beside: ModelId) -> Bytes {
+        let own = || self.uses.iter().filter(|one| one.client == client);
+        let mut models: Vec<ModelId> = own().map(|one| one.model).collect();
+        models.sort_unstable();
+        models.dedup();
+        models.retain(|&id| id != beside && !self.models[id.0].is_pinned);
+        let models: Bytes = models.iter().map(|id| self.models[id.0].bytes).sum();
+        models + own().map(|one| one.activations).sum()
+    }
+
+    /// Grants what can be granted, and refuses the first request if nothing will ever make room for it.
+    fn serve(&mut self) {
+        let mut place = 0;
+        let mut is_closed = false;
+        while let Some(request) = self.queue.get(place) {
+            let is_awake = self.models[request.model.0].state == State::Awake;
+            let fits = request.has_room || (!is_closed && request.activations <= self.free());
+            if is_awake && fits {
+                let request = self.queue.remove(place);
+                if request.as_ref().is_some_and(|request| !request.has_room) {
+                    for passed in self.queue.iter_mut().take(place) {
+                        passed.overtaken += 1;
+                    }
+                }
+                if let Some(request) = request {
+                    self.grant(&request);
+                }
+                (place, is_closed) = (0, false);
+                continue;
+            }
+            is_closed |= !request.has_room && request.overtaken >= OVERTAKINGS;
+            place += 1;
+        }
+        self.refuse_stuck();
+    }
+
+    fn grant(&mut self, request: &Request) {
+        self.models[request.model.0].uses += 1;
+        self.statistics.uses += 1;
+        self.statistics.hits += u64::from(request.was_awake);
+        self.statistics.waits += u64::from(request.has_waited);
+        self.statistics.waited.0 += self.now.0.saturating_sub(request.asked.0);
+        self.answers.push(Answer::Granted(request.ticket));
+        self.uses.push(Use {
+            ticket: request.ticket,
+            client: request.client,
+            model: request.model,
+            activations: request.activations,
+        });
+        self.statistics.peak = self.statistics.peak.max(self.counted());
+    }
+
+    /// Refuses the first request where only models that cannot be parked are in its way.
+    fn refuse_stuck(&mut self) {
+        while let Some(first) = self.queue.front() {
+            let is_moving = |model: &Model| matches!(model.state, State::Waking | State::Parking);
+            let others = self.uses.iter().any(|one| one.client != first.client);
+            if first.has_room || others || self.models.iter().any(is_moving) {
+                return;
+            }
+            let model = &self.models[first.model.0];
+            let own = if model.state == State::Parked {
+                model.bytes
+            } else {
+                Bytes::ZERO
+            };
+            let idle = self.idle(first.model);
+            let could: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
+            if own + first.activations <= self.free() + could {
+                return;
+            }
+            let refused = Answer::Refused(first.ticket, Refusal::Stuck);
+            self.answers.push(refused);
+            self.queue.pop_front();
+        }
+    }
+
+    /// Models that could be parked for another.
+    fn idle(&self, beside: ModelId) -> Vec<ModelId> {
+        let models = self.models.iter().enumerate();
+        let idle = models.filter(|&(id, model)| {
+            model.state == State::Awake
+                && model.uses == 0
+                && !model.is_pinned
+                && !model.is_stuck
+                && ModelId(id) != beside
+        });
+        idle.map(|(id, _)| ModelId(id)).collect()
+    }
+
+    fn candidate(&self, id: ModelId) -> Candidate {
+        let model = &self.models[id.0];
+        let moving = self.waking.micros(model.bytes) + self.writing.micros(model.unsaved);
+        let is_wanted = self.queue.iter().any(|request| request.model == id);
+        let until = if is_wanted {
+            1.0
+        } else {
+            model.arrivals.until_next(self.tick)
+        };
+        Candidate {
+            bytes: model.bytes.0,
+            loss: moving / until,
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! A pool: which of many models are in memory, decided by one pure state machine.
+//!
+//! Responsible for admission, order, the choice of what to park, and the sums. Not responsible for moving
+//! bytes, threads or clocks: the caller does the jobs that [`Machine::begin`] hands out, says how they
+//! ended, and brings the time with every event.
+//!
+//! `machine.rs` one event in and its answers out, `victims.rs` what to park, `habits.rs` when a model will
+//! be used next and what moving it takes; tests: `naive.rs` all subsets, `histories.rs` random histories
+//! against a judge that counts anew.
+//!
+//! # What is counted
+//!
+//! A model counts in full from the moment its wake begins until its parking has ended, and each use
+//! counts its activations from the moment they are granted until it ends. The sum never exceeds the
+//! budget: bytes are set aside first and taken after.
+//!
+//! # The order of service
+//!
+//! Requests are served in the order in which they came, but a *hit* (its model is awake and its activations fit)
+//! may overtake those that wait for room, each of them at most [`OVERTAKINGS`] times. The first request that
+//! waits for room is the only one for which anything is parked.
+//!
+//! A client that holds a use and asks for another is a *holder*. At most one holder waits, and it is first;
+//! another is refused at once, as is one whose need together with what it holds is above the budget.
+//!
+//! # Why nothing deadlocks and nobody starves
+//!
+//! Assume that a use whose client does not wait ends. The first request waits for uses of others, or for
+//! jobs. If it is a holder, no other client both waits and holds, so all other uses end; if it is not,
+//! there is no waiting holder at all, and the same is true. Once overtaken so many times, nobody passes
+//! it: then all others' uses end, what is not pinned is parked, and its need fits, as was checked when it
+//! asked. What cannot be parked although nobody uses it is *stuck*; where only such models are in the way
+//! the request is refused. So every request is granted or refused, and the next becomes first.
+//!
+//! # What is parked
+//!
+//! Of the idle models the set that frees enough at the least loss: what it will take to have a model back
+//! (and to write what has changed), by the requests until it is expected to be used.
+
+mod habits;
+#[cfg(test)]
+mod histories;
+mod machine;
+#[cfg(test)]
+mod naive;
+mod victims;
+
+pub use machine::Machine;
+
+use crate::bytes::Bytes;
+
+/// Hits that may overtake a request that waits for room.
+pub const OVERTAKINGS: u32 = 16;
+
+/// A model of the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ModelId(pub usize);
+
+/// A request, and the use that it becomes. Never used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ticket(pub u64);
+
+/// A line of work that waits for one thing at a time: a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Client(pub u64);
+
+/// Microseconds of a clock that never goes back.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Micros(pub u64);
+
+/// Something for the caller to do, begun by being handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Job {
+    /// Have the model back, then say [`Machine::woken`].
+    Wake(ModelId),
+    /// Give its memory back, then say [`Machine::parked`].
+    Park(ModelId),
+}
+
+/// How a job went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Done {
+    /// Whether it did what it was to do; if not, the model is as before.
+    pub is_done: bool,
+    /// Bytes that were moved.
+    pub moved: Bytes,
+    /// What it took.
+    pub took: Micros,
+    /// When it ended.
+    pub now: Micros,
+}
+
+/// What becomes of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// The model is awake and stays so, and there is room for the activations.
+    Granted(Ticket),
+    /// It is not.
+    Refused(Ticket, Refusal),
+}
+
+/// Why a request is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// It can never fit.
+    TooLarge {
+        /// Bytes of the model and its activations.
+        wanted: Bytes,
+        /// Bytes that pinned models and the client itself leave of the budget.
+        available: Bytes,
+    },
+    /// Its client holds a use, and another such client waits already.
+    Contended,
+    /// Its model could not be woken.
+    NotWoken,
+    /// Nobody uses what is in the way, and it cannot be parked.
+    Stuck,
+}
+
+/// What a pool did so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Uses granted.
+    pub uses: u64,
+    /// Uses whose model was awake when they were asked for.
+    pub hits: u64,
+    /// Uses that were not granted at once.
+    pub waits: u64,
+    /// Models woken.
+    pub wakes: u64,
+    /// Models parked.
+    pub parks: u64,
+    /// Bytes moved by waking.
+    pub bytes_woken: Bytes,
+    /// Bytes written by parking.
+    pub bytes_written: Bytes,
+    /// What uses waited, together.
+    pub waited: Micros,
+    /// Most bytes counted at a time.
+    pub peak: Bytes,
+}

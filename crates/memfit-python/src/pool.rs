@@ -1,0 +1,145 @@
+//! The pool's decisions, for threads of Python.
+//!
+//! Responsible for conversion, as the rest of the binding. Every call is short and keeps the interpreter.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use memfit_engine::bytes::Bytes;
+use memfit_engine::pool::{Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Ticket};
+use pyo3::prelude::*;
+use serde_json::json;
+
+/// Which models are in memory, and who waits.
+#[pyclass(frozen, module = "memfit._native")]
+pub(crate) struct PoolMachine {
+    machine: Mutex<Machine>,
+}
+
+/// Why a request was refused, the bytes it wanted and those it could have, where it is that.
+type Refused = (&'static str, u64, u64);
+
+#[pymethods]
+impl PoolMachine {
+    /// A pool without models.
+    #[new]
+    fn new(budget: u64) -> Self {
+        Self {
+            machine: Mutex::new(Machine::new(Bytes(budget))),
+        }
+    }
+
+    /// Adds a model that is in memory: its number and whether it may stay there, or why it can never fit.
+    fn add(
+        &self,
+        size: u64,
+        activations: u64,
+        is_pinned: bool,
+        now: u64,
+    ) -> (Option<(usize, bool)>, Option<Refused>) {
+        let activations = Bytes(activations);
+        let added = self
+            .lock()
+            .add(Bytes(size), activations, is_pinned, true, Micros(now));
+        match added {
+            Ok((model, is_awake)) => (Some((model.0, is_awake)), None),
+            Err(refusal) => (None, Some(refused(refusal))),
+        }
+    }
+
+    /// Takes a model out; false while it is used, moved or waited for.
+    fn remove(&self, model: usize) -> bool {
+        self.lock().remove(ModelId(model))
+    }
+
+    /// Asks for a use; returns its ticket.
+    fn ask(&self, model: usize, activations: u64, client: u64, now: u64) -> u64 {
+        let (model, activations) = (ModelId(model), Bytes(activations));
+        let ticket = self
+            .lock()
+            .ask(model, activations, Client(client), Micros(now));
+        ticket.0
+    }
+
+    /// Gives up a request that has no answer.
+    fn cancel(&self, ticket: u64) {
+        self.lock().cancel(Ticket(ticket));
+    }
+
+    /// A use has ended; parking its model would write `unsaved` bytes.
+    fn end(&self, ticket: u64, unsaved: u64, now: u64) {
+        self.lock().end(Ticket(ticket), Bytes(unsaved), Micros(now));
+    }
+
+    /// The next job, begun: whether it is to wake, and the model.
+    fn begin(&self, now: u64) -> Option<(bool, usize)> {
+        self.lock().begin(Micros(now)).map(|job| match job {
+            Job::Wake(model) => (true, model.0),
+            Job::Park(model) => (false, model.0),
+        })
+    }
+
+    /// A job has ended.
+    fn ended(&self, job: (bool, usize), is_done: bool, moved: u64, took: u64, now: u64) {
+        let (is_wake, model) = job;
+        let done = Done {
+            is_done,
+            moved: Bytes(moved),
+            took: Micros(took),
+            now: Micros(now),
+        };
+        if is_wake {
+            self.lock().woken(ModelId(model), done);
+        } else {
+            self.lock().parked(ModelId(model), done);
+        }
+    }
+
+    /// Tickets that have been answered since the last time; each with a reason if it was refused.
+    fn answers(&self) -> Vec<(u64, Option<Refused>)> {
+        let answers = self.lock().answers().into_iter();
+        answers
+            .map(|answer| match answer {
+                Answer::Granted(ticket) => (ticket.0, None),
+                Answer::Refused(ticket, refusal) => (ticket.0, Some(refused(refusal))),
+            })
+            .collect()
+    }
+
+    /// Bytes that count now.
+    fn counted(&self) -> u64 {
+        self.lock().counted().0
+    }
+
+    /// What it did so far, as JSON.
+    fn statistics(&self) -> String {
+        let statistics = self.lock().statistics();
+        json!({
+            "uses": statistics.uses,
+            "hits": statistics.hits,
+            "waits": statistics.waits,
+            "wakes": statistics.wakes,
+            "parks": statistics.parks,
+            "bytes_woken": statistics.bytes_woken.0,
+            "bytes_written": statistics.bytes_written.0,
+            "waited_micros": statistics.waited.0,
+            "peak_bytes": statistics.peak.0,
+        })
+        .to_string()
+    }
+}
+
+impl PoolMachine {
+    fn lock(&self) -> MutexGuard<'_, Machine> {
+        // The engine does not panic, and no call leaves it half changed.
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn refused(refusal: Refusal) -> Refused {
+    match refusal {
+        Refusal::TooLarge { wanted, available } => ("too_large", wanted.0, available.0),
+        Refusal::Contended => ("contended", 0, 0),
+        Refusal::NotWoken => ("not_woken", 0, 0),
+        Refusal::Stuck => ("stuck", 0, 0),
+    }
+}
