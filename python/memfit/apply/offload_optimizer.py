@@ -186,7 +186,7 @@ class StateElsewhere:
         place = self._places.get(id(parameter))
         if place is not None:
             self._next = max(self._next, place + 1)
-            self._look_ahead()
+        self._look_ahead()
         yield
         state = away_state(self._optimizer, parameter)  # it may be new
         if state is not None:
