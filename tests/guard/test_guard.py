@@ -138,41 +138,59 @@ def test_freed_memory_is_used_again_and_goes_back_at_the_end():
 
 
 def test_the_error_names_numbers_holders_and_the_next_step():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(1024, 1024)
-            self.layers = nn.ModuleList([nn.Linear(512, 512)])
-            self.register_buffer("mask", torch.zeros(600, 1000))
+    """In a process of its own: only there are these tensors the largest."""
+    found = alone("""
+        from torch import nn
 
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    sum(p.sum() for p in model.parameters()).backward()
-    optimizer.step()
-    with pytest.raises(memfit.OutOfBudget) as caught, room(20 * MIB) as guard:
-        [empty(2 * MIB) for _ in range(20)]
-    error = caught.value
-    assert isinstance(error, RuntimeError)
-    assert isinstance(error, memfit.MemfitError)
-    assert isinstance(error.__cause__, RuntimeError)
-    assert (error.device, error.requested_bytes) == ("cpu", 2 * MIB)
-    assert error.budget_bytes == guard.budget_bytes
-    assert error.budget_bytes - 2 * MIB - PAGE < error.in_use_bytes <= error.budget_bytes
-    held = {holder.name: (holder.bytes, holder.blocks) for holder in error.holders}
-    assert len(held) <= 10
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(1024, 1024)
+                self.layers = nn.ModuleList([nn.Linear(512, 512)])
+                self.register_buffer("mask", torch.zeros(600, 1000))
+
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+        try:
+            with memfit.guard(_native.taken_bytes() + 20 * MIB) as guard:
+                [torch.empty(2 * MIB, dtype=torch.uint8) for _ in range(20)]
+        except RuntimeError as error:
+            answer(
+                is_own=isinstance(error, memfit.OutOfBudget),
+                is_memfits=isinstance(error, memfit.MemfitError),
+                cause=type(error.__cause__).__name__,
+                device=error.device,
+                requested=error.requested_bytes,
+                budget=error.budget_bytes,
+                of_guard=guard.budget_bytes,
+                in_use=error.in_use_bytes,
+                holders=[(holder.name, [holder.bytes, holder.blocks]) for holder in error.holders],
+                text=str(error),
+                args=error.args,
+            )
+    """)
+    assert found["is_own"]
+    assert found["is_memfits"]
+    assert found["cause"] == "RuntimeError"
+    assert (found["device"], found["requested"]) == ("cpu", 2 * MIB)
+    assert found["budget"] == found["of_guard"]
+    assert found["budget"] - 2 * MIB - PAGE < found["in_use"] <= found["budget"]
+    held = dict(found["holders"])
+    assert len(held) == len(found["holders"]) <= 10
     linear = 4 * (1024 * 1024 + 1024)
-    assert held["parameters of `Net.first`"] == (linear, 2)
-    assert held["gradients of `Net.first`"] == (linear, 2)
-    assert held["optimizer state (`AdamW`) of `Net.first`"] == (2 * linear + 8, 6)
-    assert held["module buffers of `Net`"] == (2_400_000, 1)
-    assert held["parameters of `Net.layers.0`"] == (4 * (512 * 512 + 512), 2)
-    assert held["unlabelled, 2.0 MiB each"] == (18 * MIB, 9)
-    text = str(error)
-    assert str(guard.budget_bytes) in text
-    assert "memfit plan" in text
+    assert held["parameters of `Net.first`"] == [linear, 2]
+    assert held["gradients of `Net.first`"] == [linear, 2]
+    assert held["optimizer state (`AdamW`) of `Net.first`"] == [2 * linear + 8, 6]
+    assert held["module buffers of `Net`"] == [2_400_000, 1]
+    assert held["parameters of `Net.layers.0`"] == [4 * (512 * 512 + 512), 2]
+    assert held["unlabelled, 2.0 MiB each"] == [18 * MIB, 9]
+    assert str(found["budget"]) in found["text"]
+    assert "memfit plan" in found["text"]
     # Programs know this error by torch's words, as the first of its arguments.
-    assert len(error.args) == 1
-    assert "DefaultCPUAllocator: can't allocate memory" in error.args[0]
+    (words,) = found["args"]
+    assert "DefaultCPUAllocator: can't allocate memory" in words
 
 
 def test_code_that_catches_torchs_error_inside_goes_on_as_before():

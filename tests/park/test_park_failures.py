@@ -17,6 +17,7 @@ from torch import nn
 import memfit
 from memfit.errors import ParkError
 from memfit.parking.parked import ParkedModel
+torch.set_num_threads(1)  # a forked child has no other thread of OpenMP's, and would wait for it
 
 def resident_bytes():
     lines = open("/proc/self/status").read().splitlines()
