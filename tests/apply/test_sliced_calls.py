@@ -156,6 +156,10 @@ def _deep(dropout: float = 0.0) -> memfit.Workload:
     return _workload(*[FeedForward(dropout) for _ in range(3)], shape=(4, 256))
 
 
+def test_the_same_layer_without_that_is_cut() -> None:
+    assert [call["module"] for call in _calls(_workload(Mixing(F.gelu)))] == ["layers.0"]
+
+
 def test_a_plan_with_slices_is_measured_as_predicted_and_right() -> None:
     least = _lowest(_deep()).as_dict()
     chunk = next(it for it in least["actions"] if it["kind"] == "chunk")["chunk"]
