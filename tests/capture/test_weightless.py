@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from small_examples import SMALL, small_example
@@ -24,6 +26,20 @@ def test_a_model_without_weights_gives_the_trace_of_one_with_them(name):
     assert all(isinstance(p, FakeTensor) for p in workload.model.parameters())
     light = record(workload, probe=False)
     assert light == ordinary
+
+
+def test_a_constructor_that_copies_layers_is_not_warned_of_what_memfit_does():
+    layer = {"d_model": 16, "nhead": 2, "dim_feedforward": 32}
+    torch.set_warn_always(True)  # else it is said once in a process, and perhaps was
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with memfit.weightless():
+                one = nn.TransformerEncoderLayer(**layer)
+                encoder = nn.TransformerEncoder(one, 2, enable_nested_tensor=False)
+    finally:
+        torch.set_warn_always(False)
+    assert all(isinstance(p, FakeTensor) for p in encoder.parameters())
 
 
 def test_shared_parameters_and_their_attributes_survive():

@@ -9,6 +9,7 @@ their values. Not responsible for copying a model that exists (:mod:`memfit.capt
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 from torch import nn
@@ -44,7 +45,10 @@ def weightless() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with warnings.catch_warnings():
+            # Constructors copy layers (`nn.TransformerEncoder`), and copying asks for an address.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
