@@ -1,7 +1,8 @@
 """Which tensors of a model are parked, and where they lie in one piece of memory.
 
-Responsible for finding parameters and module buffers, for refusing by name what cannot be parked,
-and for moving storages without changing who shares what. Not responsible for the memory.
+Responsible for finding parameters, module buffers and the tensors of an optimizer's state, for
+refusing by name what cannot be parked, and for moving storages without changing who shares what.
+Not responsible for the memory.
 
 A model is moved storage by storage: tied weights and views of one storage stay what they are, and
 every ``Parameter`` stays the object that optimizers hold.
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.errors import ParkError
@@ -25,11 +28,11 @@ ALIGNMENT = 64
 
 @dataclass(slots=True)
 class Member:
-    """A parameter or module buffer.
+    """A parameter, a module buffer or a tensor of the optimizer's state.
 
     Attributes:
         tensor: The tensor itself.
-        names: Its names in the model, more than one if it is tied.
+        names: Its names in the model, more than one if it is tied; of state, ``exp_avg of weight``.
     """
 
     tensor: Tensor
@@ -56,12 +59,15 @@ class Block:
         return self.start + self.storage.nbytes()
 
 
-def members(model: nn.Module, leave: Collection[str] = ()) -> list[Member]:
-    """Find a model's parameters and module buffers.
+def members(
+    model: nn.Module, leave: Collection[str] = (), optimizer: Optimizer | None = None
+) -> list[Member]:
+    """Find a model's parameters and module buffers, and what an optimizer keeps for them.
 
     Args:
         model: The model.
         leave: Names to leave out.
+        optimizer: Whose state to find as well.
 
     Returns:
         Each tensor once, with all its names.
@@ -71,7 +77,7 @@ def members(model: nn.Module, leave: Collection[str] = ()) -> list[Member]:
     """
     unknown = set(leave)
     found: dict[int, Member] = {}
-    for name, tensor in _named(model):
+    for name, tensor in (*_named(model), *state(model, optimizer)):
         if name in unknown:
             unknown.discard(name)
             continue
@@ -81,6 +87,29 @@ def members(model: nn.Module, leave: Collection[str] = ()) -> list[Member]:
         message = f"the model has no parameter or module buffer `{name}` to leave"
         raise ParkError(message, "unsupported", name)
     return list(found.values())
+
+
+def state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Name the tensors that an optimizer keeps.
+
+    Args:
+        model: Whose parameters it is for.
+        optimizer: The optimizer, if there is one.
+
+    Yields:
+        Each tensor and its name: its key and the parameter it is for.
+    """
+    if optimizer is None:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, kept in optimizer.state.items():
+        owner = names.get(id(parameter), "a parameter of another model")
+        for key, value in kept.items():
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            for number, tensor in enumerate(tensors):
+                # Of a list, as `LBFGS` keeps, each tensor has a name of its own.
+                part = f"{key}[{number}]" if len(tensors) > 1 else key
+                yield f"{part} of {owner}", tensor
 
 
 def check(found: list[Member]) -> None:
@@ -104,7 +133,7 @@ def obstacle(tensor: Tensor) -> str | None:
     """Say why a tensor cannot be parked.
 
     Args:
-        tensor: A parameter or module buffer.
+        tensor: One of a model's or of its optimizer's.
 
     Returns:
         What is the matter, and a hint; ``None`` if it can be.

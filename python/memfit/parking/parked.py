@@ -19,6 +19,7 @@ from typing import Self
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.errors import ParkError, UsageError
@@ -52,7 +53,7 @@ class ParkStatistics:
 
 
 class ParkedModel:
-    """A model whose parameters and module buffers can step aside.
+    """A model whose parameters, module buffers and optimizer state can step aside.
 
     As a context manager it is parked inside the block and woken at its end.
 
@@ -65,6 +66,7 @@ class ParkedModel:
         model: nn.Module,
         spill: str | PathLike[str],
         *,
+        optimizer: Optimizer | None = None,
         source: str | PathLike[str] | None = None,
         leave: Collection[str] = (),
         allow_memory: bool = False,
@@ -74,6 +76,7 @@ class ParkedModel:
         Args:
             model: The model. For a moment its largest tensor is there twice.
             spill: Folder on a disk for the file that parked bytes go to.
+            optimizer: The model's optimizer, whose state steps aside with it.
             source: Safetensors file that the model was loaded from: what has not changed since
                 is not written again.
             leave: Names of parameters and module buffers to leave where they are.
@@ -83,12 +86,13 @@ class ParkedModel:
             ParkError: A tensor cannot be parked, or the folder or the file not be used.
         """
         self.model = model
+        self._optimizer = optimizer
         self._leave = frozenset(leave)
         self._lock = threading.RLock()
         self._is_closed = False
         self._uses = 0
         self._saved: list[list[int]] | None = None
-        found = layout.members(model, self._leave)
+        found = layout.members(model, self._leave, optimizer)
         layout.check(found)
         self._blocks = layout.blocks(found)
         _refuse_others(self._blocks)
@@ -134,6 +138,15 @@ class ParkedModel:
             pairs = zip(self._blocks, self._saved, self._versions(), strict=True)
             return sum(block.storage.nbytes() for block, old, new in pairs if old != new)
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's state, all that there is of it, steps aside with the model."""
+        if optimizer is not self._optimizer:
+            return False
+        known = {id(member.tensor) for block in self._blocks for member in block.members}
+        with without_barrier():
+            state = layout.state(self.model, optimizer)
+            return all(id(tensor) in known or tensor.nbytes == 0 for _, tensor in state)
+
     @property
     def statistics(self) -> ParkStatistics:
         """What was done so far."""
@@ -142,8 +155,9 @@ class ParkedModel:
     def park(self) -> None:
         """Give the memory back; does nothing when it is parked.
 
-        Gradients and optimizer state stay where they are. No thread may be running the model,
-        other than in a block of :meth:`awake`, which this finds out.
+        Gradients stay where they are, as does the state of an optimizer that this was not told
+        of. No thread may be running the model, other than in a block of :meth:`awake`, which this
+        finds out.
 
         Raises:
             ParkError: The model is awake, as before: a block of :meth:`awake` runs (``in_use``),
@@ -249,7 +263,8 @@ class ParkedModel:
 
     def _check_unchanged(self) -> None:
         """Refuse to park what is not, or not only, the model's."""
-        name = layout.replaced(self._blocks, layout.members(self.model, self._leave))
+        found = layout.members(self.model, self._leave, self._optimizer)
+        name = layout.replaced(self._blocks, found)
         if name is not None:
             message = (
                 f"`{name}` is not what it was when the model was made parkable\nhint: close it "
@@ -263,6 +278,7 @@ def park(
     model: nn.Module,
     spill: str | PathLike[str],
     *,
+    optimizer: Optimizer | None = None,
     source: str | PathLike[str] | None = None,
     leave: Collection[str] = (),
 ) -> ParkedModel:
@@ -270,12 +286,16 @@ def park(
 
     Woken, every tensor is the same object at the same address with the same bits. Any use of a
     parked model is a :class:`memfit.ParkError`. For a model that was parked before, this parks it
-    again and returns the same object; the other arguments do not matter then.
+    again and returns the same object; the other arguments do not matter then. Only where the
+    optimizer has come to hold state that is not known yet, the model is closed and parked anew.
 
     Args:
         model: The model, on the CPU.
         spill: Folder on a disk for the file that parked bytes go to; the file has no name, so
             nothing is left when the process ends.
+        optimizer: The model's optimizer, whose state steps aside with it: a training job that is
+            idle then holds nothing but what Python and torch take themselves. Let its gradients go
+            before, with ``zero_grad()``.
         source: Safetensors file that the model was loaded from. What has not changed since is
             read from there again instead of being written.
         leave: Names of parameters and module buffers to leave where they are.
@@ -291,10 +311,12 @@ def park(
         message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
         raise UsageError(message)
     parked = _owner(model)
-    if parked is not None:
+    if parked is not None and (optimizer is None or parked.is_parked or parked.knows(optimizer)):
         parked.park()
         return parked
-    parked = ParkedModel(model, spill, source=source, leave=leave)
+    if parked is not None:
+        parked.close()
+    parked = ParkedModel(model, spill, optimizer=optimizer, source=source, leave=leave)
     try:
         parked.park()
     except BaseException:

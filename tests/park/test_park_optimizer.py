@@ -1,0 +1,109 @@
+"""An optimizer's state steps aside with its model, and training goes on as if nothing had been."""
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import ParkError
+from memfit.parking import parked as parking
+
+MIB = 1 << 20
+
+OPTIMIZERS = [
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True, foreach=True),
+    lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
+]
+
+
+@pytest.fixture
+def park(tmp_path, monkeypatch):
+    """Parks to a folder that may lie in memory here, as `memfit.park` does."""
+    made = parking.ParkedModel.__init__
+
+    def init(self, *args, **options):
+        made(self, *args, **{**options, "allow_memory": True})
+
+    monkeypatch.setattr(parking.ParkedModel, "__init__", init)
+    return lambda model, optimizer: parking.park(model, tmp_path, optimizer=optimizer)
+
+
+def trained(make, pause):
+    """Bits of a model and of its optimizer's state after six steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4, bias=False))
+    optimizer = make(model.parameters())
+    for _ in range(6):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pause(model, optimizer)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [*model.state_dict().values(), *kept]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit(park, make):
+    def pause(model, optimizer):
+        parked = park(model, optimizer)
+        assert parked.is_parked
+        parked.wake()
+
+    expected = trained(make, lambda _model, _optimizer: None)
+    got = trained(make, pause)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+def test_the_states_memory_is_given_back_too(park):
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB, and twice that of state
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parked = park(model, optimizer)
+    assert (parked.resident_bytes, parked.nbytes // MIB) == (0, 12)
+    moment = optimizer.state[model.weight]["exp_avg"]
+    with pytest.raises(ParkError, match="`exp_avg of weight` was used while") as caught:
+        print(moment)
+    assert caught.value.tensor == "exp_avg of weight"
+    parked.wake()
+    assert moment is optimizer.state[model.weight]["exp_avg"]
+    assert float(moment[0, 0]) == pytest.approx(0.1)
+
+
+def test_state_that_came_to_be_after_the_first_parking_is_parked_as_well(park):
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = park(model, optimizer)
+    assert before.nbytes == 256 * 256 * 4
+    assert park(model, optimizer) is before
+    before.wake()
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after = park(model, optimizer)
+    assert after.nbytes == 2 * before.nbytes
+    after.wake()
+    assert park(model, optimizer) is after
+    after.wake()
+    with pytest.raises(ParkError, match="it was closed"):
+        before.park()
+
+
+def test_state_that_somebody_looks_at_is_refused_by_name(park):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    view = optimizer.state[model.bias]["exp_avg_sq"].view(2, 4)
+    with pytest.raises(ParkError, match="cannot park `exp_avg_sq of bias`") as caught:
+        park(model, optimizer)
+    assert caught.value.reason == "aliased"
+    assert torch.isfinite(view).all()
