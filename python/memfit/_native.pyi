@@ -231,6 +231,9 @@ class PoolMachine:
     def begin(self, now: int) -> tuple[bool, int] | None:
         """The next job, begun by this: whether it is to wake, and the model."""
 
+    def shed(self, target: int, now: int) -> tuple[bool, int] | None:
+        """Begin the next job so that no more than the target counts: whether to wake, the model."""
+
     def ended(self, job: tuple[bool, int], is_done: bool, moved: int, took: int, now: int) -> None:
         """A job has ended."""
 

@@ -347,3 +347,31 @@ def test_threads_that_hammer_a_pool_stay_within_it_and_all_get_their_turn(make):
     assert pool.statistics.peak_bytes <= pool.budget_bytes
     assert pool.counted_bytes <= pool.budget_bytes
     assert pool.statistics.uses == 150
+
+
+def test_an_idle_pool_steps_aside_and_is_there_again_when_it_is_used(make):
+    pool = make("12MiB", "abc")
+    assert pool.shrink("9MiB") == 2 * MODEL
+    assert len(pool.awake) == 2
+    with pool.use("b") as model:
+        assert pool.shrink() == MODEL
+        assert pool.awake == ["b"]
+        assert torch.equal(model.weight, linear(1).weight)
+    assert pool.shrink() == 0
+    assert pool.awake == []
+    with pool.use("a") as model:
+        assert torch.equal(model.weight, linear(0).weight)
+
+
+def test_what_cannot_step_aside_is_named(make):
+    pool = make("8MiB", "ab")
+    with pool.use("a") as model:
+        view = model.weight.t()
+    with pytest.raises(ParkError, match="cannot park `weight`: a tensor outside"):
+        pool.shrink()
+    assert pool.awake == ["a"]
+    assert view.shape == (1024, 1024)
+    del view
+    with pool.use("a"):  # used again, it may be parked again
+        pass
+    assert pool.shrink() == 0

@@ -72,10 +72,12 @@ impl PoolMachine {
 
     /// The next job, begun: whether it is to wake, and the model.
     fn begin(&self, now: u64) -> Option<(bool, usize)> {
-        self.lock().begin(Micros(now)).map(|job| match job {
-            Job::Wake(model) => (true, model.0),
-            Job::Park(model) => (false, model.0),
-        })
+        self.lock().begin(Micros(now)).map(job)
+    }
+
+    /// The next job, begun, so that no more than `target` counts.
+    fn shed(&self, target: u64, now: u64) -> Option<(bool, usize)> {
+        self.lock().shed(Bytes(target), Micros(now)).map(job)
     }
 
     /// A job has ended.
@@ -132,6 +134,13 @@ impl PoolMachine {
     fn lock(&self) -> MutexGuard<'_, Machine> {
         // The engine does not panic, and no call leaves it half changed.
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+const fn job(job: Job) -> (bool, usize) {
+    match job {
+        Job::Wake(model) => (true, model.0),
+        Job::Park(model) => (false, model.0),
     }
 }
 

@@ -209,6 +209,35 @@ class Pool:
                     self._machine.end(ticket, unsaved, _now())
                     self._collect()
 
+    def shrink(self, to: Size = 0) -> int:
+        """Park models that nobody uses or waits for, until no more than so many bytes count.
+
+        For a process that is idle and gives its memory to others, as with the end of a lease. The
+        budget stays what it is, and the next use wakes its model as ever.
+
+        Args:
+            to: Bytes that may stay.
+
+        Returns:
+            Bytes that count then: more than asked for where models are used or pinned.
+
+        Raises:
+            ParkError: A model cannot be parked; all others are.
+            BudgetError: The size cannot be read.
+        """
+        target = in_bytes(to, "shrink to")
+        if self._process != os.getpid():
+            message = "the pool belongs to the process that this one is a fork of"
+            raise PoolError(message, "forked")
+        failures = []
+        with self._changed:
+            while (job := self._machine.shed(target, _now())) is not None:
+                self._carry_out(job)
+                failures += [error] if (error := self._failures.get(job[1])) else []
+            if failures and self._machine.counted() > target:
+                raise failures[0]
+            return self._machine.counted()
+
     @property
     def statistics(self) -> PoolStatistics:
         """What was done so far."""

@@ -110,9 +110,23 @@ impl World {
     }
 
     fn begin(&mut self) -> bool {
-        let Some(job) = self.machine.begin(Micros(self.now)) else {
-            return false;
-        };
+        let job = self.machine.begin(Micros(self.now));
+        job.is_some_and(|job| self.begun(job))
+    }
+
+    fn shed(&mut self, target: u64) -> bool {
+        let job = self.machine.shed(Bytes(target), Micros(self.now));
+        job.is_some_and(|job| {
+            assert!(matches!(job, Job::Park(id) if !self.is_wanted(id)));
+            self.begun(job)
+        })
+    }
+
+    fn is_wanted(&self, id: ModelId) -> bool {
+        self.waiting.values().any(|(wanted, ..)| *wanted == id)
+    }
+
+    fn begun(&mut self, job: Job) -> bool {
         match job {
             Job::Wake(id) => {
                 assert!(!self.resident[id.0], "wakes what is awake");
@@ -183,7 +197,7 @@ proptest! {
     #[test]
     fn no_history_exceeds_the_budget_or_leaves_anybody_waiting(
         models in prop::collection::vec((1_u64..60, prop::bool::weighted(0.15), any::<bool>()), 1..7),
-        steps in prop::collection::vec((0_u8..10, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
+        steps in prop::collection::vec((0_u8..11, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
     ) {
         let mut world = World::new(&models);
         prop_assume!(!world.sizes.is_empty());
@@ -212,6 +226,9 @@ proptest! {
                     world.overtaken.remove(&ticket);
                     world.machine.cancel(ticket);
                     world.judge();
+                }
+                10 => {
+                    world.shed(bytes * 4);
                 }
                 _ => {}
             }
@@ -282,6 +299,30 @@ fn what_cannot_be_parked_is_refused_when_nothing_else_is_in_the_way() {
     world.visit(0);
     world.visit(1);
     assert_eq!(world.resident, [false, true]);
+}
+
+#[test]
+fn what_nobody_uses_or_waits_for_steps_aside_and_no_more_than_asked() {
+    let models = [(30, false), (20, false), (30, true), (20, false)];
+    let models = models.map(|(size, is_pinned)| (size, is_pinned, true));
+    let mut world = World::new(&models);
+    assert_eq!(world.resident, [true; 4]);
+    assert!(!world.shed(100));
+    world.ask(ModelId(1), 0, Client(0));
+    let shed = |world: &mut World, target| {
+        while world.shed(target) {}
+        while !world.jobs.is_empty() {
+            world.finish(0, true);
+        }
+    };
+    shed(&mut world, 80);
+    assert_eq!(world.resident, [true, true, true, false]);
+    // The rest is used or pinned.
+    shed(&mut world, 0);
+    assert_eq!(world.resident, [false, true, true, false]);
+    world.drain();
+    world.visit(0);
+    assert_eq!(world.resident, [true, true, true, false]);
 }
 
 #[test]

@@ -253,17 +253,24 @@ impl Machine {
             self.statistics.peak = self.statistics.peak.max(self.counted());
             return Some(Job::Wake(id));
         }
-        let coming = |model: &&Model| model.state == State::Parking;
-        let coming: Bytes = self.models.iter().filter(coming).map(|one| one.bytes).sum();
-        let shortage = needed - free - coming;
-        if shortage == Bytes::ZERO {
-            return None;
-        }
-        let idle = self.idle(id);
-        let candidates: Vec<_> = idle.iter().map(|&model| self.candidate(model)).collect();
-        let victim = *choose(&candidates, shortage.0)?.first()?;
-        self.models[idle[victim].0].state = State::Parking;
-        Some(Job::Park(idle[victim]))
+        let idle = self.idle(Some(id));
+        let victim = self.victim(&idle, needed - free - self.coming())?;
+        Some(self.park(victim))
+    }
+
+    /// The next model to park so that no more than `target` counts, of those that nobody uses or waits
+    /// for; `None` when that is so or nothing more can be done for it.
+    ///
+    /// Nothing is held back: requests are served as ever, and may wake what was parked.
+    pub fn shed(&mut self, target: Bytes, now: Micros) -> Option<Job> {
+        self.pass(now);
+        let surplus = self.counted() - self.coming() - target;
+        let is_wanted = |id| self.queue.iter().any(|request| request.model == id);
+        let mut idle = self.idle(None);
+        idle.retain(|&id| !is_wanted(id));
+        let could: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
+        let victim = self.victim(&idle, surplus.min(could))?;
+        Some(self.park(victim))
     }
 
     /// A wake has ended.
@@ -417,7 +424,7 @@ impl Machine {
             } else {
                 Bytes::ZERO
             };
-            let idle = self.idle(first.model);
+            let idle = self.idle(Some(first.model));
             let could: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
             if own + first.activations <= self.free() + could {
                 return;
@@ -428,15 +435,37 @@ impl Machine {
         }
     }
 
+    /// Bytes that are on their way out.
+    fn coming(&self) -> Bytes {
+        let models = self.models.iter();
+        let parking = models.filter(|model| model.state == State::Parking);
+        parking.map(|model| model.bytes).sum()
+    }
+
+    /// The first of the models to park for so many bytes; `None` if none are needed, or they have too few.
+    fn victim(&self, idle: &[ModelId], shortage: Bytes) -> Option<ModelId> {
+        if shortage == Bytes::ZERO {
+            return None;
+        }
+        let candidates: Vec<_> = idle.iter().map(|&model| self.candidate(model)).collect();
+        let first = *choose(&candidates, shortage.0)?.first()?;
+        idle.get(first).copied()
+    }
+
+    fn park(&mut self, id: ModelId) -> Job {
+        self.models[id.0].state = State::Parking;
+        Job::Park(id)
+    }
+
     /// Models that could be parked for another.
-    fn idle(&self, beside: ModelId) -> Vec<ModelId> {
+    fn idle(&self, beside: Option<ModelId>) -> Vec<ModelId> {
         let models = self.models.iter().enumerate();
         let idle = models.filter(|&(id, model)| {
             model.state == State::Awake
                 && model.uses == 0
                 && !model.is_pinned
                 && !model.is_stuck
-                && ModelId(id) != beside
+                && Some(ModelId(id)) != beside
         });
         idle.map(|(id, _)| ModelId(id)).collect()
     }
