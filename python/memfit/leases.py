@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from memfit import _native
+from memfit import _native, besides
 from memfit.courtesy import look_after
 from memfit.errors import LeaseError, NoBrokerWarning, UsageError
 from memfit.sizes import Size, in_bytes
@@ -208,11 +208,16 @@ class Lease:
             self._client.decline(self._number)
 
     def release(self) -> None:
-        """Give it back; a second time does nothing, and neither does a forked child's."""
+        """Give it back; a second time does nothing, and neither does a forked child's.
+
+        What allocators only keep for later goes back to the system before.
+        """
         if self._is_released:
             return
         self._is_released = True
         if self._client is not None:
+            for device in self._claims:
+                besides.release(device)
             try:
                 self._client.release(self._number)
             except LeaseError as error:

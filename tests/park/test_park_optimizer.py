@@ -1,5 +1,9 @@
 """An optimizer's state steps aside with its model, and training goes on as if nothing had been."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -107,3 +111,33 @@ def test_state_that_somebody_looks_at_is_refused_by_name(park):
         park(model, optimizer)
     assert caught.value.reason == "aliased"
     assert torch.isfinite(view).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's accounts")
+def test_what_was_moved_into_the_arena_is_not_kept_by_the_allocator_as_well(tmp_path):
+    script = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from memfit.parking.parked import ParkedModel
+
+def of(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+def made():
+    return nn.Sequential(*(nn.Linear(512, 1024, bias=False) for _ in range(32)))
+
+ParkedModel(made(), sys.argv[1], allow_memory=True).close()
+torch.ones(4 << 20)  # freed, so glibc serves what is smaller from its heap and keeps it there
+model = made()
+before = of("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the highest is the present one from now on
+parked = ParkedModel(model, sys.argv[1], allow_memory=True)
+print(of("VmHWM") - before, parked.nbytes)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    extra, size = map(int, done.stdout.split())
+    assert size == 64 * MIB
+    assert extra < 24 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 import warnings
@@ -169,3 +170,25 @@ def in_another_thread(work: Callable[[], T]) -> T:
     """Do something as another line of work."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(60)
+
+
+def test_what_allocators_only_keep_goes_back_before_a_lease_ends(
+    broker: Broker, script: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    """Or the next to lease the bytes would take them while they are still resident here."""
+    process = script(
+        """
+import torch, memfit
+from memfit.besides import resident
+torch.ones(4 << 20)  # freed, so glibc keeps what is smaller when it is freed
+with memfit.lease(100):
+    kept = [torch.ones(1 << 18) for _ in range(64)]
+    last = torch.ones(8)
+    del kept
+    held = resident()
+print(held - resident())
+"""
+    )
+    said, _ = process.communicate(timeout=60)
+    assert int(said) > 48 << 20
+    assert broker.granted() == 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memfit import _native
+from memfit import _native, besides
 from memfit.errors import ParkError
 
 ALIGNMENT = 64
@@ -201,13 +201,18 @@ def ranges(block: Block) -> list[tuple[list[str], int, int]]:
     return [(names, block.start + start, end - start) for start, end, names in merged]
 
 
+RELEASE_BYTES = 8 << 20
+"""How much of what was moved allocators may keep, before they are told to let it go."""
+
+
 def move(laid: list[Block], memory: _native.ParkedMemory) -> None:
-    """Move storages into the memory, each in its turn, so that no more than one is there twice.
+    """Move storages into the memory, each in its turn, so that little is there twice.
 
     Args:
         laid: The storages; each block has its new one afterwards.
         memory: Where to.
     """
+    freed_bytes = 0
     for block in laid:
         length = block.storage.nbytes()
         place = (ctypes.c_char * length).from_address(memory.address + block.start)
@@ -226,6 +231,11 @@ def move(laid: list[Block], memory: _native.ParkedMemory) -> None:
                 # Keeps the object, its gradient, its hooks and its version.
                 tensor.data = moved
         block.storage = storage
+        freed_bytes += length
+        if freed_bytes >= RELEASE_BYTES or block is laid[-1]:
+            # Else the old bytes stay in the process, kept for requests that do not come.
+            besides.release("host")
+            freed_bytes = 0
 
 
 def stray(laid: list[Block]) -> str | None:
