@@ -17,6 +17,13 @@ use crate::trace::{AllocationId, Trace};
 /// Random traces on which each moment is held against all subsets.
 const CASES: u32 = 400;
 
+/// Most subsets of a larger case that are tried. Optimised code tries all that are needed: two million at most.
+const MOST_VISITED: u64 = if cfg!(debug_assertions) {
+    5_000
+} else {
+    1 << 24
+};
+
 /// The least replay time of any valid subset within `target`, and the lowest peak of any.
 fn optimum(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
     let mut scorer = Scorer::new(problem);
@@ -36,6 +43,64 @@ fn optimum(problem: &Problem<'_>, target: Bytes) -> (Option<f64>, Bytes) {
         }
     }
     (fastest, lowest)
+}
+
+/// All subsets that take less time than the best so far, for cases that are too large for all.
+///
+/// Dropping more never takes less time, so what takes as long as the best is not added to.
+/// `leaving_out_what_takes_longer_leaves_the_optimum` holds that against all subsets.
+struct Cheaper<'p, 's> {
+    problem: &'p Problem<'p>,
+    scorer: &'s mut Scorer<'p>,
+    target: Bytes,
+    best_seconds: f64,
+    dropped: Vec<Treatment>,
+    visited: u64,
+}
+
+impl<'p, 's> Cheaper<'p, 's> {
+    /// The least time of a subset within `target`, if it is below `seconds`; else `seconds`. `None` after so
+    /// many subsets without an end.
+    fn than(
+        seconds: f64,
+        problem: &'p Problem<'p>,
+        scorer: &'s mut Scorer<'p>,
+        target: Bytes,
+        most_visited: u64,
+    ) -> Option<f64> {
+        let mut tried = Self {
+            problem,
+            scorer,
+            target,
+            best_seconds: seconds,
+            dropped: vec![Treatment::Keep; problem.trace.allocations.len()],
+            visited: 0,
+        };
+        tried.visit(0, most_visited);
+        (tried.visited <= most_visited).then_some(tried.best_seconds)
+    }
+
+    /// Tries what is dropped now, and everything that drops more from a place on.
+    fn visit(&mut self, from: usize, most_visited: u64) {
+        self.visited += 1;
+        if self.visited > most_visited {
+            return;
+        }
+        let (evaluation, seconds) = self.scorer.peek(&self.dropped);
+        if seconds >= self.best_seconds {
+            return;
+        }
+        if evaluation.valid && evaluation.peak_bytes <= self.target {
+            self.best_seconds = seconds;
+            return;
+        }
+        for place in from..self.problem.candidates.len() {
+            let id = self.problem.candidates[place].index();
+            self.dropped[id] = Treatment::dropped(true);
+            self.visit(place + 1, most_visited);
+            self.dropped[id] = Treatment::Keep;
+        }
+    }
 }
 
 fn costs(trace: &Trace) -> Costs {
@@ -143,6 +208,85 @@ fn the_search_finds_the_optimum_of_small_cases() {
         lowest_found * 100 >= cases * 95,
         "lowest peak in {lowest_found} of {cases}"
     );
+}
+
+#[test]
+fn leaving_out_what_takes_longer_leaves_the_optimum() {
+    let mut runner = TestRunner::deterministic();
+    let mut cases = 0;
+    while cases < 200 {
+        let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
+        let trace = random::build(&recipe);
+        let costs = costs(&trace);
+        let problem = Problem::new(&trace, Variant::default(), &costs, Allowed::REMAT);
+        if !(3..=10).contains(&problem.candidates.len()) {
+            continue;
+        }
+        cases += 1;
+        let mut scorer = Scorer::new(&problem);
+        let nothing = vec![Treatment::Keep; trace.allocations.len()];
+        let peak = scorer.peek(&nothing).0.peak_bytes;
+        let (_, bottom) = optimum(&problem, Bytes::ZERO);
+        for share in [0, 2, 5, 9] {
+            let target = Bytes(bottom.0 + (peak.0 - bottom.0) / 10 * share);
+            let fastest = optimum(&problem, target).0.unwrap();
+            for seconds in [f64::INFINITY, fastest] {
+                let found = Cheaper::than(seconds, &problem, &mut scorer, target, u64::MAX);
+                assert_eq!(found, Some(fastest));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_search_finds_the_optimum_of_larger_cases() {
+    let mut runner = TestRunner::deterministic();
+    let (mut cases, mut optimal, mut given_up) = (0, 0, 0);
+    let mut off: f64 = 0.0;
+    while cases < 60 {
+        let larger = random::recipes_of(14..30);
+        let (recipe, _, _) = larger.new_tree(&mut runner).unwrap().current();
+        let trace = random::build(&recipe);
+        let costs = costs(&trace);
+        let variant = Variant {
+            fuse_optimizer: cases % 2 == 1,
+            ..Variant::default()
+        };
+        let problem = Problem::new(&trace, variant, &costs, Allowed::REMAT);
+        if !(13..=25).contains(&problem.candidates.len()) {
+            continue;
+        }
+        let mut scorer = Scorer::new(&problem);
+        let nothing = vec![Treatment::Keep; trace.allocations.len()];
+        let peak = scorer.peek(&nothing).0.peak_bytes;
+        let least = bound(&problem, Bytes::ZERO);
+        let lowest = search(&problem, Bytes::ZERO, &least, f64::INFINITY, Share::FULL).lowest;
+        let bottom = lowest.evaluation.peak_bytes;
+        if bottom >= peak {
+            continue;
+        }
+        cases += 1;
+        let target = Bytes(bottom.0 + (peak.0 - bottom.0) / 4 * (cases % 4));
+        let least = bound(&problem, target);
+        let found = search(&problem, target, &least, f64::INFINITY, Share::FULL);
+        let found = found.best.expect("the lowest peak fits").added_seconds;
+        assert!(least.added_seconds <= found + 1e-9);
+        let below = found - 1e-9;
+        let Some(fastest) = Cheaper::than(below, &problem, &mut scorer, target, MOST_VISITED)
+        else {
+            given_up += 1;
+            continue;
+        };
+        optimal += u64::from(fastest >= found - 1e-9);
+        off = off.max((found - fastest - 1e-9) / (costs.step_seconds() + fastest));
+    }
+    let decided = cases - given_up;
+    assert!(decided >= if cfg!(debug_assertions) { 25 } else { 60 });
+    assert!(
+        optimal * 100 >= decided * 95,
+        "optimal in {optimal} of {decided}"
+    );
+    assert!(off <= 0.02, "{off} of the step time above the optimum");
 }
 
 /// The least time added by any treatments within `target`, and the lowest peak of any.

@@ -1,5 +1,7 @@
 //! Random traces for property tests: every feature the transformed trace knows, in small.
 
+use std::ops::Range;
+
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestCaseError, TestRunner};
@@ -19,9 +21,14 @@ use crate::trace::{
 pub(crate) type Recipe = Vec<(u8, u8, u8, u8, u8, u8)>;
 
 pub(crate) fn recipes() -> impl Strategy<Value = (Recipe, Vec<bool>, u8)> {
+    recipes_of(2..14)
+}
+
+/// Recipes of so many ops in forward.
+pub(crate) fn recipes_of(ops: Range<usize>) -> impl Strategy<Value = (Recipe, Vec<bool>, u8)> {
     let op = (0u8..8, any::<u8>(), any::<u8>(), 1u8..9, 0u8..3, 0u8..8);
     (
-        prop::collection::vec(op, 2..14),
+        prop::collection::vec(op, ops),
         prop::collection::vec(any::<bool>(), 40),
         any::<u8>(),
     )
