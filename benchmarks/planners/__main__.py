@@ -11,8 +11,9 @@ events, CPU time by interleaved pairs with eager, and gradients against eager.
     .venv/bin/python -m benchmarks.planners --quick    # small models
     .venv/bin/python -m benchmarks.planners --models vit --skip torch.compile "memfit compiled"
 
-A run that was stopped goes on where it was; `--fresh` begins anew. A full run writes
-benchmarks/results/DATE-planners.json, .md and .png. Exits with 1 where a bar is missed.
+A run that was stopped goes on where it was; `--fresh` begins anew. A run of all methods writes
+benchmarks/results/DATE-planners.json, .md and .png, of some of the models `DATE-planners-MODEL`.
+Exits with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -141,19 +142,21 @@ def _write(
     verdicts: list[dict[str, object]],
     page: str,
 ) -> None:
-    """The results of a whole run; the picture alone of any other."""
+    """The results where all methods were run on full models; the picture alone of any other run."""
     from benchmarks.planners.plot import draw  # needs matplotlib
 
     machine = Machine.here()
-    whole = not chosen.quick and set(chosen.models) == set(MODELS) and not chosen.skip
+    whole = not chosen.quick and not chosen.skip
     whole = whole and set(chosen.methods) == set(points.METHODS[1:])
-    picture = RESULTS / f"{machine.date}-planners.png" if whole else folder / "planners.png"
+    is_all = set(chosen.models) == set(MODELS)
+    name = "planners" if is_all else "-".join(["planners", *chosen.models])
+    picture = (RESULTS if whole else folder) / f"{machine.date}-{name}.png"
     draw(rows, picture, machine.sentence())
     print(picture, file=sys.stderr)
     if whole:
         page = f"![Step time against peak]({picture.name})\n\n{page}"
         document = {"points": rows, "verdicts": verdicts}
-        write_results("planners", machine, document, page)
+        write_results(name, machine, document, page)
 
 
 if __name__ == "__main__":

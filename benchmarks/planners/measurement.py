@@ -61,6 +61,7 @@ def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
         "step_seconds": statistics.median(times[1]),
         "step_ratio": statistics.median(ratios),
         "step_ratios": ratios,
+        "step_times": {"eager": times[0], "way": times[1]},
     }
 
 
