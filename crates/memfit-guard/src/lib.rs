@@ -2,8 +2,8 @@
 //!
 //! PyTorch keeps no memory statistics for the CPU, and its profiler slows a program and keeps every
 //! event. So this crate stands where torch asks the C library for tensor memory: it makes libc10 call
-//! two functions of its own, which pass the call on and count. It is the only crate of memfit with
-//! unsafe code, but for the lines of the binding that lend memory to [`LentBytes`] and take it from an
+//! two functions of its own, which pass the call on and count. It is, with `memfit-vmm`, the only crate of memfit
+//! with unsafe code, but for the lines of the binding that lend memory to [`LentBytes`] and take it from an
 //! [`Arena`]; these two have nothing to do with counting and are here for that reason.
 //!
 //! Responsible for installing that and for the numbers. Not responsible for what a block holds, which
