@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 __all__ = [
     "AllocationBudget",
     "AllocationWindow",
     "LeaseClient",
+    "ParkedCudaMemory",
     "ParkedMemory",
     "PoolMachine",
     "Snapshot",
@@ -137,6 +138,108 @@ class LeaseClient:
 
     def status(self) -> str:
         """Who holds what, as JSON."""
+
+@final
+class ParkedCudaMemory:
+    """Memory of a CUDA device that can be given back, and the copy of it."""
+
+    def __new__(
+        cls,
+        length: int,
+        device: int,
+        folder: str | PathLike[str],
+        *,
+        allow_memory: bool = False,
+        driver: str | None = None,
+    ) -> ParkedCudaMemory:
+        """Reserve addresses; nothing is behind them yet.
+
+        Args:
+            length: How many bytes.
+            device: The device's number.
+            folder: Where the file for what the host has no room for is made; it has no name.
+            allow_memory: Accept a folder whose files are kept in memory.
+            driver: A library that stands in for CUDA's driver in tests; its memory is the host's.
+
+        Raises:
+            ParkError: The folder cannot be used, or the driver refuses.
+        """
+
+    @property
+    def address(self) -> int:
+        """Where it is."""
+
+    @property
+    def length(self) -> int:
+        """Its length in bytes: whole units of the device."""
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it is given back."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device that it holds.
+
+        Raises:
+            ParkError: This is a fork of the process that it belongs to.
+        """
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that its copy takes.
+
+        Raises:
+            ParkError: This is a fork of the process that it belongs to.
+        """
+
+    def open_to(self, end: int) -> None:
+        """Have memory behind the first bytes; what is there already stays.
+
+        Raises:
+            ParkError: The device has no room; nothing has changed.
+        """
+
+    def tensor(self, start: int, length: int) -> Any:
+        """A range of it as a tensor of bytes, in a DLPack capsule.
+
+        Raises:
+            ParkError: It has no such range.
+        """
+
+    def park(self, host_bytes: int | None = None) -> None:
+        """Keep every byte and give the memory back.
+
+        Args:
+            host_bytes: Most bytes to keep in the host's memory; by default half of what is free.
+
+        Raises:
+            ParkError: Nothing has changed.
+        """
+
+    def to_disk(self) -> None:
+        """Move what the host's memory keeps to the file.
+
+        Raises:
+            ParkError: Nothing has changed.
+        """
+
+    def wake(self) -> None:
+        """Have every byte back at its address.
+
+        Raises:
+            ParkError: It is still parked.
+        """
+
+    def give_up(self) -> None:
+        """Wake it and close its file: it cannot be parked any more.
+
+        Raises:
+            ParkError: It is still parked.
+        """
+
+    def statistics(self) -> str:
+        """What it did so far, as JSON."""
 
 @final
 class ParkedMemory:

@@ -191,8 +191,8 @@ class ParkError(MemfitError):
     Attributes:
         reason: Why, for programs: ``parked`` (used while it is), ``unsupported``, ``in_use``,
             ``aliased``, ``replaced``, ``no_space``, ``transfer``, ``folder``, ``source``,
-            ``changed``, ``no_memory``, ``not_released``, ``layout``, ``closed``, ``forked``,
-            ``interrupted``.
+            ``changed``, ``no_memory``, ``not_released``, ``driver``, ``layout``, ``closed``,
+            ``forked``, ``interrupted``.
         tensor: The parameter or module buffer that it is about, if it is one.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.guarding import cuda_limit
+from memfit.parking.cuda_memory import CudaMemory
 from memfit.tracking.steps import STEPS
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -112,6 +115,26 @@ def test_what_grows_past_torch_shrinks_its_share_at_the_next_step(device: StandI
     optimizer.step()
     assert device.share == 0.75
     assert cuda_limit._refresh not in STEPS.listeners
+
+
+def test_what_a_parked_model_takes_past_torch_is_measured_when_it_comes_and_goes(
+    device: StandIn,
+):
+    def moves(by: int) -> Callable[[], None]:
+        def move() -> None:
+            device.past_torch += by
+
+        return move
+
+    memory = CudaMemory.__new__(CudaMemory)
+    memory._device = torch.device("cuda:0")
+    memory._memory = SimpleNamespace(wake=moves(GIB), park=lambda _: moves(-GIB)())
+    memory._host_bytes = None
+    with memfit.guard("2GiB", device="cuda"):
+        memory.wake()
+        assert 0 <= GIB - 300 * MIB - device.allowed <= 1
+        memory.park()
+        assert 0 <= 2 * GIB - 300 * MIB - device.allowed <= 1
 
 
 def test_of_overlapping_guards_the_tightest_counts_in_whatever_order_they_end(device: StandIn):

@@ -11,6 +11,7 @@ mod host;
 mod leases;
 mod offload;
 mod parking;
+mod parking_cuda;
 mod pool;
 
 use pyo3::import_exception;
@@ -66,6 +67,8 @@ mod _native {
     use super::offload::{Store, StoredBlock};
     #[pymodule_export]
     use super::parking::ParkedMemory;
+    #[pymodule_export]
+    use super::parking_cuda::ParkedCudaMemory;
     #[pymodule_export]
     use super::pool::PoolMachine;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};

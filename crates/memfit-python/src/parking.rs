@@ -106,7 +106,7 @@ impl ParkedMemory {
 }
 
 /// Runs `work` without the interpreter, which is asked now and then for a pending signal.
-fn waiting<T: Send>(
+pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(memfit::store::Interrupted<'_>) -> Result<T, park::ParkError> + Send,
 ) -> PyResult<T> {
@@ -125,7 +125,7 @@ fn waiting<T: Send>(
     result.map_err(|error| signal.unwrap_or_else(|| park_error(&error)))
 }
 
-fn park_error(error: &park::ParkError) -> PyErr {
+pub(crate) fn park_error(error: &park::ParkError) -> PyErr {
     ParkError::new_err((error.to_string(), error.reason()))
 }
 

@@ -20,6 +20,7 @@ mod interrupt;
 pub mod lease;
 mod monitor;
 pub mod park;
+pub mod park_cuda;
 mod printer;
 mod progress;
 mod report;

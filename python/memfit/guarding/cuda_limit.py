@@ -1,8 +1,8 @@
 """A budget for what the process takes of a CUDA device.
 
 Responsible for the share of the device that torch's caching allocator may reserve: the budget less
-what is taken past it, measured anew whenever an optimizer has stepped. Not responsible for the
-words of the error (:mod:`memfit.guarding.refused`).
+what is taken past it, measured anew whenever an optimizer has stepped or a model was parked or
+woken. Not responsible for the words of the error (:mod:`memfit.guarding.refused`).
 
 Past the caching allocator go the CUDA context, loaded kernels, NCCL and whatever else allocates by
 itself. No budget can refuse those: when they grow, torch's share shrinks. The driver only tells
@@ -157,12 +157,17 @@ class CudaLimit:
         return error_of(refusal, said.group(), device=str(self._device), kind=CudaOutOfBudget)
 
 
+def measure_anew() -> None:
+    """Let the share of every device that has a budget follow what is taken past torch now."""
+    with _lock:
+        for on_device in list(_devices.values()):
+            on_device.refresh()
+
+
 def _refresh(when: str, _: Any) -> None:
     """Measure anew after every step of every optimizer."""
     if when == "after":
-        with _lock:
-            for on_device in list(_devices.values()):
-                on_device.refresh()
+        measure_anew()
 
 
 def _share(allowed_bytes: int, total_bytes: int) -> float:

@@ -1,7 +1,8 @@
 """Parking: a model's memory given back, and had back at the same addresses.
 
 Responsible, by file: ``layout.py`` which tensors of a model can be parked and where they lie,
-``barrier.py`` that nobody uses them meanwhile, ``parked.py`` the model that is parked and woken.
-Not responsible for pages and files (``crates/memfit/src/park``), nor for when to park
-(:mod:`memfit.pool`).
+``cuda_memory.py`` memory of a GPU for them, ``barrier.py`` that nobody uses them meanwhile,
+``parked.py`` the model that is parked and woken. Not responsible for pages and files
+(``crates/memfit/src/park``, ``crates/memfit/src/park_cuda``, ``crates/memfit-vmm``), nor for when
+to park (:mod:`memfit.pool`).
 """

@@ -112,21 +112,39 @@ def state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, 
                 yield f"{part} of {owner}", tensor
 
 
-def check(found: list[Member]) -> None:
-    """Refuse tensors that have no storage of their own in the host's memory.
+def together(found: list[Member]) -> list[Member]:
+    """Choose what is parked of a model that is on a GPU: what takes the GPU's memory.
+
+    What such a model has on the host, as the step counts of most optimizers, stays where it is.
+
+    Args:
+        found: A model's tensors.
+
+    Returns:
+        Those on GPUs if there are any, else all.
+    """
+    return [member for member in found if member.tensor.is_cuda] or found
+
+
+def check(found: list[Member]) -> torch.device:
+    """Refuse tensors that have no storage of their own, or not all of them on one device.
 
     Args:
         found: The model's tensors.
+
+    Returns:
+        The device.
 
     Raises:
         ParkError: One cannot be parked; it is named.
     """
     for member in found:
-        why = obstacle(member.tensor)
+        why = obstacle(member.tensor) or _elsewhere(member, found[0])
         if why is not None:
             name = member.names[0]
             message = f"cannot park `{name}`: {why}"
             raise ParkError(message, "unsupported", name)
+    return found[0].tensor.device if found else torch.device("cpu")
 
 
 def obstacle(tensor: Tensor) -> str | None:
@@ -144,11 +162,12 @@ def obstacle(tensor: Tensor) -> str | None:
     return None
 
 
-def blocks(found: list[Member]) -> list[Block]:
+def blocks(found: list[Member], alignment: int = ALIGNMENT) -> list[Block]:
     """Lay the storages of tensors out one behind the other.
 
     Args:
         found: The model's tensors, checked.
+        alignment: What each is aligned to.
 
     Returns:
         A block for each storage that has bytes.
@@ -162,7 +181,7 @@ def blocks(found: list[Member]) -> list[Block]:
         block = laid.get(storage._cdata)
         if block is None:
             block = laid[storage._cdata] = Block(storage, start=end)
-            end = -(-block.end // ALIGNMENT) * ALIGNMENT
+            end = -(-block.end // alignment) * alignment
         block.members.append(member)
     return list(laid.values())
 
@@ -201,40 +220,57 @@ def ranges(block: Block) -> list[tuple[list[str], int, int]]:
     return [(names, block.start + start, end - start) for start, end, names in merged]
 
 
-RELEASE_BYTES = 8 << 20
-"""How much of what was moved allocators may keep, before they are told to let it go."""
+RELEASE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""How much of what was moved allocators may keep, before they are told to let it go: on a GPU that
+waits for the device."""
 
 
-def move(laid: list[Block], memory: _native.ParkedMemory) -> None:
+def host_place(memory: _native.ParkedMemory, block: Block) -> Tensor:
+    """Memory of the host for a storage, as bytes.
+
+    Args:
+        memory: The memory.
+        block: The storage.
+
+    Returns:
+        A tensor of its length, which holds the memory.
+    """
+    place = (ctypes.c_char * block.storage.nbytes()).from_address(memory.address + block.start)
+    # The storage holds the array, and the array the memory: it outlives the storage.
+    place.memory = memory  # type: ignore[attr-defined]
+    return torch.frombuffer(place, dtype=torch.uint8)
+
+
+def move(laid: list[Block], place: Callable[[Block], Tensor]) -> None:
     """Move storages into the memory, each in its turn, so that little is there twice.
+
+    Where a place cannot be had, what has moved stays there: the model can be used, in part at new
+    addresses.
 
     Args:
         laid: The storages; each block has its new one afterwards.
-        memory: Where to.
+        place: Gives the memory for a storage, as bytes.
     """
     freed_bytes = 0
     for block in laid:
-        length = block.storage.nbytes()
-        place = (ctypes.c_char * length).from_address(memory.address + block.start)
-        # The storage holds the array, and the array the memory: it outlives the storage.
-        place.memory = memory  # type: ignore[attr-defined]
-        target = torch.frombuffer(place, dtype=torch.uint8)
+        target = place(block)
+        device = target.device
         with torch.no_grad():
-            source = torch.empty(0, dtype=torch.uint8).set_(block.storage)
+            source = torch.empty(0, dtype=torch.uint8, device=device).set_(block.storage)
             target.copy_(source)
             del source
             storage = target.untyped_storage()
             for member in block.members:
                 tensor = member.tensor
                 offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
-                moved = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, shape, strides)
+                empty = torch.empty(0, dtype=tensor.dtype, device=device)
                 # Keeps the object, its gradient, its hooks and its version.
-                tensor.data = moved
+                tensor.data = empty.set_(storage, offset, shape, strides)
         block.storage = storage
-        freed_bytes += length
-        if freed_bytes >= RELEASE_BYTES or block is laid[-1]:
+        freed_bytes += storage.nbytes()
+        if freed_bytes >= RELEASE_BYTES[device.type] or block is laid[-1]:
             # Else the old bytes stay in the process, kept for requests that do not come.
-            besides.release("host")
+            besides.release("host" if device.type == "cpu" else str(device))
             freed_bytes = 0
 
 
@@ -283,6 +319,17 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def _elsewhere(member: Member, first: Member) -> str | None:
+    """Why a tensor is not on the device of the first, if it is not."""
+    device, expected = member.tensor.device, first.tensor.device
+    if device == expected:
+        return None
+    return (
+        f"it is on `{device}`, and `{first.names[0]}` on `{expected}`: a parked model is on one "
+        f"device\nhint: {_LEAVE}"
+    )
+
+
 def _is_subclass_with_dispatch(tensor: Tensor) -> bool:
     """Whether its bytes are elsewhere, in tensors that its class knows."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -300,10 +347,10 @@ _OBSTACLES: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
         "it is on `meta` and has no bytes\nhint: load its weights first",
     ),
     (
-        lambda tensor: tensor.device.type != "cpu",
+        lambda tensor: tensor.device.type not in {"cpu", "cuda"},
         (
-            "it is on `{tensor.device}`, and only the host's memory can be parked so far\n"
-            f"hint: move the model with `model.cpu()`, or {_LEAVE}"
+            "it is on `{tensor.device}`, and only memory of the host and of CUDA devices can be "
+            f"parked\nhint: move the model with `model.cpu()`, or {_LEAVE}"
         ),
     ),
     (
@@ -315,11 +362,11 @@ _OBSTACLES: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
         "it is a conjugate or negative view\nhint: resolve it first",
     ),
     (
-        lambda tensor: tensor.untyped_storage().is_shared(),
+        lambda tensor: tensor.is_cpu and tensor.untyped_storage().is_shared(),
         f"its memory is shared with other processes\nhint: {_LEAVE}",
     ),
     (
-        lambda tensor: torch.cuda.is_available() and tensor.is_pinned(),
+        lambda tensor: tensor.is_cpu and torch.cuda.is_available() and tensor.is_pinned(),
         f"its memory is pinned for a GPU\nhint: {_LEAVE}",
     ),
 )

@@ -13,18 +13,22 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.errors import ParkError, UsageError
-from memfit.parking import layout
+from memfit.parking import cuda_memory, layout
 from memfit.parking.barrier import Barrier, without_barrier
+from memfit.parking.cuda_memory import CudaMemory
+from memfit.sizes import Size, in_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class ParkStatistics:
         bytes_written: Bytes written to the disk.
         bytes_unchanged: Bytes not written because the disk had them from before.
         bytes_in_source: Bytes not written because the weights file has them.
+        bytes_to_host: Bytes of a GPU's memory kept in the host's.
         bytes_read: Bytes read.
         park_seconds: What parking took.
         wake_seconds: What waking took.
@@ -50,6 +55,7 @@ class ParkStatistics:
     bytes_read: int
     park_seconds: float
     wake_seconds: float
+    bytes_to_host: int = 0
 
 
 class ParkedModel:
@@ -69,6 +75,7 @@ class ParkedModel:
         optimizer: Optimizer | None = None,
         source: str | PathLike[str] | None = None,
         leave: Collection[str] = (),
+        host: Size | None = None,
         allow_memory: bool = False,
     ) -> None:
         """Move the model's tensors into memory of their own; it stays awake.
@@ -80,11 +87,15 @@ class ParkedModel:
             source: Safetensors file that the model was loaded from: what has not changed since
                 is not written again.
             leave: Names of parameters and module buffers to leave where they are.
+            host: For a model on a GPU, most bytes of the host's memory for its parked copy; by
+                default half of what is free there when it is parked. The rest goes to the disk.
             allow_memory: Accept a folder whose files are kept in memory.
 
         Raises:
-            ParkError: A tensor cannot be parked, or the folder or the file not be used.
+            ParkError: A tensor cannot be parked, the folder or the file not be used, or the GPU
+                has no room for a tensor twice; what was moved by then stays at its new address.
         """
+        host_bytes = None if host is None else in_bytes(host, "keep")
         self.model = model
         self._optimizer = optimizer
         self._leave = frozenset(leave)
@@ -92,22 +103,27 @@ class ParkedModel:
         self._is_closed = False
         self._uses = 0
         self._saved: list[list[int]] | None = None
-        found = layout.members(model, self._leave, optimizer)
-        layout.check(found)
-        self._blocks = layout.blocks(found)
+        found = layout.together(layout.members(model, self._leave, optimizer))
+        device = self._device = layout.check(found)
+        alignment = layout.ALIGNMENT if device.type == "cpu" else cuda_memory.ALIGNMENT
+        self._blocks = layout.blocks(found, alignment)
         _refuse_others(self._blocks)
         _refuse_aliases(self._blocks)
         if not self._blocks:
             message = "the model has no bytes to park"
             raise ParkError(message, "unsupported")
-        self._memory = _native.ParkedMemory(
-            self._blocks[-1].end,
-            [part for block in self._blocks for part in layout.ranges(block)],
+        self._memory = _memory_for(
+            device,
+            self._blocks,
             fspath(spill),
             None if source is None else fspath(source),
+            host_bytes,
             allow_memory=allow_memory,
         )
-        layout.move(self._blocks, self._memory)
+        if isinstance(self._memory, CudaMemory):
+            layout.move(self._blocks, self._memory.place)
+        else:
+            layout.move(self._blocks, partial(layout.host_place, self._memory))
         self._barrier = Barrier({member.names[0]: member.tensor for member in found}, self)
         for block in self._blocks:
             _OWNERS[block.storage.data_ptr()] = self
@@ -145,7 +161,9 @@ class ParkedModel:
         known = {id(member.tensor) for block in self._blocks for member in block.members}
         with without_barrier():
             state = layout.state(self.model, optimizer)
-            return all(id(tensor) in known or tensor.nbytes == 0 for _, tensor in state)
+            # What takes nothing of the device need not step aside.
+            here = (tensor for _, tensor in state if tensor.device == self._device)
+            return all(id(tensor) in known or tensor.nbytes == 0 for tensor in here)
 
     @property
     def statistics(self) -> ParkStatistics:
@@ -196,6 +214,18 @@ class ParkedModel:
             if self.is_parked:
                 self._memory.wake()
                 self._barrier.take_down()
+
+    def to_disk(self) -> None:
+        """Move what the host's memory keeps of a parked model to the disk.
+
+        Does nothing where nothing is: for a model that is awake, or one on the CPU.
+
+        Raises:
+            ParkError: The copy stays where it is: the disk is full (``no_space``), say.
+        """
+        with self._lock:
+            if isinstance(self._memory, CudaMemory) and not self._is_closed:
+                self._memory.to_disk()
 
     @contextmanager
     def awake(self) -> Iterator[nn.Module]:
@@ -263,7 +293,7 @@ class ParkedModel:
 
     def _check_unchanged(self) -> None:
         """Refuse to park what is not, or not only, the model's."""
-        found = layout.members(self.model, self._leave, self._optimizer)
+        found = layout.together(layout.members(self.model, self._leave, self._optimizer))
         name = layout.replaced(self._blocks, found)
         if name is not None:
             message = (
@@ -281,6 +311,7 @@ def park(
     optimizer: Optimizer | None = None,
     source: str | PathLike[str] | None = None,
     leave: Collection[str] = (),
+    host: Size | None = None,
 ) -> ParkedModel:
     """Park a model: its parameters and module buffers leave the memory until it is woken.
 
@@ -290,7 +321,7 @@ def park(
     optimizer has come to hold state that is not known yet, the model is closed and parked anew.
 
     Args:
-        model: The model, on the CPU.
+        model: The model, on the CPU or on one GPU.
         spill: Folder on a disk for the file that parked bytes go to; the file has no name, so
             nothing is left when the process ends.
         optimizer: The model's optimizer, whose state steps aside with it: a training job that is
@@ -299,13 +330,15 @@ def park(
         source: Safetensors file that the model was loaded from. What has not changed since is
             read from there again instead of being written.
         leave: Names of parameters and module buffers to leave where they are.
+        host: For a model on a GPU, most bytes of the host's memory for its parked copy
+            (``"20GiB"``); by default half of what is free there. The rest goes to the disk.
 
     Returns:
         The parked model. ``with memfit.park(...):`` wakes it at the end of the block.
 
     Raises:
         ParkError: It cannot be parked, and is as before.
-        UsageError: ``model`` is no module.
+        UsageError: ``model`` is no module, or ``host`` no size.
     """
     if not isinstance(model, nn.Module):
         message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
@@ -316,13 +349,36 @@ def park(
         return parked
     if parked is not None:
         parked.close()
-    parked = ParkedModel(model, spill, optimizer=optimizer, source=source, leave=leave)
+    parked = ParkedModel(model, spill, optimizer=optimizer, source=source, leave=leave, host=host)
     try:
         parked.park()
     except BaseException:
         parked.close()
         raise
     return parked
+
+
+def _memory_for(
+    device: torch.device,
+    laid: list[layout.Block],
+    spill: str,
+    source: str | None,
+    host_bytes: int | None,
+    *,
+    allow_memory: bool,
+) -> _native.ParkedMemory | CudaMemory:
+    """Memory for storages on a device."""
+    length = laid[-1].end
+    if device.type == "cpu":
+        ranges = [part for block in laid for part in layout.ranges(block)]
+        return _native.ParkedMemory(length, ranges, spill, source, allow_memory=allow_memory)
+    if source is not None:
+        message = (
+            f"`source` is for models on the CPU, and this one is on `{device}`\nhint: leave it "
+            "out: the copy goes to the host's memory, and what finds no room there to `spill`"
+        )
+        raise ParkError(message, "unsupported")
+    return CudaMemory(length, device, spill, host_bytes=host_bytes, allow_memory=allow_memory)
 
 
 def _version(tensor: Tensor) -> int:

@@ -22,7 +22,8 @@ from typing import Any
 from torch import nn
 
 from memfit import _native
-from memfit.errors import MemfitError, PoolError, UsageError
+from memfit.errors import MemfitError, ParkError, PoolError, UsageError
+from memfit.parking import layout
 from memfit.parking.parked import ParkedModel
 from memfit.pool.activations import activation_bytes as predicted
 from memfit.sizes import Size, in_bytes
@@ -138,6 +139,7 @@ class Pool:
         if not isinstance(model, nn.Module):
             message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
             raise UsageError(message)
+        _check_is_on_host(name, model, leave)
         with self._changed:
             self._check_name_is_free(name)
         activations = in_bytes(activation_bytes or 0, "count")
@@ -393,6 +395,17 @@ class Pool:
 def _now() -> int:
     """Microseconds of a clock that never goes back."""
     return time.monotonic_ns() // 1000
+
+
+def _check_is_on_host(name: str, model: nn.Module, leave: Collection[str]) -> None:
+    """Refuse a model on a GPU: the budget is of the host's memory."""
+    for member in layout.members(model, leave):
+        if member.tensor.is_cuda:
+            message = (
+                f"cannot add `{name}`: `{member.names[0]}` is on `{member.tensor.device}`, and a "
+                "pool is of models on the CPU so far\nhint: park it alone, with `memfit.park`"
+            )
+            raise ParkError(message, "unsupported", member.names[0])
 
 
 def _refusal(name: str, refused: _Refused, budget: int) -> PoolError:

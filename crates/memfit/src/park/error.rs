@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 
 use memfit_engine::bytes::Bytes;
+use memfit_vmm::VmmError;
 
 use crate::store::StoreError;
 
@@ -14,7 +15,10 @@ pub enum ParkError {
     /// The file that parked bytes go to cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The system gives no memory to wake into.
+    /// Memory of a CUDA device cannot be had, copied or given back.
+    #[error(transparent)]
+    Device(#[from] VmmError),
+    /// The system or the device gives no memory to wake into.
     #[error(
         "no memory to wake {wanted} ({} bytes): {reason}; the model stays parked, and whole\n\
          hint: park or end something else, and wake it again",
@@ -43,6 +47,18 @@ pub enum ParkError {
     Changed {
         /// Folder of the file.
         folder: PathBuf,
+        /// Where in the model's memory.
+        start: u64,
+        /// How many.
+        length: u64,
+    },
+    /// Bytes in the host's memory are not those that were parked.
+    #[error(
+        "parked bytes {start} to {} changed in the host's memory: the model stays parked\n\
+         hint: something in this process writes where it should not; load the model again",
+        start + length
+    )]
+    HostChanged {
         /// Where in the model's memory.
         start: u64,
         /// How many.
@@ -98,9 +114,13 @@ impl ParkError {
             Self::Store(StoreError::NoSpace { .. }) => "no_space",
             Self::Store(StoreError::Transfer { .. }) => "transfer",
             Self::Store(_) => "folder",
-            Self::NoMemory { .. } => "no_memory",
+            Self::NoMemory { .. }
+            | Self::Device(VmmError::NoRoom { .. } | VmmError::NoHostMemory { .. }) => "no_memory",
+            Self::Device(_) => "driver",
             Self::NotReleased { .. } => "not_released",
-            Self::Changed { .. } | Self::SourceChanged { .. } => "changed",
+            Self::Changed { .. } | Self::HostChanged { .. } | Self::SourceChanged { .. } => {
+                "changed"
+            }
             Self::Source { .. } => "source",
             Self::Layout { .. } => "layout",
             Self::GivenUp => "closed",
