@@ -137,6 +137,73 @@ def test_freed_memory_is_used_again_and_goes_back_at_the_end():
     assert found["after"] < MIB
 
 
+def test_pages_of_freed_blocks_serve_blocks_of_other_sizes():
+    """The system hands out hardly any page once every size has been there; nothing grows."""
+    found = alone("""
+        from resource import RUSAGE_SELF, getrusage
+        shapes = [(16, MIB), (4, 4 * MIB), (7, 2 * MIB + 300_000), (48, 350_000)]
+        base = status("RssAnon")
+        faults, highest = [], 0
+        with memfit.guard("1GiB") as guard:
+            before = guard.in_use_bytes
+            for _ in range(8):
+                start = getrusage(RUSAGE_SELF).ru_minflt
+                for count, size in shapes:
+                    keep = [torch.full((size,), k, dtype=torch.uint8) for k in range(count)]
+                    highest = max(highest, status("RssAnon"))
+                    for k, tensor in enumerate(keep):
+                        assert bool((tensor == k).all()), (count, size, k)
+                    del keep, tensor
+                faults.append(getrusage(RUSAGE_SELF).ru_minflt - start)
+            assert guard.in_use_bytes == before
+        answer(faults=faults, highest=highest - base, after=status("RssAnon") - base)
+    """)
+    # Each size in turn needs the pages of all others: 64 MiB in each round, 16 000 pages of 4 KiB.
+    assert found["faults"][0] > 16 * MIB // PAGE
+    assert sum(found["faults"][4:]) / 4 < 6 * MIB // PAGE, found
+    assert found["highest"] < 21 * MIB, found
+    assert found["after"] < MIB
+
+
+def test_threads_and_forks_see_their_own_values_while_pages_move():
+    found = alone("""
+        import random
+        wrong, served = [], []
+        def work(seed):
+            rng, held = random.Random(seed), {}
+            for k in range(250):
+                slot = rng.randrange(6)
+                if slot in held:
+                    value, tensor = held.pop(slot)
+                    if not (tensor.numpy() == value).all():
+                        wrong.append(value)
+                    continue
+                value = rng.randrange(256)
+                size = rng.choice([300_000, 700_000, 1_500_000, 3_000_000]) + rng.randrange(9) * 512
+                try:
+                    held[slot] = value, torch.full((size,), value, dtype=torch.uint8)
+                    served.append(1)
+                except RuntimeError:
+                    held.clear()
+        verdicts = []
+        with memfit.guard(_native.taken_bytes() + 24 * MIB):
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+            for thread in threads: thread.start()
+            for seed in range(4):
+                child = os.fork()
+                if child == 0:
+                    wrong.clear()
+                    work(100 + seed)
+                    os._exit(len(wrong))
+                verdicts.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            for thread in threads: thread.join()
+        answer(wrong=wrong, served=len(served), verdicts=verdicts)
+    """)
+    assert not found["wrong"]
+    assert found["verdicts"] == [0] * 4
+    assert found["served"] > 300
+
+
 def test_the_error_names_numbers_holders_and_the_next_step():
     """In a process of its own: only there are these tensors the largest."""
     found = alone("""

@@ -127,12 +127,17 @@ pub(crate) fn unkeep(bytes: u64) {
 
 /// Whether kept blocks take what live ones need.
 pub(crate) fn is_crowded() -> bool {
+    crowding_bytes() > 0
+}
+
+/// Bytes of kept blocks that live ones need.
+pub(crate) fn crowding_bytes() -> u64 {
     let room = PEAK
         .load(Ordering::Relaxed)
         .min(LIMIT.load(Ordering::Relaxed));
     HELD.load(Ordering::SeqCst)
         .saturating_add(KEPT.load(Ordering::SeqCst))
-        > room
+        .saturating_sub(room)
 }
 
 /// In a forked child: counts what this one thread finds, without what others had on their way.
@@ -196,6 +201,7 @@ mod tests {
         keep(200);
         assert!(!is_crowded());
         reserve(1).unwrap();
+        assert_eq!(crowding_bytes(), 1);
         assert!(is_crowded());
         unkeep(200);
         assert!(!is_crowded());

@@ -22,7 +22,7 @@ const WORD: u64 = size_of::<usize>() as u64;
 const CHUNK: u64 = 2 * WORD;
 const SMALLEST_CHUNK: u64 = 4 * WORD;
 
-static PAGE_BYTES: LazyLock<u64> = LazyLock::new(page_bytes);
+static PAGE_BYTES: LazyLock<u64> = LazyLock::new(asked_page_bytes);
 
 /// Bytes that a block of so many takes, aligned so.
 pub(crate) fn of(bytes: usize, alignment: usize) -> u64 {
@@ -39,6 +39,15 @@ pub(crate) fn of(bytes: usize, alignment: usize) -> u64 {
         .unwrap_or(u64::MAX)
 }
 
+/// Bytes of a page.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "only built where pointers have 64 bits"
+)]
+pub(crate) fn page_bytes() -> usize {
+    *PAGE_BYTES as usize
+}
+
 /// A request as the heap rounds it.
 fn chunk(bytes: u64) -> u64 {
     let rounded = bytes.saturating_add(WORD).checked_next_multiple_of(CHUNK);
@@ -46,7 +55,7 @@ fn chunk(bytes: u64) -> u64 {
 }
 
 #[expect(unsafe_code, reason = "asks the system for a constant")]
-fn page_bytes() -> u64 {
+fn asked_page_bytes() -> u64 {
     // SAFETY: asks for a constant of the system.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(bytes).unwrap_or(4096)

@@ -1,8 +1,9 @@
 //! The two functions that libc10 calls instead of the C library's, and the lock round the count.
 //!
 //! Responsible for passing calls on, for telling the ledger about them, and, while a budget is on, for
-//! refusing requests and for keeping large blocks that were freed. Not responsible for how libc10
-//! comes to call these functions ([`crate::patch`]).
+//! refusing requests, for keeping large blocks that were freed, and for choosing which of them give their
+//! pages to others. Not responsible for how libc10 comes to call these functions ([`crate::patch`]) nor
+//! for moving pages ([`crate::moved`]).
 //!
 //! Invariants: the lock is never held while the C library allocates or frees for torch; nothing here
 //! goes through libc10, so a hook never calls itself; a block leaves the ledger before it is freed,
@@ -18,13 +19,16 @@ use crate::budget::{self, Over};
 use crate::footprint::{self, LARGE_BYTES};
 use crate::kept::{Kept, KeptBlock};
 use crate::ledger::{Ledger, Unwritten};
+use crate::moved::{self, Lifted};
 use crate::refusal::{Refusal, Refusals};
+use crate::seams::Seams;
 
 /// What one lock guards.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) ledger: Ledger,
     pub(crate) kept: Kept,
+    pub(crate) seams: Seams,
     pub(crate) refusals: Refusals,
     /// The budgets that are on, each with its number.
     pub(crate) budgets: Vec<(u64, u64)>,
@@ -32,9 +36,23 @@ pub(crate) struct State {
     pub(crate) last_budget: u64,
 }
 
+impl State {
+    /// Forgets what is known of the mappings under a block that has come just now, or goes, from so
+    /// many of its bytes on.
+    fn forget_seams(&mut self, address: usize, taken_bytes: u64, from_bytes: u64) {
+        let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+        if bytes(taken_bytes) >= LARGE_BYTES {
+            let start = address - address % footprint::page_bytes();
+            let at = |count| start.saturating_add(bytes(count));
+            self.seams.forget(at(from_bytes), at(taken_bytes));
+        }
+    }
+}
+
 static STATE: Mutex<State> = Mutex::new(State {
     ledger: Ledger::new(),
     kept: Kept::new(),
+    seams: Seams::new(),
     refusals: Refusals::new(),
     budgets: Vec::new(),
     last_budget: 0,
@@ -44,6 +62,9 @@ static STATE: Mutex<State> = Mutex::new(State {
 pub(crate) static NEXT_MEMALIGN: AtomicUsize = AtomicUsize::new(0);
 /// The same for `free`.
 pub(crate) static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
+
+/// Least that is cut off a kept block at once.
+const SMALLEST_CUT_BYTES: usize = 64 << 10;
 
 type Memalign = unsafe extern "C" fn(*mut *mut c_void, usize, usize) -> c_int;
 type Free = unsafe extern "C" fn(*mut c_void);
@@ -66,11 +87,15 @@ pub(crate) unsafe extern "C" fn memalign(
         refused(bytes, taking_bytes, over, false);
         return libc::ENOMEM;
     }
+    let mut lifted = None;
     if budget::is_on() {
         if let Some(address) = reuse(bytes, alignment, taking_bytes) {
             // SAFETY: the caller gives room for a pointer.
             unsafe { *out = address as *mut c_void };
             return 0;
+        }
+        if bytes >= LARGE_BYTES && budget::is_crowded() {
+            lifted = Some(lift(taking_bytes));
         }
         make_room();
     }
@@ -83,9 +108,15 @@ pub(crate) unsafe extern "C" fn memalign(
     }
     // SAFETY: the caller gives room for a pointer, and on success it was written.
     let pointer = unsafe { *out };
-    let written = state()
+    let mut state = state();
+    state.forget_seams(pointer as usize, taking_bytes, 0);
+    if let Some(lifted) = lifted {
+        lifted.lay_under(pointer as usize, taking_bytes, &mut state.seams);
+    }
+    let written = state
         .ledger
         .allocated(pointer as usize, bytes as u64, taking_bytes);
+    drop(state);
     match written {
         Ok(None) => {}
         Ok(Some(before)) => budget::give_back(before.taken_bytes),
@@ -125,6 +156,7 @@ pub(crate) unsafe extern "C" fn free(pointer: *mut c_void) {
             return;
         }
     }
+    state.forget_seams(address, taken_bytes, 0);
     drop(state);
     // SAFETY: the caller's own argument.
     unsafe { next_free(pointer) };
@@ -150,25 +182,120 @@ fn reuse(bytes: usize, alignment: usize, taking_bytes: u64) -> Option<usize> {
     Some(block.address)
 }
 
-/// Frees kept blocks as long as they take what live ones need.
+/// Frees kept blocks, oldest first, as long as they take what live ones need.
 pub(crate) fn make_room() {
-    while budget::is_crowded() {
-        if !free_oldest() {
+    loop {
+        let wanted_bytes = budget::crowding_bytes();
+        if wanted_bytes == 0 || !free_from_oldest(wanted_bytes) {
             break;
         }
     }
 }
 
 /// Frees the kept block that nobody has asked for longest; whether there was one.
-#[expect(unsafe_code, reason = "frees a block of the C library")]
 pub(crate) fn free_oldest() -> bool {
+    free_from_oldest(u64::MAX)
+}
+
+/// The same, or no more of it than so many bytes ask for.
+fn free_from_oldest(wanted_bytes: u64) -> bool {
     let Some(block) = state().kept.oldest() else {
         return false;
     };
+    // Small blocks crowd by little, and often.
+    let wanted_bytes = usize::try_from(wanted_bytes).unwrap_or(usize::MAX);
+    let wanted_bytes = wanted_bytes.checked_next_multiple_of(SMALLEST_CUT_BYTES);
+    let rest_bytes = match wanted_bytes {
+        Some(bytes) if is_large_without(block, bytes) && !is_watched() => cut(block, bytes),
+        _ => {
+            free_kept(block);
+            0
+        }
+    };
+    budget::unkeep(block.taken_bytes - rest_bytes);
+    true
+}
+
+/// Whether a block is still large when so many bytes are cut off.
+fn is_large_without(block: KeptBlock, bytes: usize) -> bool {
+    block.taken_bytes.saturating_sub(bytes as u64) >= LARGE_BYTES as u64
+}
+
+/// Whether somebody else watches the C library's blocks, who shall see them as they are.
+fn is_watched() -> bool {
+    NEXT_FREE.load(Ordering::Relaxed) != 0
+}
+
+/// Cuts bytes off the end of a kept block, whole pages, and keeps the rest.
+///
+/// Returns what the rest takes; zero where it could not be kept and is gone.
+fn cut(block: KeptBlock, bytes: usize) -> u64 {
+    let rest = moved::shortened(block, bytes);
+    let mut state = state();
+    state.forget_seams(block.address, block.taken_bytes, rest.taken_bytes);
+    if rest.taken_bytes < block.taken_bytes && state.kept.put_back(rest) {
+        return rest.taken_bytes;
+    }
+    drop(state);
+    free_kept(rest);
+    0
+}
+
+#[expect(unsafe_code, reason = "frees a block of the C library")]
+fn free_kept(block: KeptBlock) {
+    state().forget_seams(block.address, block.taken_bytes, 0);
     // SAFETY: torch gave it to be freed, and nothing else has it.
     unsafe { next_free(block.address as *mut c_void) };
-    budget::unkeep(block.taken_bytes);
-    true
+}
+
+/// Takes pages of kept blocks that take what a new block of so many bytes needs.
+fn lift(taking_bytes: u64) -> Lifted {
+    let mut lifted = Lifted::for_block(taking_bytes);
+    while lifted.has_room() && !is_watched() {
+        let wanted_bytes = budget::crowding_bytes();
+        let mut state = state();
+        if !Lifted::is_worth(wanted_bytes) || !state.seams.has_room(Lifted::MOST_SEAMS) {
+            break;
+        }
+        let Some(block) = state.kept.nearest(wanted_bytes) else {
+            break;
+        };
+        drop(state);
+        let rest_bytes = lift_from(block, wanted_bytes, &mut lifted);
+        budget::unkeep(block.taken_bytes - rest_bytes);
+    }
+    lifted
+}
+
+/// Takes pages off the end of a kept block; what is left of it is kept, if it is still large.
+///
+/// Returns what the rest takes; zero where nothing is left.
+fn lift_from(block: KeptBlock, wanted_bytes: u64, lifted: &mut Lifted) -> u64 {
+    let Some((start, end)) = moved::mapping(block.address, block.taken_bytes) else {
+        free_kept(block);
+        return 0;
+    };
+    let wanted_bytes = usize::try_from(wanted_bytes).unwrap_or(usize::MAX);
+    let wanted_bytes = wanted_bytes
+        .min(end - start)
+        .next_multiple_of(footprint::page_bytes());
+    let is_partial = is_large_without(block, wanted_bytes);
+    // The first page holds the C library's words about the block.
+    let first = if is_partial {
+        end - wanted_bytes
+    } else {
+        start + footprint::page_bytes()
+    };
+    let mut last = end;
+    while last > first && lifted.has_room() {
+        let seam = state().seams.before(last, first);
+        last = lifted.lift(seam, last);
+    }
+    if is_partial {
+        return cut(block, wanted_bytes);
+    }
+    free_kept(block);
+    0
 }
 
 /// Writes down what was live when the budget refused a request.

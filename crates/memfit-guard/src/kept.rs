@@ -5,7 +5,8 @@
 //!
 //! While a budget is on, every large block is a mapping of its own, and the system clears its pages
 //! when they are first touched. That takes longer than most ops on them, so what a training step
-//! frees is kept for the next.
+//! frees is kept for the next: for a request of the same size as it is, for others its pages
+//! ([`crate::moved`]).
 
 /// Most blocks that are kept. They are looked through one by one: that is still much less than
 /// touching the pages of one.
@@ -61,6 +62,22 @@ impl Kept {
         (!self.blocks.is_empty()).then(|| self.blocks.remove(0))
     }
 
+    /// Puts back what is left of the oldest block; whether there was room to write it down.
+    pub(crate) fn put_back(&mut self, block: KeptBlock) -> bool {
+        let has_room = self.blocks.len() < MOST && self.blocks.try_reserve(1).is_ok();
+        if has_room {
+            self.blocks.insert(0, block);
+        }
+        has_room
+    }
+
+    /// The block that takes most nearly so many bytes, the oldest of those that do equally.
+    pub(crate) fn nearest(&mut self, taken_bytes: u64) -> Option<KeptBlock> {
+        let nearest = (0..self.blocks.len())
+            .min_by_key(|&place| self.blocks[place].taken_bytes.abs_diff(taken_bytes))?;
+        Some(self.blocks.remove(nearest))
+    }
+
     pub(crate) fn taken_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| block.taken_bytes).sum()
     }
@@ -100,6 +117,19 @@ mod tests {
     }
 
     #[test]
+    fn the_nearest_in_size_is_the_oldest_of_those_equally_near() {
+        let mut kept = Kept::new();
+        for (address, bytes) in [(64, 100), (128, 300), (192, 300), (256, 500)] {
+            assert!(kept.keep(block(address, bytes)));
+        }
+        assert_eq!(kept.nearest(350), Some(block(128, 300)));
+        assert_eq!(kept.nearest(416), Some(block(192, 300)));
+        assert_eq!(kept.nearest(0), Some(block(64, 100)));
+        assert_eq!(kept.nearest(u64::MAX), Some(block(256, 500)));
+        assert_eq!(kept.nearest(0), None);
+    }
+
+    #[test]
     fn the_oldest_goes_first_and_no_more_are_kept_than_can_be_looked_through() {
         let mut kept = Kept::new();
         for address in 1..=MOST {
@@ -107,6 +137,9 @@ mod tests {
         }
         assert!(!kept.keep(block(64 * (MOST + 1), 100)));
         assert_eq!(kept.oldest(), Some(block(64, 100)));
+        assert!(kept.put_back(block(64, 50)));
+        assert!(!kept.put_back(block(64, 50)));
+        assert_eq!(kept.oldest(), Some(block(64, 50)));
         assert!(kept.keep(block(64 * (MOST + 1), 100)));
         assert_eq!(kept.oldest(), Some(block(128, 100)));
     }
