@@ -17,6 +17,7 @@ from typing import Any
 from memfit import profiles
 from memfit._native import Trace, gpu_profile
 from memfit.errors import UsageError
+from memfit.places import HOST, place_of
 from memfit.workload import Workload
 
 
@@ -77,9 +78,6 @@ def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None)
     return json.dumps({"kind": "roofline", "profile": profile})
 
 
-HOST = "host"
-"""The name of the host's memory where a folder could be meant; ``./host`` is a folder."""
-
 _PROBE_BYTES = 64 << 20
 
 
@@ -109,14 +107,11 @@ def offer(device_kind: str, place: str, profile: Mapping[str, Any]) -> dict[str,
     """
     if place == HOST:
         return _host_offer(device_kind, profile.get("transfers") or {})
-    folder = Path(place).expanduser().resolve()
-    if not folder.is_dir():
-        message = f"cannot offload to `{place}`: there is no such folder"
-        raise UsageError(f"{message}\nhint: make it, or name another")
-    rates = _disk(folder)
+    folder = place_of(place)
+    rates = _disk(Path(folder))
     return {
         "tier": "disk",
-        "folder": str(folder),
+        "folder": folder,
         "write_bytes_per_second": rates["disk_write"],
         "read_bytes_per_second": rates["disk_read"],
     }

@@ -240,6 +240,7 @@ class Host:
         snapshot: Path | None,
         budget: str | None,
         lease: tuple[bool, float | None, int, str | None] | None,
+        offload: str | None,
         announce: bool,  # noqa: FBT001
     ) -> str:
         """Run an unmodified script and say what it took.
@@ -253,6 +254,7 @@ class Host:
             budget: Memory that its training steps shall stay within, as written.
             lease: How to lease the budget: whether the user asked for that, how long to wait,
                 priority, device; ``None`` to lease nothing.
+            offload: Folder, or ``host``, where activations may be offloaded to.
             announce: Whether to say on standard error what is planned, when it is.
 
         Returns:
@@ -267,6 +269,7 @@ class Host:
             snapshot=None if snapshot is None else str(snapshot),
             budget=budget,
             wish=None if lease is None else Wish(*lease),
+            offload=offload,
             announce=announce,
         )
         self.script_ended = found["ended"]

@@ -90,10 +90,16 @@ def in_forks(commands: list[tuple[list[str], Path]]) -> list[Ran]:
 
 
 def run(
-    tmp_path: Path, budget: str, script: Path, *words: str, ways: Callable[..., Any] = in_forks
+    tmp_path: Path,
+    budget: str,
+    script: Path,
+    *words: str,
+    ways: Callable[..., Any] = in_forks,
+    offload: str | None = None,
 ) -> Ran:
     """Run a script by itself and with a budget; everything but time and memory is the same."""
     fitting = ["-m", "memfit", "run", "--budget", budget, "--report", "report.json"]
+    fitting += [] if offload is None else ["--offload", offload]
     command = [str(script), *words]
     expected, found = ways([(command, tmp_path / "python"), (fitting + command, tmp_path / "fit")])
     assert _timeless(found.stdout) == _timeless(expected.stdout), found.stderr
@@ -106,10 +112,10 @@ def _timeless(text: str) -> str:
     return re.sub(r"'train_(runtime|\w+_per_second)': '[\d.]+'", "", text)
 
 
-def inline(tmp_path: Path, budget: str, code: str, *words: str) -> Ran:
+def inline(tmp_path: Path, budget: str, code: str, *words: str, **options: Any) -> Ran:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(code))
-    return run(tmp_path, budget, script, *words)
+    return run(tmp_path, budget, script, *words, **options)
 
 
 def assert_within_budget(loop: dict[str, Any]) -> None:
@@ -160,6 +166,55 @@ def test_a_deep_model_is_planned_from_its_second_step(tmp_path: Path):
     assert over <= 2 * MIB
     assert "memfit: `Sequential` (33,280 parameters, AdamW): a step takes" in ran.stderr
     assert "tensors computed again in backward" in ran.stderr
+
+
+TRANSFORMER = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        loss = model(torch.randn(8, 128, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+"""
+
+
+def test_a_disk_takes_what_cannot_be_computed_again(tmp_path: Path):
+    """A budget that nothing but offloading meets, met; the folder is named from where it began."""
+    (tmp_path / "disk").mkdir()
+    code = "import os; os.chdir('tmp')\n" + textwrap.dedent(TRANSFORMER)
+    shared = "/dev/shm"  # noqa: S108 - refused, nothing is written there
+    places = {"without": None, "with": "../../disk", "host": "host", "memory": shared}
+    found = []
+    for name, place in places.items():
+        (tmp_path / name).mkdir()
+        found += inline(tmp_path / name, "28%", code, offload=place).loops
+    without, offloaded, refused, in_memory = found
+    assert not without["plan"]["fits"]
+    assert_within_budget(offloaded)
+    assert "offload" in [action["kind"] for action in offloaded["plan"]["actions"]]
+    assert list((tmp_path / "disk").iterdir()) == []
+    note = "nothing is offloaded: the step runs in the host's memory"
+    assert refused["notes"][0].startswith(note)
+    assert "nothing is offloaded: " in in_memory["notes"][0]
+    assert "tmpfs" in in_memory["notes"][0]
+    for loop in (refused, in_memory):
+        assert loop["planned"]["steps"] == without["planned"]["steps"]
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_script_runs(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    command = ["-m", "memfit", "run", "--budget", "1GiB", "--offload", "nowhere", str(script)]
+    (ran,) = in_forks([(command, tmp_path / "fit")])
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "cannot offload to `nowhere`: there is no such folder" in ran.stderr
 
 
 def test_mnist_has_the_same_losses_files_and_exit_code(tmp_path: Path):

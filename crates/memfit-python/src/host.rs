@@ -171,6 +171,7 @@ impl Host for PythonHost {
                 script.snapshot.clone(),
                 script.budget.clone(),
                 lease,
+                script.offload.clone(),
                 script.announce,
             );
             host.call_method1("run_script", arguments)?.extract()

@@ -122,7 +122,12 @@ class Loop:
     """
 
     def __init__(
-        self, root: nn.Module, budget: str, room: Room, on_plan: Callable[[Loop, Plan], None]
+        self,
+        root: nn.Module,
+        budget: str,
+        room: Room,
+        on_plan: Callable[[Loop, Plan], None],
+        place: str | None = None,
     ) -> None:
         """Know a model whose first pass is about to begin.
 
@@ -131,6 +136,7 @@ class Loop:
             budget: As the user wrote it.
             room: What was leased for the script.
             on_plan: Told of every new plan.
+            place: Where activations may be offloaded to; ``None`` for nowhere.
         """
         self.device = next(p.device for p in root.parameters() if p.requires_grad)
         if self.device.type == "cuda" and self.device.index is None:
@@ -154,6 +160,7 @@ class Loop:
         self._room = room
         self._budget: str | int = budget
         self._on_plan = on_plan
+        self._place = place
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recordings = 0
@@ -280,7 +287,9 @@ class Loop:
     def _plan_pending(self, outside: int) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
-        step = RecordedStep(observation, type(self._model()).__name__)
+        step = RecordedStep(observation, type(self._model()).__name__, self._place)
+        if step.not_offloaded:
+            self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
         made = step.plan(self._room.within(self._budget), outside)
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes

@@ -19,7 +19,11 @@ from memfit import _native
 from memfit._native import gpu_profile
 from memfit.adopt.observed import Observation
 from memfit.answers import Plan, Trace
+from memfit.apply.tiers import open_tier
 from memfit.capture.emit import StepFacts, trace_json
+from memfit.costs import offer
+from memfit.errors import MemfitError
+from memfit.places import HOST
 from memfit.profiles import usable
 
 OUTSIDE = "outside the step"
@@ -27,14 +31,20 @@ OUTSIDE = "outside the step"
 
 
 class RecordedStep:
-    """A step that can be planned, for any number of bytes held besides."""
+    """A step that can be planned, for any number of bytes held besides.
 
-    def __init__(self, observation: Observation, target: str) -> None:
+    Attributes:
+        not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
+    """
+
+    def __init__(self, observation: Observation, target: str, place: str | None = None) -> None:
         """Make a trace of a recorded step.
 
         Args:
             observation: The recording.
             target: A name for it.
+            place: Where activations may be offloaded to: a folder, or ``host``; ``None`` for
+                nowhere.
         """
         recorder, roles = observation.recorder, observation.roles
         facts = StepFacts(
@@ -56,7 +66,14 @@ class RecordedStep:
             facts.workspace = {i: size for i, size in enumerate(recorder.scratch) if size > 0}
             facts.probe_threads = torch.get_num_threads()
         self._json = trace_json(recorder, facts)
-        self._costs = _costs(observation)
+        costs = _costs(observation)
+        self._costs = json.dumps(costs)
+        profile = costs.get("profile") or {}
+        self._offer, self.not_offloaded = None, ""
+        try:
+            self._offer = place and _usable(offer(observation.device_kind, place, profile))
+        except MemfitError as error:
+            self.not_offloaded = str(error).partition("\n")[0]
         _settle(self._json, roles.optimizer_state)
 
     def plan(self, budget: str | int, outside_bytes: int, passing_bytes: int = 0) -> Plan:
@@ -89,20 +106,36 @@ class RecordedStep:
             "strings": strings,
         }
         trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
-        request = {"budget": str(budget), "own_loop": True, "forbid": ["allocator_settings"]}
+        request = {
+            "budget": str(budget),
+            "own_loop": True,
+            "forbid": ["allocator_settings"],
+            "offload": self._offer,
+        }
         return Plan(_native.plan(trace.native, self._costs, json.dumps(request)))
 
 
-def _costs(observation: Observation) -> str:
+def _usable(place: dict[str, Any]) -> dict[str, Any]:
+    """An offer whose place takes files: a plan that finds out later would end the script.
+
+    Raises:
+        OffloadError: It does not: its files would lie in memory.
+    """
+    if place["tier"] != HOST:
+        open_tier(place["tier"], 0, place["folder"])
+    return place
+
+
+def _costs(observation: Observation) -> dict[str, Any]:
     """What ops take: as measured in the recorded step, or by the GPU's datasheet.
 
     Nothing is run for it: that would take memory which the script may not have.
     """
     if observation.device_kind == "cpu":
         seconds = observation.recorder.seconds
-        return json.dumps({"kind": "profile", "op_seconds": seconds})
+        return {"kind": "profile", "op_seconds": seconds}
     found, _ = usable("cuda", None)
-    return json.dumps({"kind": "roofline", "profile": found or json.loads(gpu_profile(None))})
+    return {"kind": "roofline", "profile": found or json.loads(gpu_profile(None))}
 
 
 def _settle(trace: dict[str, Any], optimizer_state: set[int]) -> None:

@@ -48,15 +48,19 @@ class _Running:
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
 
-    def __init__(self, budget: str, room: Room, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, budget: str, room: Room, say: Callable[[str], None], place: str | None = None
+    ) -> None:
         """Wait for the script.
 
         Args:
             budget: As the user wrote it.
             room: What was leased for the script.
             say: Shows a line to the user.
+            place: Where activations may be offloaded to; ``None`` for nowhere.
         """
         self._budget = budget
+        self._place = place
         self._room = room
         self._say = say
         self._signals = Signals(self)
@@ -168,7 +172,7 @@ class AdoptedScript:
                 return loop
         for other in self._loops:
             other.rest()
-        loop = Loop(root, self._budget, self._room, self._planned)
+        loop = Loop(root, self._budget, self._room, self._planned, self._place)
         self._loops.append(loop)
         if loop.refusal:
             self._room.whole()  # nobody knows what its steps take

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.adopt.announce import Announcer
 from memfit.adopt.room import Room, Wish
+from memfit.places import place_of
 from memfit.tracking import script
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def run(
     snapshot: str | None,
     budget: str | None = None,
     wish: Wish | None = None,
+    offload: str | None = None,
     announce: bool = False,
 ) -> dict[str, Any]:
     """Run a script and say what it took.
@@ -63,21 +65,24 @@ def run(
         snapshot: Where to write a snapshot of CUDA memory; ``None`` for nowhere.
         budget: Memory that its training steps shall stay within; ``None`` to leave them alone.
         wish: How to lease the budget; ``None`` to lease nothing.
+        offload: Folder, or ``host``, where activations may be offloaded to; ``None`` for nowhere.
         announce: Whether to say on standard error what is planned, when it is.
 
     Returns:
         The summary, in the program's words; its ``quiet`` says that it is not to be printed.
 
     Raises:
-        UsageError: There is no such script.
+        UsageError: There is no such script, or no such folder to offload to.
         LeaseError: The broker does not grant the budget; the script was not run.
     """
     script.require(command[0], is_module=is_module)
+    # The script may change the working folder.
+    place = None if offload is None else place_of(offload)
     say = Announcer(shown=announce)
     room = Room(say)
     if wish is not None and budget is not None:
         room.open(budget, wish, label=Path(command[0]).name)
-    watch = Watch(snapshot, budget, room, say)
+    watch = Watch(snapshot, budget, room, say, place)
     process = os.getpid()
     sys.meta_path.insert(0, _TorchFinder(watch.begin))
     ending = script.run(command, is_module=is_module)
@@ -118,7 +123,12 @@ class Watch:
     """What is seen of one script."""
 
     def __init__(
-        self, snapshot: str | None, budget: str | None, room: Room, say: Callable[[str], None]
+        self,
+        snapshot: str | None,
+        budget: str | None,
+        room: Room,
+        say: Callable[[str], None],
+        place: str | None = None,
     ) -> None:
         """Wait for torch.
 
@@ -127,11 +137,13 @@ class Watch:
             budget: As in :func:`run`.
             room: What was leased for the script.
             say: Shows a line to the user.
+            place: Where activations may be offloaded to, found to be there.
         """
         self._start = time.perf_counter()
         self._snapshot = snapshot
         self._budget = budget
         self._room = room
+        self._place = place
         self._say = say
         self._adopted: AdoptedScript | None = None
         self._notes: list[str] = []
@@ -174,7 +186,7 @@ class Watch:
         if self._budget is not None:
             from memfit.adopt.script import AdoptedScript
 
-            self._adopted = AdoptedScript(self._budget, self._room, self._say)
+            self._adopted = AdoptedScript(self._budget, self._room, self._say, self._place)
             self._adopted.begin()
         if self._snapshot is not None:
             # Called when the script first uses CUDA; memfit does not start it.

@@ -26,6 +26,7 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         snapshot,
         budget: arguments.budget.clone(),
         lease: lease.transpose()?.flatten(),
+        offload: arguments.offload.clone(),
         announce: session.format == Format::Text && !session.printer.is_quiet(),
     })?;
     let document: RunDocument =
