@@ -263,6 +263,21 @@ impl Arena {
         }
     }
 
+    /// Gives memory and addresses back, and says whether all of it went.
+    fn give_back(&mut self) -> bool {
+        let device = Arc::clone(&self.device);
+        let given_back = device.within(|driver| {
+            // A kernel may still be at work on what is dropped.
+            driver.synchronize()?;
+            self.put_away(driver, 0..self.chunks.len());
+            if self.held_bytes() > 0 {
+                return Ok(false);
+            }
+            driver.unreserve(self.start, self.length).map(|()| true)
+        });
+        given_back.unwrap_or(false)
+    }
+
     fn release_all(&mut self, driver: &Driver) {
         for number in (0..self.chunks.len()).rev() {
             self.release(driver, number);
@@ -280,13 +295,8 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Refused when the process ends and the driver has gone before, with all that it held.
-        let device = Arc::clone(&self.device);
-        let _refused = device.within(|driver| {
-            // A kernel may still be at work on what is dropped.
-            driver.synchronize()?;
-            self.put_away(driver, 0..self.chunks.len());
-            driver.unreserve(self.start, self.length)
-        });
+        // Once more if it is refused; for good it is when the process ends and the driver has gone before,
+        // with all that it held.
+        let _done = self.give_back() || self.give_back();
     }
 }

@@ -104,7 +104,8 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // Refused when the process ends and the driver has gone before; nothing is left to release then.
-        let _refused = self.driver.release_context(self.ordinal);
+        // Once more if it is refused; for good it is when the process ends and the driver has gone before.
+        let release = || self.driver.release_context(self.ordinal);
+        let _refused = release().or_else(|_| release());
     }
 }

@@ -4,13 +4,17 @@
 //! weights can leave the device and return without any tensor, graph or pointer having to change.
 //! The driver's library is opened at run time: memfit needs no CUDA to be built or to run.
 //!
+//! Tensors get the memory through `DLPack` and not through a pool of torch's caching allocator: that one lets
+//! tensors of a model share a segment with any other, which then could not step aside alone, and would go on
+//! counting as reserved what the device no longer holds, on which budgets rely.
+//!
 //! Responsible for that memory ([`Arena`]), for host memory that the device copies to and from quickly
 //! ([`HostMemory`]), and for every call of the driver. With `memfit-guard` the only crate with unsafe code.
 //! Not responsible for what lies in the memory nor for where it is kept meanwhile (`memfit::park_cuda`).
 //!
 //! Invariants: an operation that fails has undone what it did, in reverse order; what the driver refuses to
-//! undo is remembered and tried again, never lost; dropping gives everything back; no call of the driver
-//! outlives the process's own use of the device, whose primary context is retained.
+//! undo is remembered and tried again; dropping gives everything back, at the second try if need be; no call
+//! of the driver outlives the process's own use of the device, whose primary context is retained.
 //!
 //! `stand-in/driver.c` is a driver for machines without one, which the tests build and break.
 

@@ -213,6 +213,24 @@ fn what_could_not_be_undone_is_undone_later() {
 }
 
 #[test]
+fn every_call_of_a_drop_may_fail_once() {
+    let driver = StandIn::new();
+    for at in 1.. {
+        let mut arena = arena(&driver, LENGTH);
+        arena.open().unwrap();
+        let memory = HostMemory::new(Arc::clone(arena.device()), MIB).unwrap();
+        driver.fail(at, false, 700);
+        drop((memory, arena));
+        let is_over = driver.counts().calls < at;
+        assert_eq!(driver.counts().held(), Counts::default(), "call {at}");
+        if is_over {
+            break;
+        }
+    }
+    driver.fail(0, false, 0);
+}
+
+#[test]
 fn every_call_that_opens_a_device_or_reserves_may_fail() {
     let driver = StandIn::new();
     for at in 1.. {

@@ -14,6 +14,8 @@
 
 mod copy;
 #[cfg(test)]
+mod histories;
+#[cfg(test)]
 mod tests;
 
 use std::path::Path;
