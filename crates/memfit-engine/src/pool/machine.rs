@@ -30,8 +30,8 @@ struct Model {
     is_pinned: bool,
     state: State,
     uses: usize,
-    /// What parking it would write.
-    unsaved: Bytes,
+    /// What parking it would write; `None` if it was never parked.
+    unsaved: Option<Bytes>,
     /// It could not be parked, and nothing has happened to it since.
     is_stuck: bool,
     is_gone: bool,
@@ -133,7 +133,7 @@ impl Machine {
                 State::Parked
             },
             uses: 0,
-            unsaved: bytes,
+            unsaved: (!is_awake).then_some(Bytes::ZERO),
             is_stuck: false,
             is_gone: false,
             arrivals: Arrivals::new(self.tick),
@@ -227,7 +227,7 @@ impl Machine {
         let ended = self.uses.swap_remove(place);
         let model = &mut self.models[ended.model.0];
         model.uses -= 1;
-        model.unsaved = unsaved;
+        model.unsaved = model.unsaved.map(|_| unsaved);
         model.is_stuck = false;
         self.serve();
     }
@@ -309,7 +309,7 @@ impl Machine {
         self.now = self.now.max(done.now);
         if done.is_done {
             model.state = State::Parked;
-            model.unsaved = Bytes::ZERO;
+            model.unsaved = Some(Bytes::ZERO);
             self.writing.observe(done.moved, done.took);
             self.statistics.parks += 1;
             self.statistics.bytes_written += done.moved;
@@ -472,7 +472,8 @@ impl Machine {
 
     fn candidate(&self, id: ModelId) -> Candidate {
         let model = &self.models[id.0];
-        let moving = self.waking.micros(model.bytes) + self.writing.micros(model.unsaved);
+        let written = model.unsaved.unwrap_or_default();
+        let moving = self.waking.micros(model.bytes) + self.writing.micros(written);
         let is_wanted = self.queue.iter().any(|request| request.model == id);
         let until = if is_wanted {
             1.0

@@ -35,7 +35,9 @@
 //! # What is parked
 //!
 //! Of the idle models the set that frees enough at the least loss: what it will take to have a model back
-//! (and to write what has changed), by the requests until it is expected to be used.
+//! (and to write what has changed since it was parked before), by the requests until it is expected to be
+//! used. Writing a model for the first time is not counted: it comes once for every model that is ever
+//! parked, and counted it would keep for ever those that happened to be in memory from the beginning.
 
 mod habits;
 #[cfg(test)]
