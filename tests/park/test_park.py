@@ -323,6 +323,50 @@ def test_blocks_park_and_wake(park, spill):
     assert model(torch.ones(8)).shape == (8,)
 
 
+class Interrupted:
+    """Memory that a signal comes for just when it has been parked or woken."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __getattr__(self, name):
+        return getattr(self.memory, name)
+
+    def park(self):
+        self.memory.park()
+        raise KeyboardInterrupt
+
+    def wake(self):
+        self.memory.wake()
+        raise KeyboardInterrupt
+
+
+def test_a_signal_at_the_end_leaves_no_half_parked_model(park):
+    model = nn.Linear(8, 8)
+    parked = park(model)
+    memory, before = parked._memory, bits_of_parked(parked)
+    parked._memory = Interrupted(memory)
+    with pytest.raises(KeyboardInterrupt):
+        parked.wake()
+    parked.wake()
+    assert same_bits(before, bits(model))
+    with pytest.raises(KeyboardInterrupt):
+        parked.park()
+    assert parked.is_parked
+    with pytest.raises(ParkError, match="was used while its model is parked"):
+        model(torch.ones(8))
+    parked._memory = memory
+    parked.wake()
+    assert same_bits(before, bits(model))
+
+
+def bits_of_parked(parked):
+    parked.wake()
+    found = bits(parked.model)
+    parked.park()
+    return found
+
+
 def test_a_model_made_under_inference_mode_can_be_parked(park):
     with torch.inference_mode():
         model = nn.Linear(8, 8)

@@ -240,6 +240,32 @@ def test_a_model_that_cannot_be_parked_is_said_and_tried_again_later(make):
     assert pool.awake == ["b"]
 
 
+def test_a_signal_when_a_model_was_just_moved_leaves_no_wrong_count(make, monkeypatch):
+    pool = make("4MiB", "ab")
+    park, wake = memfit.ParkedModel.park, memfit.ParkedModel.wake
+
+    def interrupted(move):
+        def moved(self):
+            move(self)
+            raise KeyboardInterrupt
+
+        return moved
+
+    monkeypatch.setattr(memfit.ParkedModel, "park", interrupted(park))
+    with pytest.raises(KeyboardInterrupt), pool.use("b"):
+        pass
+    assert (pool.awake, pool.counted_bytes) == ([], 0)
+    monkeypatch.setattr(memfit.ParkedModel, "park", park)
+    monkeypatch.setattr(memfit.ParkedModel, "wake", interrupted(wake))
+    with pytest.raises(KeyboardInterrupt), pool.use("b"):
+        pass
+    assert (pool.awake, pool.counted_bytes) == (["b"], MODEL)
+    monkeypatch.setattr(memfit.ParkedModel, "wake", wake)
+    for name, seed in (("b", 1), ("a", 0), ("b", 1)):
+        with pool.use(name) as model:
+            assert torch.equal(model.weight, linear(seed).weight)
+
+
 def test_a_wake_that_fails_is_said_and_frees_its_room(make, tmp_path):
     weights = tmp_path / "model.safetensors"
     model = linear()

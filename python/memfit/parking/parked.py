@@ -200,7 +200,9 @@ class ParkedModel:
                 self._memory.park()
                 self._saved = versions
             except BaseException:
-                self._barrier.take_down()
+                # A signal may come when it is done.
+                if not self.is_parked:
+                    self._barrier.take_down()
                 raise
 
     def wake(self) -> None:
@@ -213,7 +215,8 @@ class ParkedModel:
         with self._lock:
             if self.is_parked:
                 self._memory.wake()
-                self._barrier.take_down()
+            # Also where a signal kept the last wake from it.
+            self._barrier.take_down()
 
     def to_disk(self) -> None:
         """Move what the host's memory keeps of a parked model to the disk.
@@ -252,6 +255,8 @@ class ParkedModel:
 
     def close(self) -> None:
         """Wake the model and give the room on the disk back; it is an ordinary model then.
+
+        Meanwhile the model may be run, but not trained.
 
         Raises:
             ParkError: As :meth:`wake`; nothing is closed then.

@@ -345,20 +345,20 @@ class Pool:
         parked = self._numbers[number].parked
         written = parked.statistics.bytes_written
         start = time.perf_counter()
-        is_done = False
         self._changed.release()
         try:
             if is_wake:
                 parked.wake()
             else:
                 parked.park()
-            is_done = True
             self._failures.pop(number, None)
         except MemfitError as error:
             self._failures[number] = error
         finally:
             took = int((time.perf_counter() - start) * 1e6)
             moved = parked.nbytes if is_wake else parked.statistics.bytes_written - written
+            # Not by whether there was an error: a signal may come when it is done.
+            is_done = parked.is_parked is not is_wake
             self._changed.acquire()
             self._machine.ended(job, is_done, moved, took, _now())
             self._collect()
