@@ -20,8 +20,9 @@ from memfit.parking.parked import ParkedModel
 torch.set_num_threads(1)  # a forked child has no other thread of OpenMP's, and would wait for it
 
 def resident_bytes():
+    # A model that came back may have pages of its own, or its file's.
     lines = open("/proc/self/status").read().splitlines()
-    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
+    return sum(int(l.split()[1]) * 1024 for l in lines if l.startswith(("RssAnon", "RssFile")))
 
 def model_of(mebibytes):
     torch.manual_seed(0)
@@ -47,6 +48,10 @@ def run_alone(code, *arguments, before=(), ends=0):
 def test_all_memory_of_the_parameters_is_given_back_and_no_more_is_taken(tmp_path):
     done = run_alone(
         """
+        first = ParkedModel(nn.Linear(1024, 1024), sys.argv[1], allow_memory=True)
+        for _ in range(2):  # brings in the code that this takes, which is files' too
+            first.park()
+            first.wake()
         model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(6)])  # 96 MiB
         taken = sum(p.nbytes for p in model.parameters())
         parked = ParkedModel(model, sys.argv[1], allow_memory=True)
@@ -201,6 +206,57 @@ def test_a_fork_has_its_own_model_when_awake_and_none_when_parked(tmp_path):
     assert waking.startswith("forked ")
     assert used.startswith("parked ")
     assert (own, parents, same) == ("True", "True", "True")
+
+
+def test_a_fork_keeps_its_model_whatever_its_parent_parks_and_closes(tmp_path):
+    done = run_alone(
+        """
+        model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False))
+        before = [weight.detach().clone() for weight in model.parameters()]
+        parked = ParkedModel(model, sys.argv[1], allow_memory=True)
+        parked.park()
+        parked.wake()
+        to_child, to_parent = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            model[0].weight.data[0].zero_()
+            os.write(to_parent[1], b".")
+            os.read(to_child[0], 1)
+            same = torch.equal(model[0].weight[1:], before[0][1:])
+            print(same, torch.equal(model[1].weight, before[1]), flush=True)
+            os._exit(0)
+        os.read(to_parent[0], 1)
+        for _ in range(3):
+            for weight in model.parameters():
+                weight.data.add_(1)
+            parked.park()
+            parked.wake()
+        parked.close()
+        os.write(to_child[1], b".")
+        assert os.waitpid(child, 0)[1] == 0
+        now = [a + 1 + 1 + 1 for a in before]
+        print(all(torch.equal(*pair) for pair in zip(model.parameters(), now)))
+        """,
+        tmp_path,
+    )
+    assert done.stdout.splitlines() == ["True True", "True"]
+
+
+def test_a_model_that_was_closed_leaves_no_room_taken_on_the_disk(tmp_path):
+    done = run_alone(
+        """
+        model = model_of(8)
+        before = model.weight.detach().clone()
+        parked = ParkedModel(model, sys.argv[1], allow_memory=True)
+        parked.park()
+        parked.wake()
+        parked.close()
+        print([line for line in open("/proc/self/maps") if sys.argv[1] in line])
+        print(torch.equal(model.weight, before))
+        """,
+        tmp_path,
+    )
+    assert done.stdout.splitlines() == ["[]", "True"]
 
 
 def test_a_pointer_from_before_meets_a_fault_and_no_zeros(tmp_path):

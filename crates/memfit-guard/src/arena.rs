@@ -1,27 +1,40 @@
 //! Memory of its own, whose pages can be given back while its address stays taken.
 //!
 //! Responsible for mapping it, for letting its pages go and for having new ones at the same place. Not
-//! responsible for what lies in it, nor for where that is kept meanwhile (`memfit::park`).
+//! responsible for what lies in it, nor for where that is kept meanwhile (`memfit::park`). `files.rs` has
+//! the pages of files stand in it.
 //!
 //! Invariant: from [`Arena::new`] to its drop the range is mapped by this arena and by nobody else. It is
-//! either *open*, ordinary memory, or *closed*: no page of it exists, and a touch ends in a fault, never
-//! in zeros.
+//! either *open*, ordinary memory to whoever uses it, or *closed*: no page of it exists, and a touch ends
+//! in a fault, never in zeros.
 //!
-//! Pages are of the ordinary size. Large ones were tried: waking was three times faster while the system
-//! had some, and ten times slower when it first had to move others out of the way.
+//! Anonymous pages are of the ordinary size. Large ones were tried: waking was three times faster while
+//! the system had some, and ten times slower when it first had to move others out of the way. The range
+//! begins where a large page may, so that those that a file has in the page cache can be used as they are.
 
 #![expect(unsafe_code, reason = "maps memory and makes slices of it")]
+
+mod files;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::c_int;
 use std::io;
 use std::ptr::NonNull;
 
-/// An anonymous mapping.
+pub use files::{FilePart, Shown};
+
+/// What a large page's address is a multiple of, on the processors that PyTorch is built for.
+const LARGE_PAGE_BYTES: usize = 2 << 20;
+
+/// A mapping.
 #[derive(Debug)]
 pub struct Arena {
     start: NonNull<u8>,
     length: usize,
     is_open: bool,
+    /// Whether pages of files may stand in it.
+    has_files: bool,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread.
@@ -38,18 +51,21 @@ impl Arena {
     ///
     /// Whoever is given [`Self::address`] uses the memory there only while the arena lives and is open,
     /// writes to it only while no slice of [`Self::bytes`] or [`Self::open`] lives, and reads it only while
-    /// none of [`Self::open`] does.
+    /// none of [`Self::open`] does. Files whose parts are to stand in it ([`Self::show`]) are changed or cut
+    /// off by nobody from then on, for as long as the arena or a forked child's copy of it may show them.
     pub unsafe fn new(length: usize) -> io::Result<Self> {
         let page = page_bytes();
         let rounded = length.checked_next_multiple_of(page);
         let length = rounded.filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok());
         let length = length.ok_or(io::ErrorKind::InvalidInput)?;
-        let start = map(None, length, libc::PROT_READ | libc::PROT_WRITE)?;
-        Ok(Self {
-            start,
+        let mut arena = Self {
+            start: reserve(length)?,
             length,
-            is_open: true,
-        })
+            is_open: false,
+            has_files: false,
+        };
+        arena.open()?;
+        Ok(arena)
     }
 
     /// Where it is, for its whole life.
@@ -62,6 +78,12 @@ impl Arena {
     #[must_use]
     pub const fn length(&self) -> usize {
         self.length
+    }
+
+    /// Bytes of a page.
+    #[must_use]
+    pub fn page_bytes() -> usize {
+        page_bytes()
     }
 
     /// What lies in it; `None` while it is closed.
@@ -84,6 +106,7 @@ impl Arena {
         // One call: there is no moment at which the range could be taken by somebody else, or be zeros.
         map(Some(self.start), self.length, libc::PROT_NONE)?;
         self.is_open = false;
+        self.has_files = false;
         Ok(())
     }
 
@@ -93,22 +116,59 @@ impl Arena {
     ///
     /// What the system says: it may have no memory left, or the process be at its limit.
     pub fn open(&mut self) -> io::Result<&mut [u8]> {
+        self.allow()?;
+        // SAFETY: the range is mapped and writable now, zero pages are initialised bytes, and by the
+        // promise given to `new` nobody else uses it before the slice has gone.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) })
+    }
+
+    /// Lets it be read and written.
+    fn allow(&mut self) -> io::Result<()> {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the range is this arena's own mapping.
         if unsafe { libc::mprotect(self.start.as_ptr().cast(), self.length, rights) } != 0 {
             return Err(io::Error::last_os_error());
         }
         self.is_open = true;
-        // SAFETY: the range is mapped and writable now, zero pages are initialised bytes, and by the
-        // promise given to `new` nobody else uses it before the slice has gone.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) })
+        Ok(())
     }
 }
 
 impl Drop for Arena {
     fn drop(&mut self) {
         // SAFETY: the range is this arena's own, and by the promise given to `new` nobody uses it any more.
-        let _kept = unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
+        unsafe { unmap(self.start, 0, self.length) };
+    }
+}
+
+/// A range of its own without pages, that begins where a large page may if one has room in it.
+fn reserve(length: usize) -> io::Result<NonNull<u8>> {
+    if length < LARGE_PAGE_BYTES {
+        return map(None, length, libc::PROT_NONE);
+    }
+    let whole = length.checked_add(LARGE_PAGE_BYTES);
+    let whole = whole.ok_or(io::ErrorKind::InvalidInput)?;
+    let found = map(None, whole, libc::PROT_NONE)?;
+    let ahead = found.as_ptr() as usize % LARGE_PAGE_BYTES;
+    let ahead = (LARGE_PAGE_BYTES - ahead) % LARGE_PAGE_BYTES;
+    // SAFETY: both ranges are parts of what was mapped just now, and nobody knows of them.
+    unsafe {
+        unmap(found, 0, ahead);
+        unmap(found, ahead + length, LARGE_PAGE_BYTES - ahead);
+    }
+    // SAFETY: less than a large page from the start of a range that is longer than one.
+    Ok(unsafe { found.add(ahead) })
+}
+
+/// Gives up `length` bytes at `offset` from `start`; what the system refuses stays reserved, unused.
+///
+/// # Safety
+///
+/// The range lies in a mapping of this arena, and nobody uses it any more.
+unsafe fn unmap(start: NonNull<u8>, offset: usize, length: usize) {
+    if length > 0 {
+        // SAFETY: the caller's promise.
+        let _kept = unsafe { libc::munmap(start.as_ptr().add(offset).cast(), length) };
     }
 }
 
@@ -133,81 +193,4 @@ fn page_bytes() -> usize {
         .ok()
         .filter(|&bytes| bytes > 0)
         .unwrap_or(4096)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn arena(length: usize) -> io::Result<Arena> {
-        // SAFETY: the tests use the memory through the arena's own slices only.
-        unsafe { Arena::new(length) }
-    }
-
-    /// Bytes of an arena that are in memory, by the system's own account.
-    #[cfg(target_os = "linux")]
-    fn resident_bytes(arena: &Arena) -> usize {
-        let mut pages = vec![0_u8; arena.length / page_bytes()];
-        // SAFETY: the range is a mapping, and there is a byte for each of its pages.
-        let done = unsafe {
-            libc::mincore(
-                arena.start.as_ptr().cast(),
-                arena.length,
-                pages.as_mut_ptr(),
-            )
-        };
-        assert_eq!(done, 0);
-        pages.iter().filter(|&&page| page & 1 == 1).count() * page_bytes()
-    }
-
-    #[test]
-    fn a_closed_arena_keeps_its_address_and_loses_its_pages() {
-        let mut arena = arena(8 << 20).unwrap();
-        let address = arena.address();
-        arena.open().unwrap().fill(7);
-        assert!(arena.bytes().unwrap().iter().all(|&byte| byte == 7));
-        #[cfg(target_os = "linux")]
-        assert_eq!(resident_bytes(&arena), 8 << 20);
-        arena.close().unwrap();
-        assert!(arena.bytes().is_none());
-        #[cfg(target_os = "linux")]
-        assert_eq!(resident_bytes(&arena), 0);
-        assert!(arena.open().unwrap().iter().all(|&byte| byte == 0));
-        assert_eq!(arena.address(), address);
-    }
-
-    #[test]
-    fn a_touch_of_a_closed_arena_is_a_fault() {
-        let mut arena = arena(1).unwrap();
-        let page = arena.length();
-        arena.close().unwrap();
-        let address = arena.address();
-        // The system itself reads the range for this call, and answers with an error where the process
-        // would get a signal.
-        let pipe = pipe();
-        // SAFETY: the call checks the range and reads nothing that may not be read.
-        let written = unsafe { libc::write(pipe, address as *const libc::c_void, page) };
-        assert_eq!(written, -1);
-        assert_eq!(
-            io::Error::last_os_error().raw_os_error(),
-            Some(libc::EFAULT)
-        );
-        // SAFETY: the descriptor is this test's.
-        unsafe { libc::close(pipe) };
-    }
-
-    fn pipe() -> c_int {
-        let mut ends = [0; 2];
-        // SAFETY: there is room for the two ends of the pipe; the unused one stays open for the test.
-        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
-        ends[1]
-    }
-
-    #[test]
-    fn lengths_that_no_memory_has_are_refused() {
-        assert!(arena(0).is_err());
-        assert!(arena(usize::MAX).is_err());
-        assert!(arena(usize::MAX / 2).is_err());
-        assert_eq!(arena(1).unwrap().length() % 4096, 0);
-    }
 }

@@ -60,7 +60,7 @@ mod seams;
 ))]
 mod settings;
 
-pub use arena::Arena;
+pub use arena::{Arena, FilePart, Shown};
 pub use ledger::{Category, CategoryBytes, Reading, WindowId};
 pub use lent::{LentBytes, LentBytesMut};
 pub use refusal::{LiveBlock, Refusal};

@@ -46,7 +46,8 @@ impl ParkedMemory {
         )]
         // SAFETY: storages made of the address hold this object, so the memory outlives them. While
         // the two calls below run, Python lets nobody reach those storages: it has put classes before
-        // the tensors that refuse every use, and counted that there are no others.
+        // the tensors that refuse every use, and counted that there are no others. `Parking` shows files
+        // that have no name and that it never writes to again.
         let arena = unsafe { Arena::new(length) };
         let arena = arena.map_err(|error| no_memory(length, &error))?;
         let parking = py

@@ -1,39 +1,54 @@
 //! The copy of a model's bytes that outlives its pages.
 //!
-//! Responsible for writing what is not kept yet, for reading all of it back, and for telling whether it
-//! is what was there. Not responsible for the memory itself ([`super::Parking`]).
+//! Responsible for writing what is not kept yet, for having all of it back, and for telling whether it is
+//! what was there. Not responsible for the memory itself ([`super::Parking`]), nor for files
+//! ([`super::spill`]).
 //!
-//! Invariants: a piece counts as kept only after all of its bytes were written; a kept piece is one
-//! whose 128-bit hash is that of the bytes in memory, so that changes are found however they were made;
-//! what was read has been compared with that hash before anyone sees it.
+//! Invariants: a piece counts as kept only after all of its bytes were written; a kept piece is one whose
+//! 128-bit hash is that of the bytes in memory, so that changes are found however they were made; what
+//! came from a file has been compared with that hash before anyone sees it.
+//!
+//! It comes back in one of two ways. Where every piece is in nameless files, their own pages are put in
+//! the memory's place: nothing is copied, and when it is parked again the system tells which pages were
+//! written to, so that only those are compared. All of it is compared at every wake, also where the page
+//! cache had it: that reads memory at the speed of memory, and there is no way to know that no page was
+//! dropped and read from the disk again since the last time. Otherwise new pages are filled by reading: a
+//! weights file is never mapped, since somebody may write over it.
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
+use std::path::Path;
 
+use memfit_guard::{Arena, FilePart, Shown};
 use twox_hash::XxHash3_128;
 
-use super::Statistics;
 use super::error::ParkError;
-use super::layout::{Copied, Piece, Place, Tensor, cut};
+use super::layout::{Copied, Piece, Place, Tensor, cut, pages_in_files, stale_pages};
+use super::parallel::in_parallel;
+use super::spill::Spill;
 use super::weights::Weights;
-use crate::store::{Interrupted, Purpose, StoreFile};
+use super::{Statistics, no_memory};
+use crate::store::Interrupted;
 
-/// Most threads for one transfer: what a disk or memory can feed.
-const MOST_THREADS: usize = 4;
+/// Most that files take on the disk, in memories: what is out of date in an older file takes room until
+/// nothing in that file is needed.
+const MOST_ROOM: u64 = 3;
 
 /// Pieces of a model's memory and the files that keep them.
 pub(super) struct Copy {
-    spill: StoreFile,
-    folder: PathBuf,
+    spill: Spill,
     source: Option<Weights>,
     tensors: Vec<Tensor>,
     pieces: Vec<Piece>,
+    /// Length of the memory.
+    length: u64,
+    /// Bytes of a page.
+    page: u64,
 }
 
 impl Copy {
     pub(super) fn new(
-        length: u64,
+        arena: &Arena,
         tensors: Vec<Tensor>,
         folder: &Path,
         source: Option<&Path>,
@@ -45,34 +60,41 @@ impl Copy {
             let mut names = tensor.names.iter();
             names.find_map(|name| source.offset(name, tensor.length))
         };
+        let length = arena.length() as u64;
         let pieces = cut(length, &tensors, offset)?;
         Ok(Self {
-            spill: StoreFile::create(folder, Purpose::PARKING, allow_memory)?,
-            folder: folder.to_owned(),
+            spill: Spill::new(folder, allow_memory)?,
             source,
             tensors,
             pieces,
+            length,
+            page: Arena::page_bytes() as u64,
         })
     }
 
-    /// Sees to it that every piece of `bytes` is kept; what is kept already is not written again.
+    /// Sees to it that every piece of `bytes` is kept; what is kept already is not written again. `written`
+    /// says for each page whether it was written to since the bytes came back, where that is known.
     pub(super) fn keep(
         &mut self,
         bytes: &[u8],
+        written: Option<&[bool]>,
         statistics: &mut Statistics,
         interrupted: Interrupted<'_>,
     ) -> Result<(), ParkError> {
-        let source = self.source.as_ref();
+        let (source, page) = (self.source.as_ref(), self.page);
+        let mut touched = Vec::new();
+        for piece in &mut self.pieces {
+            piece.stale = None;
+            if !is_untouched(piece, written, page) {
+                touched.push(piece);
+            }
+        }
         let compare = |piece: &mut Piece| {
             compare(piece, part(bytes, piece), source);
             Ok(())
         };
-        in_parallel(self.pieces.iter_mut().collect(), &compare, interrupted)?;
-        let written = self.reserve().and_then(|()| self.write(bytes, interrupted));
-        if written.is_err() {
-            self.forget_if_unused();
-            return written;
-        }
+        in_parallel(touched, &compare, interrupted)?;
+        self.write(bytes, interrupted)?;
         for piece in &mut self.pieces {
             let place = piece.copy.map(|copy| copy.place);
             if piece.stale.take().is_some() {
@@ -86,55 +108,94 @@ impl Copy {
         Ok(())
     }
 
-    /// Reserves room for what has to be written, before anything is, a run of neighbours at a time.
-    fn reserve(&mut self) -> Result<(), ParkError> {
-        let lacks_room = |piece: &Piece| piece.stale.is_some() && !piece.is_reserved;
-        let follows = |a: &Piece, b: &Piece| lacks_room(a) == lacks_room(b);
-        for run in self.pieces.chunk_by_mut(follows) {
-            let (Some(first), Some(last)) = (run.first(), run.last()) else {
-                continue;
-            };
-            if lacks_room(first) {
-                let (start, end) = (first.start, last.start + last.length);
-                self.spill.reserve(start, end - start)?;
-                for piece in run {
-                    piece.is_reserved = true;
+    /// Writes what is stale to a new file, and closes those that are out of date.
+    fn write(&mut self, bytes: &[u8], interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        let mut pages = stale_pages(&self.pieces, self.page);
+        let room: u64 = pages.iter().map(|run| run.end - run.start).sum();
+        if room > 0 && self.spill.room() + room > MOST_ROOM * self.length {
+            self.write_all_anew();
+            pages = stale_pages(&self.pieces, self.page);
+        }
+        if !pages.is_empty() {
+            let number = self.spill.write(bytes, &pages, interrupted)?;
+            for piece in &mut self.pieces {
+                if let Some(hash) = piece.stale {
+                    let place = Place::Spill(number);
+                    piece.copy = Some(Copied { hash, place });
                 }
             }
         }
+        let used: BTreeSet<u32> = self.pieces.iter().filter_map(Piece::number).collect();
+        self.spill.keep_only(&used);
         Ok(())
     }
 
-    fn write(&mut self, bytes: &[u8], interrupted: Interrupted<'_>) -> Result<(), ParkError> {
-        let spill = &self.spill;
-        let whole = bytes.len() as u64;
-        let write = |piece: &mut Piece| {
-            let Some(hash) = piece.stale else {
-                return Ok(());
-            };
-            // While it is written over, the piece is nowhere but in memory.
-            piece.copy = None;
-            spill.put(piece.start, part(bytes, piece), whole)?;
-            let place = Place::Spill;
-            piece.copy = Some(Copied { hash, place });
-            Ok(())
-        };
-        in_parallel(self.pieces.iter_mut().collect(), &write, interrupted)
+    /// Has every piece written that is in a nameless file: then one file is enough.
+    fn write_all_anew(&mut self) {
+        for piece in &mut self.pieces {
+            if let (None, Some(Copied { hash, .. }), Some(_)) =
+                (piece.stale, piece.copy, piece.number())
+            {
+                piece.stale = Some(hash);
+            }
+        }
     }
 
-    /// The nameless file itself, to be damaged.
+    /// The nameless file that was written last, to be damaged.
     #[cfg(test)]
-    pub(super) const fn spill_handle(&self) -> &std::fs::File {
-        self.spill.handle()
+    pub(super) fn spill_handle(&self) -> Option<&std::fs::File> {
+        self.spill.last().map(crate::store::StoreFile::handle)
     }
 
-    /// Gives the file's room back after a failure, unless something in it is kept.
-    fn forget_if_unused(&mut self) {
-        let in_spill = |piece: &Piece| piece.copy.is_some_and(|copy| copy.place == Place::Spill);
-        if !self.pieces.iter().any(in_spill) {
-            self.spill.clear();
-            for piece in &mut self.pieces {
-                piece.is_reserved = false;
+    /// Bytes of the disk that its files take.
+    #[cfg(test)]
+    pub(super) fn room(&self) -> u64 {
+        self.spill.room()
+    }
+
+    /// Has the files' own pages stand in `arena`, compared. Says `false`, and does nothing, where some
+    /// piece is in none of them or the system cannot do it.
+    pub(super) fn show(
+        &self,
+        arena: &mut Arena,
+        interrupted: Interrupted<'_>,
+    ) -> Result<bool, ParkError> {
+        let Some(parts) = self.parts() else {
+            return Ok(false);
+        };
+        // The files have no name, and are written once, before they are ever shown (`spill.rs`).
+        let Ok(shown) = arena.show(&parts) else {
+            return Ok(false);
+        };
+        let work = |piece: &Piece| self.check(piece, &shown);
+        in_parallel(self.pieces.iter().collect(), &work, interrupted)?;
+        let opened = shown.open();
+        opened.map_err(|error| no_memory(self.length, &error))?;
+        Ok(true)
+    }
+
+    /// The parts of files that make up the memory, if every piece is in a file.
+    fn parts(&self) -> Option<Vec<FilePart<'_>>> {
+        let pages = pages_in_files(&self.pieces, self.page)?;
+        let part = |(pages, number): (std::ops::Range<u64>, u32)| {
+            Some(FilePart {
+                start: place(pages.start),
+                length: place(pages.end - pages.start),
+                file: self.spill.file(number)?.as_fd(),
+            })
+        };
+        pages.into_iter().map(part).collect()
+    }
+
+    /// Compares a piece that stands in the memory.
+    fn check(&self, piece: &Piece, shown: &Shown<'_>) -> Result<(), ParkError> {
+        match shown.bring_in(place(piece.start), place(piece.length)) {
+            Ok(part) if piece.has(part) => Ok(()),
+            Ok(_) => Err(self.changed(piece)),
+            Err(error) => {
+                // Reading says more about why.
+                self.restore_piece(piece, &mut vec![0; place(piece.length)])?;
+                Err(no_memory(piece.length, &error))
             }
         }
     }
@@ -145,7 +206,6 @@ impl Copy {
         bytes: &mut [u8],
         interrupted: Interrupted<'_>,
     ) -> Result<(), ParkError> {
-        let whole = bytes.len() as u64;
         let mut parts = Vec::with_capacity(self.pieces.len());
         let (mut rest, mut at) = (bytes, 0);
         for piece in &self.pieces {
@@ -155,51 +215,80 @@ impl Copy {
             rest = behind;
             at = piece.start + piece.length;
         }
-        let work = |(piece, part): (&Piece, &mut [u8])| self.restore_piece(piece, part, whole);
+        let work = |(piece, part): (&Piece, &mut [u8])| self.restore_piece(piece, part);
         in_parallel(parts, &work, interrupted)
     }
 
-    fn restore_piece(&self, piece: &Piece, part: &mut [u8], whole: u64) -> Result<(), ParkError> {
-        let copy = piece.copy.as_ref();
-        let is_whole = match (copy.map(|copy| copy.place), piece.in_source, &self.source) {
-            (Some(Place::Spill), ..) => {
-                self.spill.take(piece.start, part, whole)?;
+    fn restore_piece(&self, piece: &Piece, part: &mut [u8]) -> Result<(), ParkError> {
+        let file = piece.number().and_then(|number| self.spill.file(number));
+        let is_whole = match (file, piece.in_source, &self.source) {
+            (Some(file), ..) => {
+                file.take(piece.start, part, self.length)?;
                 true
             }
             // A file that became shorter has changed, as one whose bytes did.
-            (Some(Place::Source), Some((offset, _)), Some(source)) => {
-                source.read(offset, part).is_ok()
-            }
+            (None, Some((offset, _)), Some(source)) => source.read(offset, part).is_ok(),
             _ => false,
         };
-        if is_whole && copy.map(|copy| copy.hash) == Some(XxHash3_128::oneshot(part)) {
+        if is_whole && piece.has(part) {
             return Ok(());
         }
-        match (copy.map(|copy| copy.place), piece.in_source, &self.source) {
-            (Some(Place::Source), Some((_, tensor)), Some(source)) => {
+        Err(self.changed(piece))
+    }
+
+    /// The error for a piece that is not what was kept.
+    fn changed(&self, piece: &Piece) -> ParkError {
+        match (piece.number(), piece.in_source, &self.source) {
+            (None, Some((_, tensor)), Some(source)) => {
                 let tensor = self.tensors.get(tensor);
-                Err(ParkError::SourceChanged {
+                ParkError::SourceChanged {
                     path: source.path.clone(),
                     tensor: tensor.map_or_else(String::new, |tensor| tensor.names.join("`, `")),
-                })
+                }
             }
-            _ => Err(ParkError::Changed {
-                folder: self.folder.clone(),
+            _ => ParkError::Changed {
+                folder: self.spill.folder.clone(),
                 start: piece.start,
                 length: piece.length,
-            }),
+            },
         }
     }
+}
+
+impl Piece {
+    /// Whether these are the bytes that are kept.
+    fn has(&self, part: &[u8]) -> bool {
+        self.copy
+            .is_some_and(|copy| copy.hash == XxHash3_128::oneshot(part))
+    }
+
+    /// Number of the nameless file that it is in.
+    const fn number(&self) -> Option<u32> {
+        match self.copy {
+            Some(Copied {
+                place: Place::Spill(number),
+                ..
+            }) => Some(number),
+            _ => None,
+        }
+    }
+}
+
+/// Whether the memory still has the very pages of the files that keep a piece.
+fn is_untouched(piece: &Piece, written: Option<&[bool]>, page: u64) -> bool {
+    let pages = piece.pages(page);
+    let pages = place(pages.start / page)..place(pages.end / page);
+    let told = written.and_then(|written| written.get(pages));
+    piece.copy.is_some() && told.is_some_and(|told| !told.contains(&true))
 }
 
 /// Finds out whether a piece, whose bytes are `part`, has to be written.
 fn compare(piece: &mut Piece, part: &[u8], source: Option<&Weights>) {
     let hash = XxHash3_128::oneshot(part);
-    piece.stale = None;
     if piece.copy.is_some_and(|copy| copy.hash == hash) {
         return;
     }
-    if !piece.is_reserved && is_in_source(piece, part, source) {
+    if piece.number().is_none() && is_in_source(piece, part, source) {
         let place = Place::Source;
         piece.copy = Some(Copied { hash, place });
     } else {
@@ -227,56 +316,4 @@ fn part<'a>(bytes: &'a [u8], piece: &Piece) -> &'a [u8] {
 /// An offset in memory, which a `usize` holds since the memory is there.
 fn place(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
-}
-
-/// Does all jobs, in order, on a few threads; the first error ends it.
-fn in_parallel<T: Send>(
-    jobs: Vec<T>,
-    work: &(impl Fn(T) -> Result<(), ParkError> + Sync),
-    interrupted: Interrupted<'_>,
-) -> Result<(), ParkError> {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = cores.min(MOST_THREADS).min(jobs.len());
-    let jobs = Mutex::new(jobs.into_iter());
-    let failed = AtomicBool::new(false);
-    let turn = || {
-        let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let Some(job) = job.filter(|_| !failed.load(Ordering::Relaxed)) else {
-            return Ok(false);
-        };
-        work(job)
-            .inspect_err(|_| failed.store(true, Ordering::Relaxed))
-            .map(|()| true)
-    };
-    std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads)
-            .filter_map(|_| {
-                let named = std::thread::Builder::new().name("memfit-park".to_owned());
-                // Where no thread can be had, the others do its work.
-                named.spawn_scoped(scope, || while_true(&turn)).ok()
-            })
-            .collect();
-        let mut own = Ok(true);
-        while let Ok(true) = own {
-            own = if interrupted() {
-                failed.store(true, Ordering::Relaxed);
-                Err(ParkError::Interrupted)
-            } else {
-                turn()
-            };
-        }
-        let mut done = own.map(drop);
-        for other in others {
-            // It panics on nothing; if it did, its jobs are not done.
-            let other = other.join().unwrap_or(Err(ParkError::Interrupted));
-            done = done.and(other);
-        }
-        done
-    })
-}
-
-/// Takes turns until there is none left.
-fn while_true(turn: &impl Fn() -> Result<bool, ParkError>) -> Result<(), ParkError> {
-    while turn()? {}
-    Ok(())
 }

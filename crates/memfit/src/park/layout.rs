@@ -1,11 +1,13 @@
 //! How a model's memory is cut into pieces, as values.
 //!
-//! Responsible for [`Tensor`]s as they lie in the memory, and for [`Piece`]s: ranges that are written,
-//! read and compared one at a time. Not responsible for their bytes.
+//! Responsible for [`Tensor`]s as they lie in the memory, for [`Piece`]s, ranges that are read and compared
+//! one at a time, and for the whole pages that they lie on. Not responsible for their bytes.
 //!
 //! Pieces are in order, do not overlap, cover every byte of every tensor, and are no longer than
 //! [`PIECE_BYTES`]. A tensor that a weights file holds has pieces of its own, so that each piece is
 //! either in that file or not. All others share pieces with their neighbours and the padding between.
+
+use std::ops::Range;
 
 use super::error::ParkError;
 
@@ -34,8 +36,19 @@ pub(super) struct Piece {
     pub(super) copy: Option<Copied>,
     /// Hash of what is in memory, where that has to be written.
     pub(super) stale: Option<u128>,
-    /// Whether the nameless file has room for it.
-    pub(super) is_reserved: bool,
+}
+
+impl Piece {
+    /// The bytes of it.
+    pub(super) const fn range(&self) -> Range<u64> {
+        self.start..self.start + self.length
+    }
+
+    /// The pages that it lies on.
+    pub(super) fn pages(&self, page: u64) -> Range<u64> {
+        let Range { start, end } = self.range();
+        start / page * page..end.next_multiple_of(page)
+    }
 }
 
 /// A copy of a piece.
@@ -48,8 +61,8 @@ pub(super) struct Copied {
 /// Where a copy is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
-    /// In the nameless file, at the piece's own start.
-    Spill,
+    /// In the nameless file of that number, at the piece's own start.
+    Spill(u32),
     /// In the weights file.
     Source,
 }
@@ -102,10 +115,53 @@ fn split(pieces: &mut Vec<Piece>, from: u64, to: u64, source: Option<(u64, usize
             in_source: source.map(|(offset, tensor)| (offset + (start - from), tensor)),
             copy: None,
             stale: None,
-            is_reserved: false,
         });
         start += length;
     }
+}
+
+/// The pages of pieces that have to be written, neighbours together.
+pub(super) fn stale_pages(pieces: &[Piece], page: u64) -> Vec<Range<u64>> {
+    let mut found: Vec<Range<u64>> = Vec::new();
+    for piece in pieces.iter().filter(|piece| piece.stale.is_some()) {
+        let pages = piece.pages(page);
+        match found.last_mut() {
+            Some(last) if pages.start <= last.end => last.end = pages.end,
+            _ => found.push(pages),
+        }
+    }
+    found
+}
+
+/// Which file each page is in, if every piece is in one; neighbours together.
+///
+/// Whole pages are written, so where pieces share one, the file that was written last has all of it.
+pub(super) fn pages_in_files(pieces: &[Piece], page: u64) -> Option<Vec<(Range<u64>, u32)>> {
+    let mut found: Vec<(Range<u64>, u32)> = Vec::new();
+    for piece in pieces {
+        let Some(Place::Spill(number)) = piece.copy.map(|copy| copy.place) else {
+            return None;
+        };
+        let mut pages = piece.pages(page);
+        while let Some((last, other)) = found.last_mut() {
+            if last.is_empty() {
+                found.pop();
+            } else if *other == number && pages.start <= last.end {
+                pages.start = last.start;
+                found.pop();
+                break;
+            } else if *other < number && pages.start < last.end {
+                last.end = pages.start;
+            } else {
+                pages.start = pages.start.max(last.end);
+                break;
+            }
+        }
+        if !pages.is_empty() {
+            found.push((pages, number));
+        }
+    }
+    Some(found)
 }
 
 #[cfg(test)]
@@ -156,6 +212,50 @@ mod tests {
                     prop_assert_eq!(at, wanted);
                 }
             }
+        }
+    }
+
+    proptest! {
+        /// Judged page by page: the youngest file of the pieces on it, and every stale byte is written.
+        #[test]
+        fn each_page_is_in_the_file_that_was_written_last(
+            pieces in prop::collection::vec((0_u64..9000, 1_u64..9000, 0_u32..4, any::<bool>()), 1..12)
+        ) {
+            const PAGE: u64 = 4096;
+            let mut end = 0;
+            let mut cut = Vec::new();
+            for (gap, length, number, is_stale) in pieces {
+                let start = end + gap;
+                end = start + length;
+                let place = Place::Spill(number);
+                let copy = Some(Copied { hash: 0, place });
+                let stale = is_stale.then_some(0);
+                cut.push(Piece { start, length, in_source: None, copy, stale });
+            }
+            let on = |page: u64| {
+                let bytes = page * PAGE..(page + 1) * PAGE;
+                cut.iter().filter(move |piece| piece.start < bytes.end && bytes.start < piece.range().end)
+            };
+            let number = |piece: &Piece| match piece.copy.unwrap().place {
+                Place::Spill(number) => number,
+                Place::Source => unreachable!(),
+            };
+            let files = pages_in_files(&cut, PAGE).unwrap();
+            let stale = stale_pages(&cut, PAGE);
+            for page in 0..end.div_ceil(PAGE) {
+                let at = page * PAGE;
+                let found: Vec<u32> =
+                    files.iter().filter(|(pages, _)| pages.contains(&at)).map(|found| found.1).collect();
+                prop_assert_eq!(found, on(page).map(number).max().into_iter().collect::<Vec<_>>());
+                let is_written = stale.iter().filter(|pages| pages.contains(&at)).count();
+                prop_assert_eq!(is_written == 1, on(page).any(|piece| piece.stale.is_some()));
+                prop_assert!(is_written <= 1);
+            }
+            for ((before, one), (after, other)) in files.iter().zip(files.iter().skip(1)) {
+                prop_assert!(before.end <= after.start && (before.end < after.start || one != other));
+            }
+            cut[0].copy = None;
+            prop_assert_eq!(pages_in_files(&cut, PAGE), None);
         }
     }
 

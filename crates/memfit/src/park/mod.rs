@@ -1,22 +1,29 @@
 //! Parking: a model's memory without its pages, and back at the same address.
 //!
 //! Responsible for a model's bytes on their way out of memory and in again, whole or not at all.
-//! `layout.rs` cuts the memory into pieces, `copy.rs` keeps them, `weights.rs` reads the file that a model
-//! was loaded from, `error.rs` says why not. Not responsible for the mapping (`memfit_guard::Arena`), for
-//! which tensors lie in it (`python/memfit/parking`), nor for when to park (`python/memfit/pool`).
+//! `layout.rs` cuts the memory into pieces, `copy.rs` keeps them and has them back, `spill.rs` is the files
+//! they are in, `parallel.rs` several threads at it, `weights.rs` reads the file that a model was loaded
+//! from, `error.rs` says why not. Not responsible for the mapping (`memfit_guard::Arena`), for which tensors
+//! lie in it (`python/memfit/parking`), nor for when to park (`python/memfit/pool`).
 //!
 //! Invariants:
 //!
 //! - [`Parking::park`] gives pages back only when every byte is kept; if it fails the memory is as before.
 //! - [`Parking::wake`] returns when every byte is back and compared with the hash it was kept under; if it
 //!   fails no page is held, the copy is untouched, and it can be tried again.
-//! - Nothing is left on the disk when the process ends: the file has no name.
-//! - A forked child has its own copy of an open memory, but neither parks nor wakes: the file is its
-//!   parent's.
+//! - Nothing is left on the disk when the process ends: the files have no names.
+//! - A forked child has its own copy of an open memory, whatever its parent does, but neither parks nor
+//!   wakes: the files are its parent's.
+//!
+//! Damage is found at the wake that would hand it out. Between two wakes an open memory is as safe as any
+//! other that the system may drop and read again, by swapping it or because a file has it: what a disk
+//! then damages nobody compares.
 
 mod copy;
 mod error;
 mod layout;
+mod parallel;
+mod spill;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -88,7 +95,7 @@ impl Parking {
         allow_memory: bool,
     ) -> Result<Self, ParkError> {
         let length = arena.length() as u64;
-        let copy = Copy::new(length, tensors, folder, source, allow_memory)?;
+        let copy = Copy::new(&arena, tensors, folder, source, allow_memory)?;
         Ok(Self {
             process: std::process::id(),
             address: arena.address(),
@@ -164,14 +171,18 @@ impl Parking {
         Ok(())
     }
 
-    /// Gives the copy up and closes its files; the memory stays. A parked one is woken first.
+    /// Gives the copy up and closes its files; the memory stays, with nothing of them in it. A parked one
+    /// is woken first. It may be read meanwhile, but not written to.
     ///
     /// # Errors
     ///
-    /// As [`Self::wake`]; the copy is still there then.
+    /// As [`Self::wake`]; it is awake or parked then, and the copy still there.
     pub fn give_up(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
         self.wake(interrupted)?;
-        self.lock_here()?.copy = None;
+        let mut state = self.lock_here()?;
+        let taken_over = state.arena.take_over();
+        taken_over.map_err(|error| no_memory(self.length, &error))?;
+        state.copy = None;
         Ok(())
     }
 
@@ -192,7 +203,8 @@ impl State {
         let Some(bytes) = self.arena.bytes() else {
             return Ok(());
         };
-        copy.keep(bytes, &mut self.statistics, interrupted)?;
+        let written = self.arena.written();
+        copy.keep(bytes, written.as_deref(), &mut self.statistics, interrupted)?;
         self.arena.close().map_err(|error| ParkError::NotReleased {
             length: Bytes(length),
             reason: error.to_string(),
@@ -201,14 +213,22 @@ impl State {
 
     fn wake(&mut self, length: u64, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
         let copy = self.copy.as_ref().ok_or(ParkError::GivenUp)?;
-        let bytes = self.arena.open().map_err(|error| ParkError::NoMemory {
-            wanted: Bytes(length),
-            reason: error.to_string(),
-        })?;
+        if copy.show(&mut self.arena, interrupted)? {
+            return Ok(());
+        }
+        let opened = self.arena.open();
+        let bytes = opened.map_err(|error| no_memory(length, &error))?;
         copy.restore(bytes, interrupted).inspect_err(|_| {
             // Should the system refuse even this, the memory holds half a model that is still known as
             // parked: Python lets nobody touch it, and the next try fills it anew.
             let _refused = self.arena.close();
         })
+    }
+}
+
+fn no_memory(length: u64, error: &std::io::Error) -> ParkError {
+    ParkError::NoMemory {
+        wanted: Bytes(length),
+        reason: error.to_string(),
     }
 }

@@ -1,4 +1,4 @@
-//! Parking against damage, full disks and changes, byte by byte.
+//! Parking against damage, full disks, changes and forks, byte by byte.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ fn tensor(name: &str, start: usize, length: usize) -> Tensor {
 fn model(length: usize, tensors: Vec<Tensor>, source: Option<&Path>) -> Model {
     let folder = tempfile::tempdir().unwrap();
     #[expect(unsafe_code, reason = "maps memory")]
-    // SAFETY: the tests use it through the arena only.
+    // SAFETY: the tests use it through the arena only, and damage files while no arena shows them.
     let arena = unsafe { Arena::new(length) }.unwrap();
     let parking = Parking::new(arena, tensors, folder.path(), source, true).unwrap();
     Model { parking, folder }
@@ -59,6 +59,7 @@ impl Model {
             .as_ref()
             .unwrap()
             .spill_handle()
+            .unwrap()
             .try_clone()
             .unwrap()
     }
@@ -73,6 +74,30 @@ impl Model {
 
     fn written(&self) -> u64 {
         self.parking.statistics().bytes_written
+    }
+
+    /// Writes one byte as code does that memfit knows nothing of.
+    fn poke(&self, place: usize, byte: u8) {
+        let state = self.parking.state.lock().unwrap();
+        assert!(place < state.arena.length() && state.arena.bytes().is_some());
+        #[expect(unsafe_code, reason = "writes through an address")]
+        // SAFETY: the memory is open, and no slice of it lives.
+        unsafe {
+            std::ptr::with_exposed_provenance_mut::<u8>(state.arena.address() + place).write(byte);
+        }
+    }
+
+    /// How many pages were written to since the wake.
+    fn own_pages(&self) -> Option<usize> {
+        let state = self.parking.state.lock().unwrap();
+        let written = state.arena.written()?;
+        Some(written.into_iter().filter(|&is| is).count())
+    }
+
+    /// Bytes of the disk that its files take.
+    fn room(&self) -> u64 {
+        let state = self.parking.state.lock().unwrap();
+        state.copy.as_ref().unwrap().room()
     }
 }
 
@@ -181,6 +206,101 @@ fn an_interrupt_leaves_it_as_it_was() {
     assert!(model.bytes().is_empty());
     model.wake().unwrap();
     assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn what_was_not_touched_is_neither_compared_nor_written_again() {
+    let model = Model::of(4 * MIB);
+    let bytes = noise(4 * MIB, 9);
+    model.write(&bytes);
+    assert_eq!(model.own_pages(), None);
+    model.park().unwrap();
+    model.wake().unwrap();
+    if model.own_pages().is_none() {
+        return; // the system tells nobody
+    }
+    assert_eq!(model.own_pages(), Some(0));
+    model.poke(MIB + 7, bytes[MIB + 7]);
+    assert_eq!(model.own_pages(), Some(1));
+    model.park().unwrap();
+    assert_eq!(model.written(), 4 * MIB as u64);
+    assert_eq!(model.parking.statistics().bytes_unchanged, 4 * MIB as u64);
+    model.wake().unwrap();
+    model.poke(MIB + 7, bytes[MIB + 7] ^ 1);
+    model.park().unwrap();
+    assert_eq!(model.written(), 5 * MIB as u64);
+    model.wake().unwrap();
+    assert_eq!(model.own_pages(), Some(0));
+    assert_eq!(model.bytes()[MIB + 7], bytes[MIB + 7] ^ 1);
+}
+
+#[test]
+fn damage_behind_the_first_wake_is_noticed_too() {
+    let model = Model::of(3 * MIB);
+    let bytes = noise(3 * MIB, 10);
+    model.write(&bytes);
+    model.park().unwrap();
+    for _ in 0..3 {
+        model.wake().unwrap();
+        model.park().unwrap();
+    }
+    let damaged = [bytes[5] ^ 1];
+    model.file().write_all_at(&damaged, 5).unwrap();
+    let error = model.wake().unwrap_err();
+    assert!(
+        matches!(error, ParkError::Changed { start: 0, .. }),
+        "{error}"
+    );
+    assert!(model.parking.is_parked() && model.bytes().is_empty());
+    model.file().write_all_at(&bytes[5..6], 5).unwrap();
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn files_never_take_more_than_three_times_the_memory() {
+    let length = 12 * MIB;
+    let model = Model::of(length);
+    let mut bytes = noise(length, 11);
+    model.write(&bytes);
+    model.park().unwrap();
+    // Each time one piece less is changed, so that every file has one that is still needed.
+    for round in 0..12 {
+        model.wake().unwrap();
+        for place in (round * MIB..length).step_by(MIB) {
+            bytes[place] ^= 1;
+            model.poke(place, bytes[place]);
+        }
+        model.park().unwrap();
+        assert!(model.room() <= 3 * length as u64, "{}", model.room());
+    }
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn a_memory_that_was_given_up_has_its_bytes_and_nothing_of_a_file() {
+    let model = Model::of(3 * MIB);
+    let bytes = noise(3 * MIB, 12);
+    model.write(&bytes);
+    model.park().unwrap();
+    model.wake().unwrap();
+    model.poke(1, 77);
+    let start = model.parking.address();
+    let names_files = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        maps.lines().any(|line| {
+            let (range, rest) = line.split_once(' ').unwrap();
+            let from = usize::from_str_radix(range.split_once('-').unwrap().0, 16).unwrap();
+            (start..start + 3 * MIB).contains(&from) && rest.contains('/')
+        })
+    };
+    assert_eq!(names_files(), model.own_pages().is_some());
+    model.parking.give_up(&mut || false).unwrap();
+    assert!(!names_files());
+    assert_eq!(model.bytes()[2..], bytes[2..]);
+    assert_eq!(model.bytes()[1], 77);
+    assert_eq!(model.park(), Err(ParkError::GivenUp));
 }
 
 /// Writes a safetensors file with one tensor.

@@ -8,6 +8,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -146,12 +147,6 @@ impl StoreFile {
         let _refused = rustix::fs::fadvise(&self.file, offset, length, Advice::DontNeed);
     }
 
-    /// Forgets all that is in it and gives the room back.
-    pub(crate) fn clear(&self) {
-        // What fails to be given back now is when the file is closed.
-        let _kept = self.file.set_len(0);
-    }
-
     fn available(&self) -> Option<u64> {
         let filesystem = rustix::fs::fstatvfs(&self.file).ok()?;
         Some(filesystem.f_bavail.saturating_mul(filesystem.f_frsize))
@@ -194,6 +189,12 @@ impl StoreFile {
     #[cfg(test)]
     pub(crate) const fn handle(&self) -> &File {
         &self.file
+    }
+}
+
+impl AsFd for StoreFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 }
 
