@@ -6,7 +6,7 @@ built without weights: what people write by hand. All see the same requests, one
 in rounds that are interleaved, so that a busy machine slows all. Beside them all eight models
 in memory as torch made them, without a budget: no request waits for anything.
 
-In these rounds the page cache has all files. In others it is made to let go, before every
+In these rounds the page cache has all files. In later ones it is made to let go, before every
 request, of the files of both the pool and the LRU, but for what models in memory use.
 
     .venv/bin/python -m benchmarks.sharing.pool --spill /scratch    # some minutes
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import random
 import statistics
@@ -230,15 +231,18 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     }
     wanted = requests()
     rounds: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, (way, is_cold) in ways.items():
+    for is_cold in (False, True):
+        turns = [(name, way) for name, (way, cold) in ways.items() if cold == is_cold] * ROUNDS
+        for name, way in turns:
+            gc.collect()  # what the last way had is not this one's
             # Models that are in memory before a round stay the way's own: they are in its base.
             awake = pool.counted_bytes if name.startswith(POOL) else 0
             awake = MODELS * MODEL_BYTES if name == ALL else awake
-            serve = way()
+            serve: Serve = way()
             before = partial(let_go, folder) if is_cold else nothing
             rate, cpu, peak = timed(serve, wanted, expected, before)
             rounds[name].append((rate, cpu, peak + awake, serve.hits))
+            del serve
     return [
         {
             "way": name,
