@@ -24,10 +24,19 @@ pub struct Gpu {
     pub name: String,
     /// All of its memory.
     pub total_bytes: u64,
-    /// What is in use, by whom ever and for whatever.
+    /// What is in use, by whom ever and for whatever: all that is not free.
     pub used_bytes: u64,
     /// The processes that NVML sees on it.
     pub processes: Vec<GpuProcess>,
+}
+
+/// The memory of a GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// All of it.
+    pub total_bytes: u64,
+    /// What is not free, what the driver keeps for itself included.
+    pub used_bytes: u64,
 }
 
 /// A process on a GPU.
@@ -63,9 +72,15 @@ impl Driver {
         (0..count).filter_map(|index| self.gpu(index)).collect()
     }
 
+    /// The memory of the GPU with this number; nothing where it does not answer.
+    #[must_use]
+    pub fn memory(&self, index: u32) -> Option<Memory> {
+        memory(&self.nvml.device_by_index(index).ok()?)
+    }
+
     fn gpu(&self, index: u32) -> Option<Gpu> {
         let device = self.nvml.device_by_index(index).ok()?;
-        let memory = device.memory_info().ok()?;
+        let memory = memory(&device)?;
         let compute = device.running_compute_processes().unwrap_or_default();
         let graphics = device.running_graphics_processes().unwrap_or_default();
         let mut processes: Vec<GpuProcess> = Vec::new();
@@ -82,11 +97,20 @@ impl Driver {
         Some(Gpu {
             device: format!("cuda:{index}"),
             name: device.name().unwrap_or_default(),
-            total_bytes: memory.total,
-            used_bytes: memory.used,
+            total_bytes: memory.total_bytes,
+            used_bytes: memory.used_bytes,
             processes,
         })
     }
+}
+
+fn memory(device: &nvml_wrapper::Device<'_>) -> Option<Memory> {
+    let memory = device.memory_info().ok()?;
+    // What NVML calls used is without the driver's reserve, which nobody else can have either.
+    Some(Memory {
+        total_bytes: memory.total,
+        used_bytes: memory.total.saturating_sub(memory.free),
+    })
 }
 
 /// The GPUs that are there.

@@ -3,6 +3,29 @@
 use std::fmt::Write as _;
 
 use super::server::Server;
+use crate::lease::status::DeviceStatus;
+
+/// What is told of a device, and what it is.
+type OfDevice = (&'static str, &'static str, fn(&DeviceStatus) -> Option<u64>);
+
+const OF_DEVICES: [OfDevice; 4] = [
+    ("capacity_bytes", "Bytes that may be granted.", |device| {
+        Some(device.capacity_bytes)
+    }),
+    ("granted_bytes", "Bytes that are granted.", |device| {
+        Some(device.granted_bytes)
+    }),
+    (
+        "device_total_bytes",
+        "All memory of the device.",
+        |device| device.total_bytes,
+    ),
+    (
+        "device_used_bytes",
+        "Bytes in use, by whom ever.",
+        |device| device.used_bytes,
+    ),
+];
 
 /// Counts since the start.
 #[derive(Debug, Clone, Copy, Default)]
@@ -17,7 +40,7 @@ pub(crate) struct Counters {
 
 impl Server {
     /// The numbers in Prometheus' text format.
-    pub(crate) fn metrics(&self) -> String {
+    pub(crate) fn metrics(&mut self) -> String {
         let status = self.status();
         let mut text = String::new();
         let mut family = |name: &str, kind: &str, help: &str, values: &[(String, String)]| {
@@ -31,28 +54,17 @@ impl Server {
             }
         };
         let one = |value: &dyn ToString| vec![(String::new(), value.to_string())];
-        let of_devices = |value: &dyn Fn(&crate::lease::status::DeviceStatus) -> u64| {
-            let values = status.devices.iter().map(|device| {
+        let of_devices = |value: &dyn Fn(&DeviceStatus) -> Option<u64>| {
+            let values = status.devices.iter().filter_map(|device| {
                 // Names of devices need no escapes.
-                (
-                    format!("{{device=\"{}\"}}", device.name),
-                    value(device).to_string(),
-                )
+                let labels = format!("{{device=\"{}\"}}", device.name);
+                value(device).map(|value| (labels, value.to_string()))
             });
             values.collect::<Vec<_>>()
         };
-        family(
-            "capacity_bytes",
-            "gauge",
-            "Bytes that may be granted.",
-            &of_devices(&|device| device.capacity_bytes),
-        );
-        family(
-            "granted_bytes",
-            "gauge",
-            "Bytes that are granted.",
-            &of_devices(&|device| device.granted_bytes),
-        );
+        for (name, help, value) in OF_DEVICES {
+            family(name, "gauge", help, &of_devices(&value));
+        }
         family(
             "leases",
             "gauge",

@@ -55,7 +55,7 @@ async fn answer(mut stream: TcpStream, server: &RefCell<Server>) -> std::io::Res
     }
     let is_scrape = request.starts_with(b"GET /metrics ") || request.starts_with(b"GET /metrics?");
     let (status, body) = if is_scrape {
-        ("200 OK", server.borrow().metrics())
+        ("200 OK", server.borrow_mut().metrics())
     } else {
         (
             "404 Not Found",

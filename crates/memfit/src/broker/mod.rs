@@ -4,7 +4,8 @@
 //! what: `memfit_engine::lease` decides, and the broker is the only one that asks it.
 //!
 //! One thread. Each message is carried through to the end (decided, written down, answered) before the
-//! next one, so there is one order of events, and no lock. A client that does not read stops only itself.
+//! next one, so there is one order of events, and no lock. A client that does not read stops only itself, and
+//! a driver that does not answer has a thread of its own.
 //!
 //! Invariants: nothing is granted that is not written down first; what a living process may hold is never
 //! granted to another; only processes of the broker's own user are let in.
@@ -23,6 +24,7 @@ mod process;
 mod server;
 mod start;
 mod status;
+mod usage;
 
 use std::cell::RefCell;
 use std::future::pending;

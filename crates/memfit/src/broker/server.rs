@@ -19,6 +19,7 @@ use super::journal::{ClientEntry, Journal};
 use super::log::Log;
 use super::outbox::Outbox;
 use super::process::{Process, milliseconds};
+use super::usage::Usage;
 use crate::lease::protocol::{
     Amounts, NAME_BYTES, Reason, Refused, Reply, Request, Resume, VERSION,
 };
@@ -50,6 +51,8 @@ pub(crate) struct Server {
     pub(super) journal: Journal,
     pub(super) counters: Counters,
     pub(super) log: Log,
+    /// What is in use of the GPUs.
+    pub(super) usage: Usage,
     pub(super) began: u64,
     next_client: u64,
     /// Whether the clients of before a restart are known, so that it is clear when all are back.
@@ -79,6 +82,7 @@ impl Server {
             .filter_map(|entry| Some((LeaseId(entry.lease), entry.label.clone()?)));
         Self {
             labels: labels.collect(),
+            usage: Usage::of(devices.names().map(|(_, name)| name), log),
             next_client: known.next_client.max(1),
             machine,
             devices,

@@ -1,37 +1,48 @@
 //! Who holds what, in words that go out.
 
+use std::time::Instant;
+
 use memfit_engine::lease::Millis;
 
 use super::pressure;
 use super::process::milliseconds;
 use super::server::Server;
-use crate::lease::status::{DeviceStatus, LeaseStatus, Status, WaitingStatus};
+use crate::device::Memory;
+use crate::lease::status::{DeviceStatus, LeaseStatus, Pressure, Status, WaitingStatus};
 
 impl Server {
     /// The state as `memfit ps` shows it.
-    pub(crate) fn status(&self) -> Status {
+    pub(crate) fn status(&mut self) -> Status {
         let now = Millis(milliseconds());
+        let pressure = pressure::read();
         Status {
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             up_seconds: seconds(now.0, self.began),
             is_held_back: now < self.machine.opens(),
-            devices: self.device_status(),
+            devices: self.device_status(&pressure),
             leases: self.lease_status(now),
             waiting: self.waiting_status(now),
-            pressure: pressure::read(),
+            pressure,
             state_error: self.journal.error.clone(),
         }
     }
 
-    pub(super) fn device_status(&self) -> Vec<DeviceStatus> {
+    fn device_status(&mut self, pressure: &Pressure) -> Vec<DeviceStatus> {
+        let gpus = self.usage.at(Instant::now());
         let devices = self.devices.names().map(|(device, name)| {
+            let memory = match name {
+                "host" => host(pressure),
+                gpu => gpus.get(gpu).copied(),
+            };
             let (capacity, granted) = (self.machine.capacity(device), self.machine.granted(device));
             DeviceStatus {
                 name: name.to_owned(),
                 capacity_bytes: capacity.0,
                 granted_bytes: granted.0,
                 free_bytes: (capacity - granted).0,
+                total_bytes: memory.map(|memory| memory.total_bytes),
+                used_bytes: memory.map(|memory| memory.used_bytes),
             }
         });
         devices.collect()
@@ -81,6 +92,15 @@ impl Server {
         });
         waiting.collect()
     }
+}
+
+/// The host's memory; what could be had without swapping is not in use.
+fn host(pressure: &Pressure) -> Option<Memory> {
+    let (total_bytes, available) = pressure.total_bytes.zip(pressure.available_bytes)?;
+    Some(Memory {
+        total_bytes,
+        used_bytes: total_bytes.saturating_sub(available),
+    })
 }
 
 fn seconds(later: u64, earlier: u64) -> f64 {

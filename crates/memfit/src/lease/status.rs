@@ -38,6 +38,21 @@ pub struct DeviceStatus {
     pub granted_bytes: u64,
     /// The difference.
     pub free_bytes: u64,
+    /// All memory of the device, granted by the broker or not; absent where nobody tells, as for brokers of before.
+    pub total_bytes: Option<u64>,
+    /// What is in use of that, by whom ever; likewise.
+    pub used_bytes: Option<u64>,
+}
+
+impl DeviceStatus {
+    /// How much more the broker could grant than is free; nothing where all of it is, or where nobody tells.
+    #[must_use]
+    pub fn shortfall(&self) -> Option<u64> {
+        let unused = self.total_bytes?.saturating_sub(self.used_bytes?);
+        self.free_bytes
+            .checked_sub(unused)
+            .filter(|bytes| *bytes > 0)
+    }
 }
 
 /// A lease.
@@ -101,4 +116,42 @@ pub struct Pressure {
     pub some_percent: Option<f64>,
     /// Percent of the last ten seconds in which all tasks did.
     pub full_percent: Option<f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(free_bytes: u64, total_bytes: Option<u64>, used_bytes: Option<u64>) -> DeviceStatus {
+        DeviceStatus {
+            free_bytes,
+            total_bytes,
+            used_bytes,
+            ..DeviceStatus::default()
+        }
+    }
+
+    #[test]
+    fn what_could_be_granted_and_is_not_free_is_short() {
+        let short = |free, total, used| device(free, total, used).shortfall();
+        // 80 in all, of which 70 may be granted and 30 are: 40 more.
+        assert_eq!(short(40, Some(80), Some(30)), None);
+        assert_eq!(short(40, Some(80), Some(40)), None);
+        assert_eq!(short(40, Some(80), Some(41)), Some(1));
+        assert_eq!(short(40, Some(80), Some(80)), Some(40));
+        assert_eq!(short(40, Some(80), Some(u64::MAX)), Some(40));
+        assert_eq!(short(0, Some(80), Some(80)), None);
+        assert_eq!(short(40, None, Some(80)), None);
+        assert_eq!(short(40, Some(80), None), None);
+    }
+
+    #[test]
+    fn brokers_and_clients_of_other_versions_understand_each_other() {
+        let before = r#"{"name":"host","capacity_bytes":5,"granted_bytes":1,"free_bytes":4}"#;
+        let known: DeviceStatus = serde_json::from_str(before).unwrap();
+        assert_eq!((known.free_bytes, known.used_bytes), (4, None));
+        let after = before.replace('}', r#","used_bytes":3,"of_tomorrow":[1]}"#);
+        let known: DeviceStatus = serde_json::from_str(&after).unwrap();
+        assert_eq!(known.used_bytes, Some(3));
+    }
 }

@@ -77,7 +77,15 @@ fn used(seen: &Seen) -> Vec<(String, u64)> {
     let host = host.map(|(total, available)| ("host".to_owned(), total.saturating_sub(available)));
     let gpus = seen.gpus.iter();
     let gpus = gpus.map(|gpu| (gpu.device.clone(), gpu.used_bytes));
-    host.into_iter().chain(gpus).collect()
+    let mut used: Vec<(String, u64)> = host.into_iter().chain(gpus).collect();
+    // The broker may see a GPU that is not seen from here.
+    for device in seen.broker.iter().flat_map(|status| &status.devices) {
+        let is_new = used.iter().all(|(known, _)| *known != device.name);
+        if let Some(bytes) = device.used_bytes.filter(|_| is_new) {
+            used.push((device.name.clone(), bytes));
+        }
+    }
+    used
 }
 
 /// What a process holds on all GPUs, as far as the driver tells.

@@ -10,6 +10,7 @@ use memfit_engine::bytes::Bytes;
 use serde::Serialize;
 
 use super::history::{History, on_gpus};
+use crate::report::sharing::shortfall;
 use crate::report::words;
 
 /// Version of the JSON.
@@ -134,6 +135,8 @@ impl View {
         if status.is_some_and(|status| status.is_held_back) {
             notes.push("grants wait until clients of before the restart are back".to_owned());
         }
+        let devices_of_broker = status.iter().flat_map(|status| &status.devices);
+        notes.extend(devices_of_broker.filter_map(shortfall));
         Self {
             schema_version: SCHEMA_VERSION,
             seconds: seen.seconds,
@@ -174,12 +177,17 @@ fn devices(history: &History) -> Vec<DeviceRow> {
         let place = known.unwrap_or_else(|| {
             rows.push(DeviceRow {
                 device: words::inert(&granted.name, 20),
+                history: past(&granted.name),
                 ..DeviceRow::default()
             });
             rows.len() - 1
         });
-        rows[place].granted_bytes = Some(Bytes(granted.granted_bytes));
-        rows[place].grantable_bytes = Some(Bytes(granted.capacity_bytes));
+        let row = &mut rows[place];
+        row.granted_bytes = Some(Bytes(granted.granted_bytes));
+        row.grantable_bytes = Some(Bytes(granted.capacity_bytes));
+        // The broker may see a GPU that is not seen from here.
+        row.total_bytes = row.total_bytes.or(granted.total_bytes.map(Bytes));
+        row.used_bytes = row.used_bytes.or(granted.used_bytes.map(Bytes));
     }
     rows
 }
@@ -305,6 +313,7 @@ pub(super) mod tests {
                         capacity_bytes: 16 * GIB,
                         granted_bytes: 6 * GIB,
                         free_bytes: 10 * GIB,
+                        ..DeviceStatus::default()
                     }],
                     leases: vec![LeaseStatus {
                         pid: 100,
@@ -386,6 +395,35 @@ pub(super) mod tests {
                 row.name
             );
         }
+    }
+
+    #[test]
+    fn a_gpu_that_only_the_broker_sees_has_its_use_and_history() {
+        let mut history = History::default();
+        for look in 1..=3 {
+            let mut seen = busy(1).now;
+            let broker = seen.broker.as_mut().unwrap();
+            broker.devices.push(DeviceStatus {
+                name: "cuda:7".to_owned(),
+                capacity_bytes: 40 * GIB,
+                free_bytes: 40 * GIB,
+                total_bytes: Some(40 * GIB),
+                used_bytes: Some(look * GIB),
+                ..DeviceStatus::default()
+            });
+            history.add(seen);
+        }
+        let view = View::new(&history, Sort::Need);
+        let row = view.devices.last().unwrap();
+        assert_eq!(row.device, "cuda:7");
+        assert_eq!(row.used_bytes, Some(Bytes(3 * GIB)));
+        assert_eq!(row.history, [GIB, 2 * GIB, 3 * GIB]);
+        assert_eq!(
+            view.notes,
+            [
+                "cuda:7: 3.00 GiB more could be granted than is free: memory that nobody leases is in use"
+            ]
+        );
     }
 
     #[test]

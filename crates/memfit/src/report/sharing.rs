@@ -1,4 +1,4 @@
-//! The documents of `memfit ps` and `memfit devices`.
+//! The documents of `memfit ps` and `memfit devices`, and the sentence on what is short.
 
 use std::path::Path;
 
@@ -6,7 +6,8 @@ use memfit_engine::bytes::Bytes;
 use serde::Serialize;
 
 use crate::device::Room;
-use crate::lease::status::Status;
+use crate::lease::status::{DeviceStatus, Status};
+use crate::report::words;
 
 /// Version of the shape.
 const SCHEMA_VERSION: u32 = 1;
@@ -29,6 +30,23 @@ impl PsDocument {
             broker,
         }
     }
+}
+
+/// Says that the broker could grant what is not there, if that is so.
+pub(crate) fn shortfall(device: &DeviceStatus) -> Option<String> {
+    let short = Bytes(device.shortfall()?);
+    let is_too_large = device
+        .total_bytes
+        .is_some_and(|total| device.capacity_bytes > total);
+    let reason = if is_too_large {
+        "it may grant more than there is"
+    } else {
+        "memory that nobody leases is in use"
+    };
+    let name = words::inert(&device.name, 20);
+    Some(format!(
+        "{name}: {short} more could be granted than is free: {reason}"
+    ))
 }
 
 /// What `memfit devices --format json` prints.
@@ -77,5 +95,31 @@ impl DevicesDocument {
             best: best.map(|device| device.room.device.clone()),
             devices,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_without_what_could_be_granted_is_told_with_the_reason() {
+        let used = |capacity: u64, granted: u64, used: u64| DeviceStatus {
+            name: "cuda:0".to_owned(),
+            capacity_bytes: capacity << 30,
+            granted_bytes: granted << 30,
+            free_bytes: (capacity - granted) << 30,
+            total_bytes: Some(80 << 30),
+            used_bytes: Some(used << 30),
+        };
+        assert_eq!(shortfall(&used(70, 40, 50)), None);
+        assert_eq!(
+            shortfall(&used(70, 40, 53)).unwrap(),
+            "cuda:0: 3.00 GiB more could be granted than is free: memory that nobody leases is in use"
+        );
+        assert_eq!(
+            shortfall(&used(90, 40, 40)).unwrap(),
+            "cuda:0: 10.00 GiB more could be granted than is free: it may grant more than there is"
+        );
     }
 }

@@ -7,7 +7,7 @@ use memfit_engine::bytes::Bytes;
 use crate::lease::protocol::Amounts;
 use crate::lease::status::{LeaseStatus, Status, WaitingStatus};
 use crate::printer::Palette;
-use crate::report::sharing::PsDocument;
+use crate::report::sharing::{PsDocument, shortfall};
 use crate::report::table::{Align, Table};
 use crate::report::words;
 
@@ -31,17 +31,24 @@ pub(crate) fn ps(document: &PsDocument, palette: Palette) -> String {
 
 fn devices(status: &Status, palette: Palette) -> String {
     use Align::{Left, Right};
-    let mut table =
-        Table::new(&[Left, Right, Right, Right]).header(["device", "granted", "free", "capacity"]);
+    let mut table = Table::new(&[Left, Right, Right, Right, Right])
+        .header(["device", "granted", "free", "capacity", "in use"]);
     for device in &status.devices {
         table.row([
             device.name.clone(),
             Bytes(device.granted_bytes).to_string(),
             Bytes(device.free_bytes).to_string(),
             Bytes(device.capacity_bytes).to_string(),
+            device
+                .used_bytes
+                .map_or_else(|| "-".to_owned(), |bytes| Bytes(bytes).to_string()),
         ]);
     }
     let mut text = table.render(0, palette);
+    let short: Vec<String> = status.devices.iter().filter_map(shortfall).collect();
+    if !short.is_empty() {
+        let _done = writeln!(text, "\n{}", short.join("\n"));
+    }
     if let Some(available) = status.pressure.available_bytes {
         let stalled = status.pressure.some_percent;
         let stalled = stalled
@@ -179,6 +186,8 @@ mod tests {
                 capacity_bytes: 16 << 30,
                 granted_bytes: 6 << 30,
                 free_bytes: 10 << 30,
+                total_bytes: Some(24 << 30),
+                used_bytes: Some(15 << 30),
             }],
             leases: vec![lease],
             waiting: vec![waiting],
@@ -195,8 +204,10 @@ mod tests {
     #[test]
     fn who_holds_and_who_waits_stand_in_tables_without_control_characters() {
         insta::assert_snapshot!(ps(&document(), Palette::PLAIN), @"
-        device   granted       free   capacity
-        host    6.00 GiB  10.00 GiB  16.00 GiB
+        device   granted       free   capacity     in use
+        host    6.00 GiB  10.00 GiB  16.00 GiB  15.00 GiB
+
+        host: 1.00 GiB more could be granted than is free: memory that nobody leases is in use
 
         host: 9.00 GiB available, tasks waited for memory 1.2 % of the last 10 s
 
