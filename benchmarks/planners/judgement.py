@@ -63,6 +63,12 @@ def right(row: Row) -> bool:
     return "gradient_error" in row and row["gradient_error"] <= RIGHT
 
 
+def redraws(row: Row) -> bool:
+    """Whether gradients differ because memfit's plan draws dropout anew, as it says: in pieces."""
+    kinds = {action["kind"] for action in row.get("actions", [])}
+    return not right(row) and "gradient_error" in row and bool(kinds & {"micro_batch", "chunk"})
+
+
 def is_ours(row: Row) -> bool:
     """Whether a row is memfit's."""
     return bool(row["method"].startswith("memfit"))

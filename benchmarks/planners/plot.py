@@ -15,7 +15,7 @@ import matplotlib as mpl
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
-from benchmarks.planners.judgement import apart, is_ours, right
+from benchmarks.planners.judgement import apart, is_ours, redraws, right
 from benchmarks.planners.points import Row, shows_randomness
 from matplotlib.lines import Line2D
 
@@ -84,7 +84,7 @@ def draw(rows: Sequence[Row], path: Path, caption: str) -> None:
 
 
 def _drawn(row: Row) -> bool:
-    return "peak_bytes" in row and not shows_randomness(row)
+    return "peak_bytes" in row and not shows_randomness(row) and not redraws(row)
 
 
 def _series(row: Row) -> str:

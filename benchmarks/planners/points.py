@@ -108,12 +108,19 @@ def ours(model: str, measured: Iterable[Row], *, quick: bool) -> list[Point]:
         for each in compiled
     ]
     if model not in DROPOUT_FREE:
+        unbudgeted = [
+            str(row["peak_bytes"])
+            for row in rows
+            if row["method"] == "torch.compile"
+            and row["dropout"]
+            and row["options"] == {"budget": None, "reference": "compiled"}
+        ]
         points += [
             {
                 "method": "memfit compiled",
                 "options": {"budget": budget, "reference": "compiled", **exact},
             }
-            for budget in (LADDER[-1],)
+            for budget in (LADDER[-1], *unbudgeted)
         ]
     return [{"model": model, "quick": quick, **point} for point in points]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.planners.judgement import Verdict, right
+from benchmarks.planners.judgement import Verdict, redraws, right
 from benchmarks.planners.points import Row, label
 
 POINTS_HEADER = (
@@ -78,6 +78,8 @@ def gradients(row: Row) -> str:
     if row["bitwise"]:
         return "bitwise"
     error = f"{row['gradient_error']:.0e}"
+    if redraws(row):
+        return "other draws of dropout"
     return error if right(row) else f"**wrong**: {error}"
 
 
