@@ -68,16 +68,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::mapped_block::mapped_block;
 
     /// What the C library makes of a request that becomes a mapping: from its page to its end.
     fn mapped_bytes(bytes: usize, alignment: usize) -> u64 {
-        let mut pointer = std::ptr::null_mut();
-        // SAFETY: room for a pointer; the block is freed below; the setting takes any value.
-        let usable = unsafe {
-            libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
-            assert_eq!(libc::posix_memalign(&raw mut pointer, alignment, bytes), 0);
-            libc::malloc_usable_size(pointer)
-        };
+        let pointer = mapped_block(bytes, alignment);
+        // SAFETY: a block of the C library.
+        let usable = unsafe { libc::malloc_usable_size(pointer) };
         let address = pointer as u64;
         let start = address / *PAGE_BYTES * *PAGE_BYTES;
         // SAFETY: just handed out.

@@ -39,6 +39,12 @@ mod kept;
 mod ledger;
 mod lent;
 #[cfg(all(
+    test,
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod mapped_block;
+#[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]

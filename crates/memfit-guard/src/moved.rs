@@ -183,18 +183,15 @@ fn let_go(run: usize, bytes: usize) {
 mod tests {
     use super::*;
     use crate::footprint;
+    use crate::mapped_block::mapped_block;
 
     const MIB: usize = 1 << 20;
 
     /// A block with a mapping of its own, filled.
     fn block(bytes: usize, value: u8) -> KeptBlock {
-        let mut pointer = std::ptr::null_mut();
-        // SAFETY: room for a pointer and a block of so many bytes; the setting takes any value.
-        unsafe {
-            libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
-            assert_eq!(libc::posix_memalign(&raw mut pointer, 64, bytes), 0);
-            std::ptr::write_bytes(pointer.cast::<u8>(), value, bytes);
-        }
+        let pointer = mapped_block(bytes, 64);
+        // SAFETY: a block of so many bytes.
+        unsafe { std::ptr::write_bytes(pointer.cast::<u8>(), value, bytes) };
         KeptBlock {
             address: pointer as usize,
             bytes,
@@ -229,10 +226,7 @@ mod tests {
             assert_eq!(resident_bytes(start, end), page_bytes());
             free(donor);
         }
-        let mut pointer = std::ptr::null_mut();
-        // SAFETY: room for a pointer.
-        let code = unsafe { libc::posix_memalign(&raw mut pointer, 64, 4 * MIB) };
-        assert_eq!(code, 0);
+        let pointer = mapped_block(4 * MIB, 64);
         let address = pointer as usize;
         lifted.lay_under(address, taking_bytes, &mut seams);
         let (start, end) = mapping(address, taking_bytes).unwrap();
@@ -299,8 +293,14 @@ mod tests {
 
     #[test]
     fn a_block_on_the_heap_has_no_mapping_of_its_own() {
-        let small = block(10_000, 1);
-        assert_eq!(mapping(small.address, small.taken_bytes), None);
-        free(small);
+        let mut pointer = std::ptr::null_mut();
+        // SAFETY: room for a pointer.
+        assert_eq!(
+            unsafe { libc::posix_memalign(&raw mut pointer, 64, 10_000) },
+            0
+        );
+        assert_eq!(mapping(pointer as usize, footprint::of(10_000, 64)), None);
+        // SAFETY: freed once.
+        unsafe { libc::free(pointer) };
     }
 }
