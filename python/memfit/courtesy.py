@@ -75,7 +75,13 @@ def answer(
     if wanted == held:
         lease.decline()
         return False
-    lease.resize(wanted)
+    try:
+        lease.resize(wanted)
+    except LeaseError as error:
+        if error.reason not in {"in_use", "already_waiting"}:
+            raise
+        lease.decline()  # its guard counts what is not touched yet too
+        return False
     return True
 
 

@@ -19,6 +19,8 @@ import torch
 from memfit import besides
 from memfit.answers import Plan
 from memfit.errors import LeaseError, UsageError
+from memfit.guarding.leased import LeaseGuard, leased_limit
+from memfit.guarding.limit import Limit
 from memfit.leases import Lease
 from memfit.workload import Workload
 
@@ -82,6 +84,17 @@ class Elastic:
         self._ratios: dict[int, float] = {}
         self._fitted: Fitted | None = None
         self._planner: Planner | None = None
+        self._guard = LeaseGuard({})
+
+    def hold(self) -> Limit:
+        """A budget for the step's device that follows the lease, for :mod:`memfit.guarding`.
+
+        Returns:
+            The budget, which is not set yet.
+        """
+        limit = leased_limit(self.device, self._held)
+        self._guard = LeaseGuard({self.device: limit})
+        return limit
 
     def drive(self, fitted: Fitted, made: Plan, planner: Planner) -> None:
         """Follow the lease from the next step on.
@@ -93,6 +106,7 @@ class Elastic:
         """
         self._fitted, self._planner = fitted, planner
         self._ratio = float(made.predicted_step_ratio)
+        self._made = made
 
     def between_steps(self) -> None:
         """Answer a request to shrink, or try to have more again."""
@@ -118,13 +132,26 @@ class Elastic:
             target = int(made.minimum_peak_bytes) + int(made.margin_bytes) + self.besides_bytes
             made = self._plan(target - self.besides_bytes) if target < self._held else None
         if made is None or not made.fits:
-            self.declined += 1
-            self.lease.decline()
+            self._decline()
             return
+        before = self._made
         self._follow(made)
+        # State that the plan keeps elsewhere has to be there before its bytes are given back.
+        self._fitted_now().place_state()
         besides.release(self.device)
-        self._resize(target)
+        try:
+            self._resize(target)
+        except LeaseError as error:
+            if error.reason not in {"in_use", "already_waiting"}:
+                raise
+            self._follow(before)
+            self._decline()
+            return
         self.shrunk += 1
+
+    def _decline(self) -> None:
+        self.declined += 1
+        self.lease.decline()
 
     def _grow(self) -> None:
         now = time.monotonic()
@@ -164,12 +191,18 @@ class Elastic:
         return self._planner(budget_bytes, PLAN_SECONDS)
 
     def _follow(self, made: Plan) -> None:
-        assert self._fitted is not None, "asked for only between its steps"
-        self._fitted.follow(made.as_dict())
+        self._fitted_now().follow(made.as_dict())
         self._ratio = float(made.predicted_step_ratio)
+        self._made = made
+
+    def _fitted_now(self) -> Fitted:
+        assert self._fitted is not None, "asked for only between its steps"
+        return self._fitted
 
     def _resize(self, size: int) -> None:
-        self.lease.resize({**self.lease.claims, self.device: size})
+        claims = {**self.lease.claims, self.device: size}
+        with self._guard.following({self.device: self._held}, claims):
+            self.lease.resize(claims)
         self._held = size
         self.budget_bytes = size - self.besides_bytes
 

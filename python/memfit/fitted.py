@@ -241,6 +241,7 @@ class Fitted:
                 is as before the step, unless a note says otherwise.
         """
         batch = self.workload.batch if batch is None else batch
+        self._between_steps()
         if self._recovery is not None:
             return self._recovery.step(self, batch)
         return self.step_once(batch)
@@ -383,6 +384,7 @@ class Fitted:
         Raises:
             UsageError: The plan holds an action that lives outside forward.
         """
+        self._between_steps()
         actions = self._choose(self.workload.batch if batch is None else batch)
         for kind, present in (
             ("fuse_optimizer", actions.fuse),
@@ -456,12 +458,15 @@ class Fitted:
             recovered_steps=counts.recovered_steps if counts else 0,
         )
 
-    def _choose(self, batch: Any) -> _Actions:
-        """The actions for a batch of this shape, planned again if its last step diverged."""
+    def _between_steps(self) -> None:
+        """Follow the lease, before anything of the next step is remembered or live."""
         if self._closed:
             raise UsageError("this `Fitted` is closed: fit the workload again")
         if self.elastic is not None:
             self.elastic.between_steps()
+
+    def _choose(self, batch: Any) -> _Actions:
+        """The actions for a batch of this shape, planned again if its last step diverged."""
         shape = _shape(batch)
         actions = self._by_shape.get(shape, self._actions)
         if self._replan is not None and shape in self._diverged:

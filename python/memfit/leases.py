@@ -1,7 +1,7 @@
 """Leases: memory that the broker has set aside for this process.
 
 Responsible for :func:`lease` and :class:`Lease`. Not responsible for who gets what (the broker,
-``memfit broker``) nor for keeping within what was leased.
+``memfit broker``) nor for holding torch to what was leased (:mod:`memfit.guarding.leased`).
 
 Each thread is one line of work with a connection of its own: while it holds something and asks for
 more, the broker knows that it does. A child of a fork has no part in its parent's leases.
@@ -16,12 +16,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from memfit import _native, besides
 from memfit.courtesy import look_after
 from memfit.errors import LeaseError, NoBrokerWarning, UsageError
 from memfit.sizes import Size, in_bytes
+
+if TYPE_CHECKING:
+    from memfit.guarding.leased import LeaseGuard
 
 _PRIORITIES = range(-128, 128)
 
@@ -47,6 +50,7 @@ def lease(
     time_to_live: float | None = None,
     label: str | None = None,
     courteous: bool = False,
+    guard: bool = False,
 ) -> Lease:
     """Lease memory from the broker, for as long as the ``with`` block runs.
 
@@ -65,13 +69,18 @@ def lease(
         courteous: Give way while idle: when another needs memory, cached blocks are returned and
             what this process does not use of the lease is given back, down to ``floor``. Take it
             again with :meth:`Lease.resize` before using it again.
+        guard: Hold torch in this process to what the lease has, less what the process takes
+            besides tensors, until it is released; see :func:`memfit.guard` for what counts. The
+            budget follows the lease. Where the ``with`` block ends with torch's error of a refused
+            request, :class:`~memfit.errors.OutOfBudget` is raised instead.
 
     Returns:
         The lease, which is held from now on.
 
     Raises:
+        BudgetError: With ``guard``, this process takes more than the lease already.
         LeaseError: It does not fit, or did not within ``wait``.
-        UsageError: A size, a device or a priority that is none.
+        UsageError: A size, a device or a priority that is none, or no guard can be held there.
     """
     if courteous and floor is None:
         raise UsageError("a courteous lease says how far it gives way: give a `floor`")
@@ -80,12 +89,16 @@ def lease(
     if priority not in _PRIORITIES:
         message = f"priority `{priority}` is not within -128 to 127"
         raise UsageError(message)
+    guarding = _guard(claims) if guard else None
     client = _client()
     if client is None:
-        return Lease(None, 0, claims)
-    number, _, granted = client.acquire(claims, lowest, priority, wait, time_to_live, label)
-    held = Lease(client, number, granted)
-    if courteous:
+        held = Lease(None, 0, claims)
+    else:
+        number, _, granted = client.acquire(claims, lowest, priority, wait, time_to_live, label)
+        held = Lease(client, number, granted)
+    if guarding is not None:
+        held.begin_guard(guarding)
+    if courteous and client is not None:
         look_after(held)
     return held
 
@@ -139,6 +152,29 @@ class Lease:
         self._number = number
         self._claims = dict(claims)
         self._is_released = False
+        self._guard: LeaseGuard | None = None
+
+    def begin_guard(self, guard: LeaseGuard) -> None:
+        """Hold torch to the lease until it is released; where that cannot be, it is released now.
+
+        Args:
+            guard: Its budgets.
+
+        Raises:
+            BudgetError: More is in use already.
+            UsageError: No budget can be held here.
+        """
+        try:
+            guard.start()
+        except BaseException:
+            self.release()
+            raise
+        self._guard = guard
+
+    @property
+    def in_use(self) -> dict[str, int] | None:
+        """What counts against a guarded lease now, by device; ``None`` without a guard."""
+        return None if self._guard is None or self._is_released else self._guard.in_use()
 
     @property
     def claims(self) -> dict[str, int]:
@@ -181,7 +217,8 @@ class Lease:
         """Give a part back, or ask for more.
 
         Growth while others wait may be refused: this one holds memory that they wait for. A
-        refused lease is as before.
+        refused lease is as before. A guard's budget shrinks before bytes are given back, and grows
+        after more is granted.
 
         Args:
             size: The new size, as for :func:`lease`; 0 holds nothing for now.
@@ -190,13 +227,30 @@ class Lease:
             waits: Called now and then while it waits, with the number of requests before it.
 
         Raises:
-            LeaseError: It does not fit, or the lease has ended.
+            LeaseError: It does not fit, the lease has ended, or its guard counts more than it
+                shall shrink to (``in_use``).
             UsageError: A size or device that is none.
         """
         claims = _claims(size, device)
         if self._is_released:
             message = "the lease was released"
             raise LeaseError(message, "ended")
+        if self._guard is None:
+            self._resize(claims, wait, waits)
+            return
+        unguarded = sorted(claims.keys() - self._claims.keys())
+        if unguarded:
+            message = f"the lease's guard is not on `{unguarded[0]}`: take another lease for it"
+            raise UsageError(message)
+        with self._guard.following(self.claims, claims):
+            self._resize(claims, wait, waits)
+
+    def _resize(
+        self,
+        claims: dict[str, int],
+        wait: float | None,
+        waits: Callable[[int | None], object] | None,
+    ) -> None:
         if self._client is None:
             self._claims = claims
         else:
@@ -215,6 +269,13 @@ class Lease:
         if self._is_released:
             return
         self._is_released = True
+        try:
+            self._give_back()
+        finally:
+            if self._guard is not None:
+                self._guard.end()
+
+    def _give_back(self) -> None:
         if self._client is not None:
             for device in self._claims:
                 besides.release(device)
@@ -234,13 +295,31 @@ class Lease:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give it back."""
-        self.release()
+        """Give it back.
+
+        Raises:
+            OutOfBudget: In place of torch's error, where the block of a guarded lease ends with
+                one.
+        """
+        try:
+            guard = self._guard
+            refused = guard.refused(error) if guard is not None and error is not None else None
+        finally:
+            self.release()
+        if refused is not None:
+            raise refused from error
 
     def __repr__(self) -> str:
         """Say what it holds."""
         state = "released" if self._is_released else f"{self.claims}"
         return f"<memfit.Lease {state}{', alone' if self.is_alone else ''}>"
+
+
+def _guard(claims: Mapping[str, int]) -> LeaseGuard:
+    """The budgets of a lease; imports torch."""
+    from memfit.guarding.leased import LeaseGuard
+
+    return LeaseGuard.of(claims)
 
 
 def _client() -> _native.LeaseClient | None:

@@ -225,7 +225,8 @@ def fit(
             class. Where that cannot be, the step runs eager; a warning and ``report()`` say why.
         guard: Refuse what would bring the tensors of this process above the budget while a step
             runs, whoever holds them; a refused step is put back and run by a tighter plan. See
-            :func:`memfit.guard` for what counts.
+            :func:`memfit.guard` for what counts. With a ``lease`` the budget is what it holds, less
+            what the process takes besides tensors, and follows it.
 
     Returns:
         The fitted workload: ``fitted.step(batch)`` runs one step inside the budget. With
@@ -235,13 +236,14 @@ def fit(
         DoesNotFit: No allowed plan brings the step under the budget.
         BudgetError: The budget cannot be read.
         UsageError: As in :func:`plan`; both or neither of ``budget`` and ``lease``; a lease that is
-            too small for this process; ``guard`` with ``own_loop``, ``compile`` or ``lease``.
+            too small for this process; ``guard`` with ``own_loop`` or ``compile``.
         OffloadError: The plan offloads, and the folder cannot be used.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    _refuse_guard(asked=guard, with_other=compile or own_loop or lease is not None)
+    _refuse_guard(asked=guard, with_other=compile or own_loop)
     elastic, within = _within(workload, budget, lease, compiled=compile)
+    limit = elastic.hold() if elastic is not None and guard else None
     recorded = trace(workload)
     meta = _meta(recorded)
     source = _Costs(profile, None if costs is None else Path(costs), gpu)
@@ -275,7 +277,7 @@ def fit(
             loss_reduction=meta["loss_reduction"],
             replan=replan,
             not_compiled=not_compiled,
-            recovery=Recovery(workload, made.budget_bytes, plan_again) if guard else None,
+            recovery=Recovery(workload, made.budget_bytes, plan_again, limit) if guard else None,
         )
 
     not_compiled = ""
@@ -310,7 +312,7 @@ def _refuse_guard(*, asked: bool, with_other: bool) -> None:
     """Refuse a guard together with what it cannot put back and run again."""
     if asked and with_other:
         raise UsageError(
-            "`guard=True` puts back and runs again whole eager steps, within a budget that stays\n"
+            "`guard=True` puts back and runs again whole eager steps\n"
             "hint: run your own loop, or compiled steps, inside `with memfit.guard(...)`"
         )
 

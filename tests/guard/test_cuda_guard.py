@@ -91,6 +91,25 @@ def test_the_share_never_allows_a_byte_more(device: StandIn, budget: int):
         assert 0 <= budget - 300 * MIB - device.allowed <= 16
 
 
+def test_the_share_follows_a_budget_that_changes_and_stays_where_more_is_in_use(
+    device: StandIn,
+):
+    limit = cuda_limit.CudaLimit(2 * GIB, torch.device("cuda", 0))
+    limit.set()
+    device.reserved, device.allocated = GIB, 200 * MIB
+    limit.change(700 * MIB)
+    assert device.emptied == 1
+    assert 0 <= 400 * MIB - device.allowed <= 1
+    with pytest.raises(memfit.BudgetError, match="more than a budget of 419430400"):
+        limit.change(400 * MIB)
+    assert limit.budget_bytes == 700 * MIB
+    assert 0 <= 400 * MIB - device.allowed <= 1
+    limit.change(3 * GIB)
+    assert 0 <= 3 * GIB - 300 * MIB - device.allowed <= 1
+    limit.end()
+    assert device.share == 0.75
+
+
 def test_a_share_set_before_is_never_widened_and_is_restored(device: StandIn):
     device.share = 0.125
     with memfit.guard("4GiB", device="cuda"):

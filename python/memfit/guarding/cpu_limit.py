@@ -10,7 +10,7 @@ not pay for fresh pages.
 from __future__ import annotations
 
 from memfit import _native
-from memfit.errors import OutOfBudget, UsageError
+from memfit.errors import BudgetError, OutOfBudget, UsageError
 from memfit.guarding.refused import out_of_budget
 from memfit.tracking import cpu
 
@@ -30,27 +30,54 @@ class CpuLimit:
         """
         self._budget_bytes = budget_bytes
         self._budget: _native.AllocationBudget | None = None
+        self._is_set = False
         self._refusals_before = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """See :class:`~memfit.guarding.limit.Limit`."""
+        return self._budget_bytes
+
+    def start_counting(self) -> None:
+        """Begin to count, which a budget needs.
+
+        Raises:
+            UsageError: Nothing can be counted here.
+        """
+        problem = cpu.start()
+        if problem is not None:
+            message = f"no budget can be held here: {problem}"
+            raise UsageError(message)
 
     def set(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""
         if self._budget is None:
-            problem = cpu.start()
-            if problem is not None:
-                message = f"no budget can be held here: {problem}"
-                raise UsageError(message)
+            self.start_counting()
             self._budget = _native.AllocationBudget(_NO_LIMIT)
         self._refusals_before = _native.refusals()
         self._budget.change(self._budget_bytes)
+        self._is_set = True
+
+    def change(self, budget_bytes: int) -> None:
+        """See :class:`~memfit.guarding.limit.Limit`."""
+        taken_bytes = _native.taken_bytes()
+        if self._budget is not None and self._is_set:
+            self._budget.change(budget_bytes)
+        elif taken_bytes > budget_bytes:
+            message = f"{taken_bytes} bytes are taken, more than a budget of {budget_bytes} bytes"
+            raise BudgetError(message)
+        self._budget_bytes = budget_bytes
 
     def loosen(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""
+        self._is_set = False
         if self._budget is not None:
             self._budget.change(_NO_LIMIT)
 
     def end(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""
         budget, self._budget = self._budget, None
+        self._is_set = False
         if budget is not None:
             budget.lift()
 

@@ -108,6 +108,21 @@ class CudaLimit:
             if _refresh not in STEPS.listeners:
                 STEPS.listeners.append(_refresh)
 
+    def change(self, budget_bytes: int) -> None:
+        """See :class:`~memfit.guarding.limit.Limit`."""
+        with _lock:
+            before = self.budget_bytes
+            self.budget_bytes = budget_bytes
+            try:
+                self._refuse_too_small()
+                self._refuse_segments()
+            except BudgetError:
+                self.budget_bytes = before
+                raise
+            on_device = _devices.get(self._device.index)
+            if on_device is not None and self in on_device.limits:
+                on_device.refresh()
+
     def _refuse_too_small(self) -> None:
         taken = non_torch_bytes(self._device) + int(torch.cuda.memory_allocated(self._device))
         if taken > self.budget_bytes:
@@ -122,6 +137,16 @@ class CudaLimit:
     def loosen(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""
         self.end()
+
+    def _refuse_segments(self) -> None:
+        """Refuse a budget that segments with live blocks exceed: they cannot be given back."""
+        in_use_bytes = self.in_use_bytes()
+        if in_use_bytes > self.budget_bytes:
+            message = (
+                f"{in_use_bytes} bytes of `{self._device}` are taken or in segments that are in "
+                f"use, which is more than a budget of {self.budget_bytes} bytes"
+            )
+            raise BudgetError(message)
 
     def end(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""

@@ -20,12 +20,27 @@ class Limit(Protocol):
     def device_type(self) -> str:
         """``cpu`` or ``cuda``."""
 
+    @property
+    def budget_bytes(self) -> int:
+        """The budget."""
+
     def set(self) -> None:
         """Refuse from now on what would exceed the budget.
 
         Raises:
             BudgetError: More is in use already; nothing is refused then.
             UsageError: No budget can be held here.
+        """
+
+    def change(self, budget_bytes: int) -> None:
+        """Hold another budget from now on, at once where it is set.
+
+        Args:
+            budget_bytes: The budget.
+
+        Raises:
+            BudgetError: More is in use, with what allocators keep given back; the budget is as
+                before.
         """
 
     def loosen(self) -> None:

@@ -58,19 +58,21 @@ class Recovery:
         counts: What became of the steps.
     """
 
-    def __init__(self, workload: Workload, budget_bytes: int, within: Within) -> None:
+    def __init__(
+        self, workload: Workload, budget_bytes: int, within: Within, limit: Limit | None = None
+    ) -> None:
         """Prepare; no budget is on before the first step.
 
         Args:
             workload: The workload.
             budget_bytes: The budget.
             within: Plans the step for fewer bytes.
+            limit: Holds it, where its budget may change; by default one of its own.
         """
         self.counts = Counts()
         self._workload = workload
-        self._budget_bytes = budget_bytes
         self._within = within
-        self._limit = _limit(workload, budget_bytes)
+        self._limit = limit or _limit(workload, budget_bytes)
         self._buffers = Buffers(workload.model)
 
     def close(self) -> None:
@@ -154,13 +156,12 @@ class Recovery:
 
     def _target(self, fitted: Fitted, batch: Any, refused: OutOfBudget) -> int:
         """Peak that a plan must have so that the step fits beside what else is taken."""
-        peak_bytes = int(
-            fitted.plan.get("planned", {}).get("predicted_peak_bytes", self._budget_bytes)
-        )
+        budget_bytes = self._limit.budget_bytes
+        peak_bytes = int(fitted.plan.get("planned", {}).get("predicted_peak_bytes", budget_bytes))
         short = refused.in_use_bytes + refused.requested_bytes - refused.budget_bytes
         static = static_tensors(replace(self._workload, batch=batch), fitted.optimizer)
         besides = self._limit.in_use_bytes() - storage_bytes(static, self._limit.device_type)
-        return max(0, min(peak_bytes - max(short, 1), self._budget_bytes - max(besides, 0)))
+        return max(0, min(peak_bytes - max(short, 1), budget_bytes - max(besides, 0)))
 
     def _recovered(self, refused: OutOfBudget, plan: Mapping[str, Any]) -> None:
         self.counts.recovered_steps += 1
