@@ -101,6 +101,20 @@ def test_state_that_came_to_be_after_the_first_parking_is_parked_as_well(park):
         before.park()
 
 
+def test_state_is_parked_too_where_its_model_was_parked_without_it(park):
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    momentum = optimizer.state[model.weight]["momentum_buffer"].clone()
+    alone = park(model, None)
+    both = park(model, optimizer)
+    assert (both.is_parked, both.nbytes) == (True, 2 * alone.nbytes)
+    both.wake()
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], momentum)
+
+
 def test_state_that_somebody_looks_at_is_refused_by_name(park):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())

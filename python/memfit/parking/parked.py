@@ -349,7 +349,7 @@ def park(
         message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
         raise UsageError(message)
     parked = _owner(model)
-    if parked is not None and (optimizer is None or parked.is_parked or parked.knows(optimizer)):
+    if parked is not None and (optimizer is None or parked.knows(optimizer)):
         parked.park()
         return parked
     if parked is not None:
