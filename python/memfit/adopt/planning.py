@@ -69,11 +69,13 @@ class RecordedStep:
         costs = _costs(observation)
         self._costs = json.dumps(costs)
         profile = costs.get("profile") or {}
-        self._offer, self.not_offloaded = None, ""
-        try:
-            self._offer = place and _usable(offer(observation.device_kind, place, profile))
-        except MemfitError as error:
-            self.not_offloaded = str(error).partition("\n")[0]
+        self._offer: dict[str, Any] | None = None
+        self.not_offloaded = ""
+        if place is not None:
+            try:
+                self._offer = _usable(offer(observation.device_kind, place, profile))
+            except MemfitError as error:
+                self.not_offloaded = str(error).partition("\n")[0]
         _settle(self._json, roles.optimizer_state)
 
     def plan(self, budget: str | int, outside_bytes: int, passing_bytes: int = 0) -> Plan:
@@ -115,15 +117,15 @@ class RecordedStep:
         return Plan(_native.plan(trace.native, self._costs, json.dumps(request)))
 
 
-def _usable(place: dict[str, Any]) -> dict[str, Any]:
+def _usable(offered: dict[str, Any]) -> dict[str, Any]:
     """An offer whose place takes files: a plan that finds out later would end the script.
 
     Raises:
         OffloadError: It does not: its files would lie in memory.
     """
-    if place["tier"] != HOST:
-        open_tier(place["tier"], 0, place["folder"])
-    return place
+    if offered["tier"] != HOST:
+        open_tier(offered["tier"], 0, offered["folder"])
+    return offered
 
 
 def _costs(observation: Observation) -> dict[str, Any]:

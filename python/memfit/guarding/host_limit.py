@@ -7,8 +7,8 @@ What is taken besides is resident private memory less tensors, measured when the
 and at every change, after the allocators have given back what they only keep. It is not followed in
 between: blocks that are kept for the next step are resident and no tensors, and letting go of them
 to look would cost each step its pages. Pages of tensors that were never touched are not resident,
-so they make it smaller. A woken model's pages are those of its parked
-file until they are written, and are not counted; written ones are taken besides.
+so they make it smaller. A woken model's pages are those of its parked file until they are written,
+and are not counted; written ones are taken besides.
 """
 
 from __future__ import annotations
