@@ -4,126 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import re
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from forks import FEW_THREADS, Forks, output
+from ran import FORKS, assert_within_budget, in_forks, in_processes, inline, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIB = 1 << 20
-FORKS = Forks()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _end_of_forks():
     yield
     FORKS.end()
-
-
-@dataclass
-class Ran:
-    """What a process left behind."""
-
-    code: int
-    stdout: str
-    stderr: str
-    files: dict[str, bytes]
-    report: dict[str, Any]
-
-    @property
-    def loops(self) -> list[dict[str, Any]]:
-        """The training loops found."""
-        return self.report["fitting"]["loops"]  # type: ignore[no-any-return]
-
-
-def settings(folder: Path) -> dict[str, str]:
-    """Environment variables of a process in a folder of its own, which is made."""
-    (folder / "tmp").mkdir(parents=True)
-    return {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1"}
-
-
-def left_behind(folder: Path, code: int, stdout: str, stderr: str) -> Ran:
-    """What is there after a process, which leaves nothing of memfit's on disk."""
-    assert not list((folder / "tmp").glob("memfit-*"))
-    report = folder / "report.json"
-    found = json.loads(report.read_text()) if report.exists() else {}
-    report.unlink(missing_ok=True)
-    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
-    return Ran(code, stdout, stderr, files, found)
-
-
-def in_processes(commands: list[tuple[list[str], Path]]) -> list[Ran]:
-    """Run commands side by side, each in a new process."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env={**os.environ, **FEW_THREADS, **settings(folder)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for words, folder in commands
-    ]
-    outputs = [process.communicate() for process in processes]
-    return [
-        left_behind(folder, process.returncode, *texts)
-        for (_, folder), process, texts in zip(commands, processes, outputs, strict=True)
-    ]
-
-
-def in_forks(commands: list[tuple[list[str], Path]]) -> list[Ran]:
-    """Run commands side by side, without the time that importing torch takes."""
-    codes = FORKS.run([(words, folder, settings(folder)) for words, folder in commands])
-    return [
-        left_behind(folder, code, *(output(folder, s).read_text() for s in ("stdout", "stderr")))
-        for (_, folder), code in zip(commands, codes, strict=True)
-    ]
-
-
-def run(
-    tmp_path: Path,
-    budget: str,
-    script: Path,
-    *words: str,
-    ways: Callable[..., Any] = in_forks,
-    offload: str | None = None,
-) -> Ran:
-    """Run a script by itself and with a budget; everything but time and memory is the same."""
-    fitting = ["-m", "memfit", "run", "--budget", budget, "--report", "report.json"]
-    fitting += [] if offload is None else ["--offload", offload]
-    command = [str(script), *words]
-    expected, found = ways([(command, tmp_path / "python"), (fitting + command, tmp_path / "fit")])
-    assert _timeless(found.stdout) == _timeless(expected.stdout), found.stderr
-    assert found.code == expected.code, found.stderr
-    assert found.files == expected.files
-    return found  # type: ignore[no-any-return]
-
-
-def _timeless(text: str) -> str:
-    return re.sub(r"'train_(runtime|\w+_per_second)': '[\d.]+'", "", text)
-
-
-def inline(tmp_path: Path, budget: str, code: str, *words: str, **options: Any) -> Ran:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(code))
-    return run(tmp_path, budget, script, *words, **options)
-
-
-def assert_within_budget(loop: dict[str, Any]) -> None:
-    plan, planned = loop["plan"], loop["planned"]
-    assert plan["fits"]
-    assert plan["actions"], "the budget asks for something"
-    assert planned["peak_bytes"] <= plan["budget_bytes"]
-    assert planned["peak_bytes"] <= plan["predicted_peak_bytes"]
 
 
 DEEP = """
