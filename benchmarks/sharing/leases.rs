@@ -375,6 +375,16 @@ impl Host for NoHost {
     fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
         no()
     }
+    fn verify_compiled(
+        &mut self,
+        _: &str,
+        _: &Settings,
+        _: &[u8],
+        _: u64,
+        _: &str,
+    ) -> Result<String, HostError> {
+        no()
+    }
     fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
         no()
     }

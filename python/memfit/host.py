@@ -225,6 +225,34 @@ class Host:
             )
             return json.dumps(_finite(found), allow_nan=False)
 
+    def verify_compiled(
+        self, target: str, settings: Settings, trace: bytes, budget_bytes: int, request_json: str
+    ) -> str:
+        """Run real steps eager, compiled by torch alone and compiled by a plan, and compare them.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            trace: The encoded trace.
+            budget_bytes: Most bytes of the step.
+            request_json: What the user asks for besides.
+
+        Returns:
+            The comparison as JSON, or why the step runs eager.
+        """
+        with _user_output():
+            from memfit._native import Trace
+            from memfit.compiled.verify import verify_compiled
+            from memfit.target import workload_factory
+
+            found = verify_compiled(
+                workload_factory(target, settings),
+                json.loads(Trace.decode(trace).json()),
+                budget_bytes,
+                json.loads(request_json),
+            )
+            return json.dumps(_finite(found), allow_nan=False)
+
     def _loss_reduction(self, target: str, settings: Settings) -> str:
         """How the loss reduces over the batch, from the capture; empty when it is not known."""
         if self._captured is None or self._captured[:2] != (target, settings):

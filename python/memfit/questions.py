@@ -341,13 +341,10 @@ def _compiled(
     eager: Callable[[Any], Fitted] | None,
 ) -> Fitted | str:
     """The workload fitted under ``torch.compile``, or why it cannot be."""
-    if choice.own_loop:
-        return "compiled plans run whole steps, and `own_loop=True` asks for another"
     from memfit.compiled.fit import fit_compiled
 
-    if "remat" in choice.forbid:
-        return "compiled plans recompute activations, and `forbid` has `remat`"
-    found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, eager)
+    request = {"own_loop": choice.own_loop, "forbid": list(choice.forbid)}
+    found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, request, eager)
     return found if isinstance(found, Fitted) else found.reason
 
 

@@ -10,9 +10,10 @@ reference gradients, so what is measured is a step and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memfit.fitted import Fitted
-from memfit.measure import measure_peak, paired_cpu_seconds, static_tensors
+from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
 from memfit.workload import Workload
 
 EQUIVALENT = 1e-5
@@ -60,11 +61,11 @@ class _Comparison:
             relative = float("inf")
         self.max_relative_error = max(self.max_relative_error, relative)
 
-    def result(self) -> dict[str, Any]:
+    def result(self, tolerance: float) -> dict[str, Any]:
         """The comparison in the words of the JSON contract."""
         if self.bitwise:
             return {"class": "bitwise", "max_relative_error": 0.0}
-        kind = "equivalent" if self.max_relative_error <= EQUIVALENT else "different"
+        kind = "equivalent" if self.max_relative_error <= tolerance else "different"
         return {"class": kind, "max_relative_error": self.max_relative_error}
 
 
@@ -77,10 +78,17 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @dataclass(slots=True)
-class _Observed:
-    """What one step gave."""
+class Observed:
+    """What one step gave.
 
-    loss: list[Tensor] = field(default_factory=list)
+    Attributes:
+        loss: The tensors that it returned, by their place.
+        gradients: By name of the parameter.
+        parameters: Those that train, after it.
+        buffers: Module buffers after it.
+    """
+
+    loss: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
@@ -109,46 +117,61 @@ def verify(
         ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``, where the model
         left the plan, empty if it did not; ``kept_drops``, drops not carried out.
     """
-    held = _random_state()
-    try:
-        _seed()
+    with random_state_kept():
+        seed()
         workload = workload_factory()
         ordinary = Fitted(workload, {"actions": []})
         workload = replace(workload, optimizer=ordinary.optimizer)
         planned = Fitted(workload, plan, loss_reduction=loss_reduction)
         compared = _compare(workload, ordinary, planned)
         gc.collect()
-        return {**_measure(workload, ordinary, planned, steps), **compared}
-    finally:
-        _restore(held)
+        return {**measure(workload, {"unplanned": ordinary, "planned": planned}, steps), **compared}
 
 
 def _compare(workload: Workload, ordinary: Fitted, planned: Fitted) -> dict[str, Any]:
     """One step each from the same state, compared."""
-    state = _State.of(workload)
-    expected = _observe(workload, ordinary)
+    state = State.of(workload)
+    expected = observe(workload, ordinary)
     state.restore(workload)
-    got = _observe(workload, planned)
+    got = observe(workload, planned)
     state.restore(workload)
     report = planned.report()
     return {
-        "loss": _compare_lists(expected.loss, got.loss),
-        "gradients": _compare_named(expected.gradients, got.gradients),
-        "parameters": _compare_named(expected.parameters, got.parameters),
-        "buffers": _compare_named(expected.buffers, got.buffers),
+        **compare(expected, got),
         "divergence": report.divergence,
         "kept_drops": list(report.kept_drops),
     }
 
 
-def _observe(workload: Workload, fitted: Fitted) -> _Observed:
+def compare(expected: Observed, got: Observed, tolerance: float = EQUIVALENT) -> dict[str, Any]:
+    """How far what one step gave is from what another gave.
+
+    Args:
+        expected: The reference.
+        got: What is held against it.
+        tolerance: Largest relative error that counts as rounding.
+
+    Returns:
+        ``loss``, ``gradients``, ``parameters`` and ``buffers`` as :func:`verify` returns them.
+    """
+    return {
+        what: _compare_named(getattr(expected, what), getattr(got, what), tolerance)
+        for what in ("loss", "gradients", "parameters", "buffers")
+    }
+
+
+def observe(workload: Workload, fitted: Fitted) -> Observed:
     """Run one step from a fixed random state and keep what it gave.
 
     A gradient is copied when it is complete and before anybody uses it: an optimizer that runs
     inside backward comes later. With micro-batches the last copy is the whole batch's.
+
+    Args:
+        workload: What is run.
+        fitted: How it is run.
     """
     model = workload.model
-    seen = _Observed()
+    seen = Observed()
     handles = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -158,13 +181,14 @@ def _observe(workload: Workload, fitted: Fitted) -> _Observed:
                     seen.gradients[name] = p.grad.detach().clone()
 
             handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
-    _seed()
+    seed()
     try:
         result = fitted.step()
     finally:
         for handle in handles:
             handle.remove()
-    seen.loss = [t.detach().clone() for t in tree_leaves(result) if isinstance(t, Tensor)]
+    given = [t.detach().clone() for t in tree_leaves(result) if isinstance(t, Tensor)]
+    seen.loss = {str(index): tensor for index, tensor in enumerate(given)}
     seen.parameters = {
         n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad
     }
@@ -172,20 +196,14 @@ def _observe(workload: Workload, fitted: Fitted) -> _Observed:
     return seen
 
 
-def _compare_named(expected: Tensors, got: Tensors) -> dict[str, Any]:
+def _compare_named(expected: Tensors, got: Tensors, tolerance: float) -> dict[str, Any]:
     comparison = _Comparison()
     if expected.keys() != got.keys():
         comparison.bitwise, comparison.max_relative_error = False, float("inf")
     floor = _FLOOR * max((_largest(t) for t in expected.values()), default=0.0)
     for name in expected.keys() & got.keys():
         comparison.add(expected[name], got[name], floor)
-    return comparison.result()
-
-
-def _compare_lists(expected: list[Tensor], got: list[Tensor]) -> dict[str, Any]:
-    return _compare_named(
-        {str(k): t for k, t in enumerate(expected)}, {str(k): t for k, t in enumerate(got)}
-    )
+    return comparison.result(tolerance)
 
 
 def _largest(tensor: Tensor) -> float:
@@ -196,14 +214,19 @@ def _largest(tensor: Tensor) -> float:
 
 
 @dataclass(slots=True)
-class _State:
-    """Everything a step changes, before it."""
+class State:
+    """Everything a step changes, before it.
+
+    Attributes:
+        tensors: Parameters and module buffers.
+        optimizer: The optimizer's state, by parameter.
+    """
 
     tensors: list[Tensor]
     optimizer: list[dict[str, Any]]
 
     @staticmethod
-    def of(workload: Workload) -> _State:
+    def of(workload: Workload) -> State:
         """Copy the state of a workload whose optimizer has run no step yet, or any number."""
         optimizer = workload.optimizer
         states = []
@@ -212,7 +235,7 @@ class _State:
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     states.append({k: _copied(v) for k, v in state.items()})
-        return _State([t.detach().clone() for t in _persistent(workload.model)], states)
+        return State([t.detach().clone() for t in _persistent(workload.model)], states)
 
     def restore(self, workload: Workload) -> None:
         """Put it back."""
@@ -238,37 +261,47 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _measure(
-    workload: Workload, ordinary: Fitted, planned: Fitted, steps: int
+def measure(
+    workload: Workload, ways: Mapping[str, Fitted], steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Peaks and times of both, warmed up."""
+    """Peaks and times of ways to run a step, warmed up.
+
+    Args:
+        workload: What is run.
+        ways: How it is run, by name.
+        steps: Steps of each that are timed, in turn.
+
+    Returns:
+        ``measured_peak_bytes`` and ``step_cpu_seconds`` by name.
+    """
     peaks = []
-    for fitted in (ordinary, planned):
-        _seed()
+    for fitted in ways.values():
+        seed()
         fitted.step()
         static = static_tensors(workload, fitted.optimizer)
         peaks.append(measure_peak(fitted.step, static).peak_bytes)
         del static
-    before = (ordinary.place_state, planned.place_state)
-    seconds = paired_cpu_seconds(ordinary.step, planned.step, max(steps, 1), before)
+    calls = [fitted.step for fitted in ways.values()]
+    before = [fitted.place_state for fitted in ways.values()]
+    seconds = cpu_seconds_in_turn(calls, max(steps, 1), before)
     return {
         name: {"measured_peak_bytes": peak, "step_cpu_seconds": cpu}
-        for name, peak, cpu in zip(("unplanned", "planned"), peaks, seconds, strict=True)
+        for name, peak, cpu in zip(ways, peaks, seconds, strict=True)
     }
 
 
-def _seed() -> None:
+def seed() -> None:
+    """Begin with the random state that every observed step begins with."""
     random.seed(_SEED)
     torch.manual_seed(_SEED)
 
 
-def _random_state() -> tuple[Any, Tensor, list[Tensor]]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return random.getstate(), torch.get_rng_state(), cuda
-
-
-def _restore(state: tuple[Any, Tensor, list[Tensor]]) -> None:
-    random.setstate(state[0])
-    torch.set_rng_state(state[1])
-    if state[2]:
-        torch.cuda.set_rng_state_all(state[2])
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the random state of the process back on leaving."""
+    held = random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(held)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from program import PROGRAM, environment, run
 
+from memfit.compiled import toolchain
+
 MLP = "workloads.py:mlp"
 
 
@@ -147,6 +149,44 @@ def test_verify_without_any_action_changes_nothing():
     assert (
         document["unplanned"]["measured_peak_bytes"] == document["planned"]["measured_peak_bytes"]
     )
+
+
+@pytest.mark.skipif(toolchain.missing("cpu") is not None, reason=f"{toolchain.missing('cpu')}")
+def test_verify_holds_a_compiled_step_against_eager_and_torch_alone():
+    outcome = run("verify", MLP, "--budget", "65%", "--compile", "--format", "json", timeout=300)
+    assert outcome.code == 0, outcome.stderr + outcome.stdout
+    document = outcome.json
+    assert document["plan"] is None
+    assert document["planned"]["measured_peak_bytes"] <= document["budget_bytes"]
+    assert document["planned"]["predicted_peak_bytes"] <= document["budget_bytes"]
+    compiled = document["compiled"]
+    assert set(compiled) == {
+        "reference",
+        "tolerance",
+        "torch_compile",
+        "corrections",
+        "actions",
+        "graphs",
+    }
+    alone = compiled["torch_compile"]
+    assert set(alone) == {"measured_peak_bytes", "step_cpu_seconds", "max_relative_error"}
+    assert document["budget_bytes"] < alone["measured_peak_bytes"]
+    assert compiled["reference"] == "eager"
+    assert compiled["tolerance"] >= 1e-5
+    for what in ("loss", "gradients"):
+        assert document[what]["max_relative_error"] <= compiled["tolerance"]
+    assert compiled["actions"][0]["kind"] == "compiled_remat"
+    assert sum(graph["recomputed_ops"] for graph in compiled["graphs"]) > 0
+
+
+def test_verify_says_why_a_step_is_not_compiled():
+    outcome = run(
+        "verify", "workloads.py:inference", "--budget", "200%", "--compile", "--format", "json"
+    )
+    assert outcome.code == 0, outcome.stderr + outcome.stdout
+    assert "note: the step runs eager: inference saves nothing" in outcome.stderr
+    assert "inference" in outcome.json["not_compiled"]
+    assert outcome.json["plan"]["actions"] == []
 
 
 def test_an_impossible_budget_runs_nothing():

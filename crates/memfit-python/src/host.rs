@@ -158,6 +158,21 @@ impl Host for PythonHost {
         })
     }
 
+    fn verify_compiled(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        trace: &[u8],
+        budget_bytes: u64,
+        request_json: &str,
+    ) -> Result<String, HostError> {
+        self.ask(|host| {
+            let trace = PyBytes::new(host.py(), trace);
+            let arguments = (target, settings.to_vec(), trace, budget_bytes, request_json);
+            host.call_method1("verify_compiled", arguments)?.extract()
+        })
+    }
+
     fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
         self.ask(|host| {
             let command = script.command.clone();

@@ -128,6 +128,7 @@ Examples:
 Examples:
   memfit verify examples/gpt2.py:build --budget 50%
   memfit verify examples/gpt2.py:build --budget 3GiB --format json
+  memfit verify examples/gpt2.py:build --budget 3GiB --compile       under torch.compile, beside it and eager
 
 The unplanned step really runs: it needs the memory that `memfit predict` says.")]
     Verify(VerifyArguments),
@@ -424,6 +425,14 @@ pub(crate) struct VerifyArguments {
     /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
     #[arg(long, value_name = "BYTES")]
     pub(crate) budget: String,
+
+    /// Verify the step as `memfit.fit(..., compile=True)` runs it, beside eager and `torch.compile` alone
+    ///
+    /// Compiled code rounds in another order, so loss and gradients may be off by twice what `torch.compile` alone
+    /// is off, or 1e-5 if that is more. Where the step cannot be compiled within the budget, the eager plan is
+    /// verified, and the reason printed.
+    #[arg(long, conflicts_with = "own_loop")]
+    pub(crate) compile: bool,
 
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,

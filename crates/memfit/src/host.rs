@@ -159,6 +159,21 @@ pub trait Host {
         plan_json: &str,
     ) -> Result<String, HostError>;
 
+    /// Runs real steps eager, compiled by torch alone and compiled by a plan for a budget, and returns the
+    /// comparison as JSON, or why the step is not compiled.
+    ///
+    /// # Errors
+    ///
+    /// A step fails.
+    fn verify_compiled(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        trace: &[u8],
+        budget_bytes: u64,
+        request_json: &str,
+    ) -> Result<String, HostError>;
+
     /// Runs an unmodified script under the count and returns what was seen as JSON.
     ///
     /// The script's own output, exceptions and exit are as without memfit.

@@ -120,6 +120,16 @@ mod tests {
         fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
             unreachable!()
         }
+        fn verify_compiled(
+            &mut self,
+            _: &str,
+            _: &Settings,
+            _: &[u8],
+            _: u64,
+            _: &str,
+        ) -> Result<String, HostError> {
+            unreachable!()
+        }
         fn run_script(&mut self, _: &Script) -> Result<String, HostError> {
             unreachable!()
         }

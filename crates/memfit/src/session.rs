@@ -18,6 +18,7 @@ use crate::host::Host;
 use crate::interrupt::interruptible;
 use crate::printer::Printer;
 use crate::progress::Progress;
+use crate::report::compiled::CompiledAnswer;
 use crate::report::document::Measurement;
 use crate::report::words;
 use crate::request::{LiveTarget, PlanChoice, Target};
@@ -43,6 +44,8 @@ pub(crate) struct Recorded {
 /// A plan and how long it took.
 pub(crate) struct Planned {
     pub(crate) plan: Plan,
+    /// What was asked for, with the place for what is offloaded.
+    pub(crate) request: PlanRequest,
     /// The plan's search and the measurement of this machine, without the capture.
     pub(crate) plan_seconds: f64,
 }
@@ -180,6 +183,7 @@ impl Session<'_> {
         let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
         Ok(Planned {
             plan,
+            request,
             plan_seconds: seconds + cost_seconds,
         })
     }
@@ -306,6 +310,24 @@ impl Session<'_> {
             Ok(host.verify(&target.name, &target.settings, &plan_json)?)
         })?;
         serde_json::from_str(&json).map_err(|error| Failure::bad_answer("verify", error))
+    }
+
+    /// Runs the step eager, compiled by torch alone, and compiled for a budget.
+    pub(crate) fn measure_compiled(
+        &mut self,
+        target: &LiveTarget,
+        recorded: &Recorded,
+        planned: &Planned,
+    ) -> Result<CompiledAnswer, Failure> {
+        let request_json = serde_json::to_string(&planned.request).map_err(|error| {
+            Failure::Internal(format!("cannot write the request as JSON: {error}"))
+        })?;
+        let budget = planned.plan.budget_bytes.0;
+        let (json, _) = self.slow("compiling, and running real steps", |host| {
+            let (name, settings) = (&target.name, &target.settings);
+            Ok(host.verify_compiled(name, settings, &recorded.file, budget, &request_json)?)
+        })?;
+        serde_json::from_str(&json).map_err(|error| Failure::bad_answer("verify_compiled", error))
     }
 }
 

@@ -40,6 +40,7 @@ def fit_compiled(
     workload: Workload,
     trace: Mapping[str, Any],
     budget_bytes: int,
+    request: Mapping[str, Any],
     eager: Callable[[Optimizer | None], Fitted] | None = None,
 ) -> CompiledFitted | NotCompiled:
     """Plan a step for ``torch.compile`` and apply the plan.
@@ -48,16 +49,13 @@ def fit_compiled(
         workload: The step.
         trace: Its eager trace as parsed JSON.
         budget_bytes: Most bytes of the step.
+        request: What the user asks for, in the words of the engine's requests.
         eager: See :class:`CompiledFitted`.
 
     Returns:
         The fitted workload, or why it cannot run compiled under that budget.
     """
-    loss = workload.loss
-    if loss is None:
-        return NotCompiled("inference saves nothing for backward, so there is nothing to plan")
-    device_kind = trace["meta"]["device_kind"]
-    reason = toolchain.missing(device_kind)
+    reason = _refusal(workload, request) or toolchain.missing(trace["meta"]["device_kind"])
     if reason is not None:
         return NotCompiled(reason)
     optimizer_bytes = optimizer_peak_bytes(trace)
@@ -66,16 +64,9 @@ def fit_compiled(
             f"the optimizer step takes {optimizer_bytes} bytes, and compiled code hands over all "
             "gradients at once"
         )
-    try:
-        graphs = record(workload.model, loss, workload.batch, lambda: _autocast(workload))
-    except Exception as error:  # noqa: BLE001 - whatever dynamo cannot trace runs eager instead
-        first = (str(error).strip().splitlines() or [""])[0]
-        return NotCompiled(f"torch cannot trace the step: {type(error).__name__}: {first}")
-    finally:
-        workload.model.zero_grad(set_to_none=True)
-    if not any(graph.joint is not None for graph in graphs):
-        reasons = [graph.reason for graph in graphs if graph.reason]
-        return NotCompiled(reasons[0] if reasons else "the step has no graph with a backward")
+    graphs = _graphs(workload)
+    if isinstance(graphs, NotCompiled):
+        return graphs
     static = static_bytes(trace)
 
     def plan(budget: int) -> CompiledPlan | NotCompiled:
@@ -87,6 +78,33 @@ def fit_compiled(
 
     made = plan(budget_bytes)
     return made if isinstance(made, NotCompiled) else CompiledFitted(workload, made, tighten, eager)
+
+
+def _refusal(workload: Workload, request: Mapping[str, Any]) -> str | None:
+    """Why compiled plans are not for this workload or this request."""
+    if workload.loss is None:
+        return "inference saves nothing for backward, so there is nothing to plan"
+    if request.get("own_loop"):
+        return "compiled plans run whole steps, and `own_loop=True` asks for another"
+    if "remat" in request.get("forbid", ()):
+        return "compiled plans recompute activations, and `forbid` has `remat`"
+    return None
+
+
+def _graphs(workload: Workload) -> Sequence[Recorded] | NotCompiled:
+    """The joint graphs of the step."""
+    assert workload.loss is not None, "only training steps are compiled"
+    try:
+        graphs = record(workload.model, workload.loss, workload.batch, lambda: _autocast(workload))
+    except Exception as error:  # noqa: BLE001 - whatever dynamo cannot trace runs eager instead
+        first = (str(error).strip().splitlines() or [""])[0]
+        return NotCompiled(f"torch cannot trace the step: {type(error).__name__}: {first}")
+    finally:
+        workload.model.zero_grad(set_to_none=True)
+    if not any(graph.joint is not None for graph in graphs):
+        reasons = [graph.reason for graph in graphs if graph.reason]
+        return NotCompiled(reasons[0] if reasons else "the step has no graph with a backward")
+    return graphs
 
 
 def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:

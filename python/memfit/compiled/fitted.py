@@ -132,6 +132,11 @@ class CompiledFitted(Fitted):
         """The plan of the step, compiled unless that did not keep the budget."""
         return self._compiled_plan.document if self._instead is None else self._instead.plan
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether the next step compiles nothing and is not measured to be cut again for less."""
+        return self._instead is not None or self._steps_of_plan >= _MEASURED_STEP
+
     def close(self) -> None:
         """As :meth:`Fitted.close`."""
         if self._instead is not None:

@@ -1,6 +1,6 @@
-"""Step times that two ways of running the same step can be compared by.
+"""Step times that ways of running the same step can be compared by.
 
-Responsible for pairing: machines are shared and speed drifts, so both ways run in turn, and the
+Responsible for turns: machines are shared and speed drifts, so all ways run in turn, and the
 medians are compared. CPU time of the process, not wall time, is what is counted.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -40,10 +40,27 @@ def paired_cpu_seconds(
     Returns:
         The medians, in the order of the arguments.
     """
-    times: tuple[list[float], list[float]] = ([], [])
-    for pair in range(pairs):
-        order = (0, 1) if pair % 2 == 0 else (1, 0)
-        for which in order:
+    first_seconds, second_seconds = cpu_seconds_in_turn((first, second), pairs, before)
+    return first_seconds, second_seconds
+
+
+def cpu_seconds_in_turn(
+    calls: Sequence[Callable[[], Any]], rounds: int, before: Sequence[Callable[[], Any]]
+) -> list[float]:
+    """Median CPU seconds of calls, run in turn; the order is reversed from round to round.
+
+    Args:
+        calls: The calls, warmed up.
+        rounds: How often each runs; at least 1.
+        before: For each, what undoes the traces of the others, and does not count.
+
+    Returns:
+        The medians, in the order of the calls.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    order = range(len(calls))
+    for turn in range(rounds):
+        for which in order if turn % 2 == 0 else reversed(order):
             before[which]()
-            times[which].append(cpu_seconds((first, second)[which]))
-    return statistics.median(times[0]), statistics.median(times[1])
+            times[which].append(cpu_seconds(calls[which]))
+    return [statistics.median(seconds) for seconds in times]

@@ -5,8 +5,9 @@ use memfit_engine::plan::Verdict;
 use crate::args::{Format, VerifyArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
+use crate::report::compiled::{CompiledAnswer, CompiledMeasurement};
 use crate::report::document::{
-    MeasuredStep, PlanDocument, PlanSummary, SCHEMA_VERSION, StepFacts, VerifyDocument,
+    MeasuredStep, Measurement, PlanDocument, PlanSummary, SCHEMA_VERSION, StepFacts, VerifyDocument,
 };
 use crate::report::{json, text};
 use crate::request::{PlanChoice, Target};
@@ -21,6 +22,16 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     session.tell_notes(&recorded.trace.meta.notes)?;
     let planned = session.plan(&target, &mut recorded, &choice)?;
     let mut document = document(&planned, recorded.capture_seconds.unwrap_or_default());
+    if arguments.compile {
+        match session.measure_compiled(&live, &recorded, &planned)? {
+            CompiledAnswer::Ran(ran) => return compiled(document, *ran, session),
+            CompiledAnswer::NotCompiled { not_compiled } => {
+                let note = format!("note: the step runs eager: {not_compiled}");
+                session.printer.note(&note)?;
+                document.not_compiled = Some(not_compiled);
+            }
+        }
+    }
     let palette = session.printer.report_palette();
 
     if planned.plan.verdict == Verdict::DoesNotFit {
@@ -34,6 +45,29 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     }
 
     let measured = session.measure(&live, &planned.plan)?;
+    take_in(&mut document, &measured);
+    print(&document, session)?;
+    session.tell_notes(&planned.plan.notes)?;
+    judge(&document, &measured, session)
+}
+
+/// The rest of a verification whose step ran compiled.
+fn compiled(
+    mut document: VerifyDocument,
+    ran: CompiledMeasurement,
+    session: &mut Session<'_>,
+) -> Result<Exit, Failure> {
+    document.planned.predicted_peak_bytes = ran.predicted_peak_bytes;
+    document.verdict = Verdict::Fits;
+    document.plan = None;
+    document.compiled = Some(ran.compiled);
+    take_in(&mut document, &ran.measurement);
+    print(&document, session)?;
+    judge(&document, &ran.measurement, session)
+}
+
+/// Takes what was measured into the document.
+fn take_in(document: &mut VerifyDocument, measured: &Measurement) {
     document.unplanned = with_measurement(document.unplanned, measured.unplanned);
     document.planned = with_measurement(document.planned, measured.planned);
     document.gradients = Some(measured.gradients);
@@ -41,13 +75,23 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     if measured.planned.measured_peak_bytes > document.budget_bytes {
         document.verdict = Verdict::DoesNotFit;
     }
+}
+
+fn print(document: &VerifyDocument, session: &mut Session<'_>) -> Result<(), Failure> {
     let report = match session.format {
-        Format::Text => text::verify(&document, palette),
-        Format::Json => json(&document)?,
+        Format::Text => text::verify(document, session.printer.report_palette()),
+        Format::Json => json(document)?,
     };
-    session.printer.data(&report)?;
-    let class = planned.plan.class;
-    session.tell_notes(&planned.plan.notes)?;
+    session.printer.data(&report)
+}
+
+/// Says what a person should know beyond the numbers, and whether the plan kept its word.
+fn judge(
+    document: &VerifyDocument,
+    measured: &Measurement,
+    session: &mut Session<'_>,
+) -> Result<Exit, Failure> {
+    let class = document.class();
     session.tell_notes(&measured.notes(class))?;
     Ok(if document.holds() && measured.keeps_buffers(class) {
         Exit::Done
@@ -74,7 +118,9 @@ fn document(planned: &Planned, capture_seconds: f64) -> VerifyDocument {
         minimum_peak_bytes: plan.minimum_peak_bytes,
         gradients: None,
         loss: None,
-        plan: PlanSummary::of(plan),
+        plan: Some(PlanSummary::of(plan)),
+        compiled: None,
+        not_compiled: None,
         capture_seconds,
         plan_seconds: planned.plan_seconds,
     }

@@ -14,6 +14,8 @@ use memfit_engine::reserved::Reserved;
 use memfit_engine::trace::{Category, Coupling, Phase, Trace};
 use serde::{Deserialize, Serialize};
 
+use super::compiled::CompiledFacts;
+
 /// Version of every shape in this file.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
 
@@ -166,7 +168,14 @@ pub(crate) struct VerifyDocument {
     pub(crate) gradients: Option<Comparison>,
     /// Absent when nothing ran.
     pub(crate) loss: Option<Comparison>,
-    pub(crate) plan: PlanSummary,
+    /// The eager plan; `null` where the step ran compiled.
+    pub(crate) plan: Option<PlanSummary>,
+    /// With `--compile`, where the step ran so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) compiled: Option<CompiledFacts>,
+    /// With `--compile`, why the step ran eager.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) not_compiled: Option<String>,
     pub(crate) capture_seconds: f64,
     pub(crate) plan_seconds: f64,
 }
@@ -228,7 +237,7 @@ impl Measurement {
 }
 
 /// One way to run the step, measured.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct MeasuredStep {
     pub(crate) measured_peak_bytes: Bytes,
     pub(crate) step_cpu_seconds: f64,
@@ -269,9 +278,15 @@ impl VerifyDocument {
     /// Whether everything that the plan promised was seen.
     pub(crate) fn holds(&self) -> bool {
         let kept = |comparison: &Option<Comparison>| {
-            comparison.is_some_and(|comparison| comparison.class.keeps(self.plan.class))
+            comparison.is_some_and(|comparison| comparison.class.keeps(self.class()))
         };
         self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss)
+    }
+
+    /// What was promised; compiled code promises that numbers are equal up to rounding.
+    pub(crate) fn class(&self) -> Class {
+        let plan = self.plan.as_ref();
+        plan.map_or(Class::Equivalent, |plan| plan.class)
     }
 }
 

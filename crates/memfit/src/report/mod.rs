@@ -1,9 +1,11 @@
 //! What a command says, as structs, and the two ways to print them.
 //!
 //! `document.rs` holds the structs; they are the JSON contract, and the text is printed from them and
-//! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code.
+//! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code, `compiled.rs` those of
+//! compiled steps.
 
 pub(crate) mod calibration;
+pub(crate) mod compiled;
 pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;

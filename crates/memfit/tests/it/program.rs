@@ -29,6 +29,8 @@ pub(crate) struct FakeHost {
     /// Planned peak that a verification measures, relative to the one predicted.
     pub(crate) measured_ratio: f64,
     pub(crate) gradients: &'static str,
+    /// Why the step is not compiled; empty where it is.
+    pub(crate) not_compiled: &'static str,
     pub(crate) buffers: &'static str,
     pub(crate) interrupted: bool,
     pub(crate) settings_seen: Vec<(String, String)>,
@@ -47,6 +49,7 @@ impl Default for FakeHost {
             capture_failure: None,
             measured_ratio: 1.0,
             gradients: "bitwise",
+            not_compiled: "",
             buffers: "bitwise",
             interrupted: false,
             settings_seen: Vec::new(),
@@ -169,6 +172,42 @@ impl Host for FakeHost {
             "loss": { "class": "bitwise", "max_relative_error": 0.0 },
             "buffers": { "class": self.buffers, "max_relative_error": 0.0 },
             "divergence": "", "kept_drops": [],
+        })
+        .to_string())
+    }
+
+    fn verify_compiled(
+        &mut self,
+        _: &str,
+        _: &Settings,
+        trace: &[u8],
+        budget_bytes: u64,
+        request_json: &str,
+    ) -> Result<String, HostError> {
+        assert!(!trace.is_empty());
+        let request: Value = serde_json::from_str(request_json).unwrap();
+        assert_eq!(request["own_loop"], false);
+        if !self.not_compiled.is_empty() {
+            return Ok(json!({ "not_compiled": self.not_compiled }).to_string());
+        }
+        let step = |bytes: u64, seconds: f64| json!({ "measured_peak_bytes": bytes, "step_cpu_seconds": seconds });
+        let exact = json!({ "class": "bitwise", "max_relative_error": 0.0 });
+        let rounded = json!({ "class": self.gradients, "max_relative_error": 2e-7 });
+        let mut alone = step(2 * budget_bytes, 0.4);
+        alone["max_relative_error"] = json!(3e-7);
+        Ok(json!({
+            "unplanned": step(3 * budget_bytes, 0.5),
+            "planned": step(budget_bytes / 10 * 9, 0.44),
+            "gradients": rounded, "loss": exact, "parameters": exact, "buffers": exact,
+            "predicted_peak_bytes": budget_bytes,
+            "compiled": {
+                "reference": "eager", "tolerance": 1e-5, "corrections": 0, "torch_compile": alone,
+                "actions": [{ "kind": "compiled_remat", "class": "equivalent", "count": 7 }],
+                "graphs": [{
+                    "ops": 90, "saved_bytes": 100, "recomputed_ops": 7, "reason": "",
+                    "predicted_peak_bytes": budget_bytes, "unplanned_peak_bytes": 2 * budget_bytes,
+                }],
+            },
         })
         .to_string())
     }

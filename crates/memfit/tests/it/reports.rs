@@ -215,6 +215,60 @@ fn verify_runs_nothing_when_no_plan_fits() {
     assert!(json["minimum_peak_bytes"].as_u64().unwrap() > 200 << 10);
 }
 
+#[test]
+fn a_compiled_step_is_held_against_eager_and_torch_alone() {
+    let mut host = FakeHost {
+        gradients: "equivalent",
+        ..FakeHost::default()
+    };
+    let outcome = host.run("verify model.py:build --budget 90% --compile");
+    assert_eq!(
+        (outcome.code, host.verifications),
+        (0, 0),
+        "{}",
+        outcome.stderr
+    );
+    let last = outcome.stdout.lines().last().unwrap();
+    assert!(last.starts_with("FITS: "), "{last}");
+    assert!(
+        last.contains("1.10 x torch.compile's time, 0.88 x eager's time"),
+        "{last}"
+    );
+    let json = host
+        .run("verify model.py:build --budget 90% --compile --format json")
+        .json();
+    assert_eq!(json["plan"], Value::Null);
+    assert_eq!(
+        json["planned"]["predicted_peak_bytes"],
+        json["budget_bytes"]
+    );
+    insta::assert_snapshot!(keys(&json["compiled"]).join(" "), @"actions corrections graphs reference tolerance torch_compile");
+    insta::assert_snapshot!(keys(&json["compiled"]["torch_compile"]).join(" "), @"max_relative_error measured_peak_bytes step_cpu_seconds");
+    host.gradients = "different";
+    assert_eq!(
+        host.run("verify model.py:build --budget 90% --compile")
+            .code,
+        1
+    );
+}
+
+#[test]
+fn a_step_that_cannot_be_compiled_is_verified_eager_and_the_reason_told() {
+    let mut host = FakeHost {
+        not_compiled: "Inductor finds no C++ compiler: none",
+        ..FakeHost::default()
+    };
+    let outcome = host.run("verify model.py:build --budget 90% --compile --format json");
+    assert_eq!((outcome.code, host.verifications), (0, 1));
+    assert_eq!(
+        outcome.stderr,
+        "note: the step runs eager: Inductor finds no C++ compiler: none\n"
+    );
+    let json = outcome.json();
+    assert_eq!(json["not_compiled"], host.not_compiled);
+    assert!(json["plan"]["actions"].is_array());
+}
+
 fn keys(value: &Value) -> Vec<&str> {
     value
         .as_object()

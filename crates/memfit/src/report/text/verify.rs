@@ -6,6 +6,7 @@ use memfit_engine::plan::Verdict;
 use super::plan::actions;
 use super::section;
 use crate::printer::Palette;
+use crate::report::compiled::{CompiledFacts, CompiledKind, Reference};
 use crate::report::document::{Agreement, Comparison, StepFacts, VerifyDocument};
 use crate::report::table::{Align, Table};
 use crate::report::words;
@@ -22,24 +23,41 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
         document.budget_bytes
     );
     text.push_str(&facts(document).render(0, palette));
-    section(
-        &mut text,
-        "Actions",
-        &actions(&document.plan.actions, palette),
-        palette,
-    );
+    let did = match (&document.compiled, &document.plan) {
+        (Some(compiled), _) => compiled_actions(compiled),
+        (None, Some(plan)) => actions(&plan.actions, palette),
+        (None, None) => String::new(),
+    };
+    section(&mut text, "Actions", &did, palette);
+    if let Some(compiled) = &document.compiled {
+        section(
+            &mut text,
+            "Graphs",
+            &graphs(compiled).render(2, palette),
+            palette,
+        );
+    }
     let mut agreement = Table::new(&[Align::Left, Align::Left]);
     for (name, comparison) in [("loss", &document.loss), ("gradients", &document.gradients)] {
         if let Some(comparison) = comparison {
             agreement.row([name.to_owned(), agreement_words(*comparison)]);
         }
     }
-    section(
-        &mut text,
-        "Planned against unplanned",
-        &agreement.render(2, palette),
-        palette,
-    );
+    let reference = document
+        .compiled
+        .as_ref()
+        .map(|compiled| compiled.reference);
+    let heading = match reference {
+        None => "Planned against unplanned",
+        Some(Reference::Eager) => "Planned against eager",
+        Some(Reference::TorchCompile) => {
+            "Planned against torch.compile, which draws the same random numbers"
+        }
+    };
+    section(&mut text, heading, &agreement.render(2, palette), palette);
+    if let Some(compiled) = &document.compiled {
+        text.push_str(&yardstick(compiled));
+    }
     text.push('\n');
     text.push_str(&answer(document, palette));
     text
@@ -47,7 +65,9 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
 
 fn facts(document: &VerifyDocument) -> Table {
     let (unplanned, planned) = (&document.unplanned, &document.planned);
-    let bytes = |bytes: Option<Bytes>| bytes.map_or_else(|| "-".to_owned(), |b| b.to_string());
+    if let Some(compiled) = &document.compiled {
+        return compiled_facts(document, compiled);
+    }
     let mut table = Table::new(&[Align::Left, Align::Right, Align::Right, Align::Right]).header([
         "",
         "unplanned",
@@ -72,24 +92,12 @@ fn facts(document: &VerifyDocument) -> Table {
             |(before, after)| words::share(after, before),
         ),
     ]);
-    let error = |facts: &StepFacts| {
-        let measured = facts.measured_peak_bytes;
-        measured.map_or_else(
-            || "-".to_owned(),
-            |m| words::deviation(facts.predicted_peak_bytes, m),
-        )
-    };
     table.row([
         "Prediction error".to_owned(),
         error(unplanned),
         error(planned),
         String::new(),
     ]);
-    let time = |facts: &StepFacts| {
-        facts
-            .step_cpu_seconds
-            .map_or_else(|| "-".to_owned(), words::seconds)
-    };
     table.row([
         "Step, CPU time".to_owned(),
         time(unplanned),
@@ -99,18 +107,136 @@ fn facts(document: &VerifyDocument) -> Table {
     table
 }
 
+/// The same with the step compiled by torch alone between the two.
+fn compiled_facts(document: &VerifyDocument, compiled: &CompiledFacts) -> Table {
+    let (unplanned, planned) = (&document.unplanned, &document.planned);
+    let alone = compiled.torch_compile.step;
+    let columns = [
+        Align::Left,
+        Align::Right,
+        Align::Right,
+        Align::Right,
+        Align::Right,
+    ];
+    let mut table =
+        Table::new(&columns).header(["", "eager", "torch.compile", "planned", "planned / eager"]);
+    table.row([
+        "Peak, predicted".to_owned(),
+        unplanned.predicted_peak_bytes.to_string(),
+        "-".to_owned(),
+        planned.predicted_peak_bytes.to_string(),
+        words::share(planned.predicted_peak_bytes, unplanned.predicted_peak_bytes),
+    ]);
+    let measured = unplanned
+        .measured_peak_bytes
+        .zip(planned.measured_peak_bytes);
+    table.row([
+        "Peak, measured".to_owned(),
+        bytes(unplanned.measured_peak_bytes),
+        alone.measured_peak_bytes.to_string(),
+        bytes(planned.measured_peak_bytes),
+        measured.map_or_else(String::new, |(before, after)| words::share(after, before)),
+    ]);
+    table.row([
+        "Prediction error".to_owned(),
+        error(unplanned),
+        String::new(),
+        error(planned),
+        String::new(),
+    ]);
+    table.row([
+        "Step, CPU time".to_owned(),
+        time(unplanned),
+        words::seconds(alone.step_cpu_seconds),
+        time(planned),
+        step_ratio(document).map_or_else(String::new, words::ratio),
+    ]);
+    table
+}
+
+fn compiled_actions(compiled: &CompiledFacts) -> String {
+    let actions = compiled.actions.iter().map(|action| match action.kind {
+        CompiledKind::CompiledRemat => {
+            let what = words::counted(action.count, "op");
+            format!("  {what} of the graphs computed again in backward\n")
+        }
+    });
+    actions.collect()
+}
+
+fn graphs(compiled: &CompiledFacts) -> Table {
+    let columns = [
+        Align::Right,
+        Align::Right,
+        Align::Right,
+        Align::Right,
+        Align::Right,
+        Align::Left,
+    ];
+    let mut table = Table::new(&columns).header([
+        "ops",
+        "saved",
+        "computed again",
+        "peak, predicted",
+        "with all saved",
+        "",
+    ]);
+    for graph in &compiled.graphs {
+        let cut = match graph.reason.as_str() {
+            "" => String::new(),
+            reason => format!("cut by torch: {reason}"),
+        };
+        table.row([
+            graph.ops.to_string(),
+            graph.saved_bytes.to_string(),
+            graph.recomputed_ops.to_string(),
+            graph.predicted_peak_bytes.to_string(),
+            graph.unplanned_peak_bytes.to_string(),
+            cut,
+        ]);
+    }
+    table
+}
+
+/// What the numbers may be off by, and why.
+fn yardstick(compiled: &CompiledFacts) -> String {
+    let alone = error_words(compiled.torch_compile.max_relative_error);
+    let most = compiled.tolerance;
+    format!("  rounding: up to {most:.1e}; torch.compile alone is {alone} from eager\n")
+}
+
+fn bytes(bytes: Option<Bytes>) -> String {
+    bytes.map_or_else(|| "-".to_owned(), |bytes| bytes.to_string())
+}
+
+fn error(facts: &StepFacts) -> String {
+    let measured = facts.measured_peak_bytes;
+    measured.map_or_else(
+        || "-".to_owned(),
+        |measured| words::deviation(facts.predicted_peak_bytes, measured),
+    )
+}
+
+fn time(facts: &StepFacts) -> String {
+    let seconds = facts.step_cpu_seconds;
+    seconds.map_or_else(|| "-".to_owned(), words::seconds)
+}
+
 fn step_ratio(document: &VerifyDocument) -> Option<f64> {
-    let (before, after) = document
-        .unplanned
-        .step_cpu_seconds
-        .zip(document.planned.step_cpu_seconds)?;
+    let before = document.unplanned.step_cpu_seconds?;
+    ratio(before, document.planned.step_cpu_seconds?)
+}
+
+fn ratio(before: f64, after: f64) -> Option<f64> {
     (before > 0.0).then(|| after / before)
 }
 
+fn error_words(error: Option<f64>) -> String {
+    error.map_or_else(|| "not a number".to_owned(), |error| format!("{error:.1e}"))
+}
+
 fn agreement_words(comparison: Comparison) -> String {
-    let error = comparison
-        .max_relative_error
-        .map_or_else(|| "not a number".to_owned(), |error| format!("{error:.1e}"));
+    let error = error_words(comparison.max_relative_error);
     match comparison.class {
         Agreement::Bitwise => "bitwise equal".to_owned(),
         Agreement::Equivalent => format!("equal up to rounding, largest relative error {error}"),
@@ -135,9 +261,7 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
         budget - measured
     );
     if document.holds() {
-        let time = step_ratio(document).map_or_else(String::new, |ratio| {
-            format!(", {} the step time", words::ratio(ratio))
-        });
+        let time = time_words(document);
         let bitwise = [document.loss, document.gradients]
             .into_iter()
             .flatten()
@@ -152,9 +276,29 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
         format!(
             "{} {fit}, but loss or gradients are not what a plan of class {} promises\n",
             palette.bad("DIFFERENT:"),
-            words::class(document.plan.class)
+            words::class(document.class())
         )
     }
+}
+
+/// How the step time compares, as a clause with its comma; empty where it is not known.
+fn time_words(document: &VerifyDocument) -> String {
+    let Some(compiled) = &document.compiled else {
+        return step_ratio(document).map_or_else(String::new, |ratio| {
+            format!(", {} the step time", words::ratio(ratio))
+        });
+    };
+    let alone = compiled.torch_compile.step.step_cpu_seconds;
+    let planned = document.planned.step_cpu_seconds;
+    let beside = planned.and_then(|planned| ratio(alone, planned));
+    let clauses = [
+        (beside, "torch.compile's"),
+        (step_ratio(document), "eager's"),
+    ];
+    let known = clauses
+        .into_iter()
+        .filter_map(|(ratio, whose)| Some(format!(", {} {whose} time", words::ratio(ratio?))));
+    known.collect()
 }
 
 #[cfg(test)]
@@ -162,7 +306,8 @@ mod tests {
     use memfit_engine::plan::{ActionKind, Class};
 
     use super::*;
-    use crate::report::document::{ActionSummary, PlanSummary, SCHEMA_VERSION};
+    use crate::report::compiled::{CompiledAction, CompiledGraph, TorchCompile};
+    use crate::report::document::{ActionSummary, MeasuredStep, PlanSummary, SCHEMA_VERSION};
 
     fn step(predicted: u64, measured: u64, seconds: f64) -> StepFacts {
         StepFacts {
@@ -187,7 +332,7 @@ mod tests {
             minimum_peak_bytes: Bytes(2600 << 20),
             gradients: Some(bitwise),
             loss: Some(bitwise),
-            plan: PlanSummary {
+            plan: Some(PlanSummary {
                 class: Class::Exact,
                 actions: vec![ActionSummary {
                     kind: ActionKind::Remat,
@@ -197,7 +342,9 @@ mod tests {
                 }],
                 predicted_step_ratio: 1.15,
                 lower_bound_ratio: 1.1,
-            },
+            }),
+            compiled: None,
+            not_compiled: None,
             capture_seconds: 1.0,
             plan_seconds: 0.5,
         }
@@ -262,9 +409,68 @@ mod tests {
         };
         document.gradients = Some(rounded);
         assert!(!document.holds());
-        document.plan.class = Class::Equivalent;
+        document.plan.as_mut().unwrap().class = Class::Equivalent;
         assert!(document.holds());
         let text = verify(&document, Palette::PLAIN);
         insta::assert_snapshot!(text.lines().last().unwrap_or_default(), @"FITS: 2.83 GiB measured, 172.0 MiB under the budget of 3.00 GiB, 1.17 x the step time; loss and gradients equal up to rounding, as the plan said");
+    }
+
+    #[test]
+    fn a_compiled_step_stands_beside_eager_and_torch_alone() {
+        let mut document = document();
+        let rounded = Comparison {
+            class: Agreement::Equivalent,
+            max_relative_error: Some(2e-7),
+        };
+        (document.gradients, document.plan) = (Some(rounded), None);
+        document.compiled = Some(CompiledFacts {
+            reference: Reference::Eager,
+            tolerance: 1e-5,
+            torch_compile: TorchCompile {
+                step: MeasuredStep {
+                    measured_peak_bytes: Bytes(5 << 30),
+                    step_cpu_seconds: 9.0,
+                },
+                max_relative_error: Some(3e-7),
+            },
+            corrections: 0,
+            actions: vec![CompiledAction {
+                kind: CompiledKind::CompiledRemat,
+                class: Class::Equivalent,
+                count: 120,
+            }],
+            graphs: vec![CompiledGraph {
+                ops: 900,
+                saved_bytes: Bytes(800 << 20),
+                recomputed_ops: 120,
+                predicted_peak_bytes: Bytes(2900 << 20),
+                unplanned_peak_bytes: Bytes(5 << 30),
+                reason: String::new(),
+            }],
+        });
+        assert!(document.holds());
+        insta::assert_snapshot!(verify(&document, Palette::PLAIN), @"
+        gpt2.py:build  budget 3.00 GiB (50.0 % of the unplanned peak)
+
+                             eager  torch.compile   planned  planned / eager
+        Peak, predicted   6.00 GiB              -  2.83 GiB           47.2 %
+        Peak, measured    6.00 GiB       5.00 GiB  2.83 GiB           47.2 %
+        Prediction error   -0.02 %                   0.00 %
+        Step, CPU time      10.0 s          9.0 s    11.7 s           1.17 x
+
+        Actions
+          120 ops of the graphs computed again in backward
+
+        Graphs
+          ops      saved  computed again  peak, predicted  with all saved
+          900  800.0 MiB             120         2.83 GiB        5.00 GiB
+
+        Planned against eager
+          loss       bitwise equal
+          gradients  equal up to rounding, largest relative error 2.0e-7
+          rounding: up to 1.0e-5; torch.compile alone is 3.0e-7 from eager
+
+        FITS: 2.83 GiB measured, 172.0 MiB under the budget of 3.00 GiB, 1.30 x torch.compile's time, 1.17 x eager's time; loss and gradients equal up to rounding, as the plan said
+        ");
     }
 }
