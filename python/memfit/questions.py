@@ -283,7 +283,7 @@ def fit(
     not_compiled = ""
     if compile:
         instead = eager if made.fits else None
-        compiled = _compiled(workload, recorded, made.budget_bytes, choice, instead)
+        compiled = _compiled(workload, recorded, op_times, made.budget_bytes, choice, instead)
         if isinstance(compiled, Fitted):
             return compiled
         not_compiled = compiled
@@ -336,6 +336,7 @@ def _within(
 def _compiled(
     workload: Workload,
     recorded: Trace,
+    op_times: str,
     budget_bytes: int,
     choice: _Choice,
     eager: Callable[[Any], Fitted] | None,
@@ -343,7 +344,11 @@ def _compiled(
     """The workload fitted under ``torch.compile``, or why it cannot be."""
     from memfit.compiled.fit import fit_compiled
 
-    request = {"own_loop": choice.own_loop, "forbid": list(choice.forbid)}
+    request = {
+        "own_loop": choice.own_loop,
+        "forbid": list(choice.forbid),
+        "offload": _offer(recorded, op_times, choice.place),
+    }
     found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, request, eager)
     return found if isinstance(found, Fitted) else found.reason
 

@@ -1,9 +1,11 @@
 """`memfit.fit(..., compile=True)`: graphs, shares, caches, and the way back to eager."""
 
+import json
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +15,16 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import memfit
+from memfit.apply.tiers import DiskTier
 from memfit.compiled import toolchain
 from memfit.compiled.fitted import CompiledFitted
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import record
 from memfit.compiled.shares import divide
+from memfit.compiled.step_bytes import beside_graphs
 from memfit.errors import NotCompiledWarning
+from memfit.measure import measure_peak, static_tensors
+from memfit.verify import State
 
 needs_compiler = pytest.mark.skipif(
     toolchain.missing("cpu") is not None, reason=f"{toolchain.missing('cpu')}"
@@ -81,6 +87,61 @@ def test_compiled_steps_with_dropout_are_those_compiled_without_memfit():
     for ours, theirs in zip(parameters, expected_parameters, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
     assert fitted.plan["actions"][0]["class"] == "equivalent"
+
+
+def encoder():
+    torch.manual_seed(0)
+    blocks = [nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(2)]
+    return memfit.Workload(
+        model=nn.Sequential(*blocks),
+        batch=torch.randn(2, 16, 64),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=1e-3),
+    )
+
+
+@pytest.fixture
+def _any_folder(monkeypatch):
+    """Tests may write to a folder in memory."""
+
+    def tier(window_bytes, folder=""):
+        return DiskTier(window_bytes, folder, allow_memory=True)
+
+    monkeypatch.setattr("memfit.apply.tiers.DiskTier", tier)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_any_folder")
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_budget_below_the_optimizers_own_peak_is_met_with_its_state_elsewhere(tmp_path):
+    workload = encoder()
+    in_memory = beside_graphs(json.loads(memfit.trace(workload).json()))
+    budget = in_memory.optimizer_peak_bytes * 7 // 10
+    with pytest.raises(memfit.DoesNotFit, match="the optimizer step takes"):
+        memfit.fit(encoder(), budget, compile=True, offload=tmp_path, forbid=["offload_optimizer"])
+    fitted = memfit.fit(workload, budget, compile=True, offload=tmp_path)
+    assert isinstance(fitted, CompiledFitted)
+    assert "offload_optimizer" in {action["kind"] for action in fitted.plan["actions"]}
+    before = State.of(replace(workload, optimizer=fitted.optimizer))
+    got, parameters = losses(workload, fitted.step)
+    predicted = fitted.plan["planned"]["predicted_peak_bytes"]
+    measured = measure_peak(fitted.step, static_tensors(workload, fitted.optimizer))
+    report = fitted.report()
+    assert report.not_compiled == ""
+    assert report.corrections == 0
+    assert 0 < report.measured_peak_bytes <= budget
+    assert measured.peak_bytes <= budget
+    # The optimizer's step is the peak; numbers that autograd keeps as tensors are not predicted.
+    assert abs(measured.peak_bytes - predicted) <= 16
+    assert measured.left_bytes == 0
+    assert report.offloaded_bytes_read > 0
+    fitted.close()
+    # The same compiled code with the state in memory.
+    within = replace(workload, loss=fitted._compiled, optimizer=fitted.optimizer)
+    before.restore(within)
+    expected, expected_parameters = losses(within, memfit.Fitted(within, {"actions": []}).step)
+    assert got == expected
+    assert all(map(torch.equal, parameters, expected_parameters))
 
 
 _CACHED = """

@@ -20,7 +20,7 @@ from memfit.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import Recorded, record
 from memfit.compiled.shares import Share, divide
-from memfit.compiled.step_bytes import optimizer_peak_bytes, static_bytes
+from memfit.compiled.step_bytes import BesideGraphs, beside_graphs, with_state_away
 from memfit.fitted import Fitted
 from memfit.workload import Workload
 
@@ -58,19 +58,24 @@ def fit_compiled(
     reason = _refusal(workload, request) or toolchain.missing(trace["meta"]["device_kind"])
     if reason is not None:
         return NotCompiled(reason)
-    optimizer_bytes = optimizer_peak_bytes(trace)
-    if optimizer_bytes > budget_bytes:
+    at_home = beside_graphs(trace)
+    if at_home.optimizer_peak_bytes > budget_bytes and not with_state_away(
+        trace, budget_bytes, request
+    ):
         return NotCompiled(
-            f"the optimizer step takes {optimizer_bytes} bytes, and compiled code hands over all "
-            "gradients at once"
+            f"the optimizer step takes {at_home.optimizer_peak_bytes} bytes, and compiled code "
+            "hands over all gradients at once"
         )
     graphs = _graphs(workload)
     if isinstance(graphs, NotCompiled):
         return graphs
-    static = static_bytes(trace)
 
     def plan(budget: int) -> CompiledPlan | NotCompiled:
-        return _plan(graphs, static, optimizer_bytes, budget)
+        made = _plan(graphs, at_home, budget)
+        if isinstance(made, CompiledPlan):
+            return made
+        elsewhere = with_state_away(trace, budget, request)
+        return made if elsewhere is None else _plan(graphs, elsewhere, budget)
 
     def tighten(budget: int) -> CompiledPlan | None:
         tighter = plan(budget)
@@ -115,10 +120,12 @@ def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
 
 
 def _plan(
-    graphs: Sequence[Recorded], static: int, optimizer_bytes: int, budget_bytes: int
+    graphs: Sequence[Recorded], beside: BesideGraphs, budget_bytes: int
 ) -> CompiledPlan | NotCompiled:
-    shares = divide(graphs, static, budget_bytes)
-    peak = max(optimizer_bytes, *(share.peak_bytes for share in shares))
+    if beside.optimizer_peak_bytes > budget_bytes:
+        return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
+    shares = divide(graphs, beside.static_bytes, budget_bytes)
+    peak = max(beside.optimizer_peak_bytes, *(share.peak_bytes for share in shares))
     if peak > budget_bytes:
         return NotCompiled(f"compiled, the step takes {peak} bytes at least")
     targets: dict[str, int] = {}
@@ -127,7 +134,8 @@ def _plan(
         targets[name] = min(targets.get(name, share.target_bytes), share.target_bytes)
     partitioner = Partitioner(targets, min(targets.values()))
     reports = tuple(_report(share) for share in shares)
-    return CompiledPlan(_document(reports, peak, budget_bytes), partitioner, reports, budget_bytes)
+    document = _document(reports, beside.actions, peak, budget_bytes)
+    return CompiledPlan(document, partitioner, reports, budget_bytes, beside.actions)
 
 
 def _report(share: Share) -> GraphReport:
@@ -144,7 +152,12 @@ def _report(share: Share) -> GraphReport:
     )
 
 
-def _document(reports: Sequence[GraphReport], peak: int, budget_bytes: int) -> dict[str, Any]:
+def _document(
+    reports: Sequence[GraphReport],
+    besides: Sequence[Mapping[str, Any]],
+    peak: int,
+    budget_bytes: int,
+) -> dict[str, Any]:
     """The plan as a document, in the words of the engine's plans where they mean the same."""
     recomputed = sum(report.recomputed_ops for report in reports)
     action = {"kind": "compiled_remat", "class": "equivalent", "count": recomputed}
@@ -152,6 +165,6 @@ def _document(reports: Sequence[GraphReport], peak: int, budget_bytes: int) -> d
         "verdict": "fits",
         "budget_bytes": budget_bytes,
         "planned": {"predicted_peak_bytes": peak},
-        "actions": [action] if recomputed else [],
+        "actions": [*([action] if recomputed else []), *besides],
         "graphs": [asdict(report) for report in reports],
     }

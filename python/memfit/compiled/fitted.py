@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -83,12 +83,14 @@ class CompiledPlan:
         partitioner: Cuts the graphs.
         graphs: What it does to each.
         budget_bytes: Most bytes of the step.
+        besides: Actions of the engine's plans that run around the graphs.
     """
 
     document: Mapping[str, Any]
     partitioner: Partitioner
     graphs: tuple[GraphReport, ...]
     budget_bytes: int
+    besides: Sequence[Mapping[str, Any]] = ()
 
 
 class CompiledFitted(Fitted):
@@ -110,7 +112,7 @@ class CompiledFitted(Fitted):
             eager: Fits the step eager, for the optimizer given, where compiled code turns out not
                 to keep the budget; ``None`` where no eager plan does either.
         """
-        super().__init__(workload, {"actions": []})
+        super().__init__(workload, {"actions": plan.besides})
         self._eager = eager
         self._instead: Fitted | None = None
         self._tighten = tighten
@@ -189,6 +191,8 @@ class CompiledFitted(Fitted):
             tighter = self._tighten(self._compiled_plan.budget_bytes - over)
         if tighter is not None:
             self._corrections += 1
+            if tighter.besides != self._compiled_plan.besides:
+                self.follow({"actions": tighter.besides})
             self._adopt(tighter)
             return
         self._not_compiled = (

@@ -70,7 +70,7 @@ pub(crate) struct TorchCompile {
 pub(crate) struct CompiledAction {
     pub(crate) kind: CompiledKind,
     pub(crate) class: Class,
-    /// Ops that run again.
+    /// Ops that run again, or parameters with state elsewhere.
     pub(crate) count: u64,
 }
 
@@ -80,6 +80,8 @@ pub(crate) struct CompiledAction {
 pub(crate) enum CompiledKind {
     /// Ops of forward run again in backward.
     CompiledRemat,
+    /// The optimizer's state is kept elsewhere, and fetched for one parameter at a time.
+    OffloadOptimizer,
 }
 
 /// What was done to one joint graph.

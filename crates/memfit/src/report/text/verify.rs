@@ -1,7 +1,7 @@
 //! `memfit verify`: predicted against measured, unplanned against planned.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::Verdict;
+use memfit_engine::plan::{ActionKind, Verdict};
 
 use super::plan::actions;
 use super::section;
@@ -160,6 +160,10 @@ fn compiled_actions(compiled: &CompiledFacts) -> String {
             let what = words::counted(action.count, "op");
             format!("  {what} of the graphs computed again in backward\n")
         }
+        CompiledKind::OffloadOptimizer => {
+            let what = words::effect(ActionKind::OffloadOptimizer, action.count);
+            format!("  optimizer state offloaded: {what}\n")
+        }
     });
     actions.collect()
 }
@@ -303,7 +307,7 @@ fn time_words(document: &VerifyDocument) -> String {
 
 #[cfg(test)]
 mod tests {
-    use memfit_engine::plan::{ActionKind, Class};
+    use memfit_engine::plan::Class;
 
     use super::*;
     use crate::report::compiled::{CompiledAction, CompiledGraph, TorchCompile};
