@@ -5,7 +5,6 @@
 //! for what the lines ask.
 
 use std::cell::RefCell;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
@@ -18,12 +17,11 @@ use tokio::net::UnixStream;
 use super::outbox::Outbox;
 use super::process::Process;
 use super::server::{Fault, Server};
+use super::stream::{Stream, watch};
 use crate::lease::frame::Lines;
 use crate::lease::protocol::{REQUEST_BYTES, Reply, Request};
 use crate::lease::socket::own_user;
 
-/// Read at a time.
-const READ_BYTES: usize = 16 << 10;
 /// More than a client that waits for its answers sends at once.
 const FLOOD_BYTES: usize = 2 << 10;
 /// A client that says nothing at all is not kept.
@@ -31,7 +29,14 @@ const HELLO_WITHIN: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// Serves a client until it is gone.
 pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
-    let stream = Rc::new(stream);
+    let stream = match stream.into_std().and_then(Stream::new) {
+        Ok(stream) => Rc::new(stream),
+        Err(error) => {
+            let reason = json!({ "reason": error.to_string() });
+            server.borrow().log.warn("not_served", reason);
+            return;
+        }
+    };
     let outbox = Rc::new(Outbox::new(Rc::clone(&stream)));
     let process = match peer(&stream) {
         Ok(process) => process,
@@ -43,7 +48,7 @@ pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
     let mut connection = Connection {
         lines: Lines::new(REQUEST_BYTES),
         client: None,
-        death: process.open().and_then(|descriptor| watch(descriptor).ok()),
+        death: process.open().and_then(watch_death),
         stream,
         outbox,
         process,
@@ -62,24 +67,19 @@ pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
 }
 
 /// The process on the other side, if it is one of ours.
-fn peer(stream: &UnixStream) -> Result<Process, Fault> {
-    let credentials = stream
-        .peer_cred()
+fn peer(stream: &Stream) -> Result<Process, Fault> {
+    let (user, pid) = stream
+        .peer()
         .map_err(|error| format!("who are you? {error}"))?;
-    if credentials.uid() != own_user() {
+    if user != own_user() {
         return Err("this broker serves its own user only".to_owned());
     }
-    let pid = credentials.pid().and_then(|pid| u32::try_from(pid).ok());
     Ok(Process::now(pid.unwrap_or(0)))
 }
 
 /// Becomes readable when the process ends.
-#[expect(
-    deprecated,
-    reason = "its successor is unsafe because of types that share a descriptor; an `OwnedFd` shares it with nobody"
-)]
-pub(super) fn watch(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    AsyncFd::with_interest(descriptor, Interest::READABLE)
+pub(super) fn watch_death(descriptor: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
+    watch(descriptor, Interest::READABLE).ok()
 }
 
 fn end_with(outbox: &Outbox, server: &RefCell<Server>, fault: Fault) {
@@ -90,7 +90,7 @@ fn end_with(outbox: &Outbox, server: &RefCell<Server>, fault: Fault) {
 }
 
 struct Connection {
-    stream: Rc<UnixStream>,
+    stream: Rc<Stream>,
     outbox: Rc<Outbox>,
     process: Process,
     server: Rc<RefCell<Server>>,
@@ -105,20 +105,24 @@ impl Connection {
         let patience = tokio::time::sleep(HELLO_WITHIN);
         tokio::pin!(patience);
         loop {
-            self.answer()?;
+            let has_answered = self.answer()?;
             if self.outbox.is_closed() {
                 return Ok("closed");
+            }
+            if has_answered {
+                // Whoever was answered may run now, and its next request is often there when this looks again:
+                // neither of the two has to be woken for it.
+                std::thread::yield_now();
             }
             tokio::select! {
                 biased;
                 () = ended(self.death.as_ref()) => return Ok("process_ended"),
-                ready = self.stream.readable(), if !self.outbox.is_full() => {
-                    let count = ready.ok().and_then(|()| self.read());
+                count = self.stream.read(&mut self.lines), if !self.outbox.is_full() => {
                     match count {
-                        None => return Ok("socket_ended"),
+                        Err(_) | Ok(0) => return Ok("socket_ended"),
                         // Others first.
-                        Some(count) if count > FLOOD_BYTES => tokio::task::yield_now().await,
-                        Some(_) => {}
+                        Ok(count) if count > FLOOD_BYTES => tokio::task::yield_now().await,
+                        Ok(_) => {}
                     }
                 }
                 ready = self.stream.writable(), if !self.outbox.is_empty() => {
@@ -135,25 +139,14 @@ impl Connection {
         }
     }
 
-    /// Reads what is there: how many bytes, or nothing when there can be no more.
-    fn read(&mut self) -> Option<usize> {
-        let mut bytes = [0; READ_BYTES];
-        match self.stream.try_read(&mut bytes) {
-            Ok(0) => None,
-            Ok(count) => {
-                self.lines.push(&bytes[..count]);
-                Some(count)
-            }
-            Err(error) => (error.kind() == io::ErrorKind::WouldBlock).then_some(0),
-        }
-    }
-
-    /// Answers the lines that are whole, as long as the client reads the answers.
-    fn answer(&mut self) -> Result<(), Fault> {
+    /// Answers the lines that are whole, as long as the client reads the answers; says whether there were any.
+    fn answer(&mut self) -> Result<bool, Fault> {
+        let mut has_answered = false;
         while !self.outbox.is_full() {
             let Some(line) = self.lines.next().map_err(|error| error.to_string())? else {
-                return Ok(());
+                break;
             };
+            has_answered = true;
             let request: Request =
                 serde_json::from_slice(line).map_err(|error| unreadable(&error))?;
             let mut server = self.server.borrow_mut();
@@ -162,7 +155,7 @@ impl Connection {
                 None => self.client = Some(server.hello(request, self.process, &self.outbox)?),
             }
         }
-        Ok(())
+        Ok(has_answered)
     }
 }
 

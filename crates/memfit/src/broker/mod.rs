@@ -24,6 +24,7 @@ mod process;
 mod server;
 mod start;
 mod status;
+mod stream;
 mod usage;
 
 use std::cell::RefCell;
@@ -156,9 +157,7 @@ async fn keep_time(server: Rc<RefCell<Server>>) {
 fn watch_the_absent(server: &Rc<RefCell<Server>>) {
     let absent: Vec<(ClientId, process::Process)> = server.borrow().absent().collect();
     for (client, process) in absent {
-        let death = process
-            .open()
-            .and_then(|descriptor| connection::watch(descriptor).ok());
+        let death = process.open().and_then(connection::watch_death);
         let Some(death) = death else {
             server.borrow_mut().leave(client, "process_ended");
             continue;

@@ -7,9 +7,9 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
+use super::stream::Stream;
 use crate::lease::protocol::Reply;
 
 /// Unread bytes above which nothing more is read from a client.
@@ -18,7 +18,7 @@ const FULL_BYTES: usize = 64 << 10;
 /// One client's way out.
 #[derive(Debug)]
 pub(crate) struct Outbox {
-    stream: Rc<UnixStream>,
+    stream: Rc<Stream>,
     unread: RefCell<Vec<u8>>,
     /// Set when the connection is to end.
     is_closed: Cell<bool>,
@@ -27,7 +27,7 @@ pub(crate) struct Outbox {
 }
 
 impl Outbox {
-    pub(crate) fn new(stream: Rc<UnixStream>) -> Self {
+    pub(crate) fn new(stream: Rc<Stream>) -> Self {
         Self {
             stream,
             unread: RefCell::default(),
@@ -50,7 +50,7 @@ impl Outbox {
         let mut unread = self.unread.borrow_mut();
         let mut written = 0;
         while written < unread.len() {
-            match self.stream.try_write(&unread[written..]) {
+            match self.stream.write(&unread[written..]) {
                 Ok(0) => break,
                 Ok(count) => written += count,
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
