@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from brokers import START_SECONDS, Broker, until
 
+import memfit
 from memfit import _native
 
 MIB = 1 << 20
@@ -117,7 +120,7 @@ def test_the_budget_and_what_torch_takes_besides_are_held_from_the_start_and_the
     besides = lease["kept_bytes"] - plan["predicted_peak_bytes"]
     assert lease["besides_bytes"] / 2 < besides < lease["besides_bytes"] * 2
     assert lease["changes"] == 1
-    assert "that torch takes besides" in stderr
+    assert "that torch takes besides" in stderr, stderr
     assert idle_broker.granted() == 0
     assert found["losses"] == json.loads(plain(started))["losses"]
 
@@ -148,7 +151,7 @@ def test_a_run_waits_for_its_turn_and_says_so(idle_broker: Broker, started: Star
     holder.release(lease)
     stdout, stderr = waiter.communicate(timeout=START_SECONDS)
     assert (waiter.returncode, stdout) == (0, "ran\n")
-    assert "leased" in stderr
+    assert "leased" in stderr, stderr
     assert idle_broker.granted() == 0
 
 
@@ -172,7 +175,7 @@ def test_without_room_the_script_is_not_run_and_the_exit_code_says_why(
     found, stdout, stderr = started.end(QUICK, *budget, *options)
     assert found == code, stderr
     assert stdout == ("ran\n" if code == 0 else "")
-    assert words in stderr
+    assert words in stderr, stderr
 
 
 def test_an_interrupted_wait_is_over_at_once_and_nothing_waits_any_longer(
@@ -196,7 +199,7 @@ def test_without_a_broker_the_script_runs_alone_and_says_so_where_it_was_to_wait
     del idle_broker
     code, stdout, stderr = started.end(QUICK, "--budget", "100MiB", *options)
     assert (code, stdout) == (0, "ran\n")
-    assert says in stderr
+    assert says in stderr, stderr
     assert bool(says) == ("no broker" in stderr)
 
 
@@ -206,7 +209,72 @@ def test_a_percentage_is_not_leased_and_the_run_says_so(
     idle_broker.start(memory=ROOMY)
     code, stdout, stderr = started.end(QUICK, "--budget", "60%")
     assert (code, stdout) == (0, "ran\n")
-    assert "nothing is leased: `60%`" in stderr
+    assert "nothing is leased: `60%`" in stderr, stderr
     code, stdout, stderr = started.end(QUICK, "--budget", "60%", "--wait")
     assert (code, stdout) == (2, "")
-    assert "write bytes" in stderr
+    assert "write bytes" in stderr, stderr
+
+
+GOES_ON = """
+    import json, os, time, torch
+    from pathlib import Path
+    from torch import nn
+
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1))
+    model = nn.Sequential(*[block() for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    steps = int(os.environ.get("STEPS", "0"))
+    while len(losses) < steps or not (steps or Path("stop").exists()):
+        loss = model(torch.randn(1024, 256)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        time.sleep(0.0 if steps else 0.02)
+    print(json.dumps(losses))
+"""
+
+
+def test_a_planned_script_gives_way_between_two_steps_and_grows_again(
+    idle_broker: Broker, started: Start
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    run = started(GOES_ON, "--budget", "200MiB")
+    until(lambda: idle_broker.granted() > 200 * MIB)
+    whole = idle_broker.granted()
+    until(lambda: 0 < idle_broker.granted() < whole)
+    kept = idle_broker.granted()
+    other = _native.LeaseClient(idle_broker.socket, "other")
+    wanted = 4096 * MIB - kept + 8 * MIB
+    lease, _, _ = other.acquire({"host": wanted}, None, 0, 60, None, None)
+    assert idle_broker.granted() == 4096 * MIB
+    time.sleep(0.5)  # some steps in less
+    assert run.poll() is None
+    other.release(lease)
+    until(lambda: idle_broker.granted() == kept)
+    (started.folder / "stop").touch()
+    stdout, stderr = run.communicate(timeout=START_SECONDS)
+    assert run.returncode == 0, stderr
+    assert "gave 8.0 MiB of `host` to a process that needs them" in stderr, stderr
+    losses = json.loads(stdout)
+    started.environment["STEPS"] = str(len(losses))
+    assert losses == json.loads(plain(started))
+
+
+def test_a_script_that_no_plan_is_known_for_says_no_at_once(
+    idle_broker: Broker, started: Start
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    started("import time; time.sleep(600)", "--budget", "200MiB")
+    until(lambda: idle_broker.granted() > 200 * MIB)
+    other = _native.LeaseClient(idle_broker.socket, "other")
+    wanted = 4196 * MIB - idle_broker.granted()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(lambda: other.acquire({"host": wanted}, None, 0, 3, None, None))
+        # The broker asks, and is answered long before its ten seconds are over.
+        until(lambda: "shrink_asked" in idle_broker.log.read_text())
+        until(lambda: idle_broker.status()["leases"][0].get("asked") is None, 2.0)
+        with pytest.raises(memfit.LeaseError):
+            waits.result(timeout=30)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.adopt.giving_way import GivingWay
 from memfit.adopt.nesting import occupied
 from memfit.adopt.observed import Observation
 from memfit.adopt.passes import Kind, ObservedPass, Pass, PlannedPass
@@ -77,6 +78,7 @@ class PlannedStep:
         left: What the recorded step left behind, weakly, until it is known what becomes of it.
         passing_bytes: How much of that was gone when the next backward began; 0 once planned for.
         passes: What the plan takes to be gone by then.
+        wider: The plan before another process needed memory; ``None`` while there was room.
         fitted: Carries the plan out; made when it is needed.
     """
 
@@ -88,6 +90,7 @@ class PlannedStep:
     left: list[weakref.ref[Any]] = field(default_factory=list)
     passing_bytes: int = 0
     passes: int = 0
+    wider: Plan | None = None
     fitted: Fitted | None = None
 
 
@@ -158,6 +161,7 @@ class Loop:
         self._root = weakref.ref(root)
         self._written = budget
         self._room = room
+        self._giving_way = GivingWay(room)
         self._budget: str | int = budget
         self._on_plan = on_plan
         self._place = place
@@ -211,6 +215,7 @@ class Loop:
         try:
             if self._pending is not None:
                 self._plan_pending(outside)
+            self._giving_way.between_steps(self.plans, outside)
             planned = self._nearest(key)
             self._make_room(planned, outside)
         except MemfitError as error:
@@ -332,6 +337,7 @@ class Loop:
         budget = self._written if helps else self._budget
         within = self._room.within(budget)
         planned.plan = planned.step.plan(within, outside, min(planned.passes, outside))
+        planned.wider = None
         self._budget = planned.plan.budget_bytes
         planned.outside_bytes = outside
         planned.fitted = None

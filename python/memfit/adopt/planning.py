@@ -78,13 +78,21 @@ class RecordedStep:
                 self.not_offloaded = str(error).partition("\n")[0]
         _settle(self._json, roles.optimizer_state)
 
-    def plan(self, budget: str | int, outside_bytes: int, passing_bytes: int = 0) -> Plan:
+    def plan(
+        self,
+        budget: str | int,
+        outside_bytes: int,
+        passing_bytes: int = 0,
+        *,
+        time_limit: float | None = None,
+    ) -> Plan:
         """Plan the step.
 
         Args:
             budget: As the user wrote it, or bytes.
             outside_bytes: What the script holds besides what the step knows of.
             passing_bytes: How much of that goes before backward begins.
+            time_limit: Seconds after which the best plan found will do.
         """
         ops = self._json["ops"]
         forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
@@ -114,7 +122,7 @@ class RecordedStep:
             "forbid": ["allocator_settings"],
             "offload": self._offer,
         }
-        return Plan(_native.plan(trace.native, self._costs, json.dumps(request)))
+        return Plan(_native.plan(trace.native, self._costs, json.dumps(request), time_limit))
 
 
 def _usable(offered: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """The room that a script has: its budget, leased from the broker before it runs.
 
-Responsible for asking, for saying how the waiting goes, for giving back what no plan needs and for
-asking again before a step of which nothing is known. Not responsible for plans
-(:mod:`memfit.adopt.loop`) nor for who gets what (the broker).
+Responsible for asking, for saying how the waiting goes, for giving back what no plan needs, for
+asking again before a step of which nothing is known, and for saying no to who asks for bytes while
+no plan could do with less. Not responsible for plans (:mod:`memfit.adopt.loop`,
+:mod:`memfit.adopt.giving_way`) nor for who gets what (the broker).
 
 What is leased is the budget, which is for tensors, and what torch takes besides. Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +28,10 @@ _SAY_EVERY = 30.0
 
 _WORTH_A_CHANGE = 0.01
 """Share of a lease that makes it worth changing."""
+
+
+_LOOK_EVERY = 0.25
+"""Seconds between two looks at whether anybody asks while nothing can be given."""
 
 
 class Wish(NamedTuple):
@@ -61,6 +68,7 @@ class Room:
         self._besides = 0
         self._waited = 0.0
         self._changes = 0
+        self._gives_way = False
 
     def open(self, budget: str, wish: Wish, *, label: str) -> None:
         """Lease the budget, and wait for it as the user wishes.
@@ -106,8 +114,10 @@ class Room:
             priority=wish.priority,
             label=label,
             waits=waits,
+            floor={self._device: self._besides},
         )
         waits.done()
+        threading.Thread(target=self._say_no, name="memfit-room", daemon=True).start()
         self._waited = time.monotonic() - began
         self._leased = self._lease.bytes
         size = _native.bytes_text
@@ -131,16 +141,18 @@ class Room:
 
     def whole(self) -> None:
         """See that all of the first lease is held again: what comes next may take it."""
+        self._gives_way = False
         held = self._held()
         if held is not None and held < self._leased:
             self._resize(self._leased, self._wait)
 
-    def keep(self, peak_bytes: int, device: torch.device) -> None:
+    def keep(self, peak_bytes: int, device: torch.device, *, gives_way: bool) -> None:
         """Hold what the planned steps take, and give the rest back.
 
         Args:
             peak_bytes: The highest peak of the plans.
             device: Where they run.
+            gives_way: Whether they could be planned for less, between two steps.
         """
         held = self._held()
         if held is None:
@@ -153,6 +165,64 @@ class Room:
         need = peak_bytes + self._besides
         if abs(need - held) > held * _WORTH_A_CHANGE:
             self._resize(need, 0.0)
+        self._gives_way = gives_way
+
+    def asked(self) -> int | None:
+        """Bytes for tensors that another's need would leave; ``None`` when nobody asks."""
+        if self._lease is None or not self._gives_way:
+            return None
+        try:
+            asked = self._lease.asked
+        except LeaseError:  # a child of a fork trains as it is
+            return None
+        return None if asked is None else max(asked.get(self._device, 0) - self._besides, 0)
+
+    def decline(self) -> None:
+        """Say no to who asks."""
+        with contextlib.suppress(LeaseError):
+            if self._lease is not None:
+                self._lease.decline()
+
+    def give(self, tensor_bytes: int, peak_bytes: int, ratio: float) -> None:
+        """Give back to another all but so much, which steps planned for less can do with.
+
+        Args:
+            tensor_bytes: What stays for tensors.
+            peak_bytes: The highest peak of the plans.
+            ratio: Their predicted step time, by that of steps without a plan.
+        """
+        held = self._held()
+        if held is None:
+            return
+        besides.release(self._device)
+        size = _native.bytes_text
+        if self._resize(tensor_bytes + self._besides, 0.0):
+            given = held - tensor_bytes - self._besides
+            self._say(
+                f"gave {size(given)} of `{self._device}` to a process that needs them; the steps "
+                f"are planned for {size(peak_bytes)}, step time x {ratio:.2f}"
+            )
+
+    def take_again(self, peak_bytes: int) -> bool:
+        """Take back what was given away, if there is room.
+
+        Args:
+            peak_bytes: The highest peak of the plans before.
+
+        Returns:
+            Whether it is held.
+        """
+        held, need = self._held(), peak_bytes + self._besides
+        if held is None or self._lease is None:
+            return False
+        if held < need:
+            try:
+                self._lease.resize({self._device: need})
+            except LeaseError:
+                return False  # not yet
+            self._changes += 1
+            self._say(f"holds {_native.bytes_text(need)} of `{self._device}` again")
+        return True
 
     def close(self) -> None:
         """Give everything back."""
@@ -182,7 +252,17 @@ class Room:
         except LeaseError:
             return None
 
-    def _resize(self, size: int, wait: float | None) -> None:
+    def _say_no(self) -> None:
+        """Answer who asks while nothing can be given, so that somebody else is asked at once."""
+        while (lease := self._lease) is not None:
+            if not self._gives_way:
+                with contextlib.suppress(LeaseError):
+                    if lease.asked is not None and not self._gives_way:
+                        lease.decline()
+            time.sleep(_LOOK_EVERY)
+
+    def _resize(self, size: int, wait: float | None) -> bool:
+        """Say whether the lease has that size now."""
         assert self._lease is not None
         waits = _Waiting(self._say, self._device, size)
         try:
@@ -191,8 +271,10 @@ class Room:
             held = _native.bytes_text(self._held() or 0)
             wanted = _native.bytes_text(size)
             self._say(f"the lease stays at {held}, and {wanted} are wanted: {error}")
+            return False
         else:
             self._changes += 1
+            return True
         finally:
             waits.done()
 

@@ -222,7 +222,9 @@ class AdoptedScript:
     def _planned(self, loop: Loop, plan: Plan) -> None:
         self._say(_found(loop, plan))
         peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
-        self._room.keep(max(peaks, default=0), loop.device)
+        # What several models need together nobody has planned.
+        gives_way = len(self._loops) == 1
+        self._room.keep(max(peaks, default=0), loop.device, gives_way=gives_way)
 
 
 def _names(loop: Loop) -> str:
