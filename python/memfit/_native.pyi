@@ -337,6 +337,15 @@ class PoolMachine:
     def shed(self, target: int, now: int) -> tuple[bool, int] | None:
         """Begin the next job so that no more than the target counts: whether to wake, the model."""
 
+    def aim(self, target: int, now: int) -> None:
+        """Change the budget, to no more than the first; it comes down as bytes are given up."""
+
+    def budget(self) -> int:
+        """What may count now."""
+
+    def short(self) -> int | None:
+        """The budget that the first request lacks, whatever is parked."""
+
     def ended(self, job: tuple[bool, int], is_done: bool, moved: int, took: int, now: int) -> None:
         """A job has ended."""
 

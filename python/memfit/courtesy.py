@@ -27,19 +27,28 @@ LOOK_EVERY = 0.05
 """Seconds between two looks at whether anybody asks."""
 
 _lock = threading.Lock()
-_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+_leases: weakref.WeakKeyDictionary[Lease, Callable[[], object]] = weakref.WeakKeyDictionary()
 _thread: threading.Thread | None = None
 
 
-def look_after(lease: Lease) -> None:
+def look_after(lease: Lease, looks: Callable[[], object] | None = None) -> None:
     """Answer for a lease from now on, until it is released.
 
     Args:
         lease: A lease with a floor.
+        looks: Called now and then instead, to see whether anybody asks and to answer; must not
+            keep the lease alive.
     """
+    if looks is None:
+        weakly = weakref.ref(lease)
+
+        def looks() -> None:
+            if (held := weakly()) is not None:
+                answer(held)
+
     global _thread  # noqa: PLW0603 - one thread for the process
     with _lock:
-        _leases.add(lease)
+        _leases[lease] = looks
         if _thread is None or not _thread.is_alive():  # a fork leaves it behind
             _thread = threading.Thread(target=_look, name="memfit-courtesy", daemon=True)
             _thread.start()
@@ -91,14 +100,13 @@ def _look() -> None:
     while True:
         time.sleep(LOOK_EVERY)
         with _lock:
-            leases = [lease for lease in _leases if lease.is_held]
-            _leases.clear()
-            _leases.update(leases)
-            if not leases:
+            for ended in [lease for lease in _leases if not lease.is_held]:
+                del _leases[ended]
+            all_looks = list(_leases.values())
+            if not all_looks:
                 _thread = None
                 return
-        for lease in leases:
+        for looks in all_looks:
             # Ended or away: the next look knows.
             with contextlib.suppress(LeaseError):
-                answer(lease)
-        del leases
+                looks()

@@ -214,7 +214,7 @@ class PoolError(MemfitError):
 
     Attributes:
         reason: Why, for programs: ``too_large``, ``timed_out``, ``contended``, ``not_woken``,
-            ``stuck``, ``unknown``, ``name_taken``, ``in_use``, ``forked``.
+            ``stuck``, ``unknown``, ``name_taken``, ``in_use``, ``forked``, ``lease_ended``.
         wanted_bytes: What the model and its activations take, if it can never fit.
         available_bytes: What it could have had.
     """

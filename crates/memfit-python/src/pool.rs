@@ -80,6 +80,21 @@ impl PoolMachine {
         self.lock().shed(Bytes(target), Micros(now)).map(job)
     }
 
+    /// Changes the budget; it comes down as bytes are given up.
+    fn aim(&self, target: u64, now: u64) {
+        self.lock().aim(Bytes(target), Micros(now));
+    }
+
+    /// What may count now.
+    fn budget(&self) -> u64 {
+        self.lock().budget().0
+    }
+
+    /// The budget that the first request lacks, whatever is parked; none where it lacks none.
+    fn short(&self) -> Option<u64> {
+        self.lock().short().map(|budget| budget.0)
+    }
+
     /// A job has ended.
     fn ended(&self, job: (bool, usize), is_done: bool, moved: u64, took: u64, now: u64) {
         let (is_wake, model) = job;

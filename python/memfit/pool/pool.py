@@ -4,7 +4,9 @@ Responsible for waiting and waking threads and for doing what the engine decides
 for the decisions (``crates/memfit-engine/src/pool``).
 
 Whoever waits for a model does the work that is due meanwhile: there is no thread of the pool's own,
-and nothing is moved unless somebody waits for it. Bytes are moved without the lock.
+and nothing is moved unless somebody waits for it, be it another process that needs bytes of the
+pool's lease (:mod:`memfit.pool.leased`): then the thread does it that looks after idle leases
+(:mod:`memfit.courtesy`). Bytes are moved without the lock.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,11 +24,14 @@ from typing import Any
 
 from torch import nn
 
-from memfit import _native
+from memfit import _native, besides
+from memfit.courtesy import look_after
 from memfit.errors import MemfitError, ParkError, PoolError, UsageError
+from memfit.leases import Lease
 from memfit.parking import layout
 from memfit.parking.parked import ParkedModel
 from memfit.pool.activations import activation_bytes as predicted
+from memfit.pool.leased import DEVICE, GROW_EVERY, LeasedBudget
 from memfit.sizes import Size, in_bytes
 
 
@@ -80,31 +86,63 @@ class Pool:
     """Keeps models under one budget: those that are used in memory, the others parked."""
 
     def __init__(
-        self, budget: Size, spill: str | PathLike[str], *, allow_memory: bool = False
+        self,
+        budget: Size | None = None,
+        spill: str | PathLike[str] | None = None,
+        *,
+        lease: Lease | None = None,
+        allow_memory: bool = False,
     ) -> None:
         """Create a pool without models.
 
         Args:
             budget: Most bytes for models and activations together: ``"4GiB"``.
             spill: Folder on a disk for parked models; it is made if it is not there.
+            lease: A lease on the host instead of a budget: the pool has what it holds, less what
+                torch takes besides tensors. Where the lease has a floor and another process needs
+                memory, models that nobody uses are parked and their bytes given back; when a model
+                needs them they are asked for again. Leave resizing it to the pool.
             allow_memory: Accept a folder whose files are kept in memory.
 
         Raises:
             BudgetError: The budget cannot be read.
-            UsageError: It is no size.
+            UsageError: It is no size; both or none of ``budget`` and ``lease``; no ``spill``; or
+                the lease leaves nothing.
         """
-        self.budget_bytes = in_bytes(budget, "keep a pool within")
+        if (budget is None) == (lease is None):
+            raise UsageError("give a `budget`, or a `lease` to live in")
+        if spill is None:
+            raise UsageError("a pool needs a folder for parked models: give `spill`")
+        self._leased = None if lease is None else LeasedBudget(lease)
+        whole = in_bytes(budget or 0, "keep a pool within")
+        if self._leased is not None:
+            whole = self._leased.whole_bytes
+        self._whole = whole
         self._spill = spill
         self._allow_memory = allow_memory
         with suppress(OSError):  # adding the first model says what is wrong with it
             os.makedirs(spill, exist_ok=True)  # noqa: PTH103 - takes every kind of path
-        self._machine = _native.PoolMachine(self.budget_bytes)
+        self._machine = _native.PoolMachine(whole)
         self._entries: dict[str, _Entry] = {}
         self._numbers: dict[int, _Entry] = {}
         self._answers: dict[int, _Refused | None] = {}
         self._failures: dict[int, MemfitError] = {}
         self._changed = threading.Condition(threading.Lock())
         self._process = os.getpid()
+        self._is_resizing = self._is_giving = False
+        if lease is not None:
+            weakly = weakref.ref(self)
+
+            def looks() -> None:
+                if (pool := weakly()) is not None:
+                    pool._make_room()
+
+            look_after(lease, looks)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes for models and activations now."""
+        return self._machine.budget()
 
     def add(
         self,
@@ -275,7 +313,7 @@ class Pool:
         self._check_name_is_free(name)
         added, refused = self._machine.add(parked.nbytes, activations, pinned, _now())
         if added is None:
-            raise _refusal(name, refused or ("", 0, 0), self.budget_bytes)
+            raise _refusal(name, refused or ("", 0, 0), self._whole)
         number, is_awake = added
         if not is_awake:
             try:
@@ -294,6 +332,8 @@ class Pool:
         if self._process != os.getpid():
             message = "the pool belongs to the process that this one is a fork of"
             raise PoolError(message, "forked")
+        if self._leased is not None:
+            self._leased.check()
         with self._changed:
             entry = self._entry(name)
             activations = entry.activations
@@ -308,7 +348,7 @@ class Pool:
                 raise
             if refused is None:
                 return entry, ticket
-            error = _refusal(name, refused, self.budget_bytes)
+            error = _refusal(name, refused, self._whole)
             raise error from self._cause(entry, refused)
 
     def _wait(self, ticket: int, deadline: float | None) -> _Refused | None:
@@ -317,6 +357,9 @@ class Pool:
             self._collect()
             if ticket in self._answers:
                 return self._answers.pop(ticket)
+            leased = self._leased
+            if leased is not None and not leased.is_whole:
+                self._grow(leased, waits=False)
             job = self._machine.begin(_now())
             if job is not None:
                 self._carry_out(job)
@@ -328,7 +371,63 @@ class Pool:
                     f"{self.budget_bytes} bytes are in use\nhint: wait longer, or raise the budget"
                 )
                 raise PoolError(message, "timed_out")
-            self._changed.wait(left)
+            if leased is None:
+                self._changed.wait(left)
+            elif self._machine.short() is None or not self._grow(leased, waits=True):
+                self._changed.wait(GROW_EVERY if left is None else min(left, GROW_EVERY))
+
+    def _grow(self, leased: LeasedBudget, *, waits: bool) -> bool:
+        """Ask for more of the lease, without the lock; says whether there is more."""
+        if self._is_resizing or (waits and self._machine.short() is None):
+            return False
+        before, short = leased.budget_bytes, self._machine.short()
+        self._is_resizing = True
+        self._changed.release()
+        try:
+            leased.grow(short, waits=waits)
+        finally:
+            self._changed.acquire()
+            self._is_resizing = False
+            if leased.budget_bytes > before:
+                self._machine.aim(leased.budget_bytes, _now())
+                self._collect()
+        return leased.budget_bytes > before
+
+    def _make_room(self) -> None:
+        """Answer a process that needs memory: called now and then, by a thread of its own."""
+        leased = self._leased
+        if leased is None or self._process != os.getpid():
+            return
+        asked = leased.asked()
+        with self._changed:
+            if self._is_resizing:
+                return
+            if asked is None:
+                if self._is_giving:  # nobody needs it any more
+                    self._is_giving = False
+                    self._machine.aim(leased.budget_bytes, _now())
+                    self._collect()
+                return
+            self._is_resizing = self._is_giving = True
+            try:
+                # Comes down as far as nothing counts, and further whenever something is given up.
+                self._machine.aim(asked, _now())
+                while (job := self._machine.shed(asked, _now())) is not None:
+                    self._carry_out(job)
+                budget = self._machine.budget()
+                if budget > asked and leased.may_wait():
+                    return
+                self._changed.release()
+                try:
+                    besides.release(DEVICE)
+                    leased.give(budget)
+                finally:
+                    self._changed.acquire()
+                    self._is_giving = False
+                    self._machine.aim(leased.budget_bytes, _now())
+            finally:
+                self._is_resizing = False
+                self._collect()
 
     def _give_up(self, ticket: int) -> None:
         """Forget a request whose thread has stopped waiting."""

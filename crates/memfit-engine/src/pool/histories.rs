@@ -19,6 +19,10 @@ struct World {
     waiting: BTreeMap<Ticket, (ModelId, u64, Client)>,
     uses: BTreeMap<Ticket, (ModelId, u64, Client)>,
     overtaken: BTreeMap<Ticket, u32>,
+    /// The budget as it was last seen.
+    budget: u64,
+    /// What it was last told to be.
+    target: u64,
     now: u64,
 }
 
@@ -33,6 +37,8 @@ impl World {
             waiting: BTreeMap::new(),
             uses: BTreeMap::new(),
             overtaken: BTreeMap::new(),
+            budget: BUDGET,
+            target: BUDGET,
             now: 0,
         };
         for &(size, is_pinned, is_awake) in models {
@@ -77,8 +83,23 @@ impl World {
                 }
             }
         }
-        assert!(self.resident_bytes() <= BUDGET, "over the budget");
-        assert!(self.machine.counted().0 <= BUDGET);
+        let budget = self.machine.budget().0;
+        assert!(self.resident_bytes() <= budget, "over the budget");
+        assert!(self.machine.counted().0 <= budget && budget <= BUDGET);
+        assert!(budget <= self.budget, "grew by itself");
+        // What is given up is given up at once.
+        assert_eq!(
+            budget,
+            self.target.max(self.machine.counted().0).min(self.budget)
+        );
+        self.budget = budget;
+    }
+
+    fn aim(&mut self, target: u64) {
+        self.machine.aim(Bytes(target), Micros(self.now));
+        self.target = target.min(BUDGET);
+        self.budget = BUDGET;
+        self.judge();
     }
 
     fn judge_refusal(&self, model: ModelId, bytes: u64, client: Client, refusal: Refusal) {
@@ -190,10 +211,14 @@ impl World {
             }
             let waits = |client| self.waiting.values().any(|(_, _, other)| *other == client);
             let ended = self.uses.iter().find(|(_, (_, _, client))| !waits(*client));
-            let ticket = *ended
-                .expect("all who hold wait, and nothing is being done")
-                .0;
-            self.end(ticket);
+            if let Some(ended) = ended.map(|ended| *ended.0) {
+                self.end(ended);
+                continue;
+            }
+            let short = self.machine.short();
+            let short = short.expect("all who hold wait, and nothing is being done");
+            assert!(self.budget < short.0 && short.0 <= BUDGET);
+            self.aim(short.0);
         }
         panic!("somebody waits for ever");
     }
@@ -203,7 +228,7 @@ proptest! {
     #[test]
     fn no_history_exceeds_the_budget_or_leaves_anybody_waiting(
         models in prop::collection::vec((1_u64..60, prop::bool::weighted(0.15), any::<bool>()), 1..7),
-        steps in prop::collection::vec((0_u8..11, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
+        steps in prop::collection::vec((0_u8..13, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
     ) {
         let mut world = World::new(&models);
         prop_assume!(!world.sizes.is_empty());
@@ -234,6 +259,10 @@ proptest! {
                     world.judge();
                 }
                 10 => {
+                    world.shed(bytes * 4);
+                }
+                11 | 12 => {
+                    world.aim(bytes * 4);
                     world.shed(bytes * 4);
                 }
                 _ => {}
@@ -341,6 +370,32 @@ fn what_nobody_uses_or_waits_for_steps_aside_and_no_more_than_asked() {
     world.drain();
     world.visit(0);
     assert_eq!(world.resident, [true, true, true, false]);
+}
+
+#[test]
+fn a_budget_that_came_down_is_kept_to_and_who_lacks_it_waits_for_it() {
+    let mut world = World::new(&[(30, false, true), (60, false, true)]);
+    world.ask(ModelId(0), 10, Client(0));
+    world.aim(20);
+    // The call and its model stay; the idle one goes and its bytes with it.
+    assert_eq!(world.machine.budget(), Bytes(100));
+    assert!(world.shed(20));
+    world.finish(0, true);
+    assert_eq!(world.machine.budget(), Bytes(40));
+    world.ask(ModelId(1), 5, Client(1));
+    assert_eq!(
+        world.waiting.len(),
+        1,
+        "nothing is refused that only lacks budget"
+    );
+    assert_eq!(world.machine.short(), Some(Bytes(105)));
+    let ticket = *world.uses.keys().next().unwrap();
+    world.end(ticket);
+    assert_eq!(world.machine.budget(), Bytes(30));
+    assert_eq!(world.machine.short(), Some(Bytes(65)));
+    world.aim(65);
+    world.drain();
+    assert_eq!(world.resident, [false, true]);
 }
 
 #[test]

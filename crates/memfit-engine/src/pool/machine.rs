@@ -63,7 +63,12 @@ struct Use {
 /// The pool's decisions.
 #[derive(Debug)]
 pub struct Machine {
+    /// The largest that the budget may become: what can never fit is judged by it.
+    whole: Bytes,
+    /// What may count now.
     budget: Bytes,
+    /// What the budget comes down to as bytes are given up.
+    target: Bytes,
     models: Vec<Model>,
     queue: VecDeque<Request>,
     uses: Vec<Use>,
@@ -81,7 +86,9 @@ impl Machine {
     #[must_use]
     pub fn new(budget: Bytes) -> Self {
         Self {
+            whole: budget,
             budget,
+            target: budget,
             models: Vec::new(),
             queue: VecDeque::new(),
             uses: Vec::new(),
@@ -110,7 +117,7 @@ impl Machine {
         is_awake: bool,
         now: Micros,
     ) -> Result<(ModelId, bool), Refusal> {
-        let available = self.budget - self.pinned_beside(None);
+        let available = self.whole - self.pinned_beside(None);
         let others = self
             .models
             .iter()
@@ -189,7 +196,7 @@ impl Machine {
             has_waited: false,
         };
         let wanted = asked.bytes + activations;
-        let available = self.budget - self.pinned_beside(Some(model)) - self.held_by(client, model);
+        let available = self.whole - self.pinned_beside(Some(model)) - self.held_by(client, model);
         let holds = |client| self.uses.iter().any(|one: &Use| one.client == client);
         let is_hit = request.was_awake && activations <= self.free();
         if wanted > available {
@@ -271,6 +278,30 @@ impl Machine {
         let could: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
         let victim = self.victim(&idle, surplus.min(could))?;
         Some(self.park(victim))
+    }
+
+    /// Changes the budget, to no more than what it was at first. It grows at once; it comes down as far as
+    /// nothing counts, and further whenever something is given up.
+    pub fn aim(&mut self, target: Bytes, now: Micros) {
+        self.pass(now);
+        self.target = target.min(self.whole);
+        self.budget = self.target.max(self.counted());
+        self.serve();
+    }
+
+    /// What may count now.
+    #[must_use]
+    pub const fn budget(&self) -> Bytes {
+        self.budget
+    }
+
+    /// The budget with which the first request that waits for room could be served, where it cannot be with
+    /// this one, whatever is parked.
+    #[must_use]
+    pub fn short(&self) -> Option<Bytes> {
+        let request = self.queue.iter().find(|request| !request.has_room)?;
+        let needed = self.needs(request) - self.could_free(request.model);
+        (needed > self.free()).then(|| self.budget + (needed - self.free()))
     }
 
     /// A wake has ended.
@@ -370,6 +401,8 @@ impl Machine {
 
     /// Grants what can be granted, and refuses the first request if nothing will ever make room for it.
     fn serve(&mut self) {
+        // What was given up goes before anybody else has it.
+        self.budget = self.budget.min(self.target.max(self.counted()));
         let mut place = 0;
         let mut is_closed = false;
         while let Some(request) = self.queue.get(place) {
@@ -418,21 +451,31 @@ impl Machine {
             if first.has_room || others || self.models.iter().any(is_moving) {
                 return;
             }
-            let model = &self.models[first.model.0];
-            let own = if model.state == State::Parked {
-                model.bytes
-            } else {
-                Bytes::ZERO
-            };
-            let idle = self.idle(Some(first.model));
-            let could: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
-            if own + first.activations <= self.free() + could {
+            let could = self.could_free(first.model) + (self.whole - self.budget);
+            if self.needs(first) <= self.free() + could {
                 return;
             }
             let refused = Answer::Refused(first.ticket, Refusal::Stuck);
             self.answers.push(refused);
             self.queue.pop_front();
         }
+    }
+
+    /// What would count more with a request granted.
+    fn needs(&self, request: &Request) -> Bytes {
+        let model = &self.models[request.model.0];
+        let own = if model.state == State::Parked {
+            model.bytes
+        } else {
+            Bytes::ZERO
+        };
+        own + request.activations
+    }
+
+    /// What parking all that nobody uses would free, but for one model.
+    fn could_free(&self, beside: ModelId) -> Bytes {
+        let idle = self.idle(Some(beside));
+        idle.iter().map(|id| self.models[id.0].bytes).sum()
     }
 
     /// Bytes that are on their way out.

@@ -14,6 +14,10 @@
 //! counts its activations from the moment they are granted until it ends. The sum never exceeds the
 //! budget: bytes are set aside first and taken after.
 //!
+//! The budget may come down and grow again up to what it was at first ([`Machine::aim`]): what nobody uses is
+//! parked by the caller's wish ([`Machine::shed`]), and what is in use comes down when it ends. What can never fit
+//! is judged by the first budget; a request that only lacks budget waits for it to grow ([`Machine::short`]).
+//!
 //! # The order of service
 //!
 //! Requests are served in the order in which they came, but a *hit* (its model is awake and its activations fit)
@@ -30,7 +34,8 @@
 //! there is no waiting holder at all, and the same is true. Once overtaken so many times, nobody passes
 //! it: then all others' uses end, what is not pinned is parked, and its need fits, as was checked when it
 //! asked. What cannot be parked although nobody uses it is *stuck*; where only such models are in the way
-//! the request is refused. So every request is granted or refused, and the next becomes first.
+//! the request is refused. So every request is granted or refused, and the next becomes first. With a budget that
+//! came down this holds as soon as it has grown again.
 //!
 //! # What is parked
 //!
