@@ -282,7 +282,7 @@ class Host:
             budget: Memory that its training steps shall stay within, as written.
             lease: How to lease the budget: whether the user asked for that, how long to wait,
                 priority, device; ``None`` to lease nothing.
-            offload: Folder, or ``host``, where activations may be offloaded to.
+            offload: Folder, or ``host``, where activations and optimizer state may go.
             announce: Whether to say on standard error what is planned, when it is.
 
         Returns:

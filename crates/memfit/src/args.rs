@@ -165,7 +165,7 @@ Examples:
   memfit run -m my_project.train --epochs 3      a module, as with python -m
   memfit run --budget 6GiB train.py              its training steps, unmodified, within 6 GiB
   memfit run --budget 6GiB --wait train.py       the same, when the broker has that much room
-  memfit run --budget 4GiB --offload . train.py  files in this folder may take activations
+  memfit run --budget 4GiB --offload . train.py  files in this folder may take tensors
   memfit run --report run.json train.py          the summary as JSON in a file
   memfit run --snapshot oom.pickle train.py      CUDA memory history, for memfit explain
 
@@ -505,7 +505,7 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "BYTES")]
     pub(crate) budget: Option<String>,
 
-    /// Offload activations to files in this folder, or to the host's memory (`host`, for scripts on CUDA)
+    /// Offload activations and optimizer state to files in this folder, or to the host's memory (`host`, for scripts on CUDA)
     ///
     /// Where it pays, by the place's speed, which is measured when the first step is planned. Files have no name: nothing is left after the run.
     #[arg(long, value_name = "FOLDER|host", requires = "budget")]

@@ -22,7 +22,7 @@ pub struct Script {
     pub budget: Option<String>,
     /// How to lease the budget from the broker; absent to lease nothing.
     pub lease: Option<ScriptLease>,
-    /// Folder, or `host`, where activations may be offloaded to; absent for nowhere.
+    /// Folder, or `host`, where activations and optimizer state may be offloaded to; absent for nowhere.
     pub offload: Option<String>,
     /// Whether to say on standard error what is planned, when it is.
     pub announce: bool,

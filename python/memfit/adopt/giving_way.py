@@ -10,12 +10,13 @@ are all that is planned: what several models need together nobody has planned.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memfit.adopt.loop import PlannedStep
     from memfit.adopt.room import Room
+    from memfit.answers import Plan
 
 PLAN_SECONDS = 5.0
 """Longest that planning one step for less takes: the broker asks for about ten seconds."""
@@ -36,20 +37,35 @@ class GivingWay:
         self._room = room
         self._tried = 0.0
 
-    def between_steps(self, plans: Sequence[PlannedStep], outside_bytes: int) -> None:
+    def between_steps(
+        self,
+        plans: Sequence[PlannedStep],
+        outside_bytes: int,
+        send_state: Callable[[Plan], None],
+    ) -> None:
         """Answer a request to shrink, or try to have more again.
 
         Args:
             plans: The loop's plans, at least one; they are changed in place.
             outside_bytes: What the script holds besides its steps.
+            send_state: Has the optimizer's state where a plan wants it.
+
+        Raises:
+            OffloadError: State that has to go could not be written; nothing was given back.
         """
         asked = self._room.asked()
         if asked is not None:
-            self._make_room(plans, asked, outside_bytes)
+            self._make_room(plans, asked, outside_bytes, send_state)
         elif any(planned.wider is not None for planned in plans):
             self._grow(plans)
 
-    def _make_room(self, plans: Sequence[PlannedStep], tensors: int, outside: int) -> None:
+    def _make_room(
+        self,
+        plans: Sequence[PlannedStep],
+        tensors: int,
+        outside: int,
+        send_state: Callable[[Plan], None],
+    ) -> None:
         made = [
             planned.step.plan(
                 max(tensors, 1), outside, min(planned.passes, outside), time_limit=PLAN_SECONDS
@@ -60,6 +76,8 @@ class GivingWay:
         if peak >= max(planned.plan.planned.predicted_peak_bytes for planned in plans):
             self._room.decline()
             return
+        for plan in made:
+            send_state(plan)  # before anything is given back
         for planned, plan in zip(plans, made, strict=True):
             planned.wider = planned.wider or planned.plan
             planned.plan, planned.outside_bytes, planned.fitted = plan, outside, None

@@ -29,7 +29,10 @@ from memfit.adopt.observed import Observation
 from memfit.adopt.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.adopt.planning import RecordedStep
 from memfit.adopt.room import Room
+from memfit.adopt.updates import KIND, ScriptUpdates
 from memfit.answers import Plan
+from memfit.apply.away_state import bring_home, in_memory
+from memfit.apply.offload_optimizer import StateDirections
 from memfit.errors import MemfitError
 from memfit.fitted import Fitted
 from memfit.tracking import cpu
@@ -168,6 +171,7 @@ class Loop:
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recordings = 0
+        self._updates: ScriptUpdates | None = None
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
@@ -186,6 +190,22 @@ class Loop:
         """Let go of the model until the next pass."""
         for planned in self.plans:
             planned.fitted = None
+        self._updates = None
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step: make its updates, if its state is elsewhere.
+
+        Raises:
+            OffloadError: State did not come back as it went.
+        """
+        updates = self._updates
+        if updates is not None and updates.optimizer is optimizer and not _hooked(optimizer):
+            updates.step_begins()
+
+    def step_ended(self) -> None:
+        """An optimizer has stepped."""
+        if self._updates is not None:
+            self._updates.step_ended()
 
     def refuse(self, reason: str) -> None:
         """Plan nothing from here on."""
@@ -211,13 +231,18 @@ class Loop:
         key = key_of(self._model(), inputs)
         if self._must_observe(key):
             return self._observe(key, inputs, own)
-        outside = self._outside_bytes(inputs, own)
         try:
+            if self._updates is not None:
+                self._updates.send_all()  # first: what is elsewhere is not held besides
+            outside = self._outside_bytes(inputs, own)
             if self._pending is not None:
                 self._plan_pending(outside)
-            self._giving_way.between_steps(self.plans, outside)
+            self._giving_way.between_steps(
+                self.plans, outside, lambda plan: self._send_state(plan, own)
+            )
             planned = self._nearest(key)
             self._make_room(planned, outside)
+            self._send_state(planned.plan, own)
         except MemfitError as error:
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
@@ -231,12 +256,17 @@ class Loop:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
         self._room.whole()
+        for optimizer in optimizers:
+            bring_home(optimizer)
+        self._updates = None
         return ObservedPass(self.device, self._model(), inputs, optimizers)
 
     def _run_planned(self, key: Key, planned: PlannedStep) -> Pass:
         if planned.fitted is None:
             workload = Workload(model=self._model(), batch=None, loss=_script_loss)
-            planned.fitted = Fitted(workload, planned.plan.as_dict(), warn=False)
+            plan = planned.plan.as_dict()
+            within = [action for action in plan["actions"] if action["kind"] != KIND]
+            planned.fitted = Fitted(workload, {**plan, "actions": within}, warn=False)
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
 
         def forward_ended(where: str) -> None:
@@ -248,6 +278,24 @@ class Loop:
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
 
         return PlannedPass(self.device, planned.fitted, planned.root_calls, forward_ended)
+
+    def _send_state(self, plan: Plan, optimizers: list[Optimizer]) -> None:
+        """Have the optimizer's state where the plan wants it before the model is called.
+
+        Raises:
+            OffloadError: Some of it could not be written, and is at home.
+        """
+        actions = plan.as_dict()["actions"]
+        action = next((action for action in actions if action["kind"] == KIND), None)
+        if action is None or len(optimizers) != 1:
+            self._updates = None
+            return
+        (optimizer,) = optimizers
+        directions = StateDirections.read(action[KIND])
+        held = self._updates
+        if held is None or (held.optimizer, held.directions) != (optimizer, directions):
+            held = self._updates = ScriptUpdates(optimizer, self._model(), directions)
+        held.send_all()
 
     def finish(self, running: ObservedPass, inputs_key: Key, optimizers: list[Optimizer]) -> None:
         """Take over what an observed pass recorded; planned when the next one begins.
@@ -349,7 +397,8 @@ class Loop:
         tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
         tensors.extend(p.grad for p in model.parameters())
         for optimizer in optimizers:
-            tensors.extend(tree_leaves([dict(state) for state in optimizer.state.values()]))
+            states = [dict(in_memory(state)) for state in optimizer.state.values()]
+            tensors.extend(tree_leaves(states))
         known = {}
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device == self.device:
@@ -367,6 +416,11 @@ class Loop:
 
 def _elements(key: Key) -> int:
     return sum(torch.Size(shape).numel() for shape, _ in key[1:])
+
+
+def _hooked(optimizer: Optimizer) -> bool:
+    """Whether somebody expects to see all of a step at once."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _script_loss(_model: Any, _batch: Any) -> Tensor:

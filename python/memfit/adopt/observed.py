@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.adopt.nesting import Nesting
 from memfit.adopt.spill import SpillFile
+from memfit.adopt.updates import refusal, updates_of
 from memfit.apply.records import require_unchanged, version_of
 from memfit.capture.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.stage import batch_entries
@@ -152,6 +153,7 @@ class Observation:
         root_calls: Calls of the first root in the forward.
         gradients_before: ``id`` of the parameters that had a gradient when it began.
         left: Storages, weakly, that the step made and left behind: its loss, outputs of its model.
+        state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
     """
 
@@ -162,6 +164,7 @@ class Observation:
     root_calls: int
     gradients_before: frozenset[int]
     left: list[weakref.ref[Any]]
+    state_stays: str | None
     spill_problem: str
 
 
@@ -223,6 +226,7 @@ class StepRecording:
             optimizers: Those that update the model.
             root_calls: Calls of the root in the forward.
         """
+        optimizers = list(optimizers)
         names = [type(optimizer).__name__ for optimizer in optimizers]
         recorder = self._recorder
         ledger = recorder.ledger
@@ -230,6 +234,9 @@ class StepRecording:
             if parameter.grad is not None:
                 self._note(self._roles.gradients, parameter.grad)
         self._note_state(optimizers)
+        state_stays = refusal(self._root, optimizers)
+        if state_stays is None:
+            self._roles.updates = updates_of(optimizers[0], ledger.seen)
         left = ledger.made_and_held(self._roles.gradients | self._roles.optimizer_state)
         ledger.close()
         recorder.saved.close(ledger.now)
@@ -243,6 +250,7 @@ class StepRecording:
             root_calls,
             self._gradients_before,
             left,
+            state_stays,
             self._spill.problem,
         )
 

@@ -18,6 +18,7 @@ import torch
 from memfit import _native
 from memfit._native import gpu_profile
 from memfit.adopt.observed import Observation
+from memfit.adopt.updates import temporaries_bytes
 from memfit.answers import Plan, Trace
 from memfit.apply.tiers import open_tier
 from memfit.capture.emit import StepFacts, trace_json
@@ -25,6 +26,9 @@ from memfit.costs import offer
 from memfit.errors import MemfitError
 from memfit.places import HOST
 from memfit.profiles import usable
+
+_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
+"""What needs a step that is memfit's own."""
 
 OUTSIDE = "outside the step"
 """Name of the bytes that the script holds meanwhile: data, other models, the last step's loss."""
@@ -61,6 +65,9 @@ class RecordedStep:
             optimizer_state=roles.optimizer_state,
             gradients=roles.gradients,
             names=roles.names,
+            updates=roles.updates,
+            fused_optimizer_refusal="the script calls the optimizer",
+            per_parameter_refusal=observation.state_stays,
         )
         if observation.device_kind == "cpu":
             facts.workspace = {i: size for i, size in enumerate(recorder.scratch) if size > 0}
@@ -77,6 +84,9 @@ class RecordedStep:
             except MemfitError as error:
                 self.not_offloaded = str(error).partition("\n")[0]
         _settle(self._json, roles.optimizer_state)
+        most = temporaries_bytes(self._json)
+        for update in self._json["updates"]:
+            update["temporary_bytes"] = most
 
     def plan(
         self,
@@ -118,8 +128,7 @@ class RecordedStep:
         trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
         request = {
             "budget": str(budget),
-            "own_loop": True,
-            "forbid": ["allocator_settings"],
+            "forbid": _NOT_THE_SCRIPTS,
             "offload": self._offer,
         }
         return Plan(_native.plan(trace.native, self._costs, json.dumps(request), time_limit))

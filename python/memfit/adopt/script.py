@@ -31,7 +31,11 @@ MAX_ROOT_CALLS = 64
 """Calls of a model without a backward; beyond, the forward is taken to have been given up."""
 
 
-_EFFECTS = {"remat": "computed again in backward", "offload": "kept elsewhere until backward"}
+_EFFECTS = {
+    "remat": "tensors computed again in backward",
+    "offload": "tensors kept elsewhere until backward",
+    "offload_optimizer": "parameters with optimizer state elsewhere",
+}
 
 
 class _Running:
@@ -131,8 +135,15 @@ class AdoptedScript:
         self._optimizers.add(optimizer)
         self._stepping += 1
 
+    def updates(self, optimizer: Optimizer) -> None:
+        """Make the updates of a step whose state is elsewhere."""
+        for loop in self._loops:
+            loop.step_begins(optimizer)
+
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""
+        for loop in self._loops:
+            loop.step_ended()
         self._stepping = max(self._stepping - 1, 0)
         current = self._current
         if current is not None and not current.running.in_forward:
@@ -243,7 +254,7 @@ def _found(loop: Loop, plan: Plan) -> str:
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
     if plan.fits and not plan.actions:
         return f"{head}: a step takes {unplanned}, within {size(plan.budget_bytes)} as it is"
-    done = ", ".join(f"{a.count:,} tensors {_EFFECTS.get(a.kind, a.kind)}" for a in plan.actions)
+    done = ", ".join(f"{a.count:,} {_EFFECTS.get(a.kind, a.kind)}" for a in plan.actions)
     took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
     predicted = size(plan.planned.predicted_peak_bytes)
     if plan.fits:

@@ -42,6 +42,9 @@ class Listener(Protocol):
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
 
+    def updates(self, optimizer: Optimizer) -> None:
+        """It is about to step, called without a closure; what is raised is the script's to see."""
+
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
 
@@ -156,5 +159,10 @@ class Signals:
         if threading.get_ident() != self._thread:
             return
         listener = self._listener
-        told = listener.optimizer_begins if when == "before" else listener.optimizer_ended
-        self._tell(told, optimizer)
+        if when != "before":
+            self._tell(listener.optimizer_ended, optimizer)
+            return
+        self._tell(listener.optimizer_begins, optimizer)
+        if self._undo and not STEPS.has_arguments:
+            # Not told: after half of the updates there is no going on as if nothing had been.
+            listener.updates(optimizer)

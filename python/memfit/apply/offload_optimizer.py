@@ -145,13 +145,21 @@ class StateElsewhere:
             UsageError: The optimizer has hooks that run before its step.
         """
         refuse_pre_hooks(self._optimizer, "offload_optimizer")
+        self.update_all().finish()
+
+    def update_all(self) -> OneByOne:
+        """All updates of one step of the optimizer, which is still to be finished.
+
+        Raises:
+            OffloadError: As :meth:`step`.
+        """
         one_by_one = OneByOne(self._optimizer)
         with self.updates():
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     with self.update_of(parameter):
                         one_by_one.update(parameter)
-        one_by_one.finish()
+        return one_by_one
 
     @contextlib.contextmanager
     def updates(self) -> Iterator[None]:

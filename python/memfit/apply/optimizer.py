@@ -123,9 +123,15 @@ class OneByOne:
 
     def finish(self) -> None:
         """One ordinary step over no parameter: schedulers and step hooks see it."""
+        with self.over_nothing():
+            self._optimizer.step()
+
+    @contextlib.contextmanager
+    def over_nothing(self) -> Iterator[None]:
+        """Run one ordinary step inside this, once: it finds no parameter to update."""
         groups = self._optimizer.param_groups
         with _only(groups, None):
-            self._optimizer.step()
+            yield
         if self._moved_on is not None:
             for group, settings in zip(groups, self._moved_on, strict=True):
                 group.update(settings)

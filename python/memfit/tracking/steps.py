@@ -29,7 +29,12 @@ Listener = Callable[[Literal["before", "after"], Optimizer], None]
 
 
 class Steps:
-    """The optimizer steps of this process."""
+    """The optimizer steps of this process.
+
+    Attributes:
+        listeners: Told of every step.
+        has_arguments: Whether the step that began last was called with any, such as a closure.
+    """
 
     def __init__(self) -> None:
         """Watch nothing yet."""
@@ -38,6 +43,7 @@ class Steps:
         self._windows: list[cpu.Window] = []
         self._named: dict[int, int] = {}
         self.listeners: list[Listener] = []
+        self.has_arguments = False
 
     def watch(self) -> None:
         """Register the hooks, once; without windows and listeners they do nothing."""
@@ -58,8 +64,10 @@ class Steps:
             if window in self._windows:
                 self._windows.remove(window)
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._name(optimizer)
+        given = (*args[1:], *kwargs.values())  # the first is the optimizer
+        self.has_arguments = any(value is not None for value in given)
         for listener in list(self.listeners):
             listener("before", optimizer)
 
