@@ -40,8 +40,13 @@ from memfit.workload import Workload
 _TIMES_THE_YARDSTICK = 2.0
 """How much farther off a plan may be than what torch alone compiled: it rounds other sums."""
 
-_NO_YARDSTICK = 0.05
-"""Where torch alone is off by more, its error says nothing about rounding."""
+_NO_YARDSTICK = 0.25
+"""Where torch alone is off by more, its error says nothing about rounding.
+
+That much is rounding in low precision, where a gradient cancels to nothing but what its terms were
+rounded by (a bias before batch normalisation): 0.22 under bfloat16. A mask that differs between
+forward and backward is off by 0.6 and more.
+"""
 
 
 def verify_compiled(
