@@ -6,11 +6,13 @@ import importlib.util
 import json
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ran import FORKS, assert_within_budget, in_forks, in_processes, inline, run
 
+from memfit.adopt.giving_way import GivingWay
 from memfit.adopt.signals import Signals
 from memfit.errors import OffloadError
 
@@ -176,6 +178,28 @@ def test_what_an_update_raises_is_the_scripts_to_see():
     finally:
         signals.remove()
     assert listener.broken == ()
+
+
+def test_state_goes_before_a_lease_is_given_back():
+    """What is granted to another is free by then; where state cannot go, nothing is given back."""
+    done = []
+    smaller = SimpleNamespace(
+        planned=SimpleNamespace(predicted_peak_bytes=5), predicted_step_ratio=1.2
+    )
+    before = SimpleNamespace(planned=SimpleNamespace(predicted_peak_bytes=9))
+    step = SimpleNamespace(plan=lambda *_args, **_more: smaller)
+    planned = SimpleNamespace(plan=before, step=step, passes=0, wider=None, fitted=None)
+    room = SimpleNamespace(asked=lambda: 6, give=lambda *_: done.append("given"))
+
+    def cannot_go(_plan):
+        raise OffloadError("the disk is full")
+
+    with pytest.raises(OffloadError):
+        GivingWay(room).between_steps([planned], 0, cannot_go)
+    assert (done, planned.plan) == ([], before)
+    GivingWay(room).between_steps([planned], 0, done.append)
+    assert done == [smaller, "given"]
+    assert planned.plan is smaller
 
 
 def test_a_step_with_a_closure_has_its_state_at_home(tmp_path: Path):
