@@ -35,14 +35,21 @@ pub(crate) fn watch(looker: &mut Looker, interval: Duration) -> io::Result<bool>
     let signalled = Arc::new(AtomicBool::new(false));
     let signals = [SIGTERM, SIGHUP, SIGINT]
         .map(|signal| signal_hook::flag::register(signal, Arc::clone(&signalled)));
-    // Restores the terminal before a panic is told of, too.
-    let mut terminal = ratatui::try_init()?;
-    let shown = show(&mut terminal, looker, interval, &signalled);
-    ratatui::restore();
+    let shown = on_terminal(|terminal| show(terminal, looker, interval, &signalled));
     for signal in signals.into_iter().flatten() {
         signal_hook::low_level::unregister(signal);
     }
     shown.map(|()| signalled.load(Ordering::Relaxed))
+}
+
+/// Takes the terminal for as long as the work takes, and gives it back before a panic is told of, too.
+fn on_terminal<T>(
+    work: impl FnOnce(&mut ratatui::DefaultTerminal) -> io::Result<T>,
+) -> io::Result<T> {
+    let mut terminal = ratatui::try_init()?;
+    let done = work(&mut terminal);
+    ratatui::restore();
+    done
 }
 
 fn show(
@@ -110,7 +117,80 @@ impl Screen {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::io::Read as _;
+    use std::os::fd::OwnedFd;
+    use std::process::{Command, Stdio};
+
+    use ratatui::crossterm::terminal::is_raw_mode_enabled;
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    use rustix::termios::{Winsize, tcgetattr, tcsetwinsize};
+
     use super::*;
+
+    const MESSAGE: &str = "a frame that cannot be drawn";
+
+    #[test]
+    #[ignore = "needs a terminal: the test below runs it on one"]
+    fn panics_while_it_draws() {
+        let _never = on_terminal(|terminal| -> io::Result<()> {
+            assert!(is_raw_mode_enabled().unwrap());
+            terminal.draw(|_| {})?;
+            terminal.draw(|_| panic!("{MESSAGE}"))?;
+            Ok(())
+        });
+    }
+
+    #[test]
+    fn a_panic_while_drawing_leaves_a_terminal_to_work_on() {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let size = Winsize {
+            ws_row: 24,
+            ws_col: 80,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        let path = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+        let open = || {
+            let slave = File::options().read(true).write(true).open(&path);
+            Stdio::from(OwnedFd::from(slave.unwrap()))
+        };
+        // As long as nobody has opened the other end, it has no settings.
+        let first = File::options().read(true).write(true).open(&path).unwrap();
+        tcsetwinsize(&first, size).unwrap();
+        let before = tcgetattr(&first).unwrap();
+        let name = "monitor::terminal::tests::panics_while_it_draws";
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--ignored", "--nocapture"])
+            .env("RUST_BACKTRACE", "0")
+            .env("TERM", "xterm")
+            .stdin(open())
+            .stdout(open())
+            .stderr(open())
+            .spawn()
+            .unwrap();
+        let reader = std::thread::spawn(move || {
+            let (mut shown, mut master) = (Vec::new(), File::from(master));
+            // The end of a terminal is an error.
+            let _end = master.read_to_end(&mut shown);
+            String::from_utf8_lossy(&shown).into_owned()
+        });
+        assert!(!child.wait().unwrap().success());
+        let after = tcgetattr(&first).unwrap();
+        drop(first);
+        let shown = reader.join().unwrap();
+        let last = |text: &str| shown.rfind(text);
+        assert!(shown.contains("\x1b[?1049h"), "{shown:?}");
+        let left = last("\x1b[?1049l").expect("the second screen is left");
+        assert!(last(MESSAGE).unwrap() > left, "{shown:?}");
+        assert!(last("\x1b[?25h") > last("\x1b[?25l"), "the cursor is there");
+        assert_eq!(
+            (after.local_modes, after.input_modes, after.output_modes),
+            (before.local_modes, before.input_modes, before.output_modes)
+        );
+    }
 
     #[test]
     fn keys_do_what_the_screen_says() {
