@@ -45,6 +45,7 @@ __all__ = [
     "refusals",
     "refused_bytes",
     "release_kept",
+    "resident_bytes",
     "rooms",
     "run",
     "seed_blocks",
@@ -687,6 +688,9 @@ def uncounted_blocks() -> int:
 
 def taken_bytes() -> int:
     """What all counted blocks take of the process's memory, in whole pages where they are large."""
+
+def resident_bytes() -> int:
+    """How much of all counted blocks is in memory, those that are kept included."""
 
 def refusals() -> int:
     """How many requests were refused while a budget was on."""

@@ -4,7 +4,8 @@ Responsible for answering the broker's requests to shrink on behalf of leases wh
 for that. Not responsible for training steps, which answer between two steps
 (:mod:`memfit.elastic`), nor for whom the broker asks.
 
-One thread looks after all such leases of the process. It gives back cached memory first, and then
+One thread looks after all such leases of the process, and after what else their holders want looked
+at now and then (a pool's lease, a guard's budget). It gives back cached memory first, and then
 what the process does not use of the lease: never what it uses, and never below the floor.
 """
 
@@ -21,13 +22,14 @@ from memfit import besides
 from memfit.errors import LeaseError
 
 if TYPE_CHECKING:
+    from memfit.guarding.leased import LeaseGuard
     from memfit.leases import Lease
 
 LOOK_EVERY = 0.05
 """Seconds between two looks at whether anybody asks."""
 
 _lock = threading.Lock()
-_leases: weakref.WeakKeyDictionary[Lease, Callable[[], object]] = weakref.WeakKeyDictionary()
+_leases: weakref.WeakKeyDictionary[Lease, list[Callable[[], object]]] = weakref.WeakKeyDictionary()
 _thread: threading.Thread | None = None
 
 
@@ -36,8 +38,8 @@ def look_after(lease: Lease, looks: Callable[[], object] | None = None) -> None:
 
     Args:
         lease: A lease with a floor.
-        looks: Called now and then instead, to see whether anybody asks and to answer; must not
-            keep the lease alive.
+        looks: Called now and then instead, for whatever its holder looks after; must not keep the
+            lease alive.
     """
     if looks is None:
         weakly = weakref.ref(lease)
@@ -48,10 +50,25 @@ def look_after(lease: Lease, looks: Callable[[], object] | None = None) -> None:
 
     global _thread  # noqa: PLW0603 - one thread for the process
     with _lock:
-        _leases[lease] = looks
+        _leases.setdefault(lease, []).append(looks)
         if _thread is None or not _thread.is_alive():  # a fork leaves it behind
             _thread = threading.Thread(target=_look, name="memfit-courtesy", daemon=True)
             _thread.start()
+
+
+def refreshing(guard: LeaseGuard) -> Callable[[], object]:
+    """A look at what the process takes past a guard's count, for as long as there is the guard.
+
+    Args:
+        guard: The guard.
+    """
+    held = weakref.ref(guard)
+
+    def looks() -> None:
+        if (guard := held()) is not None:
+            guard.refresh()
+
+    return looks
 
 
 def answer(
@@ -102,7 +119,7 @@ def _look() -> None:
         with _lock:
             for ended in [lease for lease in _leases if not lease.is_held]:
                 del _leases[ended]
-            all_looks = list(_leases.values())
+            all_looks = [looks for of_one in _leases.values() for looks in of_one]
             if not all_looks:
                 _thread = None
                 return

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from memfit import _native, besides
-from memfit.courtesy import look_after
+from memfit.courtesy import look_after, refreshing
 from memfit.errors import LeaseError, NoBrokerWarning, UsageError
 from memfit.sizes import Size, in_bytes
 
@@ -170,6 +170,7 @@ class Lease:
             self.release()
             raise
         self._guard = guard
+        look_after(self, refreshing(guard))
 
     @property
     def in_use(self) -> dict[str, int] | None:

@@ -78,6 +78,15 @@ impl Kept {
         Some(self.blocks.remove(nearest))
     }
 
+    /// All of them; empty where there is no memory for the list.
+    pub(crate) fn all(&self) -> Vec<KeptBlock> {
+        let mut all = Vec::new();
+        if all.try_reserve_exact(self.blocks.len()).is_ok() {
+            all.extend_from_slice(&self.blocks);
+        }
+        all
+    }
+
     pub(crate) fn taken_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| block.taken_bytes).sum()
     }

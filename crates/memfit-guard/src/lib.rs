@@ -59,6 +59,11 @@ mod refusal;
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
+mod residence;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
 mod seams;
 #[cfg(all(
     target_os = "linux",
@@ -118,7 +123,7 @@ mod counting {
     use crate::ledger::{Category, Reading, WindowId};
     use crate::refusal::Refusal;
     use crate::{AboveBudget, BudgetId, InstallError};
-    use crate::{budget, footprint, hook, patch, settings};
+    use crate::{budget, footprint, hook, patch, residence, settings};
 
     /// What torch aligns tensors to on the CPU.
     const ALIGNMENT: usize = 64;
@@ -279,6 +284,21 @@ mod counting {
         budget::held_bytes()
     }
 
+    /// How much of all blocks, the kept ones included, is in memory: pages that nobody has touched are not.
+    #[must_use]
+    pub fn resident_bytes() -> u64 {
+        let (live, kept) = {
+            let state = state();
+            (state.ledger.live(), state.kept.all())
+        };
+        // The system is asked without the lock; a block that is gone meanwhile counts as not there.
+        let live = live.iter().map(|block| (block.address, block.bytes));
+        let kept = kept.iter().map(|block| (block.address, block.bytes as u64));
+        live.chain(kept)
+            .map(|(address, bytes)| residence::of(address, usize::try_from(bytes).unwrap_or(0)))
+            .sum()
+    }
+
     /// How many requests were refused while a budget was on.
     #[must_use]
     pub fn refusals() -> u64 {
@@ -399,6 +419,12 @@ mod counting {
 
     /// Zero.
     #[must_use]
+    pub fn resident_bytes() -> u64 {
+        0
+    }
+
+    /// Zero.
+    #[must_use]
     pub fn refusals() -> u64 {
         0
     }
@@ -415,6 +441,6 @@ mod counting {
 
 pub use counting::{
     change_budget, close_window, current_bytes, forget_refusal, install, label, last_refusal,
-    lift_budget, open_window, read_window, refusals, refused_bytes, release_kept, seed, set_budget,
-    set_mark, taken_bytes, uncounted_blocks, window_peak,
+    lift_budget, open_window, read_window, refusals, refused_bytes, release_kept, resident_bytes,
+    seed, set_budget, set_mark, taken_bytes, uncounted_blocks, window_peak,
 };

@@ -56,6 +56,12 @@ pub(crate) fn taken_bytes() -> u64 {
     memfit_guard::taken_bytes()
 }
 
+/// How much of all counted blocks is in memory, those that are kept included.
+#[pyfunction]
+pub(crate) fn resident_bytes(py: Python<'_>) -> u64 {
+    py.detach(memfit_guard::resident_bytes)
+}
+
 /// How many requests were refused while a budget was on.
 #[pyfunction]
 pub(crate) fn refusals() -> u64 {

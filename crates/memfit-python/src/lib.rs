@@ -51,7 +51,8 @@ mod _native {
 
     #[pymodule_export]
     use super::budget::{
-        AllocationBudget, forget_refusal, last_refusal, refusals, release_kept, taken_bytes,
+        AllocationBudget, forget_refusal, last_refusal, refusals, release_kept, resident_bytes,
+        taken_bytes,
     };
     #[pymodule_export]
     use super::counting::{

@@ -68,6 +68,9 @@ class CpuLimit:
             raise BudgetError(message)
         self._budget_bytes = budget_bytes
 
+    def refresh(self) -> None:
+        """See :class:`~memfit.guarding.limit.Limit`: all of it is counted."""
+
     def loosen(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""
         self._is_set = False

@@ -123,6 +123,9 @@ class CudaLimit:
             if on_device is not None and self in on_device.limits:
                 on_device.refresh()
 
+    def refresh(self) -> None:
+        """See :class:`~memfit.guarding.limit.Limit`: done after every optimizer step."""
+
     def _refuse_too_small(self) -> None:
         taken = non_torch_bytes(self._device) + int(torch.cuda.memory_allocated(self._device))
         if taken > self.budget_bytes:

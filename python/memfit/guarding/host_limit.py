@@ -3,19 +3,33 @@
 Responsible for what the tensors may take of a lease: the lease less what the process takes besides
 tensors. Not responsible for refusing (:mod:`memfit.guarding.cpu_limit`).
 
-What is taken besides is resident private memory less tensors, measured when the limit is first set
-and at every change, after the allocators have given back what they only keep. It is not followed in
-between: blocks that are kept for the next step are resident and no tensors, and letting go of them
-to look would cost each step its pages. Pages of tensors that were never touched are not resident,
-so they make it smaller. A woken model's pages are those of its parked file until they are written,
-and are not counted; written ones are taken besides.
+What is taken besides is resident private memory less those pages of tensors, and of blocks that are
+kept for the next step, that are in memory: pages nobody has touched yet make it no smaller. It is
+measured when the limit is first set and at every change, after the allocators have given back what
+they only keep, and again whenever somebody looks (:meth:`HostLimit.refresh`) without giving
+anything back. Where more is taken by then than the lease holds, nothing more is granted until
+something is freed. A woken model's pages are those of its parked file until they are written, and
+are not counted; written ones are taken besides.
 """
 
 from __future__ import annotations
 
+import time
+
 from memfit import _native, besides
 from memfit.errors import BudgetError
 from memfit.guarding.cpu_limit import CpuLimit
+
+LOOK_EVERY = 0.5
+"""Seconds between two measurements of what is taken besides."""
+
+_WORTH_A_CHANGE = 1 << 18
+"""Bytes more or less besides that change the budget: all else is the interpreter's breathing."""
+
+_STILL = 1 << 20
+"""Bytes that tensors may have come and gone by while it is measured."""
+
+_TRIES = 3
 
 
 class HostLimit(CpuLimit):
@@ -30,6 +44,7 @@ class HostLimit(CpuLimit):
         super().__init__(leased_bytes)
         self._leased_bytes = leased_bytes
         self._besides_bytes: int | None = None
+        self._looked = 0.0
 
     @property
     def budget_bytes(self) -> int:
@@ -43,6 +58,9 @@ class HostLimit(CpuLimit):
             besides_bytes = _besides()
             self._budget_bytes = _part(self._leased_bytes, besides_bytes)
             self._besides_bytes = besides_bytes
+            self._looked = time.monotonic()
+        else:
+            self.refresh()
         super().set()
 
     def change(self, budget_bytes: int) -> None:
@@ -51,7 +69,29 @@ class HostLimit(CpuLimit):
             besides_bytes = _besides()
             super().change(_part(budget_bytes, besides_bytes))
             self._besides_bytes = besides_bytes
+            self._looked = time.monotonic()
         self._leased_bytes = budget_bytes
+
+    def refresh(self) -> None:
+        """See :class:`~memfit.guarding.limit.Limit`."""
+        now = time.monotonic()
+        if self._besides_bytes is None or now - self._looked < LOOK_EVERY:
+            return
+        found = _seen()
+        if found is None:  # too much comes and goes: the next look
+            return
+        self._looked = now
+        if abs(found - self._besides_bytes) < _WORTH_A_CHANGE:
+            return
+        self._besides_bytes = found
+        for _ in range(_TRIES):
+            # What is live cannot be refused any more; what would come on top of it can.
+            budget_bytes = max(self._leased_bytes - found, _native.taken_bytes())
+            try:
+                super().change(budget_bytes)
+            except BudgetError:
+                continue  # another thread has just taken some
+            return
 
     def in_use_bytes(self) -> int:
         """Tensors, and what was taken besides them when that was last measured."""
@@ -61,7 +101,22 @@ class HostLimit(CpuLimit):
 def _besides() -> int:
     """What the process takes now besides the tensors that are counted."""
     besides.release("host")
-    return max(besides.resident() - _native.taken_bytes(), 0)
+    for _ in range(_TRIES):
+        found = _seen()
+        if found is not None:
+            return found
+    # Tensors come and go: the larger number is the safer one.
+    return max(besides.resident() - _native.resident_bytes(), 0)
+
+
+def _seen() -> int | None:
+    """The same, giving nothing back; ``None`` where tensors came and went meanwhile."""
+    before = _native.resident_bytes()
+    found = besides.resident()
+    after = _native.resident_bytes()
+    if abs(after - before) > _STILL:
+        return None
+    return max(found - max(before, after), 0)
 
 
 def _part(leased_bytes: int, besides_bytes: int) -> int:

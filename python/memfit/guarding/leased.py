@@ -57,6 +57,16 @@ class LeaseGuard:
                 error.add_note("hint: lease more, or free what is not needed first")
             raise
 
+    def refresh(self) -> None:
+        """Follow what the process takes past what the budgets count; called now and then."""
+        if not self._resizing.acquire(blocking=False):
+            return  # a resize measures by itself
+        try:
+            for limit in self._limits.values():
+                limit.refresh()
+        finally:
+            self._resizing.release()
+
     def end(self) -> None:
         """Refuse nothing any more."""
         for limit in self._limits.values():

@@ -43,6 +43,9 @@ class Limit(Protocol):
                 before.
         """
 
+    def refresh(self) -> None:
+        """Follow what is taken past the budget's own count, where that is measured now and then."""
+
     def loosen(self) -> None:
         """Refuse nothing until it is set again."""
 
