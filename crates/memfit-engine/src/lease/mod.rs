@@ -62,6 +62,10 @@
 //! priority and the youngest first, and only if the bytes they could give suffice. The holder answers
 //! with a smaller resize or declines; until it answers the bytes stay its own. At the deadline the ask
 //! lapses: bytes are never taken from a living process.
+//!
+//! A request that does not wait makes nobody be asked. An ask cannot be taken back, and a holder answers when it can
+//! (a training step between two steps, with another plan), so it would shrink for somebody who is gone. Who
+//! wants a short courtesy waits for a moment: then it stands in the queue, with all that follows from that.
 
 mod claims;
 mod ledger;
