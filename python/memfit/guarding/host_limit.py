@@ -7,9 +7,12 @@ What is taken besides is resident private memory less those pages of tensors, an
 kept for the next step, that are in memory: pages nobody has touched yet make it no smaller. It is
 measured when the limit is first set and at every change, after the allocators have given back what
 they only keep, and again whenever somebody looks (:meth:`HostLimit.refresh`) without giving
-anything back. Where more is taken by then than the lease holds, nothing more is granted until
-something is freed. A woken model's pages are those of its parked file until they are written, and
-are not counted; written ones are taken besides.
+anything back. Nobody looks while a fitted step has the limit: its plans are made for one budget,
+and what planning again takes besides would make each try tighter than the one before.
+
+Where more is taken than the lease holds, nothing more is granted until something is freed. A woken
+model's pages are those of its parked file until they are written, and are not counted; written ones
+are taken besides.
 """
 
 from __future__ import annotations
@@ -59,8 +62,6 @@ class HostLimit(CpuLimit):
             self._budget_bytes = _part(self._leased_bytes, besides_bytes)
             self._besides_bytes = besides_bytes
             self._looked = time.monotonic()
-        else:
-            self.refresh()
         super().set()
 
     def change(self, budget_bytes: int) -> None:
@@ -82,15 +83,16 @@ class HostLimit(CpuLimit):
             return
         self._looked = now
         if abs(found - self._besides_bytes) < _WORTH_A_CHANGE:
-            return
-        self._besides_bytes = found
+            found = self._besides_bytes
         for _ in range(_TRIES):
             # What is live cannot be refused any more; what would come on top of it can.
             budget_bytes = max(self._leased_bytes - found, _native.taken_bytes())
             try:
-                super().change(budget_bytes)
+                if budget_bytes != self._budget_bytes:
+                    super().change(budget_bytes)
             except BudgetError:
                 continue  # another thread has just taken some
+            self._besides_bytes = found
             return
 
     def in_use_bytes(self) -> int:
