@@ -37,7 +37,7 @@ HEADER = (
     "| way | window | peak | of eager's | predicted time | CPU time | moved | waited |\n"
     "|---|---|---|---|---|---|---|---|"
 )
-OTHERS = ("remat", "offload", "micro_batch", "chunk")
+OTHERS = ("remat", "offload", "offload_parameters", "micro_batch", "chunk")
 
 
 def plans(trace: memfit.Trace, folder: str) -> dict[str, dict[str, Any]]:

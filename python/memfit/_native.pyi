@@ -12,6 +12,7 @@ __all__ = [
     "ParkedCudaMemory",
     "ParkedMemory",
     "PoolMachine",
+    "Room",
     "Snapshot",
     "Store",
     "StoredBlock",
@@ -500,6 +501,34 @@ class Store:
 
     def statistics(self) -> str:
         """What it did so far, as JSON."""
+
+@final
+class Room:
+    """Which of the parameters that are elsewhere are in memory; items are places in the sizes."""
+
+    def __new__(cls, sizes: list[int], order: list[int], room_bytes: int, ahead_bytes: int) -> Room:
+        """With nothing in it.
+
+        Args:
+            sizes: Bytes of each item.
+            order: Items in the order in which a step uses them.
+            room_bytes: Most bytes in memory.
+            ahead_bytes: Most of those that are there before their use.
+        """
+
+    def admit(self, item: int) -> None:
+        """Note that an item is in memory already, whoever brought it."""
+
+    def trim(self) -> list[tuple[str, int]]:
+        """What to ``evict`` so that what is there fits."""
+
+    def need(self, items: list[int]) -> list[tuple[str, int]]:
+        """What to do, in order, so that some items can be used at the same time.
+
+        Returns:
+            ``evict``, ``fetch``, ``ahead`` (begin to fetch) or ``await`` (wait for what began), and
+            the item.
+        """
 
 @final
 class StoredBlock:

@@ -27,7 +27,12 @@ from memfit.apply.away_state import bring_home
 from memfit.apply.in_slices import InSlices
 from memfit.apply.microbatch import REDUCTIONS, Weights, cut
 from memfit.apply.offload_optimizer import StateDirections, StateElsewhere
-from memfit.apply.optimizer import OptimizerInBackward
+from memfit.apply.offload_parameters import (
+    ParameterDirections,
+    ParametersElsewhere,
+    bring_parameters_home,
+)
+from memfit.apply.optimizer import OneByOne, OptimizerInBackward, refuse_pre_hooks
 from memfit.apply.remat import Rematerialiser
 from memfit.apply.tiers import open_tier
 from memfit.capture.weightless import require_weights
@@ -50,6 +55,7 @@ _KINDS = frozenset(
         "offload",
         "fuse_optimizer",
         "offload_optimizer",
+        "offload_parameters",
         "micro_batch",
         "allocator_settings",
         "chunk",
@@ -67,7 +73,7 @@ class Report:
         replayed_ops: Ops run again for it.
         offloaded_tensors: Tensors kept elsewhere in the last forward.
         offloaded_bytes_written: Bytes that went elsewhere in all steps by the running plan,
-            optimizer state included.
+            optimizer state and parameters included.
         offloaded_bytes_read: Bytes that came back.
         offload_seconds_waited: What these steps waited for either.
         kept_drops: Drops and offloads of the plan that were not carried out, with the reason.
@@ -106,6 +112,7 @@ class _Actions:
         pieces: Micro-batches; 1 without.
         fuse: Whether the optimizer runs inside backward.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
+        parameters: Keeps parameters elsewhere; ``None`` where they stay.
     """
 
     plan: Mapping[str, Any]
@@ -114,6 +121,20 @@ class _Actions:
     pieces: int
     fuse: bool
     state: StateElsewhere | None = None
+    parameters: ParametersElsewhere | None = None
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """What a step runs inside."""
+        return contextlib.nullcontext() if self.parameters is None else self.parameters.running()
+
+    @contextlib.contextmanager
+    def update_of(self, parameter: Any) -> Iterator[None]:
+        """What the update of one parameter runs inside, where it has no other's company."""
+        with contextlib.ExitStack() as entered:
+            for part in (self.state, self.parameters):
+                if part is not None:
+                    entered.enter_context(part.update_of(parameter))
+            yield
 
     @property
     def diverged(self) -> bool:
@@ -206,17 +227,18 @@ class Fitted:
     def close(self) -> None:
         """Let go of plans, of files, and of what the last step left to report; no step can follow.
 
-        Optimizer state that is elsewhere comes home. Besides, model and optimizer need no undoing:
-        nothing else is installed on them between steps.
+        Optimizer state and parameters that are elsewhere come home. Besides, model and optimizer
+        need no undoing: nothing else is installed on them between steps.
 
         Raises:
-            OffloadError: State did not come back as it went.
+            OffloadError: One did not come back as it went.
         """
         self._closed = True
         if self._recovery is not None:
             self._recovery.close()
         if self.optimizer is not None:
             bring_home(self.optimizer)
+        bring_parameters_home(self.workload.model)
         self._by_shape.clear()
         self._actions = self._running = self._read({"actions": []})
 
@@ -258,14 +280,16 @@ class Fitted:
         self.has_begun_update = False
         actions = self._choose(batch)
         if not self.workload.training:
-            with torch.no_grad(), self._autocast():
+            self.place_state()
+            with torch.no_grad(), self._autocast(), actions.running():
                 result = self.workload.infer(self.workload.model, batch)
             self._completed(actions)
             return result
         try:
             self.place_state()
-            loss = self._forward_and_backward(actions, batch)
-            self._update(actions)
+            with actions.running():
+                loss = self._forward_and_backward(actions, batch)
+                self._update(actions)
         except BaseException:
             self._release_gradients()
             raise
@@ -327,13 +351,9 @@ class Fitted:
             return
         self.has_begun_update = True
         inside = OptimizerInBackward(self.optimizer)
-        state = actions.state
-        if state is None:
-            with inside.attached():
-                yield
-        else:
-            with state.updates(), inside.attached(state.update_of):
-                yield
+        updates = contextlib.nullcontext() if actions.state is None else actions.state.updates()
+        with updates, inside.attached(actions.update_of):
+            yield
 
     def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:
@@ -350,12 +370,25 @@ class Fitted:
             return
         self.has_begun_update = True
         if actions.state is not None:
-            actions.state.step()
+            away = actions.parameters
+            actions.state.step(away.update_of if away is not None else contextlib.nullcontext)
+        elif actions.parameters is not None:
+            self._update_one_by_one(self.optimizer, actions.parameters)
         else:
             self.optimizer.step()
 
+    def _update_one_by_one(self, optimizer: Optimizer, away: ParametersElsewhere) -> None:
+        refuse_pre_hooks(optimizer, "offload_parameters")
+        one_by_one = OneByOne(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in away.ordered(held):
+            if parameter.grad is not None:
+                with away.update_of(parameter):
+                    one_by_one.update(parameter)
+        one_by_one.finish()
+
     def place_state(self) -> None:
-        """Have the optimizer's state where the plan wants it between steps.
+        """Have the optimizer's state and the parameters where the plan wants them between steps.
 
         :meth:`step` begins with it; there is much to do only where something else ran meanwhile.
 
@@ -366,6 +399,10 @@ class Fitted:
             self._running.state.send_all()
         elif self.optimizer is not None:
             bring_home(self.optimizer)
+        if self._running.parameters is not None:
+            self._running.parameters.place()
+        else:
+            bring_parameters_home(self.workload.model)
 
     def _release_gradients(self) -> None:
         if self.optimizer is not None:
@@ -389,6 +426,7 @@ class Fitted:
         for kind, present in (
             ("fuse_optimizer", actions.fuse),
             ("offload_optimizer", actions.state is not None),
+            ("offload_parameters", actions.parameters is not None),
             ("micro_batch", actions.pieces > 1),
         ):
             if present:
@@ -434,7 +472,8 @@ class Fitted:
         remat = self._running.remat
         outcome = remat.outcome() if remat is not None else None
         seen = outcome.observations if outcome is not None else None
-        tiers = [part.tier for part in (remat, self._running.state) if part is not None]
+        parts = (remat, self._running.state, self._running.parameters)
+        tiers = [part.tier for part in parts if part is not None]
         moved = [tier.moved() for tier in tiers if tier is not None]
         counts = self._recovery.counts if self._recovery is not None else None
         divergences = [
@@ -502,8 +541,9 @@ class Fitted:
         settings = actions.pop("allocator_settings", None)
         if settings is not None:
             set_up(str(settings.get("settings", "")))
-        if actions and not self.workload.training:
-            message = f"the plan holds `{next(iter(actions))}`, and the workload has no loss"
+        trains = [kind for kind in actions if kind != "offload_parameters"]
+        if trains and not self.workload.training:
+            message = f"the plan holds `{trains[0]}`, and the workload has no loss"
             raise UsageError(message)
         fuse = "fuse_optimizer" in actions
         if fuse and self.optimizer is not None:
@@ -521,7 +561,13 @@ class Fitted:
             raise UsageError(message)
         chunk = _part(actions, "chunk")
         in_slices = InSlices(self.workload.model, chunk) if chunk is not None else None
-        return _Actions(plan, remat, in_slices, pieces, fuse, state)
+        part = _part(actions, "offload_parameters")
+        parameters = None
+        if part is not None:
+            parameters = ParametersElsewhere(
+                self.workload.model, ParameterDirections.read(part), self._offload_dir
+            )
+        return _Actions(plan, remat, in_slices, pieces, fuse, state, parameters)
 
     def _state_elsewhere(self, actions: Mapping[str, Mapping[str, Any]]) -> StateElsewhere | None:
         """What keeps the optimizer's state elsewhere; ``None`` where it stays."""

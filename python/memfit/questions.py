@@ -37,6 +37,7 @@ Kind = Literal[
     "allocator_settings",
     "offload",
     "offload_optimizer",
+    "offload_parameters",
     "chunk",
 ]
 """A technique."""

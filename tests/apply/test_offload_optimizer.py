@@ -313,7 +313,8 @@ def test_state_that_nobody_brought_home_is_there_all_the_same():
 )
 def test_the_measured_peak_is_the_predicted_one(tmp_path, name, fuse, wide):
     workload = build(KNOWN[name])
-    forbid = ["remat", "offload", "micro_batch", "chunk", *([] if fuse else ["fuse_optimizer"])]
+    others = ["remat", "offload", "offload_parameters", "micro_batch", "chunk"]
+    forbid = [*others, *([] if fuse else ["fuse_optimizer"])]
     trace = memfit.trace(workload)
     least = memfit.plan(trace, "1", forbid=forbid, offload=tmp_path).as_dict()
     budget = least["minimum_peak_bytes"] + least["margin_bytes"]
@@ -336,7 +337,7 @@ def test_the_measured_peak_is_the_predicted_one(tmp_path, name, fuse, wide):
 
 def test_the_first_step_makes_the_state_and_stays_within_the_prediction(tmp_path):
     workload = build()
-    forbid = ["remat", "micro_batch", "chunk"]
+    forbid = ["remat", "offload_parameters", "micro_batch", "chunk"]
     trace = memfit.trace(workload)
     least = memfit.plan(trace, "1", forbid=forbid, offload=tmp_path).as_dict()
     budget = least["minimum_peak_bytes"] + least["margin_bytes"]
@@ -348,7 +349,7 @@ def test_the_first_step_makes_the_state_and_stays_within_the_prediction(tmp_path
 
 
 def test_verify_agrees(tmp_path):
-    forbid = ["remat", "offload", "micro_batch", "chunk"]
+    forbid = ["remat", "offload", "offload_parameters", "micro_batch", "chunk"]
     trace = memfit.trace(build())
     least = memfit.plan(trace, "1", forbid=forbid, offload=tmp_path).as_dict()
     budget = least["minimum_peak_bytes"] + least["margin_bytes"]

@@ -96,7 +96,7 @@ def test_a_plan_offloads_where_nothing_may_be_computed_again(tmp_path):
 
 
 def test_offloading_reaches_lower_than_computing_again_alone(tmp_path):
-    forbid = ["micro_batch"]
+    forbid = ["micro_batch", "offload_parameters"]
     trace = memfit.trace(build())
     alone = memfit.plan(trace, "1%", forbid=forbid).minimum_peak_bytes
     both = memfit.plan(trace, "1%", forbid=forbid, offload=tmp_path).minimum_peak_bytes

@@ -10,6 +10,7 @@ mod evaluation;
 mod host;
 mod leases;
 mod offload;
+mod parameters;
 mod parking;
 mod parking_cuda;
 mod pool;
@@ -66,6 +67,8 @@ mod _native {
     use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
+    #[pymodule_export]
+    use super::parameters::Room;
     #[pymodule_export]
     use super::parking::ParkedMemory;
     #[pymodule_export]

@@ -360,6 +360,9 @@ pub(crate) enum KindChoice {
     /// Keep the optimizer's state elsewhere but for one parameter at a time
     #[value(alias = "offload-optimizer")]
     OffloadOptimizer,
+    /// Keep parameters elsewhere but for a room in memory
+    #[value(alias = "offload-parameters")]
+    OffloadParameters,
     /// Compute a loss over many classes and wide layers by rows
     Chunk,
 }

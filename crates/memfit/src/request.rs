@@ -168,6 +168,7 @@ impl KindChoice {
             Self::AllocatorSettings => ActionKind::AllocatorSettings,
             Self::Offload => ActionKind::Offload,
             Self::OffloadOptimizer => ActionKind::OffloadOptimizer,
+            Self::OffloadParameters => ActionKind::OffloadParameters,
             Self::Chunk => ActionKind::Chunk,
         }
     }

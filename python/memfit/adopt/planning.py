@@ -27,7 +27,7 @@ from memfit.errors import MemfitError
 from memfit.places import HOST
 from memfit.profiles import usable
 
-_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
+_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch", "offload_parameters"]
 """What needs a step that is memfit's own."""
 
 OUTSIDE = "outside the step"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.apply.away_state import AwayState, away_state, save_plainly
-from memfit.apply.optimizer import OneByOne, refuse_pre_hooks
+from memfit.apply.optimizer import Around, OneByOne, refuse_pre_hooks
 from memfit.apply.tiers import open_tier
 from memfit.capture.optimizer_updates import shared_state, unknown_optimizer
 from memfit.errors import OffloadError, UsageError
@@ -136,8 +136,11 @@ class StateElsewhere:
             )
             raise OffloadError(message) from self._failure
 
-    def step(self) -> None:
+    def step(self, around: Around = contextlib.nullcontext) -> None:
         """One step of the optimizer, parameter by parameter.
+
+        Args:
+            around: Of a parameter, what its update runs inside besides.
 
         Raises:
             OffloadError: State did not come back as it went; the message says whose, and how many
@@ -145,10 +148,13 @@ class StateElsewhere:
             UsageError: The optimizer has hooks that run before its step.
         """
         refuse_pre_hooks(self._optimizer, "offload_optimizer")
-        self.update_all().finish()
+        self.update_all(around).finish()
 
-    def update_all(self) -> OneByOne:
+    def update_all(self, around: Around = contextlib.nullcontext) -> OneByOne:
         """All updates of one step of the optimizer, which is still to be finished.
+
+        Args:
+            around: As of :meth:`step`.
 
         Raises:
             OffloadError: As :meth:`step`.
@@ -157,7 +163,7 @@ class StateElsewhere:
         with self.updates():
             for parameter in self._parameters():
                 if parameter.grad is not None:
-                    with self.update_of(parameter):
+                    with self.update_of(parameter), around(parameter):
                         one_by_one.update(parameter)
         return one_by_one
 

@@ -26,6 +26,7 @@ FORBIDDEN = (
     "allocator_settings",
     "offload",
     "offload_optimizer",
+    "offload_parameters",
     "chunk",
 )
 """Actions that a graph cannot take: they are of the step around it."""

@@ -21,7 +21,15 @@ from memfit.compiled.search import COSTS
 STATE_AWAY = "offload_optimizer"
 """The kind of action that keeps the optimizer's state elsewhere."""
 
-_OTHER_KINDS = ("remat", "offload", "fuse_optimizer", "micro_batch", "allocator_settings", "chunk")
+_OTHER_KINDS = (
+    "offload_parameters",
+    "remat",
+    "offload",
+    "fuse_optimizer",
+    "micro_batch",
+    "allocator_settings",
+    "chunk",
+)
 
 _STATIC = frozenset({"parameter", "module_buffer", "optimizer_state", "input"})
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.away_state import in_memory
+from memfit.barrier import owner_of, without_barrier
 from memfit.workload import Workload
 
 
@@ -55,17 +56,20 @@ def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tens
 def storage_bytes(tensors: Iterable[Tensor], device: str = "cpu") -> int:
     """Bytes of the distinct storages behind tensors on one kind of device."""
     storages = {}
-    for tensor in tensors:
-        if tensor.device.type == device and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+    with without_barrier():  # parameters that are elsewhere stay there, and take nothing
+        for tensor in tensors:
+            if tensor.device.type == device and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
 def measure_peak(call: Callable[[], Any], static: Iterable[Tensor]) -> Measured:
     """Run ``call`` once and measure its peak.
 
-    Run it once before: kernels, caches and optimizer state are set up on first use.
+    Run it once before: kernels, caches and optimizer state are set up on first use. Where a plan
+    keeps parameters elsewhere, this runs it once more itself: the profiler does not tell of memory
+    that goes in the call and came before it looked.
 
     Args:
         call: What to measure; its result is dropped.
@@ -82,7 +86,7 @@ def measure_peak(call: Callable[[], Any], static: Iterable[Tensor]) -> Measured:
     try:
         if cuda is not None:
             return _cuda_peak(call, cuda)
-        return _cpu_peak(call, storage_bytes(static))
+        return _cpu_peak(call, static)
     finally:
         if collecting:
             gc.enable()
@@ -98,16 +102,27 @@ def _cuda_peak(call: Callable[[], Any], device: torch.device) -> Measured:
     return Measured(torch.cuda.max_memory_allocated(device), before, after - before)
 
 
-def _cpu_peak(call: Callable[[], Any], static_bytes: int) -> Measured:
+_MEASURED = "memfit: measured call"
+
+
+def _cpu_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiled:
-        call()
+        if any(owner_of(tensor) is not None for tensor in static):
+            call()
+        static_bytes = storage_bytes(static)
+        with torch.profiler.record_function(_MEASURED):
+            call()
+    happened = profiled.profiler.kineto_results.events()
+    start = next(event.start_ns() for event in happened if event.name() == _MEASURED)
     events = [
         (event.start_ns(), event.nbytes())
-        for event in profiled.profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU
+        for event in happened
+        if event.name() == "[memory]"
+        and event.device_type() == torch._C._autograd.DeviceType.CPU
+        and event.start_ns() >= start
     ]
     events.sort(key=lambda event: event[0])  # stable: simultaneous events keep their order
     current = highest = 0

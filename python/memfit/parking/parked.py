@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memfit import _native
+from memfit.barrier import Barrier, without_barrier
 from memfit.errors import ParkError, UsageError
 from memfit.parking import cuda_memory, layout
-from memfit.parking.barrier import Barrier, without_barrier
 from memfit.parking.cuda_memory import CudaMemory
 from memfit.sizes import Size, in_bytes
 
@@ -124,7 +124,9 @@ class ParkedModel:
             layout.move(self._blocks, self._memory.place)
         else:
             layout.move(self._blocks, partial(layout.host_place, self._memory))
-        self._barrier = Barrier({member.names[0]: member.tensor for member in found}, self)
+        names = {id(member.tensor): member.names[0] for member in found}
+        tensors = [member.tensor for member in found]
+        self._barrier = Barrier(tensors, self, partial(_refuse_use, names))
         for block in self._blocks:
             _OWNERS[block.storage.data_ptr()] = self
 
@@ -420,6 +422,12 @@ def _refuse_others(blocks: list[layout.Block]) -> None:
                 "`park()` and `wake()`, or close it first"
             )
             raise ParkError(message, "aliased", name)
+
+
+def _refuse_use(names: Mapping[int, str], tensors: list[Tensor]) -> None:
+    name = next((names[id(tensor)] for tensor in tensors), "a parameter")
+    message = f"`{name}` was used while its model is parked\nhint: wake the model first"
+    raise ParkError(message, "parked", name)
 
 
 def _refuse_aliases(blocks: list[layout.Block]) -> None:

@@ -7,11 +7,14 @@ use super::alternatives::Sliced;
 use super::outer::{Outcome, PlanError, Planner};
 use super::problem::{Candidate, Problem};
 use super::validate::{InvalidPlan, validate};
-use super::{Action, ActionKind, Class, Dropped, Estimate, OffloadOptimizer, Plan, arena, emit};
+use super::{
+    Action, ActionKind, Class, Dropped, Estimate, OffloadOptimizer, OffloadParameters, Plan, arena,
+    emit,
+};
 use crate::bytes::Bytes;
 use crate::predict;
 use crate::step::{UpdateTurn, Variant, update_turns};
-use crate::trace::{Chunk, ParameterUpdate, Phase, Trace};
+use crate::trace::{AllocationId, Chunk, ParameterUpdate, Phase, Trace};
 
 const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
      own, so the gradients equal the unplanned ones in distribution, not in value";
@@ -47,6 +50,8 @@ impl Planner<'_> {
             plan.actions.push(self.fuse_action());
         }
         let away = self.offload_optimizer_action(&outcome.trace, outcome.variant);
+        plan.actions.extend(away);
+        let away = self.offload_parameters_action(&outcome.trace, outcome.variant);
         plan.actions.extend(away);
         if let Some(step) = self.step_of(outcome) {
             plan.actions.push(self.chunk_action(step));
@@ -133,6 +138,28 @@ impl Planner<'_> {
         })
     }
 
+    /// The parameters that an outcome keeps elsewhere, if it does.
+    fn offload_parameters_action(&self, trace: &Trace, variant: Variant) -> Option<Action> {
+        let (away, offer) = (variant.offload_parameters?, self.parameters_offer()?);
+        let items: Vec<AllocationId> = away.of(trace).collect();
+        let name = |id: &AllocationId| trace.string(trace.allocations[id.index()].name).to_owned();
+        let order = away.order(trace, variant).into_iter();
+        let place = |id: AllocationId| u32::try_from(items.binary_search(&id).ok()?).ok();
+        Some(Action {
+            count: items.len() as u64,
+            bytes: away.bytes(trace) - away.held_bytes(trace),
+            offload_parameters: Some(OffloadParameters {
+                tier: offer.tier,
+                folder: offer.folder.clone(),
+                room_bytes: away.room_bytes,
+                ahead_bytes: away.ahead_bytes,
+                names: items.iter().map(name).collect(),
+                order: order.filter_map(place).collect(),
+            }),
+            ..Action::new(ActionKind::OffloadParameters, Class::Exact)
+        })
+    }
+
     /// The step in slices that an outcome runs.
     fn step_of(&self, outcome: &Outcome) -> Option<&Sliced<'_>> {
         self.sliced.get(outcome.sliced?)
@@ -168,6 +195,7 @@ impl Action {
             remat: None,
             offload: None,
             offload_optimizer: None,
+            offload_parameters: None,
             settings: None,
             chunk: None,
         }
@@ -208,6 +236,10 @@ pub(super) fn equivalent_kinds(outcome: &Outcome, candidate: &Candidate) -> Vec<
         (
             outcome.variant.offload_optimizer.is_some(),
             ActionKind::OffloadOptimizer,
+        ),
+        (
+            outcome.variant.offload_parameters.is_some(),
+            ActionKind::OffloadParameters,
         ),
         (outcome.sliced.is_some(), ActionKind::Chunk),
         (outcome.pieces > 1, ActionKind::MicroBatch),

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use super::Bottleneck;
 use super::problem::Candidate;
 use crate::bytes::Bytes;
-use crate::step::{Evaluator, StateAway, StepModel, Variant};
+use crate::step::{Evaluator, ParametersAway, StateAway, StepModel, Variant};
 use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
 
 /// What is alive at the peak of a candidate.
@@ -16,6 +16,9 @@ pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate)
     let model = StepModel::new(trace, variant);
     let holdings = Evaluator::new(&model).holdings_at_peak(&candidate.treatments);
     let mut breakdown: Vec<(Category, Bytes)> = Vec::new();
+    if let Some(away) = variant.offload_parameters {
+        breakdown.push((Category::Parameter, away.held_bytes(trace)));
+    }
     for holding in holdings {
         let category = trace.allocations[holding.allocation.index()].category;
         match breakdown.iter_mut().find(|(known, _)| *known == category) {
@@ -42,10 +45,11 @@ pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate)
     }
 }
 
-/// A word on what is alive throughout the step, where that alone is above the cap; state that may be `away` is not.
+/// A word on what is alive throughout the step, where that alone is above the cap; state and parameters that may be
+/// `away` are not.
 pub(super) fn standing_note(
     trace: &Trace,
-    away: Option<StateAway>,
+    away: (Option<StateAway>, Option<ParametersAway>),
     cap: Bytes,
     budget: Bytes,
 ) -> Option<String> {
@@ -64,10 +68,13 @@ pub(super) fn standing_note(
 }
 
 /// What is alive from the first op to the last, by category.
-fn standing_bytes(trace: &Trace, away: Option<StateAway>) -> Vec<(Category, Bytes)> {
+fn standing_bytes(
+    trace: &Trace,
+    (away, parameters): (Option<StateAway>, Option<ParametersAway>),
+) -> Vec<(Category, Bytes)> {
     let mut standing: Vec<(Category, Bytes)> = Vec::new();
     let updates = trace.updates.iter();
-    let away: BTreeSet<AllocationId> = away
+    let mut away: BTreeSet<AllocationId> = away
         .into_iter()
         .flat_map(|away| {
             updates
@@ -75,6 +82,10 @@ fn standing_bytes(trace: &Trace, away: Option<StateAway>) -> Vec<(Category, Byte
                 .flat_map(move |update| away.of(trace, update))
         })
         .collect();
+    if let Some(parameters) = parameters {
+        away.extend(parameters.of(trace));
+        standing.push((Category::Parameter, parameters.held_bytes(trace)));
+    }
     let ids = (0..).map(AllocationId);
     for (id, allocation) in ids.zip(&trace.allocations) {
         let throughout = allocation.natural.first() == Some(&(OpIndex(0), trace.end()));

@@ -104,6 +104,8 @@ pub enum ActionKind {
     Offload,
     /// Keep the optimizer's state elsewhere, and fetch it for one parameter at a time.
     OffloadOptimizer,
+    /// Keep parameters elsewhere but for a room in memory.
+    OffloadParameters,
     /// Compute the loss over many classes in slices of its rows.
     Chunk,
 }
@@ -125,7 +127,7 @@ pub struct Action {
     pub kind: ActionKind,
     /// Its promise.
     pub class: Class,
-    /// Allocations dropped, parameters fused or with state elsewhere, or pieces of the batch.
+    /// Allocations dropped, parameters fused, elsewhere or with state elsewhere, or pieces of the batch.
     pub count: u64,
     /// Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped, gradients
     /// freed, activations not needed at once.
@@ -139,6 +141,9 @@ pub struct Action {
     /// What the executor needs for `offload_optimizer`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offload_optimizer: Option<OffloadOptimizer>,
+    /// What the executor needs for `offload_parameters`; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offload_parameters: Option<OffloadParameters>,
     /// What to set for `allocator_settings`, as in `PYTORCH_CUDA_ALLOC_CONF`; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<String>,
@@ -198,6 +203,24 @@ pub struct OffloadOptimizer {
     pub least_bytes: Bytes,
     /// Names of the parameters with state elsewhere, in the order of their updates.
     pub order: Vec<String>,
+}
+
+/// Which parameters to keep elsewhere, and how.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadParameters {
+    /// Where to.
+    pub tier: Tier,
+    /// The folder, for files; empty for the host's memory.
+    #[serde(default)]
+    pub folder: String,
+    /// Most bytes of them in memory, or on their way, at a time.
+    pub room_bytes: Bytes,
+    /// Most of those that are on their way, or came ahead and are not used yet.
+    pub ahead_bytes: Bytes,
+    /// Names of those that go, one for each storage.
+    pub names: Vec<String>,
+    /// In which order a step uses them, as places in `names`.
+    pub order: Vec<u32>,
 }
 
 /// One dropped or stored allocation.

@@ -66,6 +66,11 @@ impl Outcome {
         self.base_seconds + candidate.added_seconds * self.pieces as f64
     }
 
+    /// Of its fastest plan that fits, if there is one.
+    pub(super) fn best_seconds(&self) -> Option<f64> {
+        Some(self.seconds(self.best.as_ref()?))
+    }
+
     #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
     fn bound_seconds(&self) -> f64 {
         self.base_seconds + self.bound.added_seconds * self.pieces as f64
@@ -167,6 +172,10 @@ impl Planner<'_> {
             refusal(
                 ActionKind::OffloadOptimizer,
                 refusal::offload_optimizer(self.trace, self.request),
+            ),
+            refusal(
+                ActionKind::OffloadParameters,
+                refusal::offload_parameters(self.trace, self.request),
             ),
         ];
         Plan {
@@ -411,7 +420,9 @@ impl Planner<'_> {
             StopReason::NotFound
         };
         let away = self.state_away(Bytes::ZERO);
-        let note = explain::standing_note(self.trace, away, self.cap, plan.budget_bytes);
+        let parameters = self.narrowest_room();
+        let note =
+            explain::standing_note(self.trace, (away, parameters), self.cap, plan.budget_bytes);
         plan.notes.extend(note);
     }
 

@@ -3,10 +3,10 @@
 //! Responsible for the proofs that the optimizer may run inside backward and that the batch may be cut,
 //! and for the words when they fail. Not responsible for whether using them pays.
 
-use super::variants::LEAST_STATE;
+use super::variants::{LEAST_PARAMETER, LEAST_STATE};
 use super::{ActionKind, PlanRequest};
 use crate::bytes::Bytes;
-use crate::step::StateAway;
+use crate::step::{ParametersAway, StateAway};
 use crate::trace::{CouplingKind, Phase, Trace};
 
 /// Why the optimizer step cannot run inside backward; `None` when it can.
@@ -69,6 +69,29 @@ pub(super) fn offload_optimizer(trace: &Trace, request: &PlanRequest) -> Option<
     let goes = |update| away.bytes(trace, update) > Bytes::ZERO;
     let none = !trace.updates.iter().any(goes);
     none.then(|| format!("the optimizer keeps no state of {LEAST_STATE} or more for a parameter"))
+}
+
+/// Why parameters cannot be offloaded to the place that was named; `None` when they can, or none was.
+pub(super) fn offload_parameters(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    request.offload.as_ref()?;
+    if request.forbid.contains(&ActionKind::OffloadParameters) {
+        return Some("forbidden by the request".to_owned());
+    }
+    if request.own_loop {
+        return Some("the step is run by the user's own loop".to_owned());
+    }
+    // Without an optimizer nothing needs all parameters at once.
+    let optimizer = (!trace.meta.optimizer.is_empty()).then_some(&trace.meta.per_parameter_refusal);
+    if let Some(Some(reason)) = optimizer {
+        return Some(reason.clone());
+    }
+    let away = ParametersAway {
+        room_bytes: Bytes::ZERO,
+        ahead_bytes: Bytes::ZERO,
+        least_bytes: LEAST_PARAMETER,
+    };
+    let none = away.of(trace).next().is_none();
+    none.then(|| format!("the model has no parameter of {LEAST_PARAMETER} or more"))
 }
 
 /// Why the batch cannot be cut; `None` when it can.

@@ -151,7 +151,7 @@ impl StepModel {
     }
 
     fn lay_out_ground(&mut self, trace: &Trace, end: usize) {
-        let mut constant: u64 = 0;
+        let mut constant: u64 = self.room_bytes;
         if self.variant.accumulate {
             let mut seen = vec![false; trace.allocations.len()];
             for update in &trace.updates {

@@ -20,7 +20,7 @@ use crate::trace::{AllocationId, Category, Trace};
 /// comes or goes, so `start` and `end` of all lives are distinct.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Life {
-    /// The allocation it holds; absent for scratch inside an op or a replay.
+    /// The allocation it holds; absent for scratch inside an op or a replay, and for the room of parameters.
     pub allocation: Option<AllocationId>,
     /// Its bytes, as requested.
     pub bytes: Bytes,
@@ -54,6 +54,8 @@ enum Key {
         number: usize,
         allocation: usize,
     },
+    /// What of the parameters that are elsewhere is in memory, as one.
+    Room,
     /// Scratch number so and so.
     Scratch(usize),
 }
@@ -119,8 +121,11 @@ impl Script<'_> {
         }
     }
 
-    /// Gradients of earlier micro-batches.
+    /// The room of parameters that are elsewhere, and gradients of earlier micro-batches.
     fn constants(&mut self) {
+        if self.model.room_bytes > 0 {
+            self.turn(0, 0, Key::Room, true, self.model.room_bytes);
+        }
         if !self.model.variant.accumulate {
             return;
         }
@@ -279,7 +284,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
                 Key::Original(allocation)
                 | Key::Accumulated(allocation)
                 | Key::State { allocation, .. } => Some(id(allocation)),
-                Key::Version(_) | Key::Scratch(_) => None,
+                Key::Version(_) | Key::Room | Key::Scratch(_) => None,
             },
             bytes: Bytes(turn.bytes),
             start: time,
@@ -288,7 +293,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
                 Key::Original(allocation) => {
                     turn.position == 0 && trace.allocations[allocation].producer.is_none()
                 }
-                Key::Accumulated(_) => true,
+                Key::Accumulated(_) | Key::Room => true,
                 Key::Version(_) | Key::State { .. } | Key::Scratch(_) => false,
             },
         });

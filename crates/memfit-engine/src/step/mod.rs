@@ -12,8 +12,10 @@ mod events;
 pub mod lives;
 mod model;
 pub mod naive;
+mod parameters;
 #[cfg(test)]
 pub(crate) mod random;
+pub mod room;
 mod state;
 mod storable;
 mod transfers;
@@ -22,6 +24,7 @@ mod updates;
 
 pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
 pub use model::{StepModel, Undroppable, Variant};
+pub use parameters::ParametersAway;
 pub use storable::Unstorable;
 pub use transfers::Transfer;
 pub use treatment::Treatment;

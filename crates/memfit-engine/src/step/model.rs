@@ -9,6 +9,7 @@
 //! stretch of which only the highest counts.
 
 use super::events::Event;
+use super::parameters::ParametersAway;
 use super::storable::Unstorable;
 use super::updates::StateAway;
 use crate::bytes::Bytes;
@@ -26,12 +27,14 @@ pub struct Variant {
     pub window_bytes: Bytes,
     /// The optimizer runs per parameter, and state is in memory only around its update.
     pub offload_optimizer: Option<StateAway>,
+    /// The optimizer runs per parameter, and parameters are elsewhere but for a room in memory.
+    pub offload_parameters: Option<ParametersAway>,
 }
 
 impl Variant {
     /// Does the optimizer run per parameter, its own phase being empty?
     pub(super) const fn updates_one_by_one(self) -> bool {
-        self.fuse_optimizer || self.offload_optimizer.is_some()
+        self.fuse_optimizer || self.offload_optimizer.is_some() || self.offload_parameters.is_some()
     }
 }
 
@@ -100,6 +103,8 @@ pub struct StepModel {
     /// What everything else is alive in, for reports: ranges per allocation.
     pub(super) fixed_ranges: Vec<Vec<(usize, usize)>>,
     pub(super) forward_end: usize,
+    /// Parameters that are elsewhere hold so much all the time.
+    pub(super) room_bytes: u64,
 }
 
 impl StepModel {
@@ -124,7 +129,9 @@ impl StepModel {
             ground_between: Vec::new(),
             fixed_ranges: vec![Vec::new(); trace.allocations.len()],
             forward_end,
+            room_bytes: 0,
         };
+        model.take_parameters_away(trace);
         model.lay_out_slots(trace);
         model.lay_out_records(trace);
         model.find_undroppable(trace);
@@ -223,6 +230,16 @@ impl StepModel {
         let slots = self.slots_of(allocation);
         let slot = slots.start + version as usize;
         (slot < slots.end).then_some(slot)
+    }
+
+    /// What is elsewhere takes nothing by itself: its room does, throughout.
+    fn take_parameters_away(&mut self, trace: &Trace) {
+        if let Some(away) = self.variant.offload_parameters {
+            self.room_bytes = away.held_bytes(trace).0;
+            for parameter in away.of(trace) {
+                self.bytes[parameter.index()] = 0;
+            }
+        }
     }
 
     fn lay_out_slots(&mut self, trace: &Trace) {

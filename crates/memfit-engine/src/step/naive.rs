@@ -119,11 +119,13 @@ pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Na
     let mut distinct: Vec<usize> = gradients.filter(is_gradient).collect();
     distinct.sort_unstable();
     distinct.dedup();
-    let constant = if variant.accumulate {
-        distinct.iter().map(|&a| trace.allocations[a].bytes.0).sum()
-    } else {
-        0
-    };
+    let mut constant = updated::room_of_parameters(trace, variant);
+    if variant.accumulate {
+        constant += distinct
+            .iter()
+            .map(|&a| trace.allocations[a].bytes.0)
+            .sum::<u64>();
+    }
     let result = NaiveEvaluation {
         peak_bytes: Bytes::ZERO,
         replayed: Vec::new(),
@@ -383,6 +385,9 @@ impl Twin<'_> {
     }
 
     fn bytes(&self, a: usize) -> u64 {
+        if updated::is_parameter_away(self.trace, self.variant, a) {
+            return 0;
+        }
         self.trace.allocations[a].bytes.0
     }
 

@@ -51,6 +51,7 @@ pub(crate) const fn kind(kind: ActionKind) -> &'static str {
         ActionKind::AllocatorSettings => "allocator settings",
         ActionKind::Offload => "offloading",
         ActionKind::OffloadOptimizer => "optimizer state offloaded",
+        ActionKind::OffloadParameters => "parameters offloaded",
         ActionKind::Chunk => "chunking",
     }
 }
@@ -73,6 +74,12 @@ pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
         ActionKind::OffloadOptimizer => {
             format!(
                 "that of {} kept elsewhere but for its update",
+                counted(count, "parameter")
+            )
+        }
+        ActionKind::OffloadParameters => {
+            format!(
+                "{} elsewhere but for a room in memory",
                 counted(count, "parameter")
             )
         }

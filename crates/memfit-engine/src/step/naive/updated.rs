@@ -1,6 +1,6 @@
-//! The part of the slow twin that knows of updates one by one, and of state that is elsewhere between them.
+//! The part of the slow twin that knows of updates one by one, and of state that is elsewhere between them, and of parameters that are.
 //!
-//! Responsible for what the page says under "Optimizer state elsewhere" and "Optimizer step inside backward".
+//! Responsible for what the page says under "Optimizer state elsewhere", "Parameters elsewhere" and "Optimizer step inside backward".
 
 use super::Twin;
 use crate::bytes::Bytes;
@@ -70,11 +70,39 @@ impl Updates {
     }
 }
 
+/// Is this a parameter that is elsewhere?
+pub(super) fn is_parameter_away(trace: &Trace, variant: Variant, a: usize) -> bool {
+    let Some(away) = variant.offload_parameters else {
+        return false;
+    };
+    let allocation = &trace.allocations[a];
+    let whole = allocation.natural.first();
+    let throughout = whole.is_some_and(|&(s, e)| s.index() == 0 && e.index() == trace.ops.len());
+    let least = away.least_bytes.0.max(1);
+    allocation.category == Category::Parameter && throughout && allocation.bytes.0 >= least
+}
+
+/// What parameters that are elsewhere take all the time.
+pub(super) fn room_of_parameters(trace: &Trace, variant: Variant) -> u64 {
+    let Some(away) = variant.offload_parameters else {
+        return 0;
+    };
+    let all = 0..trace.allocations.len();
+    let all = all.filter(|&a| is_parameter_away(trace, variant, a));
+    let all: u64 = all.map(|a| trace.allocations[a].bytes.0).sum();
+    all.min(away.room_bytes.0)
+}
+
 impl Twin<'_> {
+    /// Do the updates come at the end, one by one?
+    const fn is_one_by_one(&self) -> bool {
+        self.variant.offload_optimizer.is_some() || self.variant.offload_parameters.is_some()
+    }
+
     /// Number of ops that run.
     pub(super) fn end(&self) -> usize {
         let fuse = self.variant.fuse_optimizer;
-        if !fuse && self.variant.offload_optimizer.is_none() {
+        if !fuse && !self.is_one_by_one() {
             return self.trace.ops.len();
         }
         for (i, op) in self.trace.ops.iter().enumerate() {
@@ -108,7 +136,7 @@ impl Twin<'_> {
     /// or all at the end, where the gradients stay.
     pub(super) fn updates_at(&mut self, p: usize, end: usize) {
         let fuse = self.variant.fuse_optimizer;
-        if !(fuse || self.variant.offload_optimizer.is_some() && p == end) {
+        if !(fuse || self.is_one_by_one() && p == end) {
             return;
         }
         while let Some(&(i, position)) = self.updates.in_order.get(self.updates.ran) {

@@ -84,6 +84,7 @@ pub(crate) fn actions(point: &FrontPoint) -> String {
         ActionKind::AllocatorSettings => "allocator_settings".to_owned(),
         ActionKind::Offload => format!("offload {}", action.count),
         ActionKind::OffloadOptimizer => "offload_optimizer".to_owned(),
+        ActionKind::OffloadParameters => "offload_parameters".to_owned(),
         ActionKind::Chunk => format!("chunk {}", action.count),
     });
     parts.collect::<Vec<_>>().join(", ")
@@ -104,7 +105,8 @@ pub(crate) fn techniques(point: &FrontPoint) -> String {
             ActionKind::Chunk => format!("{kind} into {}", words::counted(action.count, "slice")),
             ActionKind::FuseOptimizer
             | ActionKind::AllocatorSettings
-            | ActionKind::OffloadOptimizer => kind.to_owned(),
+            | ActionKind::OffloadOptimizer
+            | ActionKind::OffloadParameters => kind.to_owned(),
         }
     });
     parts.collect::<Vec<_>>().join(", ")

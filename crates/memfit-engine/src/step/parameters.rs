@@ -1,0 +1,191 @@
+//! Parameters elsewhere: which they are, in which order a step uses them, and what moves for that.
+//!
+//! Responsible for what `docs/concepts/transformed-trace.md` says under "Parameters elsewhere". What is in memory at
+//! which use is [`super::room`]'s. Not responsible for the peak: the room counts throughout (`events.rs`).
+
+use super::model::Variant;
+use super::room::{Move, Room};
+use super::transfers::Transfer;
+use super::updates::{UpdateTurn, update_turns, updates_end};
+use crate::bytes::Bytes;
+use crate::trace::{AllocationId, Category, Op, OpIndex, Trace};
+
+/// Parameters that are elsewhere but for a room in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParametersAway {
+    /// Most bytes of them in memory, or on their way, at a time.
+    pub room_bytes: Bytes,
+    /// Most of those that are on their way, or came ahead and are not used yet.
+    pub ahead_bytes: Bytes,
+    /// Smallest parameter that goes away.
+    pub least_bytes: Bytes,
+}
+
+impl ParametersAway {
+    /// Whether a parameter, or what else an allocation is, goes away.
+    #[must_use]
+    pub fn has(self, trace: &Trace, allocation: AllocationId) -> bool {
+        let known = &trace.allocations[allocation.index()];
+        let throughout = known.natural.first() == Some(&(OpIndex(0), trace.end()));
+        let is_large = known.bytes >= self.least_bytes.max(Bytes(1));
+        known.category == Category::Parameter && throughout && is_large
+    }
+
+    /// All that go away.
+    pub fn of(self, trace: &Trace) -> impl Iterator<Item = AllocationId> + '_ {
+        let ids = (0..trace.allocations.len()).filter_map(|id| u32::try_from(id).ok());
+        ids.map(AllocationId).filter(move |&id| self.has(trace, id))
+    }
+
+    /// Their bytes.
+    #[must_use]
+    pub fn bytes(self, trace: &Trace) -> Bytes {
+        let sizes = self.of(trace);
+        sizes.map(|id| trace.allocations[id.index()].bytes).sum()
+    }
+
+    /// What of them is in memory at most.
+    #[must_use]
+    pub fn held_bytes(self, trace: &Trace) -> Bytes {
+        self.room_bytes.min(self.bytes(trace))
+    }
+
+    /// The smallest room in which every op of forward and backward finds all it uses, and every update its parameter.
+    #[must_use]
+    pub fn least_room(self, trace: &Trace, variant: Variant) -> Bytes {
+        let size = |id: &AllocationId| trace.allocations[id.index()].bytes;
+        let uses = self.uses(trace, variant).into_iter();
+        let sizes = uses.map(|used| used.items.iter().map(size).sum());
+        sizes.max().unwrap_or_default()
+    }
+
+    /// Names of parameters in the order in which a step uses them. One that is used by several ops in a row is named
+    /// once.
+    #[must_use]
+    pub fn order(self, trace: &Trace, variant: Variant) -> Vec<AllocationId> {
+        let mut order: Vec<AllocationId> = Vec::new();
+        for used in self.uses(trace, variant) {
+            for item in used.items {
+                if order.last() != Some(&item) {
+                    order.push(item);
+                }
+            }
+        }
+        order
+    }
+
+    /// What of them moves in a step that is one of many, in order.
+    #[must_use]
+    pub fn transfers(self, trace: &Trace, variant: Variant) -> Vec<Transfer> {
+        let items: Vec<AllocationId> = self.of(trace).collect();
+        let place = |id: &AllocationId| items.binary_search(id).ok();
+        let sizes = items.iter().map(|id| trace.allocations[id.index()].bytes.0);
+        let order = self.order(trace, variant);
+        let order = order.iter().filter_map(place).collect();
+        let mut room = Room::new(
+            sizes.collect(),
+            order,
+            self.room_bytes.0,
+            self.ahead_bytes.0,
+        );
+        let mut outgoing = vec![false; items.len()];
+        let mut transfers = Vec::new();
+        let uses = self.uses(trace, variant);
+        // What is there at the start is what the step before left.
+        for is_measured in [false, true] {
+            for Use {
+                at,
+                items: used,
+                written,
+            } in &uses
+            {
+                let needed: Vec<usize> = used.iter().filter_map(place).collect();
+                for what in room.need(&needed) {
+                    let allocation = match what {
+                        Move::Evict(item)
+                        | Move::Fetch(item)
+                        | Move::Ahead(item)
+                        | Move::Await(item) => items[item],
+                    };
+                    let at = *at;
+                    let transfer = match what {
+                        Move::Evict(item) => {
+                            if !std::mem::take(&mut outgoing[item]) {
+                                continue;
+                            }
+                            Transfer::Settled { at, allocation }
+                        }
+                        Move::Fetch(_) => Transfer::Fetch { at, allocation },
+                        Move::Ahead(_) => Transfer::Ahead { at, allocation },
+                        Move::Await(_) => Transfer::Asked { at, allocation },
+                    };
+                    transfers.extend(is_measured.then_some(transfer));
+                }
+                for &item in needed.iter().filter(|_| *written) {
+                    outgoing[item] = true;
+                    let (at, allocation) = (*at, items[item]);
+                    transfers.extend(is_measured.then_some(Transfer::Out { at, allocation }));
+                }
+            }
+        }
+        transfers
+    }
+
+    /// Every op and every update that uses some of them, in order.
+    fn uses(self, trace: &Trace, variant: Variant) -> Vec<Use> {
+        let updates = update_turns(trace, variant).into_iter();
+        let mut updates = updates
+            .filter_map(|(at, turn)| match turn {
+                UpdateTurn::Update(update) => Some((at, trace.updates[update].parameter)),
+                _ => None,
+            })
+            .filter(|&(_, parameter)| self.has(trace, parameter))
+            .map(|(at, parameter)| Use {
+                at,
+                items: vec![parameter],
+                written: true,
+            })
+            .peekable();
+        let end = if variant.updates_one_by_one() {
+            updates_end(trace, variant)
+        } else {
+            trace.ops.len()
+        };
+        let mut uses = Vec::new();
+        for (at, op) in (0..).map(OpIndex).zip(&trace.ops[..end]) {
+            while let Some(update) = updates.next_if(|update| update.at <= at) {
+                uses.push(update);
+            }
+            let items = self.used_by(trace, op);
+            if !items.is_empty() {
+                uses.push(Use {
+                    at,
+                    items,
+                    written: false,
+                });
+            }
+        }
+        uses.extend(updates);
+        uses
+    }
+
+    /// Those that an op reads or writes, distinct.
+    fn used_by(self, trace: &Trace, op: &Op) -> Vec<AllocationId> {
+        let mut items = Vec::new();
+        for &value in op.reads.iter().chain(&op.writes) {
+            let allocation = trace.allocation_of(value);
+            if self.has(trace, allocation) && !items.contains(&allocation) {
+                items.push(allocation);
+            }
+        }
+        items
+    }
+}
+
+/// One op or update.
+struct Use {
+    at: OpIndex,
+    items: Vec<AllocationId>,
+    /// It is an update, after which the parameter has to be written.
+    written: bool,
+}

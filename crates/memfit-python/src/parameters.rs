@@ -1,0 +1,44 @@
+//! Parameters elsewhere: the engine's room, for the executor that moves them.
+//!
+//! Responsible for conversion, as the rest of the binding.
+
+use memfit_engine::step::room;
+use pyo3::prelude::*;
+
+/// Which parameters are in memory. Items are places in the list of sizes.
+#[pyclass(module = "memfit._native")]
+pub(crate) struct Room(room::Room);
+
+#[pymethods]
+impl Room {
+    #[new]
+    fn new(sizes: Vec<u64>, order: Vec<usize>, room_bytes: u64, ahead_bytes: u64) -> Self {
+        Self(room::Room::new(sizes, order, room_bytes, ahead_bytes))
+    }
+
+    /// Notes that an item is in memory already.
+    fn admit(&mut self, item: usize) {
+        self.0.admit(item);
+    }
+
+    /// What has to go for what is there to fit.
+    fn trim(&mut self) -> Vec<(&'static str, usize)> {
+        named(self.0.trim())
+    }
+
+    /// What to do, in order, so that some items are there.
+    #[expect(clippy::needless_pass_by_value, reason = "what Python passes")]
+    fn need(&mut self, items: Vec<usize>) -> Vec<(&'static str, usize)> {
+        named(self.0.need(&items))
+    }
+}
+
+fn named(moves: Vec<room::Move>) -> Vec<(&'static str, usize)> {
+    let named = moves.into_iter().map(|what| match what {
+        room::Move::Evict(item) => ("evict", item),
+        room::Move::Fetch(item) => ("fetch", item),
+        room::Move::Ahead(item) => ("ahead", item),
+        room::Move::Await(item) => ("await", item),
+    });
+    named.collect()
+}
