@@ -1,7 +1,7 @@
 //! Which of the parameters that are elsewhere are in memory: a room of so many bytes, and a known order of use.
 //!
 //! Responsible for what comes and what goes when some of them are needed: a pure state machine, which the plan asks
-//! what a step would move ([`super::parameters`]) and the executor asks what to move. Not responsible for moving
+//! what a step would move (`parameters.rs`) and the executor asks what to move. Not responsible for moving
 //! bytes, nor for which of them were written to.
 //!
 //! # Policy
