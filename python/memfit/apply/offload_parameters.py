@@ -33,7 +33,7 @@ from memfit.barrier import Barrier, owner_of, without_barrier
 from memfit.errors import OffloadError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from os import PathLike
 
     from memfit.apply.tiers import Parcel, Tier
@@ -221,8 +221,7 @@ class ParametersElsewhere:
             OffloadError: Some could not be written; they stay in memory, whole.
         """
         self._failure = None
-        self._claim()
-        placed = self._place_anew()
+        placed = self._place_anew(self._take_over())
         with self._down(placed):
             for number, item in enumerate(placed.items):
                 if item.is_here:
@@ -242,16 +241,7 @@ class ParametersElsewhere:
         Raises:
             OffloadError: One did not come back as it went.
         """
-        placed = self._placed
-        if placed is None:
-            return
-        with self._down(placed):
-            for item in placed.items:
-                self._have(item)
-                with contextlib.suppress(OffloadError):
-                    item.settle()  # it is in memory, whole, and stays
-        placed.barrier.take_down()
-        self._placed = None
+        self.hand_over(())
 
     # In a step
 
@@ -391,14 +381,38 @@ class ParametersElsewhere:
             self._is_running = False
             placed.barrier.put_up()
 
-    def _claim(self) -> None:
-        """Have home what another plan for the same model sent elsewhere."""
+    def _take_over(self) -> list[_Item]:
+        """Take over what another plan for the same model keeps elsewhere."""
+        with without_barrier():
+            mine = {item.storage._cdata for item in _items(self._model, self._directions.names)}
+        taken: list[_Item] = []
         for parameter in self._model.parameters():
             owner = owner_of(parameter)
             if isinstance(owner, ParametersElsewhere) and owner is not self:
-                owner.bring_home()
+                taken += owner.hand_over(mine)
+        return taken
 
-    def _place_anew(self) -> _Place:
+    def hand_over(self, storages: Collection[int]) -> list[_Item]:
+        """Leave some storages to another, as they are, and have the others in memory.
+
+        Raises:
+            OffloadError: One of those did not come back as it went.
+        """
+        placed = self._placed
+        if placed is None:
+            return []
+        kept = [item for item in placed.items if item.storage._cdata in storages]
+        with self._down(placed):
+            for item in placed.items:
+                if item.storage._cdata not in storages:
+                    self._have(item)
+                    with contextlib.suppress(OffloadError):
+                        item.settle()  # it is in memory, whole, and stays
+        placed.barrier.take_down()
+        self._placed = None
+        return kept
+
+    def _place_anew(self, taken: Sequence[_Item]) -> _Place:
         """The place as it is, or a new one where the model has other parameters by now."""
         with without_barrier():
             found = _items(self._model, self._directions.names)
@@ -409,6 +423,8 @@ class ParametersElsewhere:
         directions = self._directions
         with without_barrier():
             found = _items(self._model, directions.names)
+        known = {item.storage._cdata: item for item in taken}
+        found = [known.get(item.storage._cdata, item) for item in found]
         self._placed = _Place(
             found,
             _native.Room(
