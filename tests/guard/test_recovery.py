@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alone import alone
 from torch import Tensor, nn
 
 import memfit
@@ -334,3 +335,40 @@ def test_a_guard_goes_with_whole_eager_steps_only():
     for choice in ({"own_loop": True}, {"compile": True}):
         with pytest.raises(memfit.UsageError, match="whole eager steps"):
             memfit.fit(workload(net), "100%", guard=True, **choice)
+
+
+def test_a_budget_below_the_model_itself_is_held_with_its_parameters_elsewhere(tmp_path):
+    seen = alone(
+        f"""
+        from memfit.fitted import Fitted
+
+        def wide():
+            torch.manual_seed(0)
+            nn = torch.nn
+            layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(12)]
+            loss = lambda model, batch: model(batch).square().mean()
+            make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+            return memfit.Workload(torch.nn.Sequential(*layers), torch.randn(4, 256), loss, make)
+
+        workload = wide()
+        size = sum(p.nbytes for p in workload.model.parameters())
+        unplanned = memfit.plan(workload, "100%").unplanned.predicted_peak_bytes
+        budget = min(unplanned * 22 // 100, size - 1)
+        fitted = memfit.fit(workload, budget, offload={str(tmp_path)!r}, guard=True)
+        kinds = [action["kind"] for action in fitted.plan["actions"]]
+        for step in range(3):
+            fitted.step()
+        taken = _native.taken_bytes()
+        fitted.close()
+        planned = [p.detach().clone() for p in workload.model.parameters()]
+        eager = wide()
+        reference = Fitted(eager, {{"actions": []}})
+        for step in range(3):
+            reference.step()
+        same = all(torch.equal(p, q) for p, q in zip(planned, eager.model.parameters()))
+        answer(kinds=kinds, taken=taken, budget=budget, same=same)
+        """
+    )
+    assert "offload_parameters" in seen["kinds"]
+    assert seen["taken"] < seen["budget"]
+    assert seen["same"]

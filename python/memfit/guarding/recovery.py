@@ -123,6 +123,7 @@ class Recovery:
 
     def _attempt(self, fitted: Fitted, batch: Any) -> Any:
         """One try. The rest of the program may allocate what it likes between steps."""
+        fitted.place_state()  # the model may be more than the budget before its parts go elsewhere
         self._limit.set()
         try:
             return fitted.step_once(batch)
