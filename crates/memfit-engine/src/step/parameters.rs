@@ -189,3 +189,126 @@ struct Use {
     /// It is an update, after which the parameter has to be written.
     written: bool,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::sample::Builder;
+    use crate::trace::{ParameterUpdate, Phase, ValueId};
+
+    /// Two layers of one parameter each, used in forward and in backward and updated at the end.
+    fn two_layers() -> (Trace, [AllocationId; 2]) {
+        let mut builder = Builder::new(1);
+        let weights = [8, 16].map(|size| builder.allocation(&[size], Category::Parameter, 0));
+        let input = builder.allocation(&[4], Category::Input, 0);
+        let mut op =
+            |phase, reads: &[ValueId], size| builder.op("aten.a.default", phase, reads, &[size]);
+        let a = op(Phase::Forward, &[input, weights[0]], 4);
+        // A view before the op that needs the bytes: still one use.
+        let viewed = op(Phase::Forward, &[weights[1]], 1);
+        let b = op(Phase::Forward, &[a, viewed, weights[1]], 4);
+        let gb = op(Phase::Backward, &[b, weights[1]], 4);
+        let ga = op(Phase::Backward, &[gb, weights[0]], 4);
+        let gradients = [
+            op(Phase::Backward, &[ga], 8),
+            op(Phase::Backward, &[gb], 16),
+        ];
+        for (&weight, &gradient) in weights.iter().zip(&gradients) {
+            builder.op_in_place("aten.add_.Tensor", Phase::Optimizer, weight, &[gradient]);
+        }
+        let ids = weights.map(|weight| builder.trace.allocation_of(weight));
+        for (parameter, gradient) in ids.into_iter().zip(gradients) {
+            let gradient = builder.trace.allocation_of(gradient);
+            builder.trace.allocations[gradient.index()].category = Category::Gradient;
+            builder.trace.updates.push(ParameterUpdate {
+                parameter,
+                gradient,
+                ready: OpIndex(7),
+                temporary_bytes: Bytes(0),
+                moved_bytes: Bytes(96),
+                state: Vec::new(),
+            });
+        }
+        (builder.finish(), ids)
+    }
+
+    fn away(room_bytes: u64, least_bytes: u64) -> (ParametersAway, Variant) {
+        let away = ParametersAway {
+            room_bytes: Bytes(room_bytes),
+            ahead_bytes: Bytes::ZERO,
+            least_bytes: Bytes(least_bytes),
+        };
+        let offload_parameters = Some(away);
+        (
+            away,
+            Variant {
+                offload_parameters,
+                ..Variant::default()
+            },
+        )
+    }
+
+    #[test]
+    fn a_use_is_an_op_or_an_update_and_uses_in_a_row_are_one() {
+        let (trace, [first, second]) = two_layers();
+        assert_eq!(trace.check(), Ok(()));
+        let (away, variant) = away(64, 0);
+        assert_eq!(away.of(&trace).collect::<Vec<_>>(), [first, second]);
+        assert_eq!(
+            away.order(&trace, variant),
+            [first, second, first, second],
+            "forward, backward from the second on, its updates in the order of gradients"
+        );
+        assert_eq!(
+            (away.bytes(&trace), away.held_bytes(&trace)),
+            (Bytes(96), Bytes(64))
+        );
+        assert_eq!(away.least_room(&trace, variant), Bytes(64));
+    }
+
+    #[test]
+    fn small_parameters_stay() {
+        let (trace, [_, second]) = two_layers();
+        let (away, variant) = away(64, 33);
+        assert_eq!(away.of(&trace).collect::<Vec<_>>(), [second]);
+        assert_eq!(away.order(&trace, variant), [second]);
+        assert_eq!(away.held_bytes(&trace), Bytes(64));
+    }
+
+    #[test]
+    fn what_moves_in_a_step_is_what_the_room_does_not_hold() {
+        let (trace, [first, second]) = two_layers();
+        // Room for the larger of the two: each use of the other brings it.
+        let (narrow, variant) = away(64, 0);
+        let at = OpIndex;
+        let fetch = |op, allocation| Transfer::Fetch {
+            at: at(op),
+            allocation,
+        };
+        let settled = |op, allocation| Transfer::Settled {
+            at: at(op),
+            allocation,
+        };
+        let out = |op, allocation| Transfer::Out {
+            at: at(op),
+            allocation,
+        };
+        assert_eq!(
+            narrow.transfers(&trace, variant),
+            [
+                settled(0, second),
+                fetch(0, first),
+                fetch(1, second),
+                fetch(4, first),
+                out(7, first),
+                settled(7, first),
+                fetch(7, second),
+                out(7, second),
+            ]
+        );
+        // Room for both: nothing comes, and what changed is written all the same.
+        let (wide, variant) = away(96, 0);
+        let moved = wide.transfers(&trace, variant);
+        assert_eq!(moved, [out(7, first), out(7, second)]);
+    }
+}
