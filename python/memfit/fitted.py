@@ -129,7 +129,7 @@ class _Actions:
 
     @contextlib.contextmanager
     def update_of(self, parameter: Any) -> Iterator[None]:
-        """What the update of one parameter runs inside, where it has no other's company."""
+        """What the update of one parameter runs inside: its state and itself are there."""
         with contextlib.ExitStack() as entered:
             for part in (self.state, self.parameters):
                 if part is not None:

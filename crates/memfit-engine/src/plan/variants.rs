@@ -1,8 +1,9 @@
 //! Which combinations of outer choices are tried, and what each adds to the step whatever else is done.
 //!
 //! Responsible for: the optimizer inside backward or not, its state elsewhere or not, parameters elsewhere or not and
-//! how much room they have, how much may be on its way at once, and into how many pieces the batch is cut. Not responsible for solving a combination or for choosing
-//! (`outer.rs`), nor for what may be done at all (`refusal.rs`).
+//! how much room they have, how much may be on its way at once, and into how many pieces the batch is cut. Not
+//! responsible for solving a combination or for choosing (`outer.rs`), nor for what may be done at all
+//! (`refusal.rs`).
 
 use super::outer::{Outcome, Planner};
 use super::patience::Share;
@@ -41,8 +42,8 @@ impl Planner<'_> {
         outcomes
     }
 
-    /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case the one
-    /// that leaves the least in memory.
+    /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case those
+    /// that leave the least in memory, in backward and after it: what none of them reaches, nothing does.
     fn with_rooms(
         &self,
         rooms: &[ParametersAway],
@@ -74,6 +75,11 @@ impl Planner<'_> {
             variants.extend(Some(stays).filter(|it| is_narrow && away.is_none() || may_win(it)));
             let goes = away.map(|&away| with(Some(away)));
             variants.extend(goes.filter(|it| is_narrow || may_win(it)));
+            let after = Variant {
+                fuse_optimizer: false,
+                ..goes.unwrap_or(stays)
+            };
+            variants.extend(Some(after).filter(|_| is_narrow && may_fuse));
         }
         variants.into_iter().map(|variant| (variant, 1))
     }
@@ -261,7 +267,8 @@ mod tests {
     use super::super::{ActionKind, Class, Plan, PlanRequest, StopReason, Tier, Verdict, plan};
     use super::*;
     use crate::cost::CostSource;
-    use crate::trace::{Category, Trace, sample};
+    use crate::trace::sample::Builder;
+    use crate::trace::{Category, Phase, Trace, sample};
 
     const STATE: u64 = 100_000;
 
@@ -424,5 +431,74 @@ mod tests {
             ..usual
         };
         assert_eq!(reason(&trace, &nowhere), None);
+    }
+
+    /// Layers of one parameter each; parameters are most of what the step holds.
+    fn layers(count: usize) -> Trace {
+        let mut builder = Builder::new(1);
+        let input = builder.allocation(&[4], Category::Input, 0);
+        let weights: Vec<_> = (0..count)
+            .map(|_| builder.allocation(&[25_000], Category::Parameter, 0))
+            .collect();
+        let mut value = input;
+        for &weight in weights.iter().chain(weights.iter().rev()) {
+            let phase = if builder.trace.ops.len() < count {
+                Phase::Forward
+            } else {
+                Phase::Backward
+            };
+            value = builder.op("aten.a.default", phase, &[value, weight], &[4]);
+        }
+        builder.finish()
+    }
+
+    #[test]
+    fn parameters_go_where_nothing_else_brings_the_step_under_its_budget() {
+        let trace = layers(8);
+        let weight = 100_000;
+        // Room for three of eight.
+        let plan = planned(&trace, &request(weight * 7 / 2, 1e6));
+        assert_eq!((plan.verdict, plan.class), (Verdict::Fits, Class::Exact));
+        let mut actions = plan.actions.iter();
+        let action = actions.find_map(|action| action.offload_parameters.as_ref());
+        let directions = action.expect("only parameters are large enough");
+        assert_eq!(directions.names.len(), 8);
+        assert_eq!(directions.room_bytes, Bytes(2 * weight));
+        assert_eq!(directions.ahead_bytes, Bytes(weight));
+        let order: Vec<u32> = (0..8).chain((0..7).rev()).collect();
+        assert_eq!(directions.order, order, "the last is used twice in a row");
+        assert!(plan.lower_bound_ratio <= plan.predicted_step_ratio);
+        let narrow = planned(&trace, &request(weight * 3 / 2, 1e6));
+        assert_eq!(narrow.verdict, Verdict::Fits);
+        assert!(narrow.planned.predicted_peak_bytes < Bytes(weight * 3 / 2));
+        let seconds = |plan: &Plan| plan.planned.predicted_step_seconds;
+        assert!(seconds(&plan) < seconds(&narrow), "more room moves less");
+        let none = planned(&trace, &request(weight / 2, 1e6));
+        assert_eq!(none.stop_reason, StopReason::ProvedInfeasible);
+        assert!(none.minimum_peak_bytes < Bytes(weight * 3 / 2));
+    }
+
+    #[test]
+    fn parameters_stay_where_they_have_to_and_the_reason_is_said() {
+        let trace = layers(8);
+        let reason = |trace: &Trace, request: &PlanRequest| {
+            let mut refusals = planned(trace, request).refusals.into_iter();
+            let refusal = refusals.find(|r| r.kind == ActionKind::OffloadParameters);
+            refusal.map(|refusal| refusal.reason)
+        };
+        let usual = request(300_000, 1e6);
+        assert_eq!(reason(&trace, &usual), None);
+        let own_loop = PlanRequest {
+            own_loop: true,
+            ..usual.clone()
+        };
+        let said = reason(&trace, &own_loop).unwrap();
+        assert_eq!(said, "the step is run by the user's own loop");
+        let said = reason(&sample::chain(), &usual).unwrap();
+        assert_eq!(said, "the model has no parameter of 16.0 KiB or more");
+        let mut trained = layers(8);
+        trained.meta.optimizer = "LBFGS".to_owned();
+        trained.meta.per_parameter_refusal = Some("`LBFGS` is not known".to_owned());
+        assert_eq!(reason(&trained, &usual).unwrap(), "`LBFGS` is not known");
     }
 }

@@ -1,6 +1,8 @@
-//! The part of the slow twin that knows of updates one by one, and of state that is elsewhere between them, and of parameters that are.
+//! The part of the slow twin that knows of updates one by one, of state that is elsewhere between them, and of
+//! parameters that are elsewhere.
 //!
-//! Responsible for what the page says under "Optimizer state elsewhere", "Parameters elsewhere" and "Optimizer step inside backward".
+//! Responsible for what the page says under "Optimizer state elsewhere", "Parameters elsewhere" and "Optimizer step
+//! inside backward".
 
 use super::Twin;
 use crate::bytes::Bytes;
