@@ -7,19 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ran import FORKS, assert_within_budget, inline
+from ran import assert_within_budget, inline
 
 from memfit.adopt.giving_way import GivingWay
 from memfit.adopt.signals import Signals
 from memfit.errors import OffloadError
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_of_forks():
-    yield
-    FORKS.end()
 
 
 STATEFUL = """

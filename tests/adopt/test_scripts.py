@@ -8,16 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from ran import FORKS, assert_within_budget, in_forks, in_processes, inline, run
+from ran import assert_within_budget, in_forks, in_processes, inline, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_of_forks():
-    yield
-    FORKS.end()
 
 
 DEEP = """
