@@ -458,3 +458,25 @@ def test_a_file_that_holds_no_weights_is_refused(spill, tmp_path):
     with pytest.raises(ParkError, match="as a parked copy: it is no safetensors file") as caught:
         memfit.park(nn.Linear(4, 4), spill, source=file)
     assert caught.value.reason == "source"
+
+
+def test_a_model_whose_parameters_a_plan_keeps_elsewhere_is_refused(park, tmp_path):
+    """Looking for their bytes without asking the plan would end the process."""
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
+    workload = memfit.Workload(
+        model=model,
+        batch=torch.randn(8, 128),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
+    with memfit.fit(workload, "25%", offload=tmp_path) as fitted:
+        assert "offload_parameters" in {action["kind"] for action in fitted.plan["actions"]}
+        fitted.step()
+        with pytest.raises(ParkError, match=r"`0\.weight`.*elsewhere") as refused:
+            memfit.park(model, tmp_path)
+        assert refused.value.reason == "unsupported"
+        fitted.step()
+    assert park(model).is_parked
+    memfit.park(model, tmp_path).wake()
+    with pytest.raises(UsageError, match=r"`0\.weight` lies in memory that cannot be let go"):
+        memfit.fit(workload, "25%", offload=tmp_path)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memfit import _native
-from memfit.barrier import Barrier, without_barrier
+from memfit.barrier import Barrier, owner_of, without_barrier
 from memfit.errors import ParkError, UsageError
 from memfit.parking import cuda_memory, layout
 from memfit.parking.cuda_memory import CudaMemory
@@ -103,6 +103,7 @@ class ParkedModel:
         self._is_closed = False
         self._uses = 0
         self._saved: list[list[int]] | None = None
+        _refuse_elsewhere(model)
         found = layout.together(layout.members(model, self._leave, optimizer))
         device = self._device = layout.check(found)
         alignment = layout.ALIGNMENT if device.type == "cpu" else cuda_memory.ALIGNMENT
@@ -350,6 +351,7 @@ def park(
     if not isinstance(model, nn.Module):
         message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
         raise UsageError(message)
+    _refuse_elsewhere(model)
     parked = _owner(model)
     if parked is not None and (optimizer is None or parked.knows(optimizer)):
         parked.park()
@@ -409,6 +411,19 @@ def _owner(model: nn.Module) -> ParkedModel | None:
                 if owner is not None and owner.model is model:
                     return owner
     return None
+
+
+def _refuse_elsewhere(model: nn.Module) -> None:
+    """Refuse a model whose bytes a plan keeps elsewhere: looking for them would end the process."""
+    for name, parameter in model.named_parameters():
+        owner = owner_of(parameter)
+        if owner is not None and not isinstance(owner, ParkedModel):
+            message = (
+                f"cannot park `{name}`: memfit's plan keeps it elsewhere while no op uses it\n"
+                "hint: close what `memfit.fit` returned first, or fit with "
+                '`forbid=["offload_parameters"]`'
+            )
+            raise ParkError(message, "unsupported", name)
 
 
 def _refuse_others(blocks: list[layout.Block]) -> None:
