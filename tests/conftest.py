@@ -1,9 +1,18 @@
-"""What all tests share: the `gpu` marker, and few threads."""
+"""What all tests share: the `gpu` marker, few threads, and a small heap to search."""
+
+import gc
 
 import pytest
 import torch
 
 torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _heap_of_its_own():
+    """Keep what earlier files left out of every collection and search of the heap in this one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
