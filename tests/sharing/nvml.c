@@ -1,15 +1,22 @@
 /* A stand-in for NVML: as many GPUs as the file $NVML_STAND_IN has lines, each with the bytes in all, the driver's own
-   and those used by processes; "lost" is a GPU that does not answer. Each start adds a byte to the file's twin `.opened`. */
+   and those used by processes, and then, if it tells of them, a number and bytes for each process; "lost" is a GPU that
+   does not answer. Each start adds a byte to the file's twin `.opened`. */
 
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, GPU_IS_LOST = 15 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, INSUFFICIENT_SIZE = 7, GPU_IS_LOST = 15 };
 
 typedef struct {
     unsigned int version;
     unsigned long long total, reserved, free, used;
 } nvmlMemory_v2_t;
+
+typedef struct {
+    unsigned int pid;
+    unsigned long long used;
+    unsigned int gpu_instance, compute_instance;
+} nvmlProcessInfo_t;
 
 static const char *file(void) {
     const char *path = getenv("NVML_STAND_IN");
@@ -52,4 +59,16 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, nvmlMemory_v2_t *memory) {
     if (count != 3) return GPU_IS_LOST;
     memory->free = memory->total - memory->reserved - memory->used;
     return SUCCESS;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count, nvmlProcessInfo_t *processes) {
+    char text[100];
+    unsigned int room = *count;
+    int at = 0, read = 0;
+    if (!line((size_t)device, text, sizeof text)) return GPU_IS_LOST;
+    if (sscanf(text, "%*u %*u %*u%n", &at) < 0 || !at) return GPU_IS_LOST;
+    nvmlProcessInfo_t one = {0};
+    for (*count = 0; sscanf(text + at, "%u %llu%n", &one.pid, &one.used, &read) == 2; at += read)
+        if ((*count)++ < room) processes[*count - 1] = one;
+    return *count > room ? INSUFFICIENT_SIZE : SUCCESS;
 }

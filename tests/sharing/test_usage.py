@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from brokers import Broker, until
 
 from memfit import _native
+from memfit.errors import LeaseError
 
 SOURCE = Path(__file__).with_name("nvml.c")
 GIB = 2**30
@@ -138,3 +141,63 @@ def test_prometheus_gets_what_is_known(idle_broker: Broker, gpus: Gpus) -> None:
     assert f'memfit_device_total_bytes{{device="cuda:1"}} {80 * GIB}\n' in text
     assert 'memfit_device_used_bytes{device="host"} ' in text
     assert 'memfit_device_used_bytes{device="cuda:0"}' not in text
+
+
+def leases(broker: Broker) -> Any:
+    return _native.LeaseClient(broker.socket, "test")
+
+
+def lease_of(client: Any, claims: dict[str, int], wait: float | None = 0.0) -> int:
+    lease, _, granted = client.acquire(claims, None, 0, wait, None, None)
+    assert granted == claims
+    return int(lease)
+
+
+def test_of_a_gpu_no_more_is_granted_than_others_leave(idle_broker: Broker, gpus: Gpus) -> None:
+    """Others have 50 of 80 GiB: 29 are left beside the driver's one, whatever may be granted."""
+    gpus.say(f"{80 * GIB} {GIB} {50 * GIB} 1 {50 * GIB}")
+    idle_broker.start("--only-free", "--memory", "cuda:0=70GiB")
+    until(lambda: device(idle_broker, "cuda:0")["occupied_bytes"] == 41 * GIB)
+    assert device(idle_broker, "cuda:0")["free_bytes"] == 29 * GIB
+    words = "cuda:0: 41.00 GiB are not granted while others than lease holders use them\n"
+    assert words in ps(idle_broker)
+    client = leases(idle_broker)
+    with pytest.raises(LeaseError) as refused:
+        lease_of(client, {"cuda:0": 30 * GIB})
+    assert (refused.value.reason, refused.value.largest_bytes) == ("no_room", 29 * GIB)
+    # What is granted and not yet taken is promised: it is not free for a second.
+    first = lease_of(client, {"cuda:0": 20 * GIB})
+    other = leases(idle_broker)
+    with pytest.raises(LeaseError):
+        lease_of(other, {"cuda:0": 10 * GIB})
+    # Taken, it is the holder's: the others' share is what it was.
+    used = f"1 {50 * GIB} {os.getpid()} {20 * GIB}"
+    gpus.say(f"{80 * GIB} {GIB} {70 * GIB} {used}")
+    until(lambda: device(idle_broker, "cuda:0")["used_bytes"] == 71 * GIB)
+    assert device(idle_broker, "cuda:0")["free_bytes"] == 9 * GIB
+    # Who waits is served when the others leave.
+    waiting = threading.Thread(target=lease_of, args=(other, {"cuda:0": 40 * GIB}, 60.0))
+    waiting.start()
+    until(lambda: len(idle_broker.status()["waiting"]) == 1)
+    gpus.say(f"{80 * GIB} {GIB} {20 * GIB} {os.getpid()} {20 * GIB}")
+    waiting.join()
+    assert device(idle_broker, "cuda:0")["granted_bytes"] == 60 * GIB
+    client.release(first)
+
+
+def test_of_the_host_no_more_is_granted_than_is_free(idle_broker: Broker) -> None:
+    memory = psutil.virtual_memory()
+    idle_broker.start("--only-free", memory=f"host={memory.total}")
+    client = leases(idle_broker)
+    with pytest.raises(LeaseError) as refused:
+        lease_of(client, {"host": memory.total - GIB // 4})
+    assert refused.value.reason == "no_room"
+    told = device(idle_broker, "host")
+    available = psutil.virtual_memory().available
+    assert told["free_bytes"] == pytest.approx(available, abs=memory.total / 10)
+    assert told["occupied_bytes"] > 0
+    lease_of(client, {"host": GIB})
+    # Never too much for ever: what is above the capacity is refused as that.
+    with pytest.raises(LeaseError) as refused:
+        lease_of(leases(idle_broker), {"host": memory.total + 1}, None)
+    assert refused.value.reason == "above_capacity"

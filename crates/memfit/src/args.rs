@@ -186,11 +186,13 @@ starts, and what its plan does not need is given back. Where none runs, the scri
 Examples:
   memfit broker --memory host=16GiB --memory cuda:0=70GiB
   memfit broker                                  all of the host's memory and of the GPUs, as found
+  memfit broker --only-free                      of that, no more than others leave free
   memfit broker --memory host=16GiB --metrics 127.0.0.1:9464
 
 Serves the processes of its own user until it is stopped; the log goes to standard error, one JSON
 document a line (all grants with --verbose). Stopped and started again, it goes on with the leases of
-those that still live. Processes that do not ask for leases are not limited.")]
+those that still live. Processes that do not ask for leases are not limited; with --only-free the
+others wait for what these have taken.")]
     Broker(BrokerArguments),
 
     /// Say who holds which memory, who waits for it, and for how long

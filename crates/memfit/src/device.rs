@@ -72,13 +72,9 @@ impl Driver {
         (0..count).filter_map(|index| self.gpu(index)).collect()
     }
 
-    /// The memory of the GPU with this number; nothing where it does not answer.
+    /// The GPU with this number; nothing where it does not answer.
     #[must_use]
-    pub fn memory(&self, index: u32) -> Option<Memory> {
-        memory(&self.nvml.device_by_index(index).ok()?)
-    }
-
-    fn gpu(&self, index: u32) -> Option<Gpu> {
+    pub fn gpu(&self, index: u32) -> Option<Gpu> {
         let device = self.nvml.device_by_index(index).ok()?;
         let memory = memory(&device)?;
         let compute = device.running_compute_processes().unwrap_or_default();

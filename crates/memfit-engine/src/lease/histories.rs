@@ -66,6 +66,10 @@ enum Step {
     Leave {
         client: u64,
     },
+    Occupied {
+        device: usize,
+        bytes: u64,
+    },
     Tick,
 }
 
@@ -111,6 +115,8 @@ fn steps() -> impl Strategy<Value = Vec<(u64, Step)>> {
         1 => pick.clone().prop_map(|pick| Step::Decline { pick }),
         1 => (client.clone(), pick).prop_map(|(client, forget)| Step::Resume { client, forget }),
         1 => client.prop_map(|client| Step::Leave { client }),
+        2 => (0..2_usize, prop_oneof![2 => Just(0), 3 => 0..15_u64])
+            .prop_map(|(device, bytes)| Step::Occupied { device, bytes }),
         2 => Just(Step::Tick),
     ];
     let pause = prop_oneof![6 => 0..3_u64, 1 => 3..30_u64];
@@ -265,6 +271,10 @@ fn event(step: &Step, machine: &Machine, now: u64, number: u64) -> Event {
         Step::Leave { client } => Event::Leave {
             client: ClientId(client),
         },
+        Step::Occupied { device, bytes } => Event::Occupied {
+            device: Device(device),
+            bytes: Bytes(bytes),
+        },
         Step::Tick => Event::Tick,
     }
 }
@@ -277,12 +287,15 @@ fn presented(id: LeaseId, lease: &super::Lease) -> Presented {
     }
 }
 
-/// Ends all leases of clients that do not wait, again and again: assumption A. All who wait must be
-/// served by that alone.
+/// Others leave the devices, assumption B, and all leases of clients that do not wait are ended, again and
+/// again, assumption A. All who wait must be served by that alone.
 pub(super) fn drain(mut machine: Machine, mut witness: Witness, now: u64) {
-    let was = machine.clone();
-    let effects = machine.apply(Millis(now), Event::Tick);
-    witness.watch(&was, &effects, &machine);
+    for device in [0, 1].map(Device) {
+        let was = machine.clone();
+        let bytes = Bytes::ZERO;
+        let effects = machine.apply(Millis(now), Event::Occupied { device, bytes });
+        witness.watch(&was, &effects, &machine);
+    }
     let mut number = 100_000;
     for _round in 0..200 {
         let waiting: Vec<ClientId> = machine

@@ -1,7 +1,8 @@
-//! The sums: what each device has and what of it is granted.
+//! The sums: what each device has, what of it is granted and what others have taken.
 //!
 //! The only place where a sum changes. Invariant: on every device granted <= capacity, at every
-//! moment; [`Ledger::take`] checks before it adds, all devices before any.
+//! moment; [`Ledger::take`] checks before it adds, all devices before any. What others have taken can
+//! be anything: it only keeps more from being granted.
 
 use crate::bytes::Bytes;
 
@@ -12,6 +13,8 @@ use super::{Claims, Device};
 struct Sum {
     capacity: Bytes,
     granted: Bytes,
+    /// Taken by nobody's lease.
+    occupied: Bytes,
 }
 
 /// The sums of all devices.
@@ -25,6 +28,7 @@ impl Ledger {
         let sums = capacities.iter().map(|&capacity| Sum {
             capacity,
             granted: Bytes::ZERO,
+            occupied: Bytes::ZERO,
         });
         Self {
             sums: sums.collect(),
@@ -51,9 +55,28 @@ impl Ledger {
             .map_or(Bytes::ZERO, |sum| sum.granted)
     }
 
-    /// What is free on a device.
-    pub(crate) fn free(&self, device: Device) -> Bytes {
+    /// What others than holders have taken of a device.
+    pub(crate) fn occupied(&self, device: Device) -> Bytes {
+        self.sums
+            .get(device.0)
+            .map_or(Bytes::ZERO, |sum| sum.occupied)
+    }
+
+    /// Notes what others than holders have taken of a device.
+    pub(crate) fn occupy(&mut self, device: Device, bytes: Bytes) {
+        if let Some(sum) = self.sums.get_mut(device.0) {
+            sum.occupied = bytes;
+        }
+    }
+
+    /// What is not granted of a device.
+    pub(crate) fn ungranted(&self, device: Device) -> Bytes {
         self.capacity(device) - self.granted(device)
+    }
+
+    /// What is free on a device: neither granted nor taken by others.
+    pub(crate) fn free(&self, device: Device) -> Bytes {
+        self.ungranted(device) - self.occupied(device)
     }
 
     /// Whether the claims fit what is free.
@@ -63,17 +86,33 @@ impl Ledger {
             .all(|(device, bytes)| bytes <= self.free(device))
     }
 
-    /// Grants the claims, all or nothing; says whether it did.
+    /// Whether the claims, which a living client holds already, fit what is not granted.
+    pub(crate) fn has(&self, claims: &Claims) -> bool {
+        claims
+            .iter()
+            .all(|(device, bytes)| bytes <= self.ungranted(device))
+    }
+
+    /// Grants the claims if they fit, all or nothing; says whether it did.
     #[must_use]
     pub(crate) fn take(&mut self, claims: &Claims) -> bool {
-        let fits = self.fits(claims);
-        if fits {
+        self.fits(claims) && self.enter(claims)
+    }
+
+    /// Enters claims that are held, whatever others have taken; says whether they are within the
+    /// capacity, without which nothing is entered.
+    #[must_use]
+    pub(crate) fn enter(&mut self, claims: &Claims) -> bool {
+        let has = self.has(claims);
+        if has {
             for (device, bytes) in claims.iter() {
-                // A device of claims that fit exists: where none is, nothing is free.
-                self.sums[device.0].granted += bytes;
+                // A device of claims that fit exists: where none is, nothing is there to grant.
+                if let Some(sum) = self.sums.get_mut(device.0) {
+                    sum.granted += bytes;
+                }
             }
         }
-        fits
+        has
     }
 
     /// Gives granted claims back. They were taken before, so no sum goes below zero.
@@ -112,9 +151,29 @@ mod tests {
     }
 
     #[test]
+    fn what_others_have_taken_is_not_free_and_takes_nothing_from_who_holds() {
+        let mut ledger = Ledger::new(&[Bytes(10)]);
+        let of = |bytes| Claims::one(Device(0), Bytes(bytes));
+        assert!(ledger.take(&of(4)));
+        ledger.occupy(Device(0), Bytes(5));
+        assert_eq!(ledger.free(Device(0)), Bytes(1));
+        assert!(!ledger.take(&of(2)));
+        // More than there is at all.
+        ledger.occupy(Device(0), Bytes(u64::MAX));
+        assert_eq!(ledger.free(Device(0)), Bytes::ZERO);
+        assert_eq!(ledger.granted(Device(0)), Bytes(4));
+        assert!(ledger.enter(&of(6)));
+        assert!(!ledger.enter(&of(1)));
+        ledger.occupy(Device(0), Bytes::ZERO);
+        ledger.give(&of(10));
+        assert_eq!(ledger.free(Device(0)), Bytes(10));
+    }
+
+    #[test]
     fn a_device_that_is_not_there_has_no_room() {
         let mut ledger = Ledger::new(&[]);
         assert!(!ledger.take(&Claims::one(Device(3), Bytes(1))));
+        ledger.occupy(Device(3), Bytes(1));
         ledger.give(&Claims::one(Device(3), Bytes(1)));
     }
 }

@@ -91,6 +91,10 @@ impl Machine {
             Event::Decline { client, lease } => self.decline(client, lease),
             Event::Resume { client, presented } => self.resume(client, &presented),
             Event::Leave { client } => self.leave(client),
+            Event::Occupied { device, bytes } => {
+                self.ledger.occupy(device, bytes);
+                self.serve();
+            }
             Event::Open => {
                 self.opens = self.opens.min(self.now);
                 self.serve();
@@ -129,6 +133,18 @@ impl Machine {
     #[must_use]
     pub fn granted(&self, device: Device) -> Bytes {
         self.ledger.granted(device)
+    }
+
+    /// What of a device is taken by nobody's lease, as far as was told.
+    #[must_use]
+    pub fn occupied(&self, device: Device) -> Bytes {
+        self.ledger.occupied(device)
+    }
+
+    /// What of a device could be granted now.
+    #[must_use]
+    pub fn free(&self, device: Device) -> Bytes {
+        self.ledger.free(device)
     }
 
     /// What a device has.
@@ -235,9 +251,9 @@ impl Machine {
         }
     }
 
-    /// Enters a lease whose claims fit.
+    /// Enters a lease whose claims fit, or are held already.
     pub(super) fn insert(&mut self, lease: LeaseId, record: Lease) {
-        let taken = self.ledger.take(&record.claims);
+        let taken = self.ledger.enter(&record.claims);
         debug_assert!(taken, "granted without room");
         self.remember(record.ends);
         self.hold(record.client, &Claims::NONE, &record.claims);
@@ -259,7 +275,7 @@ impl Machine {
         let (client, revision, quiet) = (record.client, record.revision, record.left_alone_until);
         self.remember(Some(quiet));
         self.ledger.give(&before.beyond(&to));
-        let taken = self.ledger.take(&to.beyond(&before));
+        let taken = self.ledger.enter(&to.beyond(&before));
         debug_assert!(taken, "grown without room");
         self.hold(client, &before, &to);
         self.effect(Effect::Changed {

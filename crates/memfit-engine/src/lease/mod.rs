@@ -67,6 +67,14 @@
 //! (a training step between two steps, with another plan), so it would shrink for somebody who is gone. Who
 //! wants a short courtesy waits for a moment: then it stands in the queue, with all that follows from that.
 
+//!
+//! # Memory that nobody leases
+//!
+//! [`Event::Occupied`] says what others have taken of a device. It is not free, so requests wait for it as
+//! for what is granted, and holders are asked to shrink where that helps; who holds a lease keeps it, whatever
+//! others take. What could never be granted is still judged by the capacity alone. Nobody starves by it under
+//! assumption B: what others have taken comes down again, for long enough, to what leaves room for the first in the order.
+
 mod claims;
 mod ledger;
 mod machine;
@@ -261,6 +269,14 @@ pub enum Event {
     Leave {
         /// Who.
         client: ClientId,
+    },
+    /// So much of a device is taken by nobody's lease: no more is granted than is left beside it. Counts
+    /// until it is told anew.
+    Occupied {
+        /// Where.
+        device: Device,
+        /// How much; more than there is counts as all.
+        bytes: Bytes,
     },
     /// Everyone from before has come back or is gone: grants need not be held back any longer.
     Open,

@@ -82,6 +82,7 @@ struct Waits {
 pub(super) struct Naive {
     settings: Settings,
     capacities: Vec<u128>,
+    others: Vec<u128>,
     now: u64,
     leases: Vec<Held>,
     waiting: Vec<Waits>,
@@ -96,6 +97,7 @@ impl Naive {
         Self {
             settings,
             capacities: capacities.iter().map(|bytes| u128::from(bytes.0)).collect(),
+            others: vec![0; capacities.len()],
             now: 0,
             leases: Vec::new(),
             waiting: Vec::new(),
@@ -229,6 +231,10 @@ impl Naive {
                 }
                 self.serve();
             }
+            Event::Occupied { device, bytes } => {
+                self.others[device.0] = u128::from(bytes.0);
+                self.serve();
+            }
             // The twin is never restored, so it is always open.
             Event::Open | Event::Tick => {}
         }
@@ -286,9 +292,10 @@ impl Naive {
             .iter()
             .filter_map(|held| held.amounts.get(&device))
             .sum();
+        let others = self.others.get(device).copied().unwrap_or(0);
         self.capacities
             .get(device)
-            .map_or(0, |capacity| capacity - used)
+            .map_or(0, |capacity| capacity.saturating_sub(used + others))
     }
 
     fn fits(&self, wants: &Amounts) -> bool {

@@ -107,7 +107,7 @@ impl Machine {
         }
         for (device, bytes) in record.claims.iter() {
             let capacity = self.ledger.capacity(device);
-            if bytes > self.ledger.free(device) {
+            if bytes > self.ledger.ungranted(device) {
                 let held = self.ledger.granted(device) + bytes;
                 return Err(RestoreError::AboveCapacity {
                     device,
@@ -163,7 +163,7 @@ impl Machine {
     fn adopt(&mut self, client: ClientId, presented: &Presented) {
         let (id, claims) = (presented.lease, &presented.claims);
         let may_be = self.now < self.opens && !self.leases.contains_key(&id) && id.0 < u64::MAX;
-        if !may_be || !self.ledger.fits(claims) {
+        if !may_be || !self.ledger.has(claims) {
             self.effect(Effect::Ended {
                 client,
                 request: None,

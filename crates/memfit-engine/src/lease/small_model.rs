@@ -29,6 +29,7 @@ const SETTINGS: Settings = Settings {
 type Key = (
     Vec<(u64, Claims, bool, Option<Claims>)>,
     Vec<(u64, Claims, u32, bool, usize)>,
+    Vec<Bytes>,
 );
 
 #[derive(Clone)]
@@ -103,7 +104,9 @@ impl World {
                 place,
             )
         });
-        (leases.collect(), waiting.collect())
+        let devices = [0, 1].map(Device);
+        let occupied = devices.map(|device| self.machine.occupied(device));
+        (leases.collect(), waiting.collect(), occupied.to_vec())
     }
 }
 
@@ -117,6 +120,7 @@ enum Try {
     Release,
     Cancel,
     Leave,
+    Occupied(Bytes),
 }
 
 fn event(world: &mut World, client: ClientId, attempt: &Try) -> Option<Event> {
@@ -174,6 +178,10 @@ fn event(world: &mut World, client: ClientId, attempt: &Try) -> Option<Event> {
             Event::Cancel { client, request }
         }
         Try::Leave => Event::Leave { client },
+        Try::Occupied(bytes) => Event::Occupied {
+            device: Device(0),
+            bytes: *bytes,
+        },
     })
 }
 
@@ -267,6 +275,20 @@ fn in_all_states_of_three_clients_of_two_priorities_everyone_is_served() {
         rigid(bytes(2)),
         Try::Reserve(bytes(1), bytes(1), Priority(1), Wait::Forever),
         Try::Release,
+    ];
+    let states = explore(&[Bytes(2)], 3, &attempts);
+    assert!(states > 100, "{states}");
+}
+
+#[test]
+fn in_all_states_beside_others_who_take_memory_too_everyone_is_served_when_they_leave() {
+    let attempts = [
+        rigid(bytes(1)),
+        Try::Reserve(bytes(2), bytes(1), Priority(0), Wait::Forever),
+        Try::FollowAsk,
+        Try::Release,
+        Try::Occupied(Bytes(0)),
+        Try::Occupied(Bytes(1)),
     ];
     let states = explore(&[Bytes(2)], 3, &attempts);
     assert!(states > 100, "{states}");

@@ -32,8 +32,12 @@ impl Witness {
     /// Watches one event's effects; `was` is the machine before and `is` after.
     pub(super) fn watch(&mut self, was: &Machine, effects: &[Effect], is: &Machine) {
         for effect in effects {
+            let before = self.sums();
             self.fold(effect);
             self.check_sums();
+            if !matches!(effect, Effect::Adopted { .. }) {
+                self.check_room(&before, was, is);
+            }
         }
         self.check_turns(was, effects);
         self.check_books(is);
@@ -121,6 +125,25 @@ impl Witness {
                 "{sum} granted of {capacity} on device {device}"
             );
         }
+    }
+
+    /// Nothing granted beyond what others leave, as was told before this event or by it.
+    fn check_room(&self, before: &[u128], was: &Machine, is: &Machine) {
+        for (device, sum) in self.sums().into_iter().enumerate() {
+            let others = was
+                .occupied(Device(device))
+                .min(is.occupied(Device(device)));
+            let whole = sum + u128::from(others.0);
+            assert!(
+                sum <= before[device] || whole <= self.capacities[device],
+                "{sum} granted beside {others} of others on device {device}"
+            );
+        }
+    }
+
+    fn sums(&self) -> Vec<u128> {
+        let devices = 0..self.capacities.len();
+        devices.map(|device| self.sum(device)).collect()
     }
 
     /// No lost bytes, none invented: the machine's books are what the effects add up to.

@@ -12,6 +12,10 @@ pub(crate) struct BrokerArguments {
     #[arg(long, value_name = "DEVICE=BYTES")]
     pub(crate) memory: Vec<String>,
 
+    /// Grant no more than is free at the moment: what processes without a lease have taken is waited for
+    #[arg(long)]
+    pub(crate) only_free: bool,
+
     /// Where to listen [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

@@ -8,13 +8,18 @@ use crate::lease::status::DeviceStatus;
 /// What is told of a device, and what it is.
 type OfDevice = (&'static str, &'static str, fn(&DeviceStatus) -> Option<u64>);
 
-const OF_DEVICES: [OfDevice; 4] = [
+const OF_DEVICES: [OfDevice; 5] = [
     ("capacity_bytes", "Bytes that may be granted.", |device| {
         Some(device.capacity_bytes)
     }),
     ("granted_bytes", "Bytes that are granted.", |device| {
         Some(device.granted_bytes)
     }),
+    (
+        "occupied_bytes",
+        "Bytes that would be granted if others had not taken them.",
+        |device| device.occupied_bytes,
+    ),
     (
         "device_total_bytes",
         "All memory of the device.",

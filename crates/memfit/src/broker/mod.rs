@@ -18,6 +18,7 @@ mod effects;
 mod journal;
 mod log;
 mod metrics;
+mod occupancy;
 mod outbox;
 pub(crate) mod pressure;
 mod process;
@@ -55,6 +56,8 @@ pub(crate) struct Options {
     pub(crate) devices: Vec<(String, Bytes)>,
     /// Where to answer Prometheus.
     pub(crate) metrics: Option<SocketAddr>,
+    /// Whether to grant no more than is free, by whom ever the rest is taken.
+    pub(crate) only_free: bool,
     /// How long grants are held back after a restart for clients to come back.
     pub(crate) grace_ms: u64,
 }
@@ -101,13 +104,16 @@ async fn serve(options: &Options, log: Log) -> Result<(), Failure> {
         json!({
             "socket": options.socket, "pid": std::process::id(), "version": env!("CARGO_PKG_VERSION"),
             "memory": devices.collect::<serde_json::Map<_, _>>(), "metrics": options.metrics,
+            "only_free": options.only_free,
         }),
     );
     if let Some(scrapes) = scrapes {
         spawn_local(metrics::serve(scrapes, Rc::clone(&server)));
     }
     let last = Rc::clone(&server);
+    let looking = keep_looking(Rc::clone(&server), options.only_free);
     tokio::select! {
+        () = looking => {}
         () = accept(listener, Rc::clone(&server), log) => {}
         () = keep_time(server) => {}
         _ = terminate.recv() => {}
@@ -150,6 +156,17 @@ async fn keep_time(server: Rc<RefCell<Server>>) {
             () = slept => server.borrow_mut().tick(),
             () = changed.notified() => {}
         }
+    }
+}
+
+/// Looks at what others take, where grants depend on it.
+async fn keep_looking(server: Rc<RefCell<Server>>, only_free: bool) {
+    if !only_free {
+        return pending().await;
+    }
+    loop {
+        server.borrow_mut().look();
+        tokio::time::sleep(occupancy::EVERY).await;
     }
 }
 

@@ -23,6 +23,16 @@ pub(crate) fn meminfo(name: &str) -> Option<Bytes> {
     kibibytes(&text, name)
 }
 
+/// What a process has in memory for itself alone; nothing of one that is gone or another's.
+pub(super) fn private_bytes(pid: u32) -> Option<u64> {
+    private_in(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+/// The same from its `/proc/PID/status`; a kernel thread has none.
+pub(crate) fn private_in(status: &str) -> Option<u64> {
+    kibibytes(status, "RssAnon").map(|bytes| bytes.0)
+}
+
 fn kibibytes(text: &str, name: &str) -> Option<Bytes> {
     let line = text
         .lines()

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::time::Instant;
 
 use memfit_engine::lease::{
     Ask, ClientId, Event, LeaseId, Machine, Millis, Presented, Priority, RequestId, Revision, Wait,
@@ -58,6 +59,10 @@ pub(crate) struct Server {
     /// Whether the clients of before a restart are known, so that it is clear when all are back.
     pub(super) knows_all: bool,
     /// The next deadline has changed.
+    /// Whether grants depend on what others have taken.
+    pub(super) only_free: bool,
+    /// When that was looked at last.
+    pub(super) looked: Option<Instant>,
     pub(crate) deadline_changed: Rc<Notify>,
     /// When the clock looks next.
     planned: Option<Millis>,
@@ -93,6 +98,8 @@ impl Server {
             log,
             began: milliseconds(),
             knows_all: true,
+            only_free: false,
+            looked: None,
             deadline_changed: Rc::new(Notify::new()),
             planned: None,
             touched: Vec::new(),
@@ -230,7 +237,12 @@ impl Server {
     pub(crate) fn handle(&mut self, client: ClientId, request: Request) -> Result<(), Fault> {
         self.counters.requests += 1;
         match self.event(client, request) {
-            Ok(Some(event)) => self.apply(event),
+            Ok(Some(event)) => {
+                if matches!(event, Event::Reserve { .. } | Event::Resize { .. }) {
+                    self.look_before_granting();
+                }
+                self.apply(event);
+            }
             Ok(None) => {}
             Err(Answer::Refuse(request, refused)) => {
                 self.counters.refusals += 1;
@@ -414,7 +426,7 @@ impl Server {
         }
     }
 
-    fn apply(&mut self, event: Event) {
+    pub(super) fn apply(&mut self, event: Event) {
         let effects = self.machine.apply(Millis(milliseconds()), event);
         for effect in effects {
             self.carry_out(effect);
@@ -422,7 +434,7 @@ impl Server {
     }
 
     /// Writes down what happened, then lets the clients hear of it, then plans the next look at the clock.
-    fn settle(&mut self) {
+    pub(super) fn settle(&mut self) {
         let had_error = self.journal.error.is_some();
         self.journal.write();
         if let Some(error) = self.journal.error.as_ref().filter(|_| !had_error) {

@@ -123,6 +123,7 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     let journal = Journal::begin(path, known);
     let mut server = Server::new(machine, devices, (journal, log), clients);
     server.knows_all = knows_all;
+    server.only_free = options.only_free;
     Ok(server)
 }
 

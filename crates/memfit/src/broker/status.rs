@@ -33,14 +33,18 @@ impl Server {
         let devices = self.devices.names().map(|(device, name)| {
             let memory = match name {
                 "host" => host(pressure),
-                gpu => gpus.get(gpu).copied(),
+                gpu => gpus.get(gpu).map(|gpu| Memory {
+                    total_bytes: gpu.total_bytes,
+                    used_bytes: gpu.used_bytes,
+                }),
             };
             let (capacity, granted) = (self.machine.capacity(device), self.machine.granted(device));
             DeviceStatus {
                 name: name.to_owned(),
                 capacity_bytes: capacity.0,
                 granted_bytes: granted.0,
-                free_bytes: (capacity - granted).0,
+                free_bytes: self.machine.free(device).0,
+                occupied_bytes: self.only_free.then(|| self.machine.occupied(device).0),
                 total_bytes: memory.map(|memory| memory.total_bytes),
                 used_bytes: memory.map(|memory| memory.used_bytes),
             }

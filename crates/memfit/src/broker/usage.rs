@@ -2,7 +2,7 @@
 //!
 //! Responsible for reading only when somebody asks and at most once a second, and for holding the broker up
 //! no longer than [`PATIENCE`]: a driver may take seconds to open and may never answer. Not responsible for
-//! the host (`pressure.rs`), nor for grants, which do not depend on it.
+//! the host (`pressure.rs`), nor for what follows for grants (`occupancy.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::log::Log;
-use crate::device::{Driver, Memory};
+use crate::device::{Driver, Gpu};
 
 /// How long an answer stands for now.
 const FRESH: Duration = Duration::from_secs(1);
@@ -20,7 +20,7 @@ const FRESH: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// The devices that answered.
-type Reading = BTreeMap<String, Memory>;
+type Reading = BTreeMap<String, Gpu>;
 
 /// The GPUs as they were a second ago or less.
 #[derive(Debug, Default)]
@@ -58,7 +58,7 @@ impl Usage {
                 let driver: &'static Driver = Box::leak(Box::new(driver));
                 Some(move || {
                     let told = gpus.iter().filter_map(|(name, index)| {
-                        driver.memory(*index).map(|memory| (name.clone(), memory))
+                        driver.gpu(*index).map(|gpu| (name.clone(), gpu))
                     });
                     told.collect()
                 })
@@ -138,11 +138,12 @@ mod tests {
     use super::*;
 
     fn reading(used_bytes: u64) -> Reading {
-        let memory = Memory {
+        let gpu = Gpu {
             total_bytes: 80,
             used_bytes,
+            ..Gpu::default()
         };
-        Reading::from([("cuda:0".to_owned(), memory)])
+        Reading::from([("cuda:0".to_owned(), gpu)])
     }
 
     /// The `step`th second of a test.

@@ -19,6 +19,7 @@ pub(crate) fn run(arguments: &BrokerArguments, session: &mut Session<'_>) -> Res
         socket: arguments.socket.clone().unwrap_or_else(usual_path),
         devices: capacities.devices,
         metrics,
+        only_free: arguments.only_free,
         grace_ms: u64::from(arguments.grace) * 1000,
     };
     let log = Log {

@@ -36,8 +36,10 @@ pub struct DeviceStatus {
     pub capacity_bytes: u64,
     /// What it has granted.
     pub granted_bytes: u64,
-    /// The difference.
+    /// What it could still grant.
     pub free_bytes: u64,
+    /// What it could grant besides, if others had not taken it; absent where that does not matter to it.
+    pub occupied_bytes: Option<u64>,
     /// All memory of the device, granted by the broker or not; absent where nobody tells, as for brokers of before.
     pub total_bytes: Option<u64>,
     /// What is in use of that, by whom ever; likewise.

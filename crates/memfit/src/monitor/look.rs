@@ -94,7 +94,7 @@ fn processes() -> Vec<Process> {
 fn process(pid: u32) -> Option<Process> {
     let read = |name: &str| fs::read(format!("/proc/{pid}/{name}")).ok();
     let status = read("status")?;
-    let resident_bytes = resident(&String::from_utf8_lossy(&status))?;
+    let resident_bytes = pressure::private_in(&String::from_utf8_lossy(&status))?;
     let stat = read("stat")?;
     let words = command(&read("cmdline")?);
     let (short, started) = named_and_started(&String::from_utf8_lossy(&stat))?;
@@ -104,15 +104,6 @@ fn process(pid: u32) -> Option<Process> {
         name: words.unwrap_or(short),
         resident_bytes,
     })
-}
-
-/// `RssAnon` of `/proc/PID/status`; a kernel thread has none.
-fn resident(status: &str) -> Option<u64> {
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("RssAnon:"))?;
-    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
 }
 
 /// Fields 2 and 22 of `/proc/PID/stat`; the second may contain anything, but ends with the last parenthesis.
@@ -152,9 +143,15 @@ mod tests {
 
     #[test]
     fn what_the_kernel_writes_is_read_and_anything_else_is_not() {
-        assert_eq!(resident("Name:\tx\nRssAnon:\t    12 kB\n"), Some(12 << 10));
-        assert_eq!(resident("Name:\tkthreadd\n"), None);
-        assert_eq!(resident("RssAnon: 99999999999999999999 kB"), None);
+        assert_eq!(
+            pressure::private_in("Name:\tx\nRssAnon:\t    12 kB\n"),
+            Some(12 << 10)
+        );
+        assert_eq!(pressure::private_in("Name:\tkthreadd\n"), None);
+        assert_eq!(
+            pressure::private_in("RssAnon: 99999999999999999999 kB"),
+            None
+        );
         let rest = "0 ".repeat(18);
         let stat = format!("7 (a) (b) R {rest}4711 0");
         assert_eq!(named_and_started(&stat), Some(("a) (b".to_owned(), 4711)));

@@ -10,7 +10,7 @@ use memfit_engine::bytes::Bytes;
 use serde::Serialize;
 
 use super::history::{History, on_gpus};
-use crate::report::sharing::shortfall;
+use crate::report::sharing::{occupied, shortfall};
 use crate::report::words;
 
 /// Version of the JSON.
@@ -136,7 +136,8 @@ impl View {
             notes.push("grants wait until clients of before the restart are back".to_owned());
         }
         let devices_of_broker = status.iter().flat_map(|status| &status.devices);
-        notes.extend(devices_of_broker.filter_map(shortfall));
+        notes.extend(devices_of_broker.clone().filter_map(shortfall));
+        notes.extend(devices_of_broker.filter_map(occupied));
         Self {
             schema_version: SCHEMA_VERSION,
             seconds: seen.seconds,

@@ -49,6 +49,17 @@ pub(crate) fn shortfall(device: &DeviceStatus) -> Option<String> {
     ))
 }
 
+/// Says that the broker grants less than it may, for others use the rest, if that is so.
+pub(crate) fn occupied(device: &DeviceStatus) -> Option<String> {
+    let bytes = device.occupied_bytes.filter(|bytes| *bytes > 0)?;
+    let ungranted = device.capacity_bytes.saturating_sub(device.granted_bytes);
+    let name = words::inert(&device.name, 20);
+    let bytes = Bytes(bytes.min(ungranted));
+    Some(format!(
+        "{name}: {bytes} are not granted while others than lease holders use them"
+    ))
+}
+
 /// What `memfit devices --format json` prints.
 #[derive(Debug, Serialize)]
 pub(crate) struct DevicesDocument {
@@ -109,6 +120,7 @@ mod tests {
             capacity_bytes: capacity << 30,
             granted_bytes: granted << 30,
             free_bytes: (capacity - granted) << 30,
+            occupied_bytes: None,
             total_bytes: Some(80 << 30),
             used_bytes: Some(used << 30),
         };
@@ -120,6 +132,28 @@ mod tests {
         assert_eq!(
             shortfall(&used(90, 40, 40)).unwrap(),
             "cuda:0: 10.00 GiB more could be granted than is free: it may grant more than there is"
+        );
+    }
+
+    #[test]
+    fn what_is_not_granted_for_others_is_told() {
+        let device = |occupied_bytes| DeviceStatus {
+            name: "host".to_owned(),
+            capacity_bytes: 16 << 30,
+            granted_bytes: 4 << 30,
+            occupied_bytes,
+            ..DeviceStatus::default()
+        };
+        assert_eq!(occupied(&device(None)), None);
+        assert_eq!(occupied(&device(Some(0))), None);
+        assert_eq!(
+            occupied(&device(Some(3 << 30))).unwrap(),
+            "host: 3.00 GiB are not granted while others than lease holders use them"
+        );
+        assert!(
+            occupied(&device(Some(u64::MAX)))
+                .unwrap()
+                .contains("12.00 GiB are")
         );
     }
 }

@@ -7,7 +7,7 @@ use memfit_engine::bytes::Bytes;
 use crate::lease::protocol::Amounts;
 use crate::lease::status::{LeaseStatus, Status, WaitingStatus};
 use crate::printer::Palette;
-use crate::report::sharing::{PsDocument, shortfall};
+use crate::report::sharing::{PsDocument, occupied, shortfall};
 use crate::report::table::{Align, Table};
 use crate::report::words;
 
@@ -45,7 +45,9 @@ fn devices(status: &Status, palette: Palette) -> String {
         ]);
     }
     let mut text = table.render(0, palette);
-    let short: Vec<String> = status.devices.iter().filter_map(shortfall).collect();
+    let short = status.devices.iter().filter_map(shortfall);
+    let occupied = status.devices.iter().filter_map(occupied);
+    let short: Vec<String> = short.chain(occupied).collect();
     if !short.is_empty() {
         let _done = writeln!(text, "\n{}", short.join("\n"));
     }
@@ -188,6 +190,7 @@ mod tests {
                 free_bytes: 10 << 30,
                 total_bytes: Some(24 << 30),
                 used_bytes: Some(15 << 30),
+                occupied_bytes: Some(2 << 30),
             }],
             leases: vec![lease],
             waiting: vec![waiting],
@@ -208,6 +211,7 @@ mod tests {
         host    6.00 GiB  10.00 GiB  16.00 GiB  15.00 GiB
 
         host: 1.00 GiB more could be granted than is free: memory that nobody leases is in use
+        host: 2.00 GiB are not granted while others than lease holders use them
 
         host: 9.00 GiB available, tasks waited for memory 1.2 % of the last 10 s
 
