@@ -190,9 +190,9 @@ Examples:
   memfit broker --memory host=16GiB --metrics 127.0.0.1:9464
 
 Serves the processes of its own user until it is stopped; the log goes to standard error, one JSON
-document a line (all grants with --verbose). Stopped and started again, it goes on with the leases of
-those that still live. Processes that do not ask for leases are not limited; with --only-free the
-others wait for what these have taken.")]
+document a line (all grants with --verbose). Stopped and started again, it goes on with the leases
+of those that still live. Processes that do not ask for leases are not limited; with --only-free
+the others wait for what these have taken.")]
     Broker(BrokerArguments),
 
     /// Say who holds which memory, who waits for it, and for how long
