@@ -153,14 +153,14 @@ reads them; a live range is half-open.")]
     /// Measure this machine, so that plans know what ops cost here
     #[command(after_help = "\
 Examples:
-  memfit calibrate                                         this machine's processor, about 15 seconds
+  memfit calibrate                                         this machine's processor, about 15 s
   memfit calibrate --device cuda
   memfit calibrate --folder /scratch                       the disk there, for offload
   memfit calibrate --output node7.json --format json       elsewhere; for `memfit plan --costs`
 
-Products and convolutions by type and size, memory bandwidth from cache to beyond it, the cost of an op
-that does nothing, copies between host and device, the disk. `memfit plan` uses the profile while
-device, torch version and number of threads are the same.")]
+Products and convolutions by type and size, memory bandwidth from cache to beyond it, the cost of
+an op that does nothing, copies between host and device, the disk. `memfit plan` uses the profile
+while device, torch version and number of threads are the same.")]
     Calibrate(CalibrateArguments),
 
     /// Run an unmodified script, say what it took, and perhaps fit its training steps
