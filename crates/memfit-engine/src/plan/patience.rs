@@ -6,7 +6,8 @@
 
 use super::StopReason;
 
-/// Events one inner search may sweep; a sweep touches each event of the model at most once.
+/// Events one inner search may ask for; a candidate asks for each event of the model at most once, whether it has to be
+/// swept or is known from the candidate before.
 const EVENTS: u64 = 40_000_000;
 /// Events that a machine sweeps in a second, about: how much work a longer time limit is worth.
 const EVENTS_PER_SECOND: f64 = 20_000_000.0;

@@ -7,7 +7,7 @@ use super::blocks::{self, Blocks};
 use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
-use crate::step::{Evaluation, Evaluator, StepModel, Treatment, Variant};
+use crate::step::{Evaluation, IncrementalEvaluator, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// Which treatments the request allows.
@@ -282,10 +282,10 @@ pub(super) struct Candidate {
 #[derive(Debug)]
 pub(super) struct Scorer<'p> {
     pub(super) problem: &'p Problem<'p>,
-    pub(super) evaluator: Evaluator<'p>,
+    pub(super) evaluator: IncrementalEvaluator<'p>,
     schedule: Option<Schedule>,
     pub(super) evaluations: u64,
-    /// Events swept for them, and replays.
+    /// Events of their sweeps, those that were known included, and replays.
     pub(super) events: u64,
 }
 
@@ -293,7 +293,7 @@ impl<'p> Scorer<'p> {
     pub(super) fn new(problem: &'p Problem<'p>) -> Self {
         Self {
             problem,
-            evaluator: Evaluator::new(&problem.model),
+            evaluator: IncrementalEvaluator::new(&problem.model),
             schedule: problem.schedule.clone(),
             evaluations: 0,
             events: 0,

@@ -11,7 +11,7 @@
 
 use super::events::Event;
 use super::model::{Slot, StepModel};
-use super::state::{Hold, State, reset};
+use super::state::{Hold, SlotState, State, reset};
 use super::transfers::Transfer;
 use super::treatment::Treatment;
 use crate::bytes::Bytes;
@@ -97,10 +97,8 @@ impl Change {
 /// Sweeps one model; keeps its scratch memory between calls.
 #[derive(Debug)]
 pub struct Evaluator<'m> {
-    model: &'m StepModel,
-    state: State,
-    /// Ops replayed in the last sweep, in order.
-    replayed: Vec<usize>,
+    pub(super) model: &'m StepModel,
+    pub(super) state: State,
     /// Events the last sweep touched.
     swept: usize,
 }
@@ -112,7 +110,6 @@ impl<'m> Evaluator<'m> {
         Self {
             model,
             state: State::default(),
-            replayed: Vec::new(),
             swept: 0,
         }
     }
@@ -132,6 +129,11 @@ impl<'m> Evaluator<'m> {
     /// which is no more than the peak, and what comes after was not looked at.
     pub fn evaluate_within(&mut self, treatments: &[Treatment], limit: Bytes) -> Evaluation {
         self.sweep(treatments, u64::MAX, limit);
+        self.found()
+    }
+
+    /// What the sweep found so far.
+    pub(super) fn found(&self) -> Evaluation {
         let (position, replay) = self.state.peak_at.unwrap_or((0, None));
         let index = |i| OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
         Evaluation {
@@ -156,9 +158,8 @@ impl<'m> Evaluator<'m> {
 
     /// Forward ops replayed in the last evaluation, in the order they ran; with homes, an op may run again.
     pub fn replayed(&self) -> impl Iterator<Item = OpIndex> + '_ {
-        self.replayed
-            .iter()
-            .map(|&op| OpIndex(u32::try_from(op).unwrap_or(u32::MAX)))
+        let replayed = self.state.replayed.iter();
+        replayed.map(|&op| OpIndex(u32::try_from(op).unwrap_or(u32::MAX)))
     }
 
     /// What moved in the last evaluation, in order. Empty where nothing is stored.
@@ -173,6 +174,11 @@ impl<'m> Evaluator<'m> {
         self.sweep(treatments, u64::MAX, no_limit);
         let tick = self.state.peak_tick;
         self.sweep(treatments, tick, no_limit);
+        self.holdings(treatments)
+    }
+
+    /// What is alive where the sweep stands, which is at its peak, largest first, ties by index.
+    pub(super) fn holdings(&self, treatments: &[Treatment]) -> Vec<Holding> {
         let (model, state) = (self.model, &self.state);
         let (position, replay) = state.peak_at.unwrap_or((0, None));
         let mut holdings = Vec::new();
@@ -183,14 +189,15 @@ impl<'m> Evaluator<'m> {
                 start < position + usize::from(replay.is_none()) && position < stop
             };
             let grounded = model.fixed_ranges[i].iter().any(fixed);
-            let original = u64::from(state.held(i) || grounded);
+            let holders = *state.holders.peek(i);
+            let original = u64::from(holders.any() || grounded);
             if copies + original > 0 && bytes > 0 {
                 holdings.push(Holding {
                     allocation: AllocationId(u32::try_from(i).unwrap_or(u32::MAX)),
                     bytes: Bytes(bytes.saturating_mul(copies + original)),
-                    natural: state.natural[i] + u32::from(grounded),
-                    saved: state.saved[i],
-                    pins: state.pins[i],
+                    natural: holders.natural + u32::from(grounded),
+                    saved: holders.saved,
+                    pins: holders.pins,
                     materialised: copies > 0,
                 });
             }
@@ -238,24 +245,8 @@ impl<'m> Evaluator<'m> {
 
     fn begin(&mut self, treatments: &[Treatment]) {
         let model = self.model;
+        self.reset();
         let state = &mut self.state;
-        state.live = 0;
-        reset(&mut state.natural, model.bytes.len());
-        reset(&mut state.saved, model.bytes.len());
-        reset(&mut state.pins, model.bytes.len());
-        reset(&mut state.slot_refs, model.slots.len());
-        reset(&mut state.materialised, model.slots.len());
-        reset(&mut state.stolen, model.slots.len());
-        reset(&mut state.pending, model.records.len());
-        reset(&mut state.output_refs, model.records.len());
-        reset(&mut state.original, model.slots.len());
-        reset(&mut state.in_closure, model.records.len());
-        state.peak = 0;
-        state.peak_at = None;
-        state.tick = 0;
-        state.peak_tick = 0;
-        state.stop_tick = u64::MAX;
-        state.limit = u64::MAX;
         let (mut stores, mut homes) = (false, false);
         state.valid = treatments.len() == model.bytes.len();
         for (allocation, treatment) in treatments.iter().enumerate() {
@@ -266,12 +257,29 @@ impl<'m> Evaluator<'m> {
             }
         }
         state.has_homes = homes;
-        if homes {
-            reset(&mut state.readers, model.slots.len());
-            reset(&mut state.passing, model.slots.len());
-        }
         state.traffic.begin(model, stores);
-        self.replayed.clear();
+    }
+
+    /// Everything as at the start of a step in which nothing is stored.
+    pub(super) fn reset(&mut self) {
+        let model = self.model;
+        let state = &mut self.state;
+        state.live = 0;
+        state.holders.reset(model.bytes.len());
+        state.slots.reset(model.slots.len());
+        state.records.reset(model.records.len());
+        reset(&mut state.in_closure, model.records.len());
+        state.peak = 0;
+        state.peak_at = None;
+        state.tick = 0;
+        state.peak_tick = 0;
+        state.stop_tick = u64::MAX;
+        state.limit = u64::MAX;
+        state.valid = true;
+        state.has_homes = false;
+        state.replayed.clear();
+        state.traffic.begin(model, false);
+        state.watch(false);
     }
 
     /// Walks all events, or those up to the look at the height numbered `stop_tick`, or to the first
@@ -295,12 +303,12 @@ impl<'m> Evaluator<'m> {
         self.swept = model.events.len();
     }
 
-    fn apply(&mut self, treatments: &[Treatment], position: usize, event: Event) {
+    pub(super) fn apply(&mut self, treatments: &[Treatment], position: usize, event: Event) {
         let model = self.model;
         let state = &mut self.state;
         match event {
             Event::Pack(saved) => match model.saved[saved] {
-                (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
+                (allocation, Some(slot)) if !state.treatment(treatments, allocation).is_keep() => {
                     state.refer(model, treatments[allocation], slot);
                     if treatments[allocation].is_store() {
                         state.go_out(model, allocation, position);
@@ -310,30 +318,31 @@ impl<'m> Evaluator<'m> {
             },
             Event::ForwardEnd => state.settle_all(model, position),
             Event::Release(saved) => match model.saved[saved] {
-                (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
+                (allocation, Some(slot)) if !state.treatment(treatments, allocation).is_keep() => {
                     state.drop_ref(model, treatments, slot);
                 }
                 (allocation, _) => state.let_go(model, allocation, Hold::Saved),
             },
             Event::Unpack(saved) => match model.saved[saved] {
-                (allocation, Some(slot)) if !treatments[allocation].is_keep() => {
+                (allocation, Some(slot)) if !state.treatment(treatments, allocation).is_keep() => {
                     self.request(treatments, slot, position);
                 }
                 _ => {}
             },
             Event::Start { allocation, slot } => match slot {
-                Some(slot) if !treatments[allocation].is_keep() => {
+                Some(slot) if !state.treatment(treatments, allocation).is_keep() => {
                     state.refer(model, treatments[allocation], slot);
                 }
                 _ => state.hold(model, allocation, Hold::Natural),
             },
             Event::End { allocation, slot } => match slot {
-                Some(slot) if !treatments[allocation].is_keep() => {
+                Some(slot) if !state.treatment(treatments, allocation).is_keep() => {
                     state.drop_ref(model, treatments, slot);
                 }
                 _ => {
                     state.let_go(model, allocation, Hold::Natural);
-                    if treatments[allocation].is_drop() && state.natural[allocation] == 0 {
+                    if state.holders.at(allocation).natural == 0 && treatments[allocation].is_drop()
+                    {
                         state.forget_original(model, treatments, allocation);
                     }
                 }
@@ -357,14 +366,16 @@ impl<'m> Evaluator<'m> {
             allocation,
             maker: asker,
         } = model.slots[slot];
-        if treatments[allocation].is_store() {
-            if state.slot_refs[slot] == 0 {
+        if state.treatment(treatments, allocation).is_store() {
+            let SlotState {
+                refs, materialised, ..
+            } = *state.slots.at(slot);
+            if refs == 0 {
                 return;
             }
-            let there = state.materialised[slot];
             state.closure.clear();
-            state.traffic.want(slot, there);
-        } else if state.pending[asker] {
+            state.traffic.want(slot, materialised);
+        } else if state.records.at(asker).pending {
             state.collect_closure(model, treatments, asker);
         } else {
             return;
@@ -385,7 +396,6 @@ impl<'m> Evaluator<'m> {
                 state.valid = false;
             }
             state.replay(model, treatments, op, asker, position);
-            self.replayed.push(op);
             if state.stopped() {
                 return;
             }

@@ -7,8 +7,10 @@
 //!
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
 
+mod column;
 mod evaluate;
 mod events;
+mod incremental;
 pub mod lives;
 mod model;
 pub mod naive;
@@ -23,6 +25,7 @@ mod treatment;
 mod updates;
 
 pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
+pub use incremental::IncrementalEvaluator;
 pub use model::{StepModel, Undroppable, Variant};
 pub use parameters::ParametersAway;
 pub use storable::Unstorable;

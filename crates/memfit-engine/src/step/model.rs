@@ -85,8 +85,8 @@ pub struct StepModel {
     /// Storable allocations in the order in which backward first asks for them.
     pub(super) fetch_order: Vec<usize>,
     pub(super) slots: Vec<Slot>,
-    /// First slot of each allocation; slots of one allocation are consecutive versions.
-    pub(super) first_slot: Vec<Option<usize>>,
+    /// Slots of each allocation, half-open: consecutive versions.
+    slots_of: Vec<(u32, u32)>,
     pub(super) records: Vec<Record>,
     /// Sorted by position, then by [`Event::rank`].
     pub(super) events: Vec<(usize, Event)>,
@@ -119,7 +119,7 @@ impl StepModel {
             unstorable: vec![None; trace.allocations.len()],
             fetch_order: Vec::new(),
             slots: Vec::new(),
-            first_slot: vec![None; trace.allocations.len()],
+            slots_of: vec![(0, 0); trace.allocations.len()],
             records: vec![Record::default(); forward_end],
             events: Vec::new(),
             saved: Vec::new(),
@@ -216,14 +216,8 @@ impl StepModel {
     }
 
     pub(super) fn slots_of(&self, allocation: usize) -> std::ops::Range<usize> {
-        let Some(first) = self.first_slot[allocation] else {
-            return 0..0;
-        };
-        let count = self.slots[first..]
-            .iter()
-            .take_while(|slot| slot.allocation == allocation)
-            .count();
-        first..first + count
+        let (start, end) = self.slots_of[allocation];
+        start as usize..end as usize
     }
 
     pub(super) fn slot(&self, allocation: usize, version: u32) -> Option<usize> {
@@ -259,11 +253,11 @@ impl StepModel {
             }
         }
         for (allocation, makers) in makers.into_iter().enumerate() {
-            if !makers.is_empty() {
-                self.first_slot[allocation] = Some(self.slots.len());
-            }
+            let start = op_index(self.slots.len()).0;
             self.slots
                 .extend(makers.into_iter().map(|maker| Slot { allocation, maker }));
+            let end = op_index(self.slots.len()).0;
+            self.slots_of[allocation] = (start, end);
         }
     }
 

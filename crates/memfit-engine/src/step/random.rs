@@ -7,8 +7,8 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestCaseError, TestRunner};
 
 use super::{
-    Evaluator, ParametersAway, StateAway, StepModel, Transfer, Treatment, UpdateTurn, Variant,
-    lives, naive, update_turns,
+    Evaluator, IncrementalEvaluator, ParametersAway, StateAway, StepModel, Transfer, Treatment,
+    UpdateTurn, Variant, lives, naive, update_turns,
 };
 use crate::bytes::Bytes;
 use crate::trace::sample::Builder;
@@ -301,6 +301,87 @@ proptest! {
         let treatments = treatments(&trace, &StepModel::new(&trace, variant), &kinds);
         compare(&trace, variant, &treatments)?;
     }
+}
+
+/// A walk through treatments: some allocations otherwise at a time, stored only where `stores`; now and then back to
+/// before, and with a limit near the peak. Every answer is that of a sweep. Tells how many sections were swept, and of
+/// how many.
+fn walk(
+    trace: &Trace,
+    variant: Variant,
+    kinds: &[(u8, u8)],
+    stores: bool,
+) -> Result<(usize, usize), TestCaseError> {
+    let model = StepModel::new(trace, variant);
+    let (mut sweeping, mut incremental) =
+        (Evaluator::new(&model), IncrementalEvaluator::new(&model));
+    let count = trace.allocations.len();
+    let mut at = vec![Treatment::Keep; count];
+    let (mut peak, mut swept) = (Bytes::ZERO, (0, 0));
+    for (number, &(kind, place)) in kinds.iter().enumerate() {
+        let mut next = at.clone();
+        let others = treatments(trace, &model, &kinds[number..]);
+        for step in 0..=usize::from(kind >> 5) {
+            let index = (usize::from(place) * 7 + step * (1 + usize::from(kind & 3))) % count;
+            let other = others[index];
+            let may = stores || !other.is_store();
+            next[index] = if may && next[index].is_keep() {
+                other
+            } else {
+                Treatment::Keep
+            };
+        }
+        let limit = match kind % 5 {
+            0 => peak,
+            1 => Bytes(peak.0 * 7 / 8),
+            2 => peak + Bytes(u64::from(place) / 8),
+            _ => Bytes(u64::MAX),
+        };
+        let expected = sweeping.evaluate_within(&next, limit);
+        prop_assert_eq!(incremental.evaluate_within(&next, limit), expected);
+        prop_assert_eq!(incremental.swept(), sweeping.swept());
+        prop_assert!(incremental.replayed().eq(sweeping.replayed()));
+        prop_assert_eq!(incremental.transfers(), sweeping.transfers());
+        let (some, all) = incremental.sections_swept();
+        swept = (swept.0 + some, swept.1 + all);
+        if expected.valid && place % 3 == 0 {
+            prop_assert_eq!(incremental.timeline(&next), sweeping.timeline(&next));
+            let held = incremental.holdings_at_peak(&next);
+            prop_assert_eq!(held, sweeping.holdings_at_peak(&next));
+        }
+        if expected.valid && expected.peak_bytes <= limit && place % 4 != 0 {
+            (at, peak) = (next, expected.peak_bytes);
+        }
+    }
+    Ok(swept)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+    #[test]
+    fn what_differs_little_is_evaluated_as_by_a_sweep(
+        (recipe, _, _) in recipes_of(2..40),
+        (kinds, (flags, window)) in choices(),
+    ) {
+        let trace = with_more_updates(build(&recipe), &kinds);
+        walk(&trace, variant(flags, window), &kinds, flags & 16 != 0)?;
+    }
+}
+
+#[test]
+fn what_differs_little_is_swept_in_part() {
+    let mut runner = TestRunner::deterministic();
+    let mut swept = (0, 0);
+    for _ in 0..20 {
+        let (recipe, _, _) = recipes_of(150..160)
+            .new_tree(&mut runner)
+            .unwrap()
+            .current();
+        let (kinds, _) = choices().new_tree(&mut runner).unwrap().current();
+        let (some, all) = walk(&build(&recipe), Variant::default(), &kinds, false).unwrap();
+        swept = (swept.0 + some, swept.1 + all);
+    }
+    assert!(swept.0 * 2 < swept.1, "{swept:?}");
 }
 
 proptest! {

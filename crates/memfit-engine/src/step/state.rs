@@ -4,28 +4,82 @@
 //! reference does, and for replays. Part of the sweep: `evaluate.rs` says when, this file what happens;
 //! `transfers.rs` does the same for stored allocations.
 
+use super::column::Column;
 use super::evaluate::Change;
 use super::model::{Slot, StepModel};
 use super::transfers::Traffic;
 use super::treatment::Treatment;
 
+/// What holds an allocation as forward made it, counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Holders {
+    pub(super) natural: u32,
+    pub(super) saved: u32,
+    pub(super) pins: u32,
+}
+
+impl Holders {
+    #[inline]
+    pub(super) const fn any(self) -> bool {
+        self.natural + self.saved + self.pins > 0
+    }
+
+    #[inline]
+    const fn count(&mut self, by: Hold) -> &mut u32 {
+        match by {
+            Hold::Natural => &mut self.natural,
+            Hold::Saved => &mut self.saved,
+            Hold::Pin => &mut self.pins,
+        }
+    }
+}
+
+/// A version of an allocation that is not kept.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "facts that are independent of each other"
+)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct SlotState {
+    /// References to it: its tensor in forward if it is dropped, tokens, records that read it.
+    pub(super) refs: u32,
+    /// Records of this request that have yet to read it while it passes, and whether it is there.
+    pub(super) readers: u32,
+    pub(super) passing: bool,
+    pub(super) materialised: bool,
+    /// Its storage became that of the next version.
+    pub(super) stolen: bool,
+    /// Its tensor, or a later version of it, is alive in forward.
+    pub(super) original: bool,
+}
+
+/// The record of an op.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct RecordState {
+    /// It exists and has not been replayed.
+    pub(super) pending: bool,
+    /// References to its outputs while it is pending.
+    pub(super) output_refs: u32,
+}
+
+/// A look at the height, as it was seen.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Look {
+    /// Above what was alive when the section began; below it where negative.
+    pub(super) height: i64,
+    /// The event that looked.
+    pub(super) event: u32,
+    /// Ops replayed in the section up to it.
+    pub(super) replays: u32,
+    pub(super) at: (usize, Option<usize>),
+}
+
 #[derive(Debug, Default, Clone)]
 pub(super) struct State {
     pub(super) live: u64,
-    pub(super) natural: Vec<u32>,
-    pub(super) saved: Vec<u32>,
-    pub(super) pins: Vec<u32>,
-    /// References to each slot: its tensor in forward if it is dropped, tokens, records that read it.
-    pub(super) slot_refs: Vec<u32>,
-    pub(super) materialised: Vec<bool>,
-    /// The slot's storage became that of the next version.
-    pub(super) stolen: Vec<bool>,
-    /// The record of this op exists and has not been replayed.
-    pub(super) pending: Vec<bool>,
-    /// References to outputs of a pending record.
-    pub(super) output_refs: Vec<u32>,
-    /// The tensor of this slot, or a later version of it, is alive in forward.
-    pub(super) original: Vec<bool>,
+    pub(super) holders: Column<Holders>,
+    pub(super) slots: Column<SlotState>,
+    pub(super) records: Column<RecordState>,
     /// Slots that lose one reference each when [`State::drain`] runs.
     pub(super) stack: Vec<usize>,
     /// Ops to replay, and whether each op is among them.
@@ -42,10 +96,14 @@ pub(super) struct State {
     pub(super) valid: bool,
     /// Some allocation has a home.
     pub(super) has_homes: bool,
-    /// Records of this request that have yet to read a passing slot, and whether it is there.
-    pub(super) readers: Vec<u32>,
-    pub(super) passing: Vec<bool>,
     pub(super) traffic: Traffic,
+    /// Ops replayed, in order.
+    pub(super) replayed: Vec<usize>,
+    /// While a section is watched: its looks, what was alive when it began, and the event that is being applied.
+    pub(super) looks: Option<Vec<Look>>,
+    pub(super) live_before: u64,
+    pub(super) replays_before: usize,
+    pub(super) event: usize,
     /// What changes, when someone asked; and the event that is being applied.
     pub(super) log: Option<Vec<Change>>,
     pub(super) at: (usize, u8),
@@ -60,21 +118,31 @@ pub(super) enum Hold {
 }
 
 impl State {
+    /// From here on, or until further notice not, what is touched and seen is remembered.
+    pub(super) fn watch(&mut self, is_watched: bool) {
+        self.holders.watch(is_watched);
+        self.slots.watch(is_watched);
+        self.records.watch(is_watched);
+        self.looks = None;
+    }
+
     #[inline]
     pub(super) fn stopped(&self) -> bool {
         self.tick >= self.stop_tick
     }
 
+    /// What is done to an allocation; what the sweep does from here depends on it.
     #[inline]
-    pub(super) fn held(&self, allocation: usize) -> bool {
-        self.natural[allocation] + self.saved[allocation] + self.pins[allocation] > 0
+    pub(super) fn treatment(&mut self, treatments: &[Treatment], allocation: usize) -> Treatment {
+        self.holders.touch(allocation);
+        treatments[allocation]
     }
 
     /// Does this slot occupy memory of its own in backward?
     #[inline]
     pub(super) fn occupies(&self, slot: usize) -> bool {
-        let stays = self.materialised[slot] && !self.stolen[slot] && self.slot_refs[slot] > 0;
-        stays || self.has_homes && self.passing[slot]
+        let slot = self.slots.peek(slot);
+        slot.materialised && !slot.stolen && slot.refs > 0 || slot.passing
     }
 
     #[inline]
@@ -87,32 +155,26 @@ impl State {
 
     #[inline]
     pub(super) fn hold(&mut self, model: &StepModel, allocation: usize, by: Hold) {
-        if !self.held(allocation) {
+        let holders = self.holders.at(allocation);
+        let is_first = !holders.any();
+        *holders.count(by) += 1;
+        if is_first {
             self.live = self.live.saturating_add(model.bytes[allocation]);
             self.note(|at| Change::Held { at, allocation });
         }
-        *self.count(allocation, by) += 1;
     }
 
     #[inline]
     pub(super) fn let_go(&mut self, model: &StepModel, allocation: usize, by: Hold) {
-        let count = self.count(allocation, by);
+        let holders = self.holders.at(allocation);
+        let count = holders.count(by);
         if *count == 0 {
             return;
         }
         *count -= 1;
-        if !self.held(allocation) {
+        if !holders.any() {
             self.live = self.live.saturating_sub(model.bytes[allocation]);
             self.note(|at| Change::LetGo { at, allocation });
-        }
-    }
-
-    #[inline]
-    fn count(&mut self, allocation: usize, by: Hold) -> &mut u32 {
-        match by {
-            Hold::Natural => &mut self.natural[allocation],
-            Hold::Saved => &mut self.saved[allocation],
-            Hold::Pin => &mut self.pins[allocation],
         }
     }
 
@@ -120,6 +182,15 @@ impl State {
     pub(super) fn observe(&mut self, extra: u64, position: usize, replay: Option<usize>) {
         self.tick += 1;
         let height = self.live.saturating_add(extra);
+        if let Some(looks) = &mut self.looks {
+            #[expect(clippy::cast_possible_truncation, reason = "no more than a trace has")]
+            looks.push(Look {
+                height: height.wrapping_sub(self.live_before).cast_signed(),
+                event: self.event as u32,
+                replays: (self.replayed.len() - self.replays_before) as u32,
+                at: (position, replay),
+            });
+        }
         if height > self.peak {
             self.peak = height;
             self.peak_at = Some((position, replay));
@@ -135,25 +206,31 @@ impl State {
         let record = &model.records[op];
         let mut outputs = 0;
         for &slot in &record.makes {
-            if treatments[model.slots[slot].allocation].is_drop() {
+            if self
+                .treatment(treatments, model.slots[slot].allocation)
+                .is_drop()
+            {
                 // The tensor itself refers to the record while its storage lives.
-                self.slot_refs[slot] += 1;
-                self.original[slot] = true;
+                let state = self.slots.at(slot);
+                state.refs += 1;
+                state.original = true;
                 outputs += 1;
             }
         }
         if outputs == 0 {
             return;
         }
-        self.pending[op] = true;
-        self.output_refs[op] = outputs;
+        *self.records.at(op) = RecordState {
+            pending: true,
+            output_refs: outputs,
+        };
         for &(allocation, slot) in &record.reads {
             let outdated = model.last_write[allocation].is_some_and(|write| write > op);
-            match (treatments[allocation], slot) {
+            match (self.treatment(treatments, allocation), slot) {
                 (Treatment::Drop { .. }, Some(slot)) => self.add_ref(model, slot),
                 (Treatment::Store { .. }, Some(slot)) => {
                     self.valid &= !outdated && model.last_slot(allocation) == Some(slot);
-                    self.slot_refs[slot] += 1;
+                    self.slots.at(slot).refs += 1;
                 }
                 _ => {
                     self.valid &= !outdated;
@@ -171,7 +248,7 @@ impl State {
         allocation: usize,
     ) {
         for slot in model.slots_of(allocation) {
-            if std::mem::take(&mut self.original[slot]) {
+            if std::mem::take(&mut self.slots.at(slot).original) {
                 self.drop_ref(model, treatments, slot);
             }
         }
@@ -179,9 +256,10 @@ impl State {
 
     #[inline]
     pub(super) fn add_ref(&mut self, model: &StepModel, slot: usize) {
-        self.slot_refs[slot] += 1;
-        if self.slot_refs[slot] == 1 {
-            self.output_refs[model.slots[slot].maker] += 1;
+        let state = self.slots.at(slot);
+        state.refs += 1;
+        if state.refs == 1 {
+            self.records.at(model.slots[slot].maker).output_refs += 1;
         }
     }
 
@@ -191,7 +269,7 @@ impl State {
         if treatment.is_drop() {
             self.add_ref(model, slot);
         } else {
-            self.slot_refs[slot] += 1;
+            self.slots.at(slot).refs += 1;
         }
     }
 
@@ -204,16 +282,18 @@ impl State {
     /// Takes one reference from each queued slot, and from what goes with it.
     fn drain(&mut self, model: &StepModel, treatments: &[Treatment]) {
         while let Some(slot) = self.stack.pop() {
-            if self.slot_refs[slot] == 0 {
+            let state = self.slots.at(slot);
+            if state.refs == 0 {
                 continue;
             }
-            self.slot_refs[slot] -= 1;
-            if self.slot_refs[slot] > 0 {
+            state.refs -= 1;
+            if state.refs > 0 {
                 continue;
             }
+            let state = *state;
             let Slot { allocation, maker } = model.slots[slot];
-            if self.materialised[slot] {
-                if !self.stolen[slot] {
+            if state.materialised {
+                if !state.stolen {
                     let bytes = model.bytes[allocation];
                     self.live = self.live.saturating_sub(bytes);
                     self.note(|at| Change::Gone { at, slot, bytes });
@@ -221,11 +301,12 @@ impl State {
                 }
                 continue;
             }
-            if treatments[allocation].is_store() {
+            if self.treatment(treatments, allocation).is_store() {
                 continue;
             }
-            self.output_refs[maker] = self.output_refs[maker].saturating_sub(1);
-            if self.pending[maker] && self.output_refs[maker] == 0 {
+            let record = self.records.at(maker);
+            record.output_refs = record.output_refs.saturating_sub(1);
+            if record.pending && record.output_refs == 0 {
                 self.consume(model, treatments, maker);
             }
         }
@@ -233,10 +314,12 @@ impl State {
 
     /// The record of `op` goes: its pins let go, its references to inputs are queued for dropping.
     fn consume(&mut self, model: &StepModel, treatments: &[Treatment], op: usize) {
-        self.pending[op] = false;
+        self.records.at(op).pending = false;
         for &(allocation, slot) in &model.records[op].reads {
             match slot {
-                Some(slot) if !treatments[allocation].is_keep() => self.stack.push(slot),
+                Some(slot) if !self.treatment(treatments, allocation).is_keep() => {
+                    self.stack.push(slot);
+                }
                 _ => self.let_go(model, allocation, Hold::Pin),
             }
         }
@@ -259,22 +342,22 @@ impl State {
             self.closure.push(op);
             for &(allocation, slot) in &model.records[op].reads {
                 let Some(slot) = slot else { continue };
-                match treatments[allocation] {
+                match self.treatment(treatments, allocation) {
                     Treatment::Keep => {}
                     Treatment::Drop { .. } => {
                         let maker = model.slots[slot].maker;
-                        if self.pending[maker] {
+                        if self.records.at(maker).pending {
                             self.stack.push(maker);
                             if self.has_homes && self.passes(model, treatments, maker, asker) {
-                                self.readers[slot] += 1;
+                                self.slots.at(slot).readers += 1;
                             }
                         }
                     }
                     Treatment::Store { .. } => {
-                        let there = self.materialised[slot];
+                        let there = self.slots.at(slot).materialised;
                         self.traffic.want(slot, there);
                         if !there && treatments[allocation].passes(asker) {
-                            self.readers[slot] += 1;
+                            self.slots.at(slot).readers += 1;
                         }
                     }
                 }
@@ -290,22 +373,31 @@ impl State {
     }
 
     /// Does the record of `op` stay pending when it runs for a request for what `asker` made?
-    fn passes(&self, model: &StepModel, treatments: &[Treatment], op: usize, asker: usize) -> bool {
-        let treatment = |&slot: &usize| treatments[model.slots[slot].allocation];
-        let makes = &model.records[op].makes;
-        let mut dropped = makes.iter().map(treatment).filter(|made| made.is_drop());
-        self.has_homes && dropped.all(|made| made.passes(asker))
+    fn passes(
+        &mut self,
+        model: &StepModel,
+        treatments: &[Treatment],
+        op: usize,
+        asker: usize,
+    ) -> bool {
+        self.has_homes
+            && model.records[op].makes.iter().all(|&slot| {
+                let made = self.treatment(treatments, model.slots[slot].allocation);
+                !made.is_drop() || made.passes(asker)
+            })
     }
 
     /// A record ran: what was passing and has no reader left in this request goes.
     fn let_pass(&mut self, model: &StepModel, op: usize) {
         for &(allocation, slot) in &model.records[op].reads {
-            let Some(slot) = slot.filter(|&slot| self.passing[slot]) else {
+            let Some(slot) = slot else { continue };
+            let state = self.slots.at(slot);
+            if !state.passing {
                 continue;
-            };
-            self.readers[slot] = self.readers[slot].saturating_sub(1);
-            if self.readers[slot] == 0 {
-                self.passing[slot] = false;
+            }
+            state.readers = state.readers.saturating_sub(1);
+            if state.readers == 0 {
+                state.passing = false;
                 let bytes = model.bytes[allocation];
                 self.live = self.live.saturating_sub(bytes);
                 self.note(|at| Change::Gone { at, slot, bytes });
@@ -323,14 +415,15 @@ impl State {
         position: usize,
     ) {
         let record = &model.records[op];
-        let passes = self.has_homes && self.passes(model, treatments, op, asker);
+        self.replayed.push(op);
+        let passes = self.passes(model, treatments, op, asker);
         let steals = record
             .takes
             .filter(|&taken| self.steals(model, treatments, taken));
         let mut made: u64 = 0;
         for &slot in &record.makes {
             let allocation = model.slots[slot].allocation;
-            let dropped = treatments[allocation].is_drop();
+            let dropped = self.treatment(treatments, allocation).is_drop();
             if !(steals.is_some() && dropped && is_next(model, steals, slot)) {
                 made = made.saturating_add(model.bytes[allocation]);
             }
@@ -343,21 +436,23 @@ impl State {
             if !treatments[allocation].is_drop() {
                 continue;
             }
+            let state = self.slots.at(slot);
             if passes {
-                if self.readers[slot] == 0 {
+                if state.readers == 0 {
                     continue;
                 }
-                self.passing[slot] = true;
+                state.passing = true;
             } else {
-                if self.slot_refs[slot] == 0 {
+                if state.refs == 0 {
                     continue;
                 }
-                self.materialised[slot] = true;
-                self.output_refs[op] = self.output_refs[op].saturating_sub(1);
+                state.materialised = true;
+                let record = self.records.at(op);
+                record.output_refs = record.output_refs.saturating_sub(1);
             }
             if is_next(model, steals, slot) {
                 // The storage passes on; from here the taken slot occupies nothing.
-                self.stolen[slot - 1] = true;
+                self.slots.at(slot - 1).stolen = true;
                 self.note(|at| Change::Passed { at, from: slot - 1 });
             } else {
                 let bytes = model.bytes[allocation];
@@ -382,10 +477,12 @@ impl State {
     }
 
     /// May the replay that takes `slot` to its next version write on it in place?
-    fn steals(&self, model: &StepModel, treatments: &[Treatment], slot: usize) -> bool {
-        treatments[model.slots[slot].allocation].is_drop()
-            && self.materialised[slot]
-            && self.slot_refs[slot] == 1
+    fn steals(&mut self, model: &StepModel, treatments: &[Treatment], slot: usize) -> bool {
+        let state = *self.slots.at(slot);
+        self.treatment(treatments, model.slots[slot].allocation)
+            .is_drop()
+            && state.materialised
+            && state.refs == 1
     }
 }
 

@@ -177,7 +177,7 @@ impl State {
         let (at, bytes) = (op_index(position), model.bytes[allocation]);
         let allocation_id = id(allocation);
         self.traffic.is_wanted[slot] = false;
-        if self.materialised[slot] {
+        if self.slots.peek(slot).materialised {
             self.traffic.forget(slot, bytes);
             self.traffic.transfers.push(Transfer::Asked {
                 at,
@@ -191,9 +191,9 @@ impl State {
             allocation: allocation_id,
         });
         if treatments[allocation].passes(asker) {
-            self.passing[slot] = true;
+            self.slots.at(slot).passing = true;
         } else {
-            self.materialised[slot] = true;
+            self.slots.at(slot).materialised = true;
         }
         self.bring(model, slot, position);
     }
@@ -210,7 +210,10 @@ impl State {
         }
         while let Some(&allocation) = model.fetch_order.get(self.traffic.next) {
             let bytes = model.bytes[allocation];
-            let missing = |&slot: &usize| !self.materialised[slot] && self.slot_refs[slot] > 0;
+            let missing = |&slot: &usize| {
+                let state = self.slots.peek(slot);
+                !state.materialised && state.refs > 0
+            };
             let stored = treatments[allocation].is_store();
             let slot = model.last_slot(allocation).filter(missing);
             if let (true, Some(slot)) = (stored, slot) {
@@ -224,7 +227,7 @@ impl State {
                     at: op_index(position),
                     allocation: id(allocation),
                 });
-                self.materialised[slot] = true;
+                self.slots.at(slot).materialised = true;
                 self.bring(model, slot, position);
                 if self.stopped() {
                     return;
