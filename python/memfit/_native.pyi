@@ -34,6 +34,7 @@ __all__ = [
     "front_text",
     "gpu_memory",
     "gpu_profile",
+    "half_of_free_host_bytes",
     "label_blocks",
     "last_refusal",
     "mark_allocations",
@@ -46,6 +47,7 @@ __all__ = [
     "refusals",
     "refused_bytes",
     "release_kept",
+    "reserved_beside_model",
     "resident_bytes",
     "rooms",
     "run",
@@ -307,19 +309,30 @@ class ParkedMemory:
 
 @final
 class PoolMachine:
-    """Which models of a pool are in memory, and who waits; decides, and moves nothing."""
+    """Which models of a pool are in memory, and who waits; decides, and moves nothing.
 
-    def __new__(cls, budget: int) -> PoolMachine:
-        """A pool without models."""
+    A job is what to do (``wake``, ``park``, ``spill``, ``release``), the number of the model, and
+    what the copy of a model that is parked may have of the host's memory.
+    """
+
+    def __new__(cls, budget: int, host: int | None = None) -> PoolMachine:
+        """A pool without models: of the host, or of a device with so much host memory for copies.
+
+        A device's allocator keeps what calls took until it is released.
+        """
 
     def add(
         self, size: int, activations: int, is_pinned: bool, now: int
-    ) -> tuple[tuple[int, bool] | None, tuple[str, int, int] | None]:
+    ) -> tuple[tuple[int, bool, int] | None, tuple[str, int, int] | None]:
         """Add a model that is in memory.
 
         Returns:
-            Its number and whether it may stay there; or why not, wanted and available bytes.
+            Its number, whether it may stay there, and what its copy may have of the host's memory
+            if not; or why not, wanted and available bytes.
         """
+
+    def copied(self, model: int, in_host: int) -> None:
+        """Say what the copy has of a model that was parked when it was added."""
 
     def remove(self, model: int) -> bool:
         """Take a model out; false while it is used, moved or waited for."""
@@ -333,11 +346,11 @@ class PoolMachine:
     def end(self, ticket: int, unsaved: int, now: int) -> None:
         """End a use; parking its model would write so many bytes."""
 
-    def begin(self, now: int) -> tuple[bool, int] | None:
-        """The next job, begun by this: whether it is to wake, and the model."""
+    def begin(self, now: int) -> tuple[str, int, int] | None:
+        """The next job, begun by this."""
 
-    def shed(self, target: int, now: int) -> tuple[bool, int] | None:
-        """Begin the next job so that no more than the target counts: whether to wake, the model."""
+    def shed(self, target: int, now: int) -> tuple[str, int, int] | None:
+        """Begin the next job so that no more than the target counts."""
 
     def aim(self, target: int, now: int) -> None:
         """Change the budget, to no more than the first; it comes down as bytes are given up."""
@@ -348,14 +361,27 @@ class PoolMachine:
     def short(self) -> int | None:
         """The budget that the first request lacks, whatever is parked."""
 
-    def ended(self, job: tuple[bool, int], is_done: bool, moved: int, took: int, now: int) -> None:
-        """A job has ended."""
+    def ended(
+        self,
+        kind: str,
+        model: int,
+        *,
+        is_done: bool,
+        moved: int,
+        in_host: int,
+        took: int,
+        now: int,
+    ) -> None:
+        """A job has ended, after so many microseconds."""
 
     def answers(self) -> list[tuple[int, tuple[str, int, int] | None]]:
         """Tickets answered since the last time: granted, or why not, wanted, available bytes."""
 
     def counted(self) -> int:
         """Bytes that count now."""
+
+    def in_host(self) -> int:
+        """Bytes of the host's memory that copies have now."""
 
     def statistics(self) -> str:
         """What it did so far, as JSON."""
@@ -573,6 +599,9 @@ def predict(trace: Trace, request_json: str) -> str:
         UsageError: The trace cannot be scaled to the request's batch.
     """
 
+def reserved_beside_model(trace: Trace) -> int | None:
+    """What the caching allocator takes for a step beside the model; None where there is none."""
+
 def evaluate(trace: Trace, request_json: str) -> str:
     """Evaluate a step under treatments chosen by hand; for tests of the executor.
 
@@ -648,6 +677,9 @@ def file_kind(data: bytes) -> Literal["trace", "plan"]:
     Raises:
         TraceFileError: They are none, or of a later schema.
     """
+
+def half_of_free_host_bytes() -> int:
+    """What parked copies may take of the host's memory unless it is said."""
 
 def context_bytes() -> int:
     """What a process takes on a GPU besides tensors, as predictions have it."""

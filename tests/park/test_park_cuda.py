@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in import OUT_OF_MEMORY, StandIn
 from torch import nn
 
 import memfit
@@ -21,6 +20,7 @@ from memfit import _native, besides
 from memfit.errors import ParkError, UsageError
 from memfit.parking import layout, parked
 from memfit.parking.cuda_memory import CudaMemory
+from stand_in import OUT_OF_MEMORY, StandIn
 
 MIB = 1 << 20
 
@@ -29,20 +29,7 @@ MIB = 1 << 20
 def driver(tmp_path, monkeypatch):
     """Models on the CPU are parked as if it were a GPU."""
     stand_in = StandIn(tmp_path)
-
-    def memory_for(device, laid, spill, source, host_bytes, *, allow_memory):
-        assert source is None
-        assert not allow_memory
-        return CudaMemory(
-            laid[-1].end,
-            device,
-            spill,
-            host_bytes=host_bytes,
-            allow_memory=True,
-            driver=stand_in.path,
-        )
-
-    monkeypatch.setattr(parked, "_memory_for", memory_for)
+    stand_in.put_in(monkeypatch)
     yield stand_in
     stand_in.fail(0)
     gc.collect()
@@ -153,6 +140,11 @@ def test_what_the_host_may_not_keep_goes_to_the_disk_and_all_of_it_when_asked(pa
     assert parkable.statistics.bytes_read == 20 * MIB
     parkable.park()
     assert parkable.statistics.bytes_unchanged == 12 * MIB
+    assert parkable.host_bytes == 8 * MIB
+    parkable.wake()
+    assert parkable.host_bytes == 0
+    parkable.park(host="5MiB")  # this time
+    assert parkable.host_bytes == 4 * MIB
     parkable.close()
     parkable.to_disk()
 
@@ -296,13 +288,6 @@ def test_what_a_gpu_model_has_on_the_host_stays_there():
     on_gpu, on_host = member("weight", "cuda:0"), member("step of weight", "cpu")
     assert layout.together([on_host, on_gpu]) == [on_gpu]
     assert layout.together([on_host]) == [on_host]
-
-
-def test_a_pool_takes_no_model_of_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "members", lambda *_: [member("weight", "cuda:0")])
-    pool = memfit.Pool(budget="1GiB", spill=tmp_path, allow_memory=True)
-    with pytest.raises(ParkError, match=r"cannot add `net`: `weight` is on `cuda:0`, and a pool"):
-        pool.add("net", nn.Linear(4, 4))
 
 
 def test_a_model_on_two_devices_is_refused_by_name():

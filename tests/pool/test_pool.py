@@ -164,6 +164,12 @@ def test_activations_are_predicted_from_an_example(make):
         activations = pool.counted_bytes - before
     # What ReLU reads and writes, and the input.
     assert 2 * MIB <= activations <= 2.2 * MIB
+    model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
+    model.register_buffer("table", torch.zeros(4096, 1024))  # the model's own too
+    pool.add("t", model, example=torch.randn(64, 256))
+    before = pool.counted_bytes
+    with pool.use("t"):
+        assert 2 * MIB <= pool.counted_bytes - before <= 2.2 * MIB
     with pytest.raises(UsageError, match="say the same"):
         pool.add("b", linear(), example=torch.randn(1, 1024), activation_bytes=3)
 

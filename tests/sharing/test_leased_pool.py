@@ -13,6 +13,7 @@ from torch import nn
 
 import memfit
 from memfit import _native, besides
+from stand_in import StandIn
 
 MIB = 1 << 20
 BESIDES = 3 * MIB
@@ -117,6 +118,39 @@ def test_without_its_lease_a_pool_wakes_nothing(pool: memfit.Pool, idle_broker: 
     with pytest.raises(memfit.PoolError, match="lease has ended"):
         use(pool, "a")
     assert idle_broker.granted() == 0
+
+
+def test_a_pool_on_a_gpu_follows_its_lease_there(
+    idle_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = StandIn(tmp_path)
+    driver.put_in(monkeypatch)
+    released: list[str] = []
+    monkeypatch.setattr(besides, "release", released.append)
+    idle_broker.start(memory=f"cuda:0={WHOLE}")
+    with memfit.lease(WHOLE, device="cuda:0", floor=BESIDES) as lease:
+        pool = memfit.Pool(lease=lease, spill=tmp_path / "parked", host="1GiB", allow_memory=True)
+        assert (pool.device, pool.budget_bytes) == ("cuda:0", 3 * MODEL)
+        for number, name in enumerate("abc"):
+            torch.manual_seed(number)
+            pool.add(name, nn.Linear(1024, 2048, bias=False))
+        before = {name: use(pool, name) for name in "abc"}
+        driver.peaks()
+        needs = other(idle_broker)
+        taken, _, _ = needs.acquire({"cuda:0": 2 * MODEL}, None, 0, 60, None, None)
+        assert driver.counts.used_bytes == pool.counted_bytes <= pool.budget_bytes == MODEL
+        assert "cuda:0" in released
+        assert {name: use(pool, name) for name in "abc"} == before
+        assert driver.counts.used_bytes == MODEL
+        needs.release(taken)
+        with pool.use("a"):
+            assert use(pool, "b") == before["b"]
+        assert pool.budget_bytes == 3 * MODEL
+        assert driver.peaks()[0] <= 3 * MODEL
+        with pytest.raises(
+            memfit.UsageError, match=r"models on `host`, and .* holds nothing there"
+        ):
+            memfit.Pool(lease=lease, spill=tmp_path, device="host")
 
 
 def test_a_lease_or_a_budget_and_enough_of_it(broker: Broker, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ use crate::devices;
 use crate::reserved::{Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{Evaluator, Holding, StepModel, Treatment, Variant};
-use crate::trace::{BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
+use crate::trace::{AllocationId, BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
 
 /// What to predict.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -226,12 +226,32 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
 
 /// What the caching allocator takes for the unplanned step.
 fn reserved(trace: &Trace, model: &StepModel) -> Option<Reserved> {
+    reserved_for(trace, model, |_| true)
+}
+
+/// What the caching allocator takes for the unplanned step where the model's parameters and module buffers lie
+/// in other memory, as those of a model that can be parked do; absent where there is none.
+#[must_use]
+pub fn reserved_beside_model(trace: &Trace) -> Option<Bytes> {
+    let model = StepModel::new(trace, Variant::default());
+    let is_models = |category| matches!(category, Category::Parameter | Category::ModuleBuffer);
+    let found = reserved_for(trace, &model, |category| !is_models(category));
+    found.map(|reserved| reserved.peak_reserved_bytes)
+}
+
+/// What it takes for all that has no category, or one of these.
+fn reserved_for(
+    trace: &Trace,
+    model: &StepModel,
+    counts: impl Fn(Category) -> bool,
+) -> Option<Reserved> {
     (trace.meta.device_kind == "cuda").then(|| {
-        let lives = lives(
-            trace,
-            model,
-            &vec![Treatment::Keep; trace.allocations.len()],
-        );
+        let all_kept = vec![Treatment::Keep; trace.allocations.len()];
+        let mut lives = lives(trace, model, &all_kept);
+        lives.retain(|life| {
+            let category = |id: AllocationId| trace.allocations[id.index()].category;
+            life.allocation.map(category).is_none_or(&counts)
+        });
         Requests::new(trace, &lives).reserved(&Settings::default(), "")
     })
 }
@@ -502,6 +522,22 @@ mod tests {
         let on_cuda = predict(&trace, &PredictRequest::default()).unwrap();
         assert_eq!(on_cuda.predicted_peak_bytes, on_cpu.predicted_peak_bytes);
         assert_eq!(on_cuda.needed_bytes(), Bytes(2 << 20), "one small segment");
+    }
+
+    #[test]
+    fn beside_a_model_that_lies_elsewhere_only_the_rest_takes_segments() {
+        let mut trace = sample::chain();
+        assert_eq!(reserved_beside_model(&trace), None);
+        trace.meta.device_kind = "cuda".into();
+        assert_eq!(reserved_beside_model(&trace), Some(Bytes(2 << 20)));
+        for allocation in &mut trace.allocations {
+            if allocation.category == Category::Parameter {
+                allocation.bytes = Bytes(50 << 20);
+            }
+        }
+        let needed = predict(&trace, &PredictRequest::default()).unwrap();
+        assert!(needed.needed_bytes() >= Bytes(52 << 20));
+        assert_eq!(reserved_beside_model(&trace), Some(Bytes(2 << 20)));
     }
 
     #[test]

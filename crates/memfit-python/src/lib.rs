@@ -72,7 +72,7 @@ mod _native {
     #[pymodule_export]
     use super::parking::ParkedMemory;
     #[pymodule_export]
-    use super::parking_cuda::ParkedCudaMemory;
+    use super::parking_cuda::{ParkedCudaMemory, half_of_free_host_bytes};
     #[pymodule_export]
     use super::pool::PoolMachine;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
@@ -271,6 +271,14 @@ mod _native {
             })?;
             to_json(&prediction)
         })
+    }
+
+    /// What the caching allocator takes for a step beside the model; none where there is no such allocator.
+    #[pyfunction]
+    fn reserved_beside_model(py: Python<'_>, trace: &Trace) -> Option<u64> {
+        let trace = Arc::clone(&trace.trace);
+        py.detach(|| predict::reserved_beside_model(&trace))
+            .map(|bytes| bytes.0)
     }
 
     /// Plans a step, in about so many seconds if they are given; takes and returns JSON.

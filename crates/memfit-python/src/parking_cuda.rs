@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use memfit::park;
-use memfit::park_cuda::CudaParking;
+use memfit::park_cuda::{self, CudaParking};
 use memfit_vmm::{Device, ManagedTensor, TensorPlace, lend};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -18,6 +18,12 @@ use crate::parking::{park_error, waiting};
 
 /// What `DLPack` calls a capsule whose tensor nobody has taken yet.
 const NOT_TAKEN: &std::ffi::CStr = c"dltensor";
+
+/// What parked copies may take of the host's memory unless it is said.
+#[pyfunction]
+pub(crate) fn half_of_free_host_bytes() -> u64 {
+    park_cuda::half_of_free_host_bytes()
+}
 
 /// Memory of a device that can be given back, and the copy of it.
 #[pyclass(frozen, module = "memfit._native")]

@@ -18,32 +18,56 @@ pub(crate) struct PoolMachine {
 /// Why a request was refused, the bytes it wanted and those it could have, where it is that.
 type Refused = (&'static str, u64, u64);
 
+/// What is to be done, the number of the model it is to be done with, and what its copy may have of the host's
+/// memory where it is parked.
+type Due = (&'static str, usize, u64);
+
+const WAKE: &str = "wake";
+const PARK: &str = "park";
+const SPILL: &str = "spill";
+const RELEASE: &str = "release";
+
 #[pymethods]
 impl PoolMachine {
-    /// A pool without models.
+    /// A pool without models: of the host's memory, or of a device's with so much of the host's for copies.
     #[new]
-    fn new(budget: u64) -> Self {
+    #[pyo3(signature = (budget, host=None))]
+    fn new(budget: u64, host: Option<u64>) -> Self {
+        let budget = Bytes(budget);
+        let machine = match host {
+            Some(host) => Machine::on_device(budget, Bytes(host)),
+            None => Machine::new(budget),
+        };
         Self {
-            machine: Mutex::new(Machine::new(Bytes(budget))),
+            machine: Mutex::new(machine),
         }
     }
 
-    /// Adds a model that is in memory: its number and whether it may stay there, or why it can never fit.
+    /// Adds a model that is in memory: its number, whether it may stay there and what its copy may have of the
+    /// host's memory if not; or why it can never fit.
     fn add(
         &self,
         size: u64,
         activations: u64,
         is_pinned: bool,
         now: u64,
-    ) -> (Option<(usize, bool)>, Option<Refused>) {
+    ) -> (Option<(usize, bool, u64)>, Option<Refused>) {
         let activations = Bytes(activations);
         let added = self
             .lock()
             .add(Bytes(size), activations, is_pinned, true, Micros(now));
         match added {
-            Ok((model, is_awake)) => (Some((model.0, is_awake)), None),
+            Ok(added) => {
+                let added = (added.model.0, added.is_awake, added.in_host.0);
+                (Some(added), None)
+            }
             Err(refusal) => (None, Some(refused(refusal))),
         }
+    }
+
+    /// The copy of a model that was parked when it was added has so much of the host's memory.
+    fn copied(&self, model: usize, in_host: u64) {
+        self.lock().copied(ModelId(model), Bytes(in_host));
     }
 
     /// Takes a model out; false while it is used, moved or waited for.
@@ -70,14 +94,14 @@ impl PoolMachine {
         self.lock().end(Ticket(ticket), Bytes(unsaved), Micros(now));
     }
 
-    /// The next job, begun: whether it is to wake, and the model.
-    fn begin(&self, now: u64) -> Option<(bool, usize)> {
-        self.lock().begin(Micros(now)).map(job)
+    /// The next job, begun.
+    fn begin(&self, now: u64) -> Option<Due> {
+        self.lock().begin(Micros(now)).map(due)
     }
 
     /// The next job, begun, so that no more than `target` counts.
-    fn shed(&self, target: u64, now: u64) -> Option<(bool, usize)> {
-        self.lock().shed(Bytes(target), Micros(now)).map(job)
+    fn shed(&self, target: u64, now: u64) -> Option<Due> {
+        self.lock().shed(Bytes(target), Micros(now)).map(due)
     }
 
     /// Changes the budget; it comes down as bytes are given up.
@@ -95,19 +119,32 @@ impl PoolMachine {
         self.lock().short().map(|budget| budget.0)
     }
 
-    /// A job has ended.
-    fn ended(&self, job: (bool, usize), is_done: bool, moved: u64, took: u64, now: u64) {
-        let (is_wake, model) = job;
+    /// A job has ended, after so many microseconds.
+    #[pyo3(signature = (kind, model, *, is_done, moved, in_host, took, now))]
+    #[expect(clippy::too_many_arguments, reason = "named in Python")]
+    fn ended(
+        &self,
+        kind: &str,
+        model: usize,
+        is_done: bool,
+        moved: u64,
+        in_host: u64,
+        took: u64,
+        now: u64,
+    ) {
+        let model = ModelId(model);
         let done = Done {
             is_done,
             moved: Bytes(moved),
+            in_host: Bytes(in_host),
             took: Micros(took),
             now: Micros(now),
         };
-        if is_wake {
-            self.lock().woken(ModelId(model), done);
-        } else {
-            self.lock().parked(ModelId(model), done);
+        match kind {
+            WAKE => self.lock().woken(model, done),
+            PARK => self.lock().parked(model, done),
+            SPILL => self.lock().spilled(model, done),
+            _ => self.lock().released(done.now),
         }
     }
 
@@ -127,6 +164,11 @@ impl PoolMachine {
         self.lock().counted().0
     }
 
+    /// Bytes of the host's memory that copies have now.
+    fn in_host(&self) -> u64 {
+        self.lock().in_host().0
+    }
+
     /// What it did so far, as JSON.
     fn statistics(&self) -> String {
         let statistics = self.lock().statistics();
@@ -140,6 +182,9 @@ impl PoolMachine {
             "bytes_written": statistics.bytes_written.0,
             "waited_micros": statistics.waited.0,
             "peak_bytes": statistics.peak.0,
+            "spills": statistics.spills,
+            "host_peak_bytes": statistics.host_peak.0,
+            "releases": statistics.releases,
         })
         .to_string()
     }
@@ -152,10 +197,12 @@ impl PoolMachine {
     }
 }
 
-const fn job(job: Job) -> (bool, usize) {
+const fn due(job: Job) -> Due {
     match job {
-        Job::Wake(model) => (true, model.0),
-        Job::Park(model) => (false, model.0),
+        Job::Wake(model) => (WAKE, model.0, 0),
+        Job::Park(model, in_host) => (PARK, model.0, in_host.0),
+        Job::Spill(model) => (SPILL, model.0, 0),
+        Job::Release => (RELEASE, 0, 0),
     }
 }
 

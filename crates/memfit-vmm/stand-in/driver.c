@@ -88,6 +88,7 @@ static struct handle handles[MOST]; /* size 0: free */
 static struct range mappings[MOST], reservations[MOST], pinned[MOST];
 static size_t total_bytes = (size_t)1 << 30, pinnable_bytes = SIZE_MAX;
 static struct stand_in_counts counts;
+static uint64_t most_used_bytes, most_pinned_bytes;
 static uint64_t fail_at;
 static int fail_lasts, fail_code = CUDA_ERROR_UNKNOWN, kernel_runs, lacks_management;
 static _Thread_local int contexts_pushed;
@@ -117,6 +118,16 @@ void stand_in_count(struct stand_in_counts *answer) {
   pthread_mutex_unlock(&lock);
 }
 
+/* The most bytes used of the device, and pinned of the host, since the last time it was asked. */
+void stand_in_peaks(uint64_t *used_bytes, uint64_t *pinned_bytes) {
+  pthread_mutex_lock(&lock);
+  *used_bytes = most_used_bytes;
+  *pinned_bytes = most_pinned_bytes;
+  most_used_bytes = counts.used_bytes;
+  most_pinned_bytes = counts.pinned_bytes;
+  pthread_mutex_unlock(&lock);
+}
+
 static CUresult misuse(void) {
   counts.misuses++;
   return CUDA_ERROR_INVALID_VALUE;
@@ -130,6 +141,10 @@ static int begin(void) {
 }
 
 static CUresult done(int code) {
+  if (counts.used_bytes > most_used_bytes)
+    most_used_bytes = counts.used_bytes;
+  if (counts.pinned_bytes > most_pinned_bytes)
+    most_pinned_bytes = counts.pinned_bytes;
   pthread_mutex_unlock(&lock);
   return (CUresult)code;
 }

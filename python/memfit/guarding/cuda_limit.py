@@ -67,6 +67,24 @@ def non_torch_bytes(device: torch.device) -> int:
     return max(0, int(total_bytes - free_bytes) - int(torch.cuda.memory_reserved(device)))
 
 
+def existing(device: torch.device) -> torch.device:
+    """A CUDA device that is here, with its number.
+
+    Args:
+        device: The device; without an index, the current one.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count or (device.index or 0) >= count:
+        message = f"there is no device `{device}` here: torch sees {count} CUDA devices"
+        raise UsageError(message)
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
+
+
 class CudaLimit:
     """A budget on a CUDA device.
 
@@ -86,13 +104,8 @@ class CudaLimit:
         Raises:
             UsageError: There is no such device.
         """
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count or (device.index or 0) >= count:
-            message = f"there is no device `{device}` here: torch sees {count} CUDA devices"
-            raise UsageError(message)
-        index = torch.cuda.current_device() if device.index is None else device.index
         self.budget_bytes = budget_bytes
-        self._device = torch.device("cuda", index)
+        self._device = existing(device)
 
     def set(self) -> None:
         """See :class:`~memfit.guarding.limit.Limit`."""

@@ -87,13 +87,21 @@ class CudaMemory:
         lent: Tensor = torch.utils.dlpack.from_dlpack(capsule)
         return lent
 
-    def park(self) -> None:
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that the parked copy takes now."""
+        return self._memory.host_bytes
+
+    def park(self, host_bytes: int | None = None) -> None:
         """Keep every byte and give the memory back.
+
+        Args:
+            host_bytes: As for the memory itself, for this time.
 
         Raises:
             ParkError: Nothing has changed.
         """
-        self._memory.park(self._host_bytes)
+        self._memory.park(self._host_bytes if host_bytes is None else host_bytes)
         cuda_limit.measure_anew()
 
     def to_disk(self) -> None:

@@ -173,18 +173,28 @@ class ParkedModel:
         """What was done so far."""
         return ParkStatistics(**json.loads(self._memory.statistics()))
 
-    def park(self) -> None:
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that the copy of a parked model on a GPU takes now."""
+        return self._memory.host_bytes if isinstance(self._memory, CudaMemory) else 0
+
+    def park(self, *, host: Size | None = None) -> None:
         """Give the memory back; does nothing when it is parked.
 
         Gradients stay where they are, as does the state of an optimizer that this was not told
         of. No thread may be running the model, other than in a block of :meth:`awake`, which this
         finds out.
 
+        Args:
+            host: For a model on a GPU, most bytes of the host's memory for the copy this time; by
+                default as it was made.
+
         Raises:
             ParkError: The model is awake, as before: a block of :meth:`awake` runs (``in_use``),
                 something outside the model uses its memory (``aliased``), it was changed
                 (``replaced``), or the disk is full (``no_space``).
         """
+        host_bytes = None if host is None else in_bytes(host, "keep")
         with self._lock:
             if self.is_parked:
                 return
@@ -200,7 +210,10 @@ class ParkedModel:
                 with without_barrier():
                     self._check_unchanged()
                     versions = self._versions()
-                self._memory.park()
+                if isinstance(self._memory, CudaMemory):
+                    self._memory.park(host_bytes)
+                else:
+                    self._memory.park()
                 self._saved = versions
             except BaseException:
                 # A signal may come when it is done.

@@ -9,18 +9,25 @@ from typing import Any
 
 from torch import nn
 
-from memfit.questions import predict
+from memfit import _native
+from memfit.pool.device import HOST
+from memfit.questions import predict, trace
 from memfit.workload import Workload
 
-_THE_MODEL = ("parameter", "buffer")
+_THE_MODEL = ("parameter", "module_buffer")
 
 
-def activation_bytes(model: nn.Module, example: Any) -> int:
+def activation_bytes(model: nn.Module, example: Any, device: str = HOST) -> int:
     """Predict what a call of the model takes besides its parameters and module buffers.
+
+    On a GPU that is what torch's caching allocator takes from the device: whole segments, which
+    nobody else can have. The model's own bytes are in none of them, as they lie in memory of their
+    own.
 
     Args:
         model: The model, awake.
         example: Inputs as large as they come: a tensor, or a tuple or dict of arguments.
+        device: Where the model runs.
 
     Returns:
         Bytes at the peak of a forward without gradients, inputs included; the upper end where the
@@ -30,7 +37,11 @@ def activation_bytes(model: nn.Module, example: Any) -> int:
         WorkloadError: The model fails with these inputs.
         CaptureError: The call cannot be recorded.
     """
-    prediction = predict(Workload(model, example))
+    recorded = trace(Workload(model, example), device=None if device == HOST else "cuda")
+    prediction = predict(recorded)
+    highest = int(prediction.interval_bytes[1])
+    reserved = _native.reserved_beside_model(recorded.native)
+    if reserved is not None:
+        return reserved + highest - int(prediction.predicted_peak_bytes)
     at_peak = prediction.breakdown.category
-    static = sum(part.bytes for part in at_peak if part.name in _THE_MODEL)
-    return int(prediction.interval_bytes[1]) - int(static)
+    return highest - sum(int(part.bytes) for part in at_peak if part.name in _THE_MODEL)

@@ -26,35 +26,36 @@ WAIT_AT_A_TIME = 0.5
 GIVE_WITHIN = 5.0
 """Seconds after which a pool gives what it has: the broker asks for about ten."""
 
-DEVICE = "host"
-
 
 class LeasedBudget:
     """What a lease leaves for a pool.
 
     Attributes:
         lease: The lease.
+        device: The device of it that counts.
         whole_bytes: The budget with all of it.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, device: str) -> None:
         """Know what the lease leaves for models and their calls.
 
         Args:
             lease: The lease; it has to be held.
+            device: Where the models lie, as the broker names it.
 
         Raises:
-            UsageError: It has nothing on the host, or too little for what torch takes besides.
+            UsageError: It has nothing there, or too little for what torch takes besides.
         """
         self.lease = lease
-        held = lease.claims.get(DEVICE)
+        self.device = device
+        held = lease.claims.get(device)
         if held is None:
-            message = f"a pool is of models on the CPU, and {lease} holds nothing on `{DEVICE}`"
+            message = f"the pool is of models on `{device}`, and {lease} holds nothing there"
             raise UsageError(message)
-        self._besides = besides.expected(DEVICE)
+        self._besides = besides.expected(device)
         if held <= self._besides:
             message = (
-                f"the lease holds {held} bytes on `{DEVICE}`, and torch takes {self._besides} "
+                f"the lease holds {held} bytes on `{device}`, and torch takes {self._besides} "
                 "there besides tensors: lease more"
             )
             raise UsageError(message)
@@ -74,7 +75,7 @@ class LeasedBudget:
         Raises:
             PoolError: It has ended.
         """
-        if DEVICE not in self.lease.claims:
+        if self.device not in self.lease.claims:
             message = "the pool's lease has ended\nhint: lease again and make another pool"
             raise PoolError(message, "lease_ended")
 
@@ -86,7 +87,7 @@ class LeasedBudget:
             return None
         if self._asked_since is None:
             self._asked_since = time.monotonic()
-        return max(asked.get(DEVICE, 0) - self._besides, 0)
+        return max(asked.get(self.device, 0) - self._besides, 0)
 
     def may_wait(self) -> bool:
         """Whether there is time for more to be given up before who asks is answered."""
@@ -153,5 +154,5 @@ class LeasedBudget:
                 raise
 
     def _resize(self, size: int, wait: float) -> None:
-        self.lease.resize({**self.lease.claims, DEVICE: size}, wait=wait)
+        self.lease.resize({**self.lease.claims, self.device: size}, wait=wait)
         self._held = size

@@ -22,16 +22,17 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
 
 from memfit import _native, besides
 from memfit.courtesy import look_after
-from memfit.errors import MemfitError, ParkError, PoolError, UsageError
+from memfit.errors import MemfitError, PoolError, UsageError
 from memfit.leases import Lease
-from memfit.parking import layout
 from memfit.parking.parked import ParkedModel
 from memfit.pool.activations import activation_bytes as predicted
-from memfit.pool.leased import DEVICE, GROW_EVERY, LeasedBudget
+from memfit.pool.device import HOST, check, device_of
+from memfit.pool.leased import GROW_EVERY, LeasedBudget
 from memfit.sizes import Size, in_bytes
 
 
@@ -46,9 +47,12 @@ class PoolStatistics:
         wakes: Models woken.
         parks: Models parked.
         bytes_woken: Bytes read by waking.
-        bytes_written: Bytes written by parking.
+        bytes_written: Bytes written by parking: to the disk, and on a GPU to the host's memory.
         waited_seconds: What uses waited, together.
         peak_bytes: Most bytes of models and activations at a time.
+        spills: Copies moved on from the host's memory to the disk (on a GPU).
+        host_peak_bytes: Most bytes of copies in the host's memory at a time (on a GPU).
+        releases: Times that torch's free blocks were given back for room (on a GPU).
     """
 
     uses: int
@@ -60,6 +64,9 @@ class PoolStatistics:
     bytes_written: int
     waited_seconds: float
     peak_bytes: int
+    spills: int
+    host_peak_bytes: int
+    releases: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +88,16 @@ class _Entry:
 
 _Refused = tuple[str, int, int]
 
+_Job = tuple[str, int, int]
+
 
 class Pool:
-    """Keeps models under one budget: those that are used in memory, the others parked."""
+    """Keeps models under one budget: those that are used in memory, the others parked.
+
+    Attributes:
+        device: Where its models lie, as the broker names it: ``host`` or ``cuda:0``.
+        host_budget_bytes: Most bytes of the host's memory for parked copies of models on a GPU.
+    """
 
     def __init__(
         self,
@@ -91,29 +105,37 @@ class Pool:
         spill: str | PathLike[str] | None = None,
         *,
         lease: Lease | None = None,
+        device: str | torch.device | None = None,
+        host: Size | None = None,
         allow_memory: bool = False,
     ) -> None:
         """Create a pool without models.
 
         Args:
-            budget: Most bytes for models and activations together: ``"4GiB"``.
+            budget: Most bytes of the device for models and activations together: ``"4GiB"``.
             spill: Folder on a disk for parked models; it is made if it is not there.
-            lease: A lease on the host instead of a budget: the pool has what it holds, less what
-                torch takes besides tensors. Where the lease has a floor and another process needs
-                memory, models that nobody uses are parked and their bytes given back; when a model
-                needs them they are asked for again. Leave resizing it to the pool.
+            lease: A lease instead of a budget: the pool has what it holds on the pool's device,
+                less what torch takes there besides tensors. Where the lease has a floor and another
+                process needs memory, models that nobody uses are parked and their bytes given back;
+                when a model needs them they are asked for again. Leave resizing it to the pool.
+            device: Where all its models lie: ``host`` or ``cpu``, ``cuda:0``, or ``cuda`` for the
+                current GPU. By default the only device of the lease, else the host.
+            host: For a pool on a GPU, most bytes of the host's memory for all its parked copies
+                together; the rest goes to the disk. By default half of what is free there now.
             allow_memory: Accept a folder whose files are kept in memory.
 
         Raises:
             BudgetError: The budget cannot be read.
-            UsageError: It is no size; both or none of ``budget`` and ``lease``; no ``spill``; or
-                the lease leaves nothing.
+            UsageError: It is no size; both or none of ``budget`` and ``lease``; no ``spill``; the
+                lease leaves nothing; there is no such device; or ``host`` for a pool on the host.
         """
         if (budget is None) == (lease is None):
             raise UsageError("give a `budget`, or a `lease` to live in")
         if spill is None:
             raise UsageError("a pool needs a folder for parked models: give `spill`")
-        self._leased = None if lease is None else LeasedBudget(lease)
+        self.device = device_of(device, lease)
+        self.host_budget_bytes = self._share_of_host(host)
+        self._leased = None if lease is None else LeasedBudget(lease, self.device)
         whole = in_bytes(budget or 0, "keep a pool within")
         if self._leased is not None:
             whole = self._leased.whole_bytes
@@ -122,7 +144,9 @@ class Pool:
         self._allow_memory = allow_memory
         with suppress(OSError):  # adding the first model says what is wrong with it
             os.makedirs(spill, exist_ok=True)  # noqa: PTH103 - takes every kind of path
-        self._machine = _native.PoolMachine(whole)
+        self._machine = _native.PoolMachine(
+            whole, None if self.device == HOST else self.host_budget_bytes
+        )
         self._entries: dict[str, _Entry] = {}
         self._numbers: dict[int, _Entry] = {}
         self._answers: dict[int, _Refused | None] = {}
@@ -141,7 +165,7 @@ class Pool:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes for models and activations now."""
+        """Most bytes of the device for models and activations now."""
         return self._machine.budget()
 
     def add(
@@ -159,17 +183,18 @@ class Pool:
 
         Args:
             name: What to call it.
-            model: The model, on the CPU.
+            model: The model, on the pool's device. What a model on a GPU has on the host stays
+                there, uncounted.
             pinned: Never park it once it is awake.
             activation_bytes: What a call takes besides the model.
-            example: Inputs as large as they come, to predict that from; without either, calls
-                count nothing.
-            source: Safetensors file that the model was loaded from.
+            example: Inputs as large as they come, to predict that from, on a GPU what torch's
+                allocator reserves of it; without either, calls count nothing.
+            source: Safetensors file that the model was loaded from; not on a GPU.
             leave: Names of parameters and module buffers to leave where they are, uncounted.
 
         Raises:
             PoolError: It can never fit beside what is pinned (``too_large``), or the name is taken.
-            ParkError: It cannot be parked.
+            ParkError: It cannot be parked, or does not lie on the pool's device.
             UsageError: Both ``activation_bytes`` and ``example``.
         """
         if activation_bytes is not None and example is not None:
@@ -177,12 +202,12 @@ class Pool:
         if not isinstance(model, nn.Module):
             message = f"`model` must be an `nn.Module`, got `{type(model).__name__}`"
             raise UsageError(message)
-        _check_is_on_host(name, model, leave)
+        check(name, model, leave, self.device)
         with self._changed:
             self._check_name_is_free(name)
         activations = in_bytes(activation_bytes or 0, "count")
         if example is not None:
-            activations = predicted(model, example)
+            activations = predicted(model, example, self.device)
         parked = ParkedModel(
             model, self._spill, source=source, leave=leave, allow_memory=self._allow_memory
         )
@@ -244,7 +269,8 @@ class Pool:
             yield entry.parked.model
         finally:
             if self._process == os.getpid():
-                unsaved = entry.parked.unsaved_bytes
+                # From a GPU all of it is copied whenever it is parked.
+                unsaved = entry.parked.unsaved_bytes if self.device == HOST else 0
                 with self._changed:
                     self._machine.end(ticket, unsaved, _now())
                     self._collect()
@@ -272,8 +298,7 @@ class Pool:
         failures = []
         with self._changed:
             while (job := self._machine.shed(target, _now())) is not None:
-                self._carry_out(job)
-                failures += [error] if (error := self._failures.get(job[1])) else []
+                failures += [error] if (error := self._carry_out(job)) else []
             if failures and self._machine.counted() > target:
                 raise failures[0]
             return self._machine.counted()
@@ -291,6 +316,11 @@ class Pool:
         return self._machine.counted()
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that parked copies of models on a GPU have now."""
+        return self._machine.in_host()
+
+    @property
     def awake(self) -> list[str]:
         """Names of the models that are in memory."""
         return [name for name, entry in list(self._entries.items()) if not entry.parked.is_parked]
@@ -305,22 +335,27 @@ class Pool:
 
     def __repr__(self) -> str:
         """Say how full it is."""
-        counted, budget = map(_native.bytes_text, (self.counted_bytes, self.budget_bytes))
-        return f"<memfit.Pool {len(self.awake)} of {len(self)} models awake, {counted} of {budget}>"
+        sizes = (self.counted_bytes, self.budget_bytes, self.host_bytes, self.host_budget_bytes)
+        counted, budget, copies, share = map(_native.bytes_text, sizes)
+        said = f"{len(self.awake)} of {len(self)} models awake, {counted} of {budget}"
+        if self.device != HOST:
+            said = f"on {self.device}, {said}, copies in {copies} of {share} of the host"
+        return f"<memfit.Pool {said}>"
 
     def _add(self, name: str, parked: ParkedModel, activations: int, *, pinned: bool) -> None:
         """Add what can be parked; the lock is held."""
         self._check_name_is_free(name)
         added, refused = self._machine.add(parked.nbytes, activations, pinned, _now())
         if added is None:
-            raise _refusal(name, refused or ("", 0, 0), self._whole)
-        number, is_awake = added
+            raise self._refusal(name, refused or ("", 0, 0))
+        number, is_awake, in_host = added
         if not is_awake:
             try:
-                parked.park()
+                self._park(parked, in_host)
             except BaseException:
                 self._machine.remove(number)
                 raise
+            self._machine.copied(number, parked.host_bytes)
         entry = _Entry(name, number, parked, activations)
         self._entries[name] = self._numbers[number] = entry
 
@@ -348,7 +383,7 @@ class Pool:
                 raise
             if refused is None:
                 return entry, ticket
-            error = _refusal(name, refused, self._whole)
+            error = self._refusal(name, refused)
             raise error from self._cause(entry, refused)
 
     def _wait(self, ticket: int, deadline: float | None) -> _Refused | None:
@@ -366,9 +401,11 @@ class Pool:
                 continue
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
+                where = "" if self.device == HOST else f" of `{self.device}`"
                 message = (
                     f"no room within the time given: {self._machine.counted()} of "
-                    f"{self.budget_bytes} bytes are in use\nhint: wait longer, or raise the budget"
+                    f"{self.budget_bytes} bytes{where} are in use\n"
+                    "hint: wait longer, or raise the budget"
                 )
                 raise PoolError(message, "timed_out")
             if leased is None:
@@ -419,7 +456,7 @@ class Pool:
                     return
                 self._changed.release()
                 try:
-                    besides.release(DEVICE)
+                    besides.release(self.device)
                     leased.give(budget)
                 finally:
                     self._changed.acquire()
@@ -438,34 +475,83 @@ class Pool:
             self._machine.end(ticket, 0, _now())
         self._collect()
 
-    def _carry_out(self, job: tuple[bool, int]) -> None:
-        """Wake or park a model, without the lock."""
-        is_wake, number = job
+    def _carry_out(self, job: _Job) -> MemfitError | None:
+        """Do what is due, without the lock; returns what went wrong."""
+        kind, number, in_host = job
+        if kind == "release":
+            self._release()
+            return None
         parked = self._numbers[number].parked
-        written = parked.statistics.bytes_written
+        written, failure = _written(parked), None
         start = time.perf_counter()
         self._changed.release()
         try:
-            if is_wake:
+            if kind == "wake":
                 parked.wake()
+            elif kind == "park":
+                self._park(parked, in_host)
             else:
-                parked.park()
-            self._failures.pop(number, None)
+                parked.to_disk()
         except MemfitError as error:
-            self._failures[number] = error
+            failure = error
         finally:
             took = int((time.perf_counter() - start) * 1e6)
-            moved = parked.nbytes if is_wake else parked.statistics.bytes_written - written
+            moved = parked.nbytes if kind == "wake" else _written(parked) - written
+            copied = parked.host_bytes
             # Not by whether there was an error: a signal may come when it is done.
-            is_done = parked.is_parked is not is_wake
+            is_done = copied == 0 if kind == "spill" else parked.is_parked is (kind == "park")
             self._changed.acquire()
-            self._machine.ended(job, is_done, moved, took, _now())
+            self._failures.pop(number, None)
+            if failure is not None:
+                self._failures[number] = failure
+            self._machine.ended(
+                kind,
+                number,
+                is_done=is_done,
+                moved=moved,
+                in_host=copied,
+                took=took,
+                now=_now(),
+            )
             self._collect()
+        return failure
+
+    def _release(self) -> None:
+        """Give torch's free blocks back, without the lock."""
+        self._changed.release()
+        try:
+            besides.release(self.device)
+        finally:
+            self._changed.acquire()
+            self._machine.ended("release", 0, is_done=True, moved=0, in_host=0, took=0, now=_now())
+            self._collect()
+
+    def _park(self, parked: ParkedModel, in_host: int) -> None:
+        """Park a model; on a GPU, with so much of its copy in the host's memory."""
+        if self.device == HOST:
+            parked.park()
+        else:
+            parked.park(host=in_host)
 
     def _collect(self) -> None:
         """Take in what the engine has answered; tell everyone that something may have changed."""
         self._answers.update(self._machine.answers())
         self._changed.notify_all()
+
+    def _share_of_host(self, host: Size | None) -> int:
+        """Bytes of the host's memory for parked copies."""
+        if self.device != HOST:
+            return _native.half_of_free_host_bytes() if host is None else in_bytes(host, "keep")
+        if host is not None:
+            raise UsageError(
+                "`host` is for copies of models on a GPU, and the pool is of models on the host\n"
+                'hint: name the GPU: `device="cuda:0"`'
+            )
+        return 0
+
+    def _refusal(self, name: str, refused: _Refused) -> PoolError:
+        """The error for a request that the engine refused."""
+        return _refusal(name, refused, self._whole, self.device)
 
     def _cause(self, entry: _Entry, refused: _Refused) -> MemfitError | None:
         """What went wrong with a model, where that is why a use was refused."""
@@ -496,33 +582,29 @@ def _now() -> int:
     return time.monotonic_ns() // 1000
 
 
-def _check_is_on_host(name: str, model: nn.Module, leave: Collection[str]) -> None:
-    """Refuse a model on a GPU: the budget is of the host's memory."""
-    for member in layout.members(model, leave):
-        if member.tensor.is_cuda:
-            message = (
-                f"cannot add `{name}`: `{member.names[0]}` is on `{member.tensor.device}`, and a "
-                "pool is of models on the CPU so far\nhint: park it alone, with `memfit.park`"
-            )
-            raise ParkError(message, "unsupported", member.names[0])
+def _written(parked: ParkedModel) -> int:
+    """Bytes that a model's parking has written so far, to the disk and to the host's memory."""
+    statistics = parked.statistics
+    return statistics.bytes_written + statistics.bytes_to_host
 
 
-def _refusal(name: str, refused: _Refused, budget: int) -> PoolError:
+def _refusal(name: str, refused: _Refused, budget: int, device: str) -> PoolError:
     """The error for a request that the engine refused."""
     reason, wanted, available = refused
     sizes = [_native.bytes_text(size) for size in (wanted, available, budget)]
+    where = "" if device == HOST else f" of `{device}`"
     messages = {
         "too_large": (
             f"`{name}` can never fit: it takes {sizes[0]} ({wanted} bytes) with its activations, "
             f"and pinned models and this thread's own uses leave {sizes[1]} ({available} bytes) of "
-            f"the pool's {sizes[2]}\nhint: raise the budget, or pin fewer models"
+            f"the pool's {sizes[2]}{where}\nhint: raise the budget, or pin fewer models"
         ),
         "contended": (
-            f"`{name}` has no room now, and another thread that uses a model waits for one "
+            f"`{name}` has no room{where} now, and another thread that uses a model waits for one "
             "already: they could wait for each other\nhint: leave the first model's block before"
         ),
         "not_woken": f"`{name}` could not be woken; it is parked, and whole",
-        "stuck": f"no room for `{name}`: what is awake and not used cannot be parked",
+        "stuck": f"no room{where} for `{name}`: what is awake and not used cannot be parked",
     }
     message = messages.get(reason, f"`{name}` was refused: {reason}")
     return PoolError(message, reason, wanted or None, available if wanted else None)

@@ -6,18 +6,30 @@ use proptest::prelude::*;
 
 use super::*;
 
-const BUDGET: u64 = 100;
+pub(super) const BUDGET: u64 = 100;
+
+/// Copies go to the host's memory in whole pieces.
+pub(super) const PIECE: u64 = 4;
 
 /// What the outside world sees, counted anew at every step.
-struct World {
-    machine: Machine,
-    sizes: Vec<u64>,
+pub(super) struct World {
+    pub(super) machine: Machine,
+    pub(super) sizes: Vec<u64>,
     pinned: Vec<bool>,
     /// In memory, by what jobs did.
-    resident: Vec<bool>,
-    jobs: Vec<Job>,
-    waiting: BTreeMap<Ticket, (ModelId, u64, Client)>,
-    uses: BTreeMap<Ticket, (ModelId, u64, Client)>,
+    pub(super) resident: Vec<bool>,
+    pub(super) jobs: Vec<Job>,
+    pub(super) waiting: BTreeMap<Ticket, (ModelId, u64, Client)>,
+    pub(super) uses: BTreeMap<Ticket, (ModelId, u64, Client)>,
+    /// On a device, the host's share for copies.
+    host: Option<u64>,
+    /// What each model's copy has, or may have once it is made, of the host's memory.
+    pub(super) copies: Vec<u64>,
+    /// Blocks that the device's allocator has, by model: what its calls took at the most since they were
+    /// given back.
+    pub(super) blocks: BTreeMap<usize, u64>,
+    /// The same since a release began.
+    fresh: BTreeMap<usize, u64>,
     overtaken: BTreeMap<Ticket, u32>,
     /// The budget as it was last seen.
     budget: u64,
@@ -28,8 +40,20 @@ struct World {
 
 impl World {
     fn new(models: &[(u64, bool, bool)]) -> Self {
+        Self::of(None, models)
+    }
+
+    /// On a device, if the host has a share for copies.
+    pub(super) fn of(host: Option<u64>, models: &[(u64, bool, bool)]) -> Self {
         let mut world = Self {
-            machine: Machine::new(Bytes(BUDGET)),
+            machine: host.map_or_else(
+                || Machine::new(Bytes(BUDGET)),
+                |host| Machine::on_device(Bytes(BUDGET), Bytes(host)),
+            ),
+            host,
+            copies: Vec::new(),
+            blocks: BTreeMap::new(),
+            fresh: BTreeMap::new(),
             sizes: Vec::new(),
             pinned: Vec::new(),
             resident: Vec::new(),
@@ -44,10 +68,13 @@ impl World {
         for &(size, is_pinned, is_awake) in models {
             let machine = &mut world.machine;
             let added = machine.add(Bytes(size), Bytes::ZERO, is_pinned, is_awake, Micros(0));
-            if let Ok((_, is_awake)) = added {
+            if let Ok(added) = added {
                 world.sizes.push(size);
                 world.pinned.push(is_pinned);
-                world.resident.push(is_awake);
+                world.resident.push(added.is_awake);
+                let copied = added.in_host.0 / PIECE * PIECE;
+                world.copies.push(copied);
+                world.machine.copied(added.model, Bytes(copied));
             }
         }
         world.judge();
@@ -57,7 +84,33 @@ impl World {
     fn resident_bytes(&self) -> u64 {
         let present = self.sizes.iter().zip(&self.resident);
         let models: u64 = present.filter(|(_, is)| **is).map(|(size, _)| size).sum();
-        models + self.uses.values().map(|(_, bytes, _)| bytes).sum::<u64>()
+        // What runs lies in blocks.
+        let running = self.running();
+        let running = running.iter().map(|(id, &bytes)| {
+            let blocks = self.blocks.get(id).copied().unwrap_or(0);
+            bytes.saturating_sub(blocks)
+        });
+        models + running.sum::<u64>() + self.blocks.values().sum::<u64>()
+    }
+
+    fn running(&self) -> BTreeMap<usize, u64> {
+        let mut running = BTreeMap::new();
+        for (id, bytes, _) in self.uses.values() {
+            *running.entry(id.0).or_default() += bytes;
+        }
+        running
+    }
+
+    /// Takes blocks for all that runs.
+    fn take_blocks(&mut self) {
+        if self.host.is_some() {
+            for (id, bytes) in self.running() {
+                for blocks in [&mut self.blocks, &mut self.fresh] {
+                    let blocks = blocks.entry(id).or_default();
+                    *blocks = bytes.max(*blocks);
+                }
+            }
+        }
     }
 
     /// Takes the answers in and judges them.
@@ -71,6 +124,7 @@ impl World {
                         "granted a model that is not there"
                     );
                     self.uses.insert(ticket, granted);
+                    self.take_blocks();
                     for (_, count) in self.overtaken.range_mut(..ticket) {
                         *count += 1;
                     }
@@ -85,6 +139,9 @@ impl World {
         }
         let budget = self.machine.budget().0;
         assert!(self.resident_bytes() <= budget, "over the budget");
+        let in_host: u64 = self.copies.iter().sum();
+        assert!(in_host <= self.host.unwrap_or(0), "over the host's share");
+        assert_eq!(self.machine.in_host().0, in_host);
         assert!(self.machine.counted().0 <= budget && budget <= BUDGET);
         assert!(budget <= self.budget, "grew by itself");
         // What is given up is given up at once.
@@ -95,7 +152,7 @@ impl World {
         self.budget = budget;
     }
 
-    fn aim(&mut self, target: u64) {
+    pub(super) fn aim(&mut self, target: u64) {
         self.machine.aim(Bytes(target), Micros(self.now));
         self.target = target.min(BUDGET);
         self.budget = BUDGET;
@@ -118,7 +175,7 @@ impl World {
         }
     }
 
-    fn ask(&mut self, model: ModelId, bytes: u64, client: Client) {
+    pub(super) fn ask(&mut self, model: ModelId, bytes: u64, client: Client) {
         let waits = self.waiting.values().any(|(_, _, other)| *other == client);
         if waits {
             return; // it waits for one thing at a time
@@ -130,15 +187,20 @@ impl World {
         self.judge();
     }
 
-    fn begin(&mut self) -> bool {
+    pub(super) fn begin(&mut self) -> bool {
         let job = self.machine.begin(Micros(self.now));
         job.is_some_and(|job| self.begun(job))
     }
 
-    fn shed(&mut self, target: u64) -> bool {
+    pub(super) fn shed(&mut self, target: u64) -> bool {
         let job = self.machine.shed(Bytes(target), Micros(self.now));
         job.is_some_and(|job| {
-            assert!(matches!(job, Job::Park(id) if !self.is_wanted(id)));
+            let is_fair = match job {
+                Job::Park(id, _) | Job::Spill(id) => !self.is_wanted(id),
+                Job::Release => true,
+                Job::Wake(_) => false,
+            };
+            assert!(is_fair, "{job:?}");
             self.begun(job)
         })
     }
@@ -154,10 +216,20 @@ impl World {
                 // Its pages come while it is woken, so they count from here.
                 self.resident[id.0] = true;
             }
-            Job::Park(id) => {
+            Job::Park(id, in_host) => {
                 assert!(self.resident[id.0] && !self.pinned[id.0]);
                 let is_used = self.uses.values().any(|(used, ..)| *used == id);
                 assert!(!is_used, "parks what is used");
+                assert_eq!(self.copies[id.0], 0);
+                self.copies[id.0] = in_host.0;
+            }
+            Job::Spill(id) => {
+                assert!(!self.resident[id.0] && self.copies[id.0] > 0);
+                assert!(!self.is_wanted(id), "moves on what is waited for");
+            }
+            Job::Release => {
+                assert!(self.host.is_some() && !self.jobs.contains(&job));
+                self.fresh = self.running();
             }
         }
         self.jobs.push(job);
@@ -165,8 +237,9 @@ impl World {
         true
     }
 
-    fn finish(&mut self, place: usize, is_done: bool) {
+    pub(super) fn finish(&mut self, place: usize, is_done: bool) {
         let job = self.jobs.swap_remove(place);
+        let copied = |in_host: Bytes| in_host.0 / PIECE * PIECE;
         // Waking is a thousand times faster than writing.
         let moved = if matches!(job, Job::Wake(_)) {
             10_000
@@ -176,30 +249,44 @@ impl World {
         let done = Done {
             is_done,
             moved: Bytes(moved),
+            in_host: match job {
+                Job::Park(_, in_host) => Bytes(copied(in_host)),
+                _ => Bytes::ZERO,
+            },
             took: Micros(3),
             now: Micros(self.now),
         };
         match job {
             Job::Wake(id) => {
                 self.resident[id.0] = is_done;
+                self.copies[id.0] *= u64::from(!is_done);
                 self.machine.woken(id, done);
             }
-            Job::Park(id) => {
+            Job::Park(id, _) => {
                 self.resident[id.0] = !is_done;
+                self.copies[id.0] = if is_done { done.in_host.0 } else { 0 };
                 self.machine.parked(id, done);
+            }
+            Job::Spill(id) => {
+                self.copies[id.0] *= u64::from(!is_done);
+                self.machine.spilled(id, done);
+            }
+            Job::Release => {
+                self.blocks = std::mem::take(&mut self.fresh);
+                self.machine.released(done.now);
             }
         }
         self.judge();
     }
 
-    fn end(&mut self, ticket: Ticket) {
+    pub(super) fn end(&mut self, ticket: Ticket) {
         self.uses.remove(&ticket);
         self.machine.end(ticket, Bytes::ZERO, Micros(self.now));
         self.judge();
     }
 
     /// Lets all jobs succeed and everyone who does not wait end, until nobody waits.
-    fn drain(&mut self) {
+    pub(super) fn drain(&mut self) {
         for _ in 0..10_000 {
             while self.begin() {}
             if !self.jobs.is_empty() {
@@ -227,10 +314,11 @@ impl World {
 proptest! {
     #[test]
     fn no_history_exceeds_the_budget_or_leaves_anybody_waiting(
+        host in prop::option::of(0_u64..90),
         models in prop::collection::vec((1_u64..60, prop::bool::weighted(0.15), any::<bool>()), 1..7),
         steps in prop::collection::vec((0_u8..13, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
     ) {
-        let mut world = World::new(&models);
+        let mut world = World::of(host, &models);
         prop_assume!(!world.sizes.is_empty());
         for (what, which, bytes, client) in steps {
             world.now += bytes;
@@ -270,6 +358,7 @@ proptest! {
         }
         world.drain();
         prop_assert!(world.machine.statistics().peak.0 <= BUDGET);
+        prop_assert!(world.machine.statistics().host_peak.0 <= host.unwrap_or(0));
     }
 }
 
@@ -281,8 +370,13 @@ fn three_of(count: usize) -> World {
 impl World {
     /// Uses a model for a moment.
     fn visit(&mut self, model: usize) {
+        self.call(model, 0);
+    }
+
+    /// Uses a model for a call that takes so much.
+    pub(super) fn call(&mut self, model: usize, bytes: u64) {
         self.now += 1000;
-        self.ask(ModelId(model), 0, Client(9));
+        self.ask(ModelId(model), bytes, Client(9));
         self.drain();
         let tickets: Vec<_> = self.uses.keys().copied().collect();
         for ticket in tickets {

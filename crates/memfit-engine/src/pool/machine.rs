@@ -1,13 +1,19 @@
 //! The state machine of a pool: an event in, answers and jobs out.
 //!
-//! Invariants: [`Machine::counted`] never exceeds the budget; a granted use's model is awake until the
-//! use ends; nothing is summed up along the way, so no sum can drift.
+//! Invariants: [`Machine::counted`] never exceeds the budget, nor [`Machine::in_host`] the host's share; a
+//! granted use's model is awake until the use ends; nothing is summed up along the way, so no sum can drift.
+
+mod device;
 
 use std::collections::VecDeque;
 
+use self::device::OnDevice;
+use super::copies::{self, Place};
 use super::habits::{Arrivals, Rate, Tick};
 use super::victims::{Candidate, choose};
-use super::{Answer, Client, Done, Job, Micros, ModelId, OVERTAKINGS, Refusal, Statistics, Ticket};
+use super::{
+    Added, Answer, Client, Done, Job, Micros, ModelId, OVERTAKINGS, Refusal, Statistics, Ticket,
+};
 use crate::bytes::Bytes;
 
 /// Bytes by microsecond before anything is measured: a disk whose file is still in memory, and one.
@@ -20,6 +26,17 @@ enum State {
     Waking,
     Awake,
     Parking,
+    /// Parked, and its copy is on its way to the disk.
+    Spilling,
+}
+
+/// What a model's copy has of the host's memory.
+#[derive(Debug, Clone, Copy, Default)]
+struct HostCopy {
+    /// From before it is made until it is gone.
+    bytes: Bytes,
+    /// It could not be moved to the disk.
+    is_stuck: bool,
 }
 
 #[derive(Debug)]
@@ -34,6 +51,7 @@ struct Model {
     unsaved: Option<Bytes>,
     /// It could not be parked, and nothing has happened to it since.
     is_stuck: bool,
+    copy: HostCopy,
     is_gone: bool,
     arrivals: Arrivals,
 }
@@ -69,6 +87,7 @@ pub struct Machine {
     budget: Bytes,
     /// What the budget comes down to as bytes are given up.
     target: Bytes,
+    device: Option<OnDevice>,
     models: Vec<Model>,
     queue: VecDeque<Request>,
     uses: Vec<Use>,
@@ -82,13 +101,14 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A pool without models.
+    /// A pool without models, of the host.
     #[must_use]
     pub fn new(budget: Bytes) -> Self {
         Self {
             whole: budget,
             budget,
             target: budget,
+            device: None,
             models: Vec::new(),
             queue: VecDeque::new(),
             uses: Vec::new(),
@@ -103,7 +123,8 @@ impl Machine {
     }
 
     /// Adds a model, and says whether it is awake. One that is in memory stays there (`is_awake`) if it fits
-    /// beside what is counted; else the caller parks it before it goes on.
+    /// beside what is counted; else the caller parks it before it goes on, with what the host has room for,
+    /// and may say [`Machine::copied`]: no copy moves on for a model that nobody has asked for.
     ///
     /// # Errors
     ///
@@ -116,7 +137,7 @@ impl Machine {
         is_pinned: bool,
         is_awake: bool,
         now: Micros,
-    ) -> Result<(ModelId, bool), Refusal> {
+    ) -> Result<Added, Refusal> {
         let available = self.whole - self.pinned_beside(None);
         let others = self
             .models
@@ -129,7 +150,13 @@ impl Machine {
             return Err(Refusal::TooLarge { wanted, available });
         }
         self.pass(now);
-        let is_awake = is_awake && bytes <= self.free();
+        let is_there = is_awake;
+        let is_awake = is_there && bytes <= self.free();
+        let in_host = if is_there && !is_awake {
+            bytes.min(self.room().free)
+        } else {
+            Bytes::ZERO
+        };
         self.models.push(Model {
             bytes,
             activations,
@@ -142,16 +169,24 @@ impl Machine {
             uses: 0,
             unsaved: (!is_awake).then_some(Bytes::ZERO),
             is_stuck: false,
+            copy: HostCopy {
+                bytes: in_host,
+                is_stuck: false,
+            },
             is_gone: false,
             arrivals: Arrivals::new(self.tick),
         });
-        self.statistics.peak = self.statistics.peak.max(self.counted());
-        Ok((ModelId(self.models.len() - 1), is_awake))
+        self.note_peaks();
+        Ok(Added {
+            model: ModelId(self.models.len() - 1),
+            is_awake,
+            in_host,
+        })
     }
 
     /// Takes a model out; it is not counted any more. `false` while it is used, moved or waited for.
     pub fn remove(&mut self, model: ModelId) -> bool {
-        let is_wanted = self.queue.iter().any(|request| request.model == model);
+        let is_wanted = self.is_wanted(model);
         let Some(found) = self.models.get_mut(model.0) else {
             return false;
         };
@@ -161,6 +196,7 @@ impl Machine {
         }
         found.is_gone = true;
         found.state = State::Parked;
+        found.copy = HostCopy::default();
         found.is_pinned = false;
         self.serve();
         true
@@ -198,7 +234,7 @@ impl Machine {
         let wanted = asked.bytes + activations;
         let available = self.whole - self.pinned_beside(Some(model)) - self.held_by(client, model);
         let holds = |client| self.uses.iter().any(|one: &Use| one.client == client);
-        let is_hit = request.was_awake && activations <= self.free();
+        let is_hit = request.was_awake && self.more(model, activations) <= self.free();
         if wanted > available {
             let refusal = Refusal::TooLarge { wanted, available };
             self.answers.push(Answer::Refused(ticket, refusal));
@@ -243,26 +279,30 @@ impl Machine {
     pub fn begin(&mut self, now: Micros) -> Option<Job> {
         self.pass(now);
         let place = self.queue.iter().position(|request| !request.has_room)?;
-        let (id, activations) = (self.queue[place].model, self.queue[place].activations);
-        let model = &self.models[id.0];
-        let needed = match model.state {
-            State::Parked => model.bytes + activations,
-            State::Waking | State::Awake => activations,
-            State::Parking => return None,
-        };
-        let free = self.free();
+        let request = &self.queue[place];
+        let (id, activations) = (request.model, request.activations);
+        let state = self.models[id.0].state;
+        if matches!(state, State::Parking | State::Spilling) {
+            return None;
+        }
+        let (needed, free) = (self.needs(request), self.free());
         if needed <= free {
-            if model.state != State::Parked {
+            if state != State::Parked {
                 return None;
             }
             self.models[id.0].state = State::Waking;
             self.queue[place].has_room = true;
-            self.statistics.peak = self.statistics.peak.max(self.counted());
+            self.note_peaks();
             return Some(Job::Wake(id));
         }
+        let shortage = needed - free - self.coming();
+        let gain = self.gain(Some((id, activations)));
+        if shortage > Bytes::ZERO && gain > Bytes::ZERO && self.begin_release() {
+            return Some(Job::Release);
+        }
         let idle = self.idle(Some(id));
-        let victim = self.victim(&idle, needed - free - self.coming())?;
-        Some(self.park(victim))
+        let victim = self.victim(&idle, shortage - gain)?;
+        self.park(victim, true)
     }
 
     /// The next model to park so that no more than `target` counts, of those that nobody uses or waits
@@ -272,12 +312,16 @@ impl Machine {
     pub fn shed(&mut self, target: Bytes, now: Micros) -> Option<Job> {
         self.pass(now);
         let surplus = self.counted() - self.coming() - target;
-        let is_wanted = |id| self.queue.iter().any(|request| request.model == id);
+        let gain = self.gain(None);
+        if surplus > Bytes::ZERO && gain > Bytes::ZERO && self.begin_release() {
+            return Some(Job::Release);
+        }
+        let surplus = surplus - gain;
         let mut idle = self.idle(None);
-        idle.retain(|&id| !is_wanted(id));
+        idle.retain(|&id| !self.is_wanted(id));
         let could: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
         let victim = self.victim(&idle, surplus.min(could))?;
-        Some(self.park(victim))
+        self.park(victim, false)
     }
 
     /// Changes the budget, to no more than what it was at first. It grows at once; it comes down as far as
@@ -300,7 +344,7 @@ impl Machine {
     #[must_use]
     pub fn short(&self) -> Option<Bytes> {
         let request = self.queue.iter().find(|request| !request.has_room)?;
-        let needed = self.needs(request) - self.could_free(request.model);
+        let needed = self.needs(request) - self.could_free(request);
         (needed > self.free()).then(|| self.budget + (needed - self.free()))
     }
 
@@ -315,6 +359,7 @@ impl Machine {
         self.now = self.now.max(done.now);
         if done.is_done {
             model.state = State::Awake;
+            model.copy = HostCopy::default();
             self.waking.observe(done.moved, done.took);
             self.statistics.wakes += 1;
             self.statistics.bytes_woken += done.moved;
@@ -341,12 +386,14 @@ impl Machine {
         if done.is_done {
             model.state = State::Parked;
             model.unsaved = Some(Bytes::ZERO);
+            model.copy.bytes = model.copy.bytes.min(done.in_host);
             self.writing.observe(done.moved, done.took);
             self.statistics.parks += 1;
             self.statistics.bytes_written += done.moved;
         } else {
             model.state = State::Awake;
             model.is_stuck = true;
+            model.copy = HostCopy::default();
         }
         self.serve();
     }
@@ -359,12 +406,13 @@ impl Machine {
     /// Bytes that count now.
     #[must_use]
     pub fn counted(&self) -> Bytes {
-        let models = self.models.iter().filter(|one| one.state != State::Parked);
+        let is_there = |model: &&Model| !matches!(model.state, State::Parked | State::Spilling);
+        let models = self.models.iter().filter(is_there);
         let models: Bytes = models.map(|model| model.bytes).sum();
-        let uses: Bytes = self.uses.iter().map(|one| one.activations).sum();
-        let set_aside = self.queue.iter().filter(|request| request.has_room);
-        let set_aside: Bytes = set_aside.map(|request| request.activations).sum();
-        models + uses + set_aside
+        let calls: Bytes = self.calls().map(|(_, activations)| activations).sum();
+        let device = self.device.as_ref();
+        let kept = device.map(|device| device.kept.idle(&self.running()));
+        models + calls + kept.unwrap_or_default()
     }
 
     /// What it did so far.
@@ -379,6 +427,18 @@ impl Machine {
 
     fn free(&self) -> Bytes {
         self.budget - self.counted()
+    }
+
+    fn note_peaks(&mut self) {
+        self.statistics.peak = self.statistics.peak.max(self.counted());
+        self.statistics.host_peak = self.statistics.host_peak.max(self.in_host());
+    }
+
+    /// Model and activations of every call that runs, or has its room set aside.
+    fn calls(&self) -> impl Iterator<Item = (ModelId, Bytes)> {
+        let uses = self.uses.iter().map(|one| (one.model, one.activations));
+        let set_aside = self.queue.iter().filter(|request| request.has_room);
+        uses.chain(set_aside.map(|request| (request.model, request.activations)))
     }
 
     /// Bytes of pinned models, but for one.
@@ -407,7 +467,8 @@ impl Machine {
         let mut is_closed = false;
         while let Some(request) = self.queue.get(place) {
             let is_awake = self.models[request.model.0].state == State::Awake;
-            let fits = request.has_room || (!is_closed && request.activations <= self.free());
+            let more = self.more(request.model, request.activations);
+            let fits = request.has_room || (!is_closed && more <= self.free());
             if is_awake && fits {
                 let request = self.queue.remove(place);
                 if request.as_ref().is_some_and(|request| !request.has_room) {
@@ -440,18 +501,23 @@ impl Machine {
             model: request.model,
             activations: request.activations,
         });
-        self.statistics.peak = self.statistics.peak.max(self.counted());
+        let calls = self.uses.iter().filter(|one| one.model == request.model);
+        let together = calls.map(|one| one.activations).sum();
+        if let Some(device) = &mut self.device {
+            device.kept.took(request.model, together);
+        }
+        self.note_peaks();
     }
 
     /// Refuses the first request where only models that cannot be parked are in its way.
     fn refuse_stuck(&mut self) {
         while let Some(first) = self.queue.front() {
-            let is_moving = |model: &Model| matches!(model.state, State::Waking | State::Parking);
+            let is_still = |model: &Model| matches!(model.state, State::Awake | State::Parked);
             let others = self.uses.iter().any(|one| one.client != first.client);
-            if first.has_room || others || self.models.iter().any(is_moving) {
+            if first.has_room || others || !self.models.iter().all(is_still) {
                 return;
             }
-            let could = self.could_free(first.model) + (self.whole - self.budget);
+            let could = self.could_free(first) + (self.whole - self.budget);
             if self.needs(first) <= self.free() + could {
                 return;
             }
@@ -464,18 +530,19 @@ impl Machine {
     /// What would count more with a request granted.
     fn needs(&self, request: &Request) -> Bytes {
         let model = &self.models[request.model.0];
-        let own = if model.state == State::Parked {
+        let own = if matches!(model.state, State::Parked | State::Spilling) {
             model.bytes
         } else {
             Bytes::ZERO
         };
-        own + request.activations
+        own + self.more(request.model, request.activations)
     }
 
-    /// What parking all that nobody uses would free, but for one model.
-    fn could_free(&self, beside: ModelId) -> Bytes {
-        let idle = self.idle(Some(beside));
-        idle.iter().map(|id| self.models[id.0].bytes).sum()
+    /// What parking all that nobody uses would free for a request, and giving back what its calls took.
+    fn could_free(&self, request: &Request) -> Bytes {
+        let idle = self.idle(Some(request.model));
+        let models: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();
+        models + self.gain(Some((request.model, request.activations)))
     }
 
     /// Bytes that are on their way out.
@@ -495,9 +562,37 @@ impl Machine {
         idle.get(first).copied()
     }
 
-    fn park(&mut self, id: ModelId) -> Job {
-        self.models[id.0].state = State::Parking;
-        Job::Park(id)
+    /// Parks a model, or what has to be done before; `None` where that is being done and waited for.
+    fn park(&mut self, id: ModelId, may_wait: bool) -> Option<Job> {
+        let bytes = self.models[id.0].bytes;
+        let room = self.room();
+        let in_host = match copies::place(bytes, self.until(id), room, &self.copies()) {
+            Place::Here(in_host) => in_host,
+            Place::Soon if may_wait => return None,
+            Place::Soon => room.free,
+            Place::After(copy) => {
+                self.models[copy.0].state = State::Spilling;
+                return Some(Job::Spill(copy));
+            }
+        };
+        let model = &mut self.models[id.0];
+        model.state = State::Parking;
+        model.copy.bytes = in_host;
+        self.note_peaks();
+        Some(Job::Park(id, in_host))
+    }
+
+    fn is_wanted(&self, id: ModelId) -> bool {
+        self.queue.iter().any(|request| request.model == id)
+    }
+
+    /// Requests until a model is expected to be used.
+    fn until(&self, id: ModelId) -> f64 {
+        if self.is_wanted(id) {
+            1.0
+        } else {
+            self.models[id.0].arrivals.until_next(self.tick)
+        }
     }
 
     /// Models that could be parked for another.
@@ -517,15 +612,9 @@ impl Machine {
         let model = &self.models[id.0];
         let written = model.unsaved.unwrap_or_default();
         let moving = self.waking.micros(model.bytes) + self.writing.micros(written);
-        let is_wanted = self.queue.iter().any(|request| request.model == id);
-        let until = if is_wanted {
-            1.0
-        } else {
-            model.arrivals.until_next(self.tick)
-        };
         Candidate {
             bytes: model.bytes.0,
-            loss: moving / until,
+            loss: moving / self.until(id),
         }
     }
 }

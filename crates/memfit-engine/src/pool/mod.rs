@@ -4,9 +4,10 @@
 //! bytes, threads or clocks: the caller does the jobs that [`Machine::begin`] hands out, says how they
 //! ended, and brings the time with every event.
 //!
-//! `machine.rs` one event in and its answers out, `victims.rs` what to park, `habits.rs` when a model will
-//! be used next and what moving it takes; tests: `naive.rs` all subsets, `histories.rs` random histories
-//! against a judge that counts anew.
+//! `machine.rs` one event in and its answers out, `victims.rs` what to park, `copies.rs` where its copy goes,
+//! `kept.rs` what a device's allocator keeps of calls, `habits.rs` when a model will be used next and what
+//! moving it takes; tests: `naive.rs` all subsets, `histories.rs` random histories against a judge that counts
+//! anew.
 //!
 //! # What is counted
 //!
@@ -17,6 +18,13 @@
 //! The budget may come down and grow again up to what it was at first ([`Machine::aim`]): what nobody uses is
 //! parked by the caller's wish ([`Machine::shed`]), and what is in use comes down when it ends. What can never fit
 //! is judged by the first budget; a request that only lacks budget waits for it to grow ([`Machine::short`]).
+//!
+//! # A pool of a device
+//!
+//! What calls took of a device is not free when they end: PyTorch's allocator keeps it for later. It counts
+//! until somebody needs the bytes and a [`Job::Release`] has given them back, which comes before any parking;
+//! the next call of the same model has it again. Parked models have copies in the host's memory, which have
+//! a share of their own: what nobody expects soon moves on to the disk ([`Job::Spill`]).
 //!
 //! # The order of service
 //!
@@ -44,9 +52,13 @@
 //! used. Writing a model for the first time is not counted: it comes once for every model that is ever
 //! parked, and counted it would keep for ever those that happened to be in memory from the beginning.
 
+mod copies;
 mod habits;
 #[cfg(test)]
 mod histories;
+#[cfg(test)]
+mod histories_of_devices;
+mod kept;
 mod machine;
 #[cfg(test)]
 mod naive;
@@ -80,8 +92,24 @@ pub struct Micros(pub u64);
 pub enum Job {
     /// Have the model back, then say [`Machine::woken`].
     Wake(ModelId),
-    /// Give its memory back, then say [`Machine::parked`].
-    Park(ModelId),
+    /// Give its memory back, with no more than so many bytes of its copy in the host's memory and the rest on
+    /// the disk, then say [`Machine::parked`].
+    Park(ModelId, Bytes),
+    /// Move its copy from the host's memory to the disk, then say [`Machine::spilled`].
+    Spill(ModelId),
+    /// Have the device's allocator give back what no call uses, then say [`Machine::released`].
+    Release,
+}
+
+/// A model that was added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Added {
+    /// The model.
+    pub model: ModelId,
+    /// Whether it stays in memory; if not, it is parked before anything else.
+    pub is_awake: bool,
+    /// What its copy may have of the host's memory then.
+    pub in_host: Bytes,
 }
 
 /// How a job went.
@@ -91,6 +119,8 @@ pub struct Done {
     pub is_done: bool,
     /// Bytes that were moved.
     pub moved: Bytes,
+    /// What its copy has of the host's memory, where it was parked.
+    pub in_host: Bytes,
     /// What it took.
     pub took: Micros,
     /// When it ended.
@@ -139,10 +169,16 @@ pub struct Statistics {
     pub parks: u64,
     /// Bytes moved by waking.
     pub bytes_woken: Bytes,
-    /// Bytes written by parking.
+    /// Bytes written by parking, and by moving copies on.
     pub bytes_written: Bytes,
     /// What uses waited, together.
     pub waited: Micros,
     /// Most bytes counted at a time.
     pub peak: Bytes,
+    /// Copies moved from the host's memory to the disk.
+    pub spills: u64,
+    /// Most bytes of copies in the host's memory at a time.
+    pub host_peak: Bytes,
+    /// Times that a device's allocator gave back what it kept.
+    pub releases: u64,
 }

@@ -267,6 +267,7 @@ impl State {
 
 /// What a parked copy may take of the host's memory unless it is said: the other half is for the rest of the
 /// machine, and for the next model. Nothing where the system does not tell.
-fn half_of_free_host_bytes() -> u64 {
+#[must_use]
+pub fn half_of_free_host_bytes() -> u64 {
     pressure::meminfo("MemAvailable").map_or(0, |bytes| bytes.0 / 2)
 }

@@ -8,8 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-SOURCE = Path(__file__).parents[2] / "crates" / "memfit-vmm" / "stand-in" / "driver.c"
+from memfit.guarding import cuda_limit
+from memfit.parking import parked
+from memfit.parking.cuda_memory import CudaMemory
+from memfit.pool import device as pool_device
+
+SOURCE = Path(__file__).parents[1] / "crates" / "memfit-vmm" / "stand-in" / "driver.c"
 OUT_OF_MEMORY = 2
 
 
@@ -52,6 +58,39 @@ class StandIn:
 
     def fail(self, at: int, code: int = 700) -> None:
         self.library.stand_in_fail(at, 0, code)
+
+    def put_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Let models on the CPU be parked, and be in pools, as if they were on ``cuda:0``."""
+        made_as_ever = parked._memory_for
+
+        def memory_for(device, laid, spill, source, host_bytes, *, allow_memory):
+            if source is not None:
+                return made_as_ever(
+                    torch.device("cuda:0"),
+                    laid,
+                    spill,
+                    source,
+                    host_bytes,
+                    allow_memory=allow_memory,
+                )
+            return CudaMemory(
+                laid[-1].end,
+                device,
+                spill,
+                host_bytes=host_bytes,
+                allow_memory=True,
+                driver=self.path,
+            )
+
+        patch.setattr(parked, "_memory_for", memory_for)
+        patch.setattr(pool_device, "place_of", lambda _: "cuda:0")
+        patch.setattr(cuda_limit, "existing", lambda _: torch.device("cuda:0"))
+
+    def peaks(self) -> tuple[int, int]:
+        """The most bytes used of the device and pinned of the host since this was last asked."""
+        peaks = ctypes.c_uint64(), ctypes.c_uint64()
+        self.library.stand_in_peaks(*map(ctypes.byref, peaks))
+        return peaks[0].value, peaks[1].value
 
     @property
     def counts(self) -> Counts:
