@@ -238,7 +238,7 @@ impl State {
         // What kernels still write shall be in the copy.
         self.arena.device().synchronize()?;
         copy.keep(&self.arena, host_bytes, &mut self.statistics, interrupted)?;
-        self.arena.close().map_err(|error| {
+        close(&mut self.arena).map_err(|error| {
             copy.let_host_go();
             ParkError::NotReleased {
                 length: Bytes(self.arena.length()),
@@ -259,10 +259,19 @@ impl State {
         } else {
             // Should the driver refuse even this, the memory holds half a model that is still known as
             // parked: Python lets nobody touch it, and the next try fills it anew.
-            let _refused = self.arena.close();
+            let _refused = close(&mut self.arena);
         }
         restored
     }
+}
+
+/// Gives an arena's memory back; what the driver refused to release, once more: nobody counts it any longer.
+fn close(arena: &mut Arena) -> Result<(), VmmError> {
+    arena.close()?;
+    if arena.held_bytes() > 0 {
+        let _refused = arena.close();
+    }
+    Ok(())
 }
 
 /// What a parked copy may take of the host's memory unless it is said: the other half is for the rest of the
