@@ -11,7 +11,7 @@
 
 use super::events::Event;
 use super::model::{Slot, StepModel};
-use super::state::{Hold, SlotState, State, reset};
+use super::state::{Hold, State, reset};
 use super::transfers::Transfer;
 use super::treatment::Treatment;
 use crate::bytes::Bytes;
@@ -247,20 +247,18 @@ impl<'m> Evaluator<'m> {
         let model = self.model;
         self.reset();
         let state = &mut self.state;
-        let (mut stores, mut homes) = (false, false);
+        let mut homes = false;
         state.valid = treatments.len() == model.bytes.len();
         for (allocation, treatment) in treatments.iter().enumerate() {
             if !treatment.is_keep() {
                 state.valid &= state.valid && model.allows(allocation, *treatment);
-                stores |= treatment.is_store();
                 homes |= treatment.home() != Treatment::NO_HOME;
             }
         }
         state.has_homes = homes;
-        state.traffic.begin(model, stores);
     }
 
-    /// Everything as at the start of a step in which nothing is stored.
+    /// Everything as at the start of a step.
     pub(super) fn reset(&mut self) {
         let model = self.model;
         let state = &mut self.state;
@@ -278,7 +276,7 @@ impl<'m> Evaluator<'m> {
         state.valid = true;
         state.has_homes = false;
         state.replayed.clear();
-        state.traffic.begin(model, false);
+        state.traffic.begin(model);
         state.watch(false);
     }
 
@@ -367,14 +365,11 @@ impl<'m> Evaluator<'m> {
             maker: asker,
         } = model.slots[slot];
         if state.treatment(treatments, allocation).is_store() {
-            let SlotState {
-                refs, materialised, ..
-            } = *state.slots.at(slot);
-            if refs == 0 {
+            if state.slots.at(slot).refs == 0 {
                 return;
             }
             state.closure.clear();
-            state.traffic.want(slot, materialised);
+            state.want(slot);
         } else if state.records.at(asker).pending {
             state.collect_closure(model, treatments, asker);
         } else {
@@ -400,9 +395,7 @@ impl<'m> Evaluator<'m> {
                 return;
             }
         }
-        if state.traffic.active {
-            self.finish_request(treatments, fetched, asker, position);
-        }
+        self.finish_request(treatments, fetched, asker, position);
     }
 
     /// What no record of the request reads, and what is fetched ahead after it.

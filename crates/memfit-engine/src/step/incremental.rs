@@ -14,15 +14,14 @@
 //!
 //! # Invariant
 //!
-//! Every answer is what [`Evaluator`] says, the number of events swept until it was known included. Where something is
-//! stored, the queue of transfers connects everything with everything: then the evaluator itself is asked.
+//! Every answer is what [`Evaluator`] says, the number of events swept until it was known included.
 
 use super::column::Column;
 use super::evaluate::{Evaluation, Evaluator, Holding};
 use super::events::Event;
 use super::model::StepModel;
-use super::state::{Holders, Look, RecordState, SlotState};
-use super::transfers::Transfer;
+use super::state::{Holders, Look, RecordState, SlotState, State};
+use super::transfers::{Lines, Touched, Transfer};
 use super::treatment::Treatment;
 use crate::bytes::Bytes;
 use crate::trace::OpIndex;
@@ -58,6 +57,35 @@ struct Base {
     holders: Followed<Holders>,
     slots: Followed<SlotState>,
     records: Followed<RecordState>,
+    looked_at: LookedAt,
+    /// What is on its way as far as the evaluation at hand has come.
+    lines: Lines,
+}
+
+/// Which sections look at what is on its way out, and at what was fetched ahead.
+#[derive(Debug, Default, Clone, Copy)]
+struct LookedAt {
+    out: Sections,
+    ahead: Sections,
+}
+
+impl LookedAt {
+    fn set(&mut self, section: usize, touched: Touched) {
+        let bit = 1 << section;
+        self.out = self.out & !bit | if touched.out { bit } else { 0 };
+        self.ahead = self.ahead & !bit | if touched.ahead { bit } else { 0 };
+    }
+
+    /// Sections that look at something that differs.
+    fn needed(self, lines: &Lines, base: &Lines) -> Sections {
+        let out = if lines.out == base.out { 0 } else { self.out };
+        let ahead = if lines.ahead == base.ahead {
+            0
+        } else {
+            self.ahead
+        };
+        out | ahead
+    }
 }
 
 /// The evaluation before this one, as it differs from the base.
@@ -85,6 +113,10 @@ struct Section {
     holders: Log<Holders>,
     slots: Log<SlotState>,
     records: Log<RecordState>,
+    transfers: Vec<Transfer>,
+    /// Which of what is on its way it looked at, and that after it.
+    touched: Touched,
+    lines: Lines,
 }
 
 /// What one section touches of a column.
@@ -209,6 +241,25 @@ impl<T: Copy + Default + PartialEq> Log<T> {
     }
 }
 
+impl Section {
+    /// Sets all that it changes to what that is after it.
+    fn repeat(&self, state: &mut State) {
+        self.holders.repeat(&mut state.holders);
+        self.slots.repeat(&mut state.slots);
+        self.records.repeat(&mut state.records);
+        self.repeat_lines(state.traffic.lines_mut());
+    }
+
+    fn repeat_lines(&self, lines: &mut Lines) {
+        if self.touched.out {
+            lines.out.clone_from(&self.lines.out);
+        }
+        if self.touched.ahead {
+            lines.ahead = self.lines.ahead;
+        }
+    }
+}
+
 impl Last {
     /// All sections, in order.
     fn sections<'s>(&'s self, base: &'s Base) -> impl Iterator<Item = &'s Section> {
@@ -273,14 +324,6 @@ impl<'m> IncrementalEvaluator<'m> {
             changes.extend(differ.map(|(allocation, (_, new))| (allocation, *new)));
         }
         self.last.changes = changes;
-        if self
-            .last
-            .changes
-            .iter()
-            .any(|(_, treatment)| treatment.is_store())
-        {
-            return self.evaluate_anew(treatments, limit);
-        }
         self.evaluate_changes(treatments, limit)
     }
 
@@ -319,6 +362,7 @@ impl<'m> IncrementalEvaluator<'m> {
             base.holders.know(number, &new.holders);
             base.slots.know(number, &new.slots);
             base.records.know(number, &new.records);
+            base.looked_at.set(number, new.touched);
             self.spare.push(old);
         }
     }
@@ -338,6 +382,7 @@ impl<'m> IncrementalEvaluator<'m> {
         base.holders.start(model.bytes.len());
         base.slots.start(model.slots.len());
         base.records.start(model.records.len());
+        base.lines = Lines::default();
         let mut changed: Sections = 0;
         for &(allocation, treatment) in &self.last.changes {
             homes += is_home(treatment);
@@ -383,13 +428,15 @@ impl<'m> IncrementalEvaluator<'m> {
                 if needed != Sections::MAX {
                     let (base, state) = (&mut self.base, &self.evaluator.state);
                     let section = &base.sections[number];
+                    section.repeat_lines(&mut base.lines);
                     base.holders.follow(&state.holders, &section.holders);
                     base.slots.follow(&state.slots, &section.slots);
                     base.records.follow(&state.records, &section.records);
                     needed = changed
                         | base.holders.needed()
                         | base.slots.needed()
-                        | base.records.needed();
+                        | base.records.needed()
+                        | base.looked_at.needed(state.traffic.lines(), &base.lines);
                 }
             } else if !self.skip(number, limit, needed >> number != 0) {
                 return false;
@@ -415,7 +462,9 @@ impl<'m> IncrementalEvaluator<'m> {
         state.records.start_section();
         section.looks.clear();
         state.looks = Some(std::mem::take(&mut section.looks));
+        state.traffic.touched = Touched::default();
         state.live_before = state.live;
+        state.transfers_before = state.traffic.transfers.len();
         state.replays_before = state.replayed.len();
         let peak = state.peak_tick;
         let tick = state.tick;
@@ -437,6 +486,13 @@ impl<'m> IncrementalEvaluator<'m> {
         section
             .replayed
             .extend(&state.replayed[state.replays_before..]);
+        section.transfers.clear();
+        let transfers = &state.traffic.transfers[state.transfers_before..];
+        section.transfers.extend(transfers);
+        section.touched = state.traffic.touched;
+        if section.touched != Touched::default() {
+            section.lines.clone_from(state.traffic.lines());
+        }
         section.holders.write(&state.holders);
         section.slots.write(&state.slots);
         section.records.write(&state.records);
@@ -464,6 +520,8 @@ impl<'m> IncrementalEvaluator<'m> {
                 state
                     .replayed
                     .extend(&section.replayed[..first.replays as usize]);
+                let transfers = &section.transfers[..first.transfers as usize];
+                state.traffic.transfers.extend(transfers);
                 self.swept = first.event as usize + 1;
                 return false;
             }
@@ -474,11 +532,11 @@ impl<'m> IncrementalEvaluator<'m> {
             }
         }
         state.replayed.extend(&section.replayed);
+        state.traffic.transfers.extend(&section.transfers);
         state.live = state.live.wrapping_add_signed(section.live);
         if goes_on {
-            section.holders.repeat(&mut state.holders);
-            section.slots.repeat(&mut state.slots);
-            section.records.repeat(&mut state.records);
+            section.repeat(state);
+            section.repeat_lines(&mut self.base.lines);
         }
         true
     }
@@ -517,9 +575,7 @@ impl<'m> IncrementalEvaluator<'m> {
         let (peak_at, has_homes) = (evaluator.state.peak_at, evaluator.state.has_homes);
         evaluator.reset();
         for section in last.sections(base).take(number) {
-            section.holders.repeat(&mut evaluator.state.holders);
-            section.slots.repeat(&mut evaluator.state.slots);
-            section.records.repeat(&mut evaluator.state.records);
+            section.repeat(&mut evaluator.state);
         }
         evaluator.state.has_homes = has_homes;
         evaluator.state.stop_tick = look as u64 + 1;

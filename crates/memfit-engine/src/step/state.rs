@@ -16,6 +16,8 @@ pub(super) struct Holders {
     pub(super) natural: u32,
     pub(super) saved: u32,
     pub(super) pins: u32,
+    /// Its write began.
+    pub(super) sent: bool,
 }
 
 impl Holders {
@@ -51,6 +53,10 @@ pub(super) struct SlotState {
     pub(super) stolen: bool,
     /// Its tensor, or a later version of it, is alive in forward.
     pub(super) original: bool,
+    /// It was fetched ahead, and nothing asked for it yet.
+    pub(super) is_ahead: bool,
+    /// The request at hand must fetch it or wait for it.
+    pub(super) is_wanted: bool,
 }
 
 /// The record of an op.
@@ -71,6 +77,8 @@ pub(super) struct Look {
     pub(super) event: u32,
     /// Ops replayed in the section up to it.
     pub(super) replays: u32,
+    /// Transfers in the section up to it.
+    pub(super) transfers: u32,
     pub(super) at: (usize, Option<usize>),
 }
 
@@ -103,6 +111,7 @@ pub(super) struct State {
     pub(super) looks: Option<Vec<Look>>,
     pub(super) live_before: u64,
     pub(super) replays_before: usize,
+    pub(super) transfers_before: usize,
     pub(super) event: usize,
     /// What changes, when someone asked; and the event that is being applied.
     pub(super) log: Option<Vec<Change>>,
@@ -188,6 +197,7 @@ impl State {
                 height: height.wrapping_sub(self.live_before).cast_signed(),
                 event: self.event as u32,
                 replays: (self.replayed.len() - self.replays_before) as u32,
+                transfers: (self.traffic.transfers.len() - self.transfers_before) as u32,
                 at: (position, replay),
             });
         }
@@ -297,7 +307,7 @@ impl State {
                     let bytes = model.bytes[allocation];
                     self.live = self.live.saturating_sub(bytes);
                     self.note(|at| Change::Gone { at, slot, bytes });
-                    self.traffic.forget(slot, bytes);
+                    self.forget(slot, bytes);
                 }
                 continue;
             }
@@ -355,7 +365,7 @@ impl State {
                     }
                     Treatment::Store { .. } => {
                         let there = self.slots.at(slot).materialised;
-                        self.traffic.want(slot, there);
+                        self.want(slot);
                         if !there && treatments[allocation].passes(asker) {
                             self.slots.at(slot).readers += 1;
                         }

@@ -54,60 +54,81 @@ pub enum Transfer {
 /// What a sweep knows of stored allocations. Empty and idle where there are none.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Traffic {
-    /// Some allocation is stored.
-    pub(super) active: bool,
     window: u64,
-    /// Allocations whose write began.
-    sent: Vec<bool>,
-    outgoing: VecDeque<usize>,
-    outgoing_bytes: u64,
-    /// Slots fetched ahead, there, and not asked for.
-    ahead: Vec<bool>,
-    ahead_bytes: u64,
-    /// Place in the order of fetches: what is before it is there, or nothing refers to it.
-    next: usize,
+    lines: Lines,
+    /// The section at hand looked at one of the two: what it does depends on it.
+    pub(super) touched: Touched,
     /// The request asked for a stored allocation.
     asked: bool,
     /// Slots that the request must fetch or wait for.
     pub(super) wanted: Vec<usize>,
-    is_wanted: Vec<bool>,
     pub(super) transfers: Vec<Transfer>,
 }
 
+/// What is on its way at a moment.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(super) struct Lines {
+    pub(super) out: Outgoing,
+    pub(super) ahead: Ahead,
+}
+
+/// Allocations whose write has not settled, the oldest first.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(super) struct Outgoing {
+    queue: VecDeque<usize>,
+    bytes: u64,
+}
+
+/// What was fetched ahead and has not been asked for.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ahead {
+    bytes: u64,
+    /// Place in the order of fetches: what is before it is there, or nothing refers to it.
+    next: usize,
+}
+
+/// Which of the [`Lines`].
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Touched {
+    pub(super) out: bool,
+    pub(super) ahead: bool,
+}
+
 impl Traffic {
-    pub(super) fn begin(&mut self, model: &StepModel, active: bool) {
-        self.active = active;
+    pub(super) fn begin(&mut self, model: &StepModel) {
         self.transfers.clear();
         self.wanted.clear();
         self.asked = false;
-        self.outgoing.clear();
-        if !active {
-            return;
-        }
         self.window = model.variant.window_bytes.0;
-        self.outgoing_bytes = 0;
-        self.ahead_bytes = 0;
-        self.next = 0;
-        super::state::reset(&mut self.sent, model.bytes.len());
-        super::state::reset(&mut self.ahead, model.slots.len());
-        super::state::reset(&mut self.is_wanted, model.slots.len());
+        self.lines.out.queue.clear();
+        self.lines.out.bytes = 0;
+        self.lines.ahead = Ahead::default();
     }
 
-    /// A request needs this slot: by its token, or by a record that runs for it.
-    pub(super) fn want(&mut self, slot: usize, there: bool) {
-        self.asked = true;
-        let waits = !there || self.ahead[slot];
-        if waits && !std::mem::replace(&mut self.is_wanted[slot], true) {
-            self.wanted.push(slot);
-        }
+    /// What is on its way, for comparing and repeating.
+    pub(super) const fn lines(&self) -> &Lines {
+        &self.lines
     }
 
-    /// The slot went: if nothing asked for it since it was fetched ahead, it leaves the window.
-    #[inline]
-    pub(super) fn forget(&mut self, slot: usize, bytes: u64) {
-        if self.active && std::mem::take(&mut self.ahead[slot]) {
-            self.ahead_bytes = self.ahead_bytes.saturating_sub(bytes);
-        }
+    /// To set it to what it is elsewhere.
+    pub(super) const fn lines_mut(&mut self) -> &mut Lines {
+        &mut self.lines
+    }
+
+    fn out(&mut self) -> &mut Outgoing {
+        self.touched.out = true;
+        &mut self.lines.out
+    }
+
+    fn ahead(&mut self) -> &mut Ahead {
+        self.touched.ahead = true;
+        &mut self.lines.ahead
+    }
+
+    /// What was fetched ahead leaves the window.
+    pub(super) fn leave_window(&mut self, bytes: u64) {
+        let ahead = self.ahead();
+        ahead.bytes = ahead.bytes.saturating_sub(bytes);
     }
 }
 
@@ -116,13 +137,31 @@ fn id(allocation: usize) -> AllocationId {
 }
 
 impl State {
+    /// A request needs this slot: by its token, or by a record that runs for it.
+    pub(super) fn want(&mut self, slot: usize) {
+        self.traffic.asked = true;
+        let state = self.slots.at(slot);
+        let waits = !state.materialised || state.is_ahead;
+        if waits && !std::mem::replace(&mut state.is_wanted, true) {
+            self.traffic.wanted.push(slot);
+        }
+    }
+
+    /// The slot went, or was asked for: if it was fetched ahead, it leaves the window.
+    #[inline]
+    pub(super) fn forget(&mut self, slot: usize, bytes: u64) {
+        if std::mem::take(&mut self.slots.at(slot).is_ahead) {
+            self.traffic.leave_window(bytes);
+        }
+    }
+
     /// Autograd packs a stored allocation: the first time, its write begins.
     pub(super) fn go_out(&mut self, model: &StepModel, allocation: usize, position: usize) {
-        if std::mem::replace(&mut self.traffic.sent[allocation], true) {
+        if std::mem::replace(&mut self.holders.at(allocation).sent, true) {
             return;
         }
         let bytes = model.bytes[allocation];
-        while self.traffic.outgoing_bytes.saturating_add(bytes) > self.traffic.window
+        while self.traffic.out().bytes.saturating_add(bytes) > self.traffic.window
             && self.settle_oldest(model, position)
         {}
         let at = op_index(position);
@@ -139,8 +178,9 @@ impl State {
             return;
         }
         self.hold(model, allocation, Hold::Saved);
-        self.traffic.outgoing.push_back(allocation);
-        self.traffic.outgoing_bytes = self.traffic.outgoing_bytes.saturating_add(bytes);
+        let out = self.traffic.out();
+        out.queue.push_back(allocation);
+        out.bytes = out.bytes.saturating_add(bytes);
     }
 
     pub(super) fn settle_all(&mut self, model: &StepModel, position: usize) {
@@ -149,14 +189,12 @@ impl State {
 
     /// Waits for the oldest write; false when there is none.
     fn settle_oldest(&mut self, model: &StepModel, position: usize) -> bool {
-        let Some(allocation) = self.traffic.outgoing.pop_front() else {
+        let out = self.traffic.out();
+        let Some(allocation) = out.queue.pop_front() else {
             return false;
         };
-        let traffic = &mut self.traffic;
-        traffic.outgoing_bytes = traffic
-            .outgoing_bytes
-            .saturating_sub(model.bytes[allocation]);
-        traffic.transfers.push(Transfer::Settled {
+        out.bytes = out.bytes.saturating_sub(model.bytes[allocation]);
+        self.traffic.transfers.push(Transfer::Settled {
             at: op_index(position),
             allocation: id(allocation),
         });
@@ -176,9 +214,10 @@ impl State {
         let allocation = model.slots[slot].allocation;
         let (at, bytes) = (op_index(position), model.bytes[allocation]);
         let allocation_id = id(allocation);
-        self.traffic.is_wanted[slot] = false;
-        if self.slots.peek(slot).materialised {
-            self.traffic.forget(slot, bytes);
+        let state = self.slots.at(slot);
+        state.is_wanted = false;
+        if state.materialised {
+            self.forget(slot, bytes);
             self.traffic.transfers.push(Transfer::Asked {
                 at,
                 allocation: allocation_id,
@@ -208,21 +247,21 @@ impl State {
         if !std::mem::take(&mut self.traffic.asked) {
             return;
         }
-        while let Some(&allocation) = model.fetch_order.get(self.traffic.next) {
+        while let Some(&allocation) = model.fetch_order.get(self.traffic.ahead().next) {
             let bytes = model.bytes[allocation];
+            let stored = self.treatment(treatments, allocation).is_store();
+            let slot = model.last_slot(allocation).filter(|_| stored);
             let missing = |&slot: &usize| {
-                let state = self.slots.peek(slot);
+                let state = self.slots.at(slot);
                 !state.materialised && state.refs > 0
             };
-            let stored = treatments[allocation].is_store();
-            let slot = model.last_slot(allocation).filter(missing);
-            if let (true, Some(slot)) = (stored, slot) {
-                let sum = self.traffic.ahead_bytes.saturating_add(bytes);
+            if let Some(slot) = slot.filter(missing) {
+                let sum = self.traffic.ahead().bytes.saturating_add(bytes);
                 if sum > self.traffic.window {
                     return;
                 }
-                self.traffic.ahead_bytes = sum;
-                self.traffic.ahead[slot] = true;
+                self.traffic.ahead().bytes = sum;
+                self.slots.at(slot).is_ahead = true;
                 self.traffic.transfers.push(Transfer::Ahead {
                     at: op_index(position),
                     allocation: id(allocation),
@@ -233,7 +272,7 @@ impl State {
                     return;
                 }
             }
-            self.traffic.next += 1;
+            self.traffic.ahead().next += 1;
         }
     }
 
