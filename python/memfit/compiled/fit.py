@@ -22,6 +22,7 @@ from memfit.compiled.recording import Recorded, record
 from memfit.compiled.shares import Share, divide
 from memfit.compiled.step_bytes import BesideGraphs, beside_graphs, with_state_away
 from memfit.fitted import Fitted
+from memfit.tracking import cpu
 from memfit.workload import Workload
 
 
@@ -70,12 +71,14 @@ def fit_compiled(
     if isinstance(graphs, NotCompiled):
         return graphs
 
+    fused = trace["meta"]["device_kind"] == "cpu" and cpu.start() is None
+
     def plan(budget: int) -> CompiledPlan | NotCompiled:
-        made = _plan(graphs, at_home, budget)
+        made = _plan(graphs, at_home, budget, fused=fused)
         if isinstance(made, CompiledPlan):
             return made
         elsewhere = with_state_away(trace, budget, request)
-        return made if elsewhere is None else _plan(graphs, elsewhere, budget)
+        return made if elsewhere is None else _plan(graphs, elsewhere, budget, fused=fused)
 
     def tighten(budget: int) -> CompiledPlan | None:
         tighter = plan(budget)
@@ -120,11 +123,12 @@ def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
 
 
 def _plan(
-    graphs: Sequence[Recorded], beside: BesideGraphs, budget_bytes: int
+    graphs: Sequence[Recorded], beside: BesideGraphs, budget_bytes: int, *, fused: bool
 ) -> CompiledPlan | NotCompiled:
+    """Plan for a budget; by the model of Inductor (``fused``) where the step will be measured."""
     if beside.optimizer_peak_bytes > budget_bytes:
         return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
-    shares = divide(graphs, beside.static_bytes, budget_bytes)
+    shares = divide(graphs, beside.static_bytes, budget_bytes, fused=fused)
     peak = max(beside.optimizer_peak_bytes, *(share.peak_bytes for share in shares))
     if peak > budget_bytes:
         return NotCompiled(f"compiled, the step takes {peak} bytes at least")
@@ -132,7 +136,7 @@ def _plan(
     for share in shares:
         name = share.recorded.signature
         targets[name] = min(targets.get(name, share.target_bytes), share.target_bytes)
-    partitioner = Partitioner(targets, min(targets.values()))
+    partitioner = Partitioner(targets, min(targets.values()), fused=fused)
     reports = tuple(_report(share) for share in shares)
     document = _document(reports, beside.actions, peak, budget_bytes)
     return CompiledPlan(document, partitioner, reports, budget_bytes, beside.actions)

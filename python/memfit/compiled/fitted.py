@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +32,14 @@ from memfit.workload import Workload
 
 MAX_CORRECTIONS = 2
 """Times the graphs are cut again because a step took more than the budget."""
+
+_WITHOUT_RAISING_PEAK = {
+    name: 0.0
+    for name in ("fusion_memory_timeline_peak_memory_pct_threshold",)
+    if hasattr(inductor, name)
+}
+"""Options that keep Inductor from fusing what runs again for one block with what runs for another,
+because both read one small tensor: all of it would then run at once, as early as the first."""
 
 _MEASURED_STEP = 2
 """Step after compiling that is measured: by then the optimizer has its state."""
@@ -125,6 +134,8 @@ class CompiledFitted(Fitted):
         self._steps_of_plan = 0
         self._compiled_plan = plan
         options: Any = {"custom_partitioner_fn": plan.partitioner}
+        if any(graph.recomputed_ops for graph in plan.graphs):
+            options |= _WITHOUT_RAISING_PEAK
         loss = self.workload.loss
         assert loss is not None, "only training steps are compiled"
         self._compiled: Callable[..., Tensor] = torch.compile(own_code(loss), options=options)

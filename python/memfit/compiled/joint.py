@@ -36,6 +36,8 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from memfit.compiled.fusion import Loop, loop_of
+
 _UNKNOWN_SIZE = 4096
 """Stands for a size that has no hint, as in torch's own partitioner."""
 
@@ -105,6 +107,7 @@ class Op:
         replayable: Whether running it again gives the same bits and does nothing else.
         flops: Floating-point operations.
         moved_bytes: Bytes read and written.
+        loop: How Inductor runs it.
         root: Whether forward must run it for what it does (a write to an input).
     """
 
@@ -116,6 +119,7 @@ class Op:
     replayable: bool
     flops: int
     moved_bytes: int
+    loop: Loop
     root: bool = False
 
 
@@ -201,8 +205,11 @@ def bytes_of(value: Any) -> int:
     Args:
         value: A fake tensor.
     """
-    count = optimization_hint(value.numel(), fallback=_UNKNOWN_SIZE)
-    return int(count) * int(value.dtype.itemsize)
+    return _numel_of(value) * int(value.dtype.itemsize)
+
+
+def _numel_of(value: Any) -> int:
+    return int(optimization_hint(value.numel(), fallback=_UNKNOWN_SIZE))
 
 
 class _Reader:
@@ -298,6 +305,7 @@ class _Reader:
                 replayable=_replayable(node) and not written.intersection(node.all_input_nodes),
                 flops=_flops(node),
                 moved_bytes=0 if view else moved + fresh_bytes,
+                loop=loop_of(node, view=view, numel=_numel_of),
                 root=_must_be_in_forward(node),
             )
         )

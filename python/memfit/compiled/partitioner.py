@@ -29,17 +29,21 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         shares: Most bytes of a graph's forward and backward, by the graph's signature.
         otherwise: Most bytes of a graph that is not among them: another shape, recompiled.
+        fused: How peaks of the graphs among them are told; see
+            :func:`memfit.compiled.search.choose`. Of others, no step is measured.
     """
 
-    def __init__(self, shares: Mapping[str, int], otherwise: int) -> None:
+    def __init__(self, shares: Mapping[str, int], otherwise: int, *, fused: bool = False) -> None:
         """Take the shares.
 
         Args:
             shares: As the attribute.
             otherwise: As the attribute.
+            fused: As the attribute.
         """
         self.shares = dict(shares)
         self.otherwise = otherwise
+        self.fused = fused
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -57,11 +61,12 @@ class Partitioner(CustomPartitionerFn):
         """
         num_fwd_outputs: int = kwargs["num_fwd_outputs"]
         static: list[int] = kwargs.get("static_lifetime_input_indices") or []
-        target = self.shares.get(signature(gm, num_fwd_outputs), self.otherwise)
+        name = signature(gm, num_fwd_outputs)
+        target = self.shares.get(name, self.otherwise)
         gm.graph.eliminate_dead_code()
         joint = read(gm, num_fwd_outputs)
         if isinstance(joint, Joint):
-            chosen = choose(joint, target)
+            chosen = choose(joint, target, fused=self.fused and name in self.shares)
             return partition(joint, chosen.schedule, num_fwd_outputs, static)
         modules: Modules = min_cut_rematerialization_partition(
             gm,
@@ -73,7 +78,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """What tells two partitioners apart in torch's caches."""
-        return (_sources(), torch.__version__, tuple(sorted(self.shares.items())), self.otherwise)
+        shares = tuple(sorted(self.shares.items()))
+        return (_sources(), torch.__version__, shares, self.otherwise, self.fused)
 
     def __eq__(self, other: object) -> bool:
         """Whether the other cuts the same way; dynamo shares compiled code where it does."""

@@ -39,7 +39,7 @@ COSTS = json.dumps(
     }
 )
 
-_CORRECTIONS = 4
+_CORRECTIONS = 5
 """Times the engine is asked again for less, where its answer is above the target."""
 
 _POLISHED = 3
@@ -54,35 +54,36 @@ class Chosen:
         decision: What is computed again.
         schedule: The order that follows, with its peaks.
         seconds: Nominal time of what runs again.
+        peak_bytes: Peak of the schedule.
         unplanned_peak_bytes: Peak with everything kept.
     """
 
     decision: Decision
     schedule: Schedule
     seconds: float
+    peak_bytes: int
     unplanned_peak_bytes: int
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the schedule."""
-        return self.schedule.peak_bytes
 
-
-def choose(joint: Joint, target_bytes: int) -> Chosen:
+def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
     """Decide what to compute again.
 
     Args:
         joint: The graph.
         target_bytes: Most bytes at once in its forward and backward, inputs and outputs included.
+        fused: Whether peaks are those of the model of Inductor rather than node by node. The model
+            can be too low: it is for steps that are measured.
 
     Returns:
         The cheapest decision found under the target; without one, that of least peak.
     """
-    search = _Search(joint, target_bytes)
+    search = _Search(joint, target_bytes, fused=fused)
     best = search.judge(KEEP_ALL)
     if best.peak_bytes <= target_bytes:
         return best
     found = [best, search.by_engine()]
+    if fused and found[-1].peak_bytes <= target_bytes:
+        found.append(search.give_back(found[-1]))
     if found[-1].peak_bytes > target_bytes:
         found += search.by_boundaries()
     fitting = [one for one in found if one.peak_bytes <= target_bytes]
@@ -94,26 +95,31 @@ def choose(joint: Joint, target_bytes: int) -> Chosen:
 class _Search:
     """Candidates for one graph and target."""
 
-    def __init__(self, joint: Joint, target_bytes: int) -> None:
+    def __init__(self, joint: Joint, target_bytes: int, *, fused: bool) -> None:
         self._joint = joint
         self._target = target_bytes
+        self._fused = fused
         self._seconds = [_op_seconds(op) for op in joint.ops]
         self._unplanned: int | None = None
+        self._beside_model = 0
+        """How much more the graph takes node by node, with everything kept."""
 
     def judge(self, decision: Decision) -> Chosen:
         """Lay a decision out and add up what it takes."""
         made = schedule(self._joint, decision)
+        peak = made.fused_peak_bytes if self._fused else made.peak_bytes
         if self._unplanned is None:
-            self._unplanned = made.peak_bytes
+            self._unplanned, self._beside_model = peak, made.peak_bytes - peak
         seconds = sum(self._seconds[op] for op in made.recomputed)
-        return Chosen(decision, made, seconds, self._unplanned)
+        return Chosen(decision, made, seconds, peak, self._unplanned)
 
     def by_engine(self) -> Chosen:
         """The engine's decision; asked again for less while it is above the target here.
 
-        The engine knows the eager step, where inputs die and outputs wait a little differently.
+        The engine knows the step node by node, where inputs die and outputs wait a little
+        differently; so it may have what fusion is expected to leave out besides.
         """
-        asked, best = self._target, None
+        asked, best = self._target + self._beside_model, None
         for _ in range(_CORRECTIONS):
             one = self.judge(as_trace.plan(self._joint, COSTS, asked))
             if best is None or one.peak_bytes < best.peak_bytes:
@@ -131,9 +137,9 @@ class _Search:
         judged = [self.judge(decision) for decision in chains.decisions(self._joint)]
         judged.sort(key=lambda one: (one.peak_bytes > self._target, one.seconds, one.peak_bytes))
         fitting = [one for one in judged if one.peak_bytes <= self._target]
-        return [self._give_back(one) for one in fitting[:_POLISHED]] or judged
+        return [self.give_back(one) for one in fitting[:_POLISHED]] or judged
 
-    def _give_back(self, start: Chosen) -> Chosen:
+    def give_back(self, start: Chosen) -> Chosen:
         """Keep again what saves the most time for its bytes, as long as the target holds.
 
         Storages are tried in groups of the same op and shape, as repeated blocks make them: first

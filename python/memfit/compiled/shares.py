@@ -41,19 +41,22 @@ class Share:
         return self.outside_bytes + inside
 
 
-def divide(graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int) -> list[Share]:
+def divide(
+    graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int, *, fused: bool = False
+) -> list[Share]:
     """Give each graph its share.
 
     Args:
         graphs: The graphs in the order of forward.
         static_bytes: Parameters, module buffers, optimizer state and batch.
         budget_bytes: Most bytes of the step.
+        fused: How peaks are told; see :func:`memfit.compiled.search.choose`.
 
     Returns:
         The shares. Where no division fits, those of the least peaks.
     """
     if len([g for g in graphs if g.joint is not None]) <= 1:
-        return _single(graphs, static_bytes, budget_bytes)
+        return _single(graphs, static_bytes, budget_bytes, fused=fused)
     known: dict[tuple[int, int], Chosen] = {}
 
     def pick(graph: Recorded, target: int) -> Chosen | None:
@@ -62,7 +65,7 @@ def divide(graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int) -> 
             return None
         key = (id(graph.joint), target)
         if key not in known:
-            known[key] = choose(graph.joint, target)
+            known[key] = choose(graph.joint, target, fused=fused)
         return known[key]
 
     full = [pick(graph, _NO_LIMIT) for graph in graphs]
@@ -88,10 +91,12 @@ def divide(graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int) -> 
     return best
 
 
-def _single(graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int) -> list[Share]:
+def _single(
+    graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int, *, fused: bool
+) -> list[Share]:
     outside = _outside(graphs, [None] * len(graphs), static_bytes)
     chosen = [
-        choose(g.joint, budget_bytes - besides) if g.joint else None
+        choose(g.joint, budget_bytes - besides, fused=fused) if g.joint else None
         for g, besides in zip(graphs, outside, strict=True)
     ]
     return _shares(graphs, chosen, static_bytes, budget_bytes)
