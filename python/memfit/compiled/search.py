@@ -72,7 +72,8 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
         joint: The graph.
         target_bytes: Most bytes at once in its forward and backward, inputs and outputs included.
         fused: Whether peaks are those of the model of Inductor rather than node by node. The model
-            can be too low: it is for steps that are measured.
+            can be too low: it is for steps that are measured. A graph with convolutions is told
+            node by node all the same: the model does not know what they take for themselves.
 
     Returns:
         The cheapest decision found under the target; without one, that of least peak.
@@ -82,7 +83,7 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
     if best.peak_bytes <= target_bytes:
         return best
     found = [best, search.by_engine()]
-    if fused and found[-1].peak_bytes <= target_bytes:
+    if search.fused and found[-1].peak_bytes <= target_bytes:
         found.append(search.give_back(found[-1]))
     if found[-1].peak_bytes > target_bytes:
         found += search.by_boundaries()
@@ -98,7 +99,7 @@ class _Search:
     def __init__(self, joint: Joint, target_bytes: int, *, fused: bool) -> None:
         self._joint = joint
         self._target = target_bytes
-        self._fused = fused
+        self.fused = fused and not any(_is_convolution(op) for op in joint.ops)
         self._seconds = [_op_seconds(op) for op in joint.ops]
         self._unplanned: int | None = None
         self._beside_model = 0
@@ -107,7 +108,7 @@ class _Search:
     def judge(self, decision: Decision) -> Chosen:
         """Lay a decision out and add up what it takes."""
         made = schedule(self._joint, decision)
-        peak = made.fused_peak_bytes if self._fused else made.peak_bytes
+        peak = made.fused_peak_bytes if self.fused else made.peak_bytes
         if self._unplanned is None:
             self._unplanned, self._beside_model = peak, made.peak_bytes - peak
         seconds = sum(self._seconds[op] for op in made.recomputed)
@@ -186,6 +187,11 @@ class _Search:
 
 def _without(decision: Decision, kept: list[int]) -> Decision:
     return Decision(decision.dropped.difference(kept), decision.homes)
+
+
+def _is_convolution(op: Op) -> bool:
+    """Whether a library runs it with scratch memory of its own, perhaps as much as its result."""
+    return "convolution" in str(op.node.target)
 
 
 def _op_seconds(op: Op) -> float:
