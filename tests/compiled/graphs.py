@@ -71,6 +71,20 @@ class Convolutions(nn.Module):
         return F.cross_entropy(self.head(self.layers(images).mean((2, 3))), targets)
 
 
+class Layers(nn.Module):
+    """Layers that share a norm, and what Inductor fuses between them, dropout included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(self.norm(x))), 0.3)
+        return x
+
+
 def tokens(batch: int = 4, length: int = 32):
     torch.manual_seed(1)
     return torch.randint(0, 100, (batch, length)), torch.randint(0, 100, (batch, length))

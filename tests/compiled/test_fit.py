@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from graphs import Transformer, tokens
+from graphs import Layers, Transformer, tokens
 from torch import nn
 from torch._inductor import config as inductor
 
@@ -29,20 +28,6 @@ from memfit.verify import State
 needs_compiler = pytest.mark.skipif(
     toolchain.missing("cpu") is not None, reason=f"{toolchain.missing('cpu')}"
 )
-
-
-class Layers(nn.Module):
-    """Linear layers with everything between them that Inductor fuses, dropout included."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + F.dropout(F.gelu(layer(self.norm(x))), 0.3)
-        return x
 
 
 def layers():

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from graphs import Transformer, tokens
-from torch import nn
+from graphs import Layers, Transformer, tokens
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._inductor.async_compile import AsyncCompile
@@ -58,20 +56,6 @@ def test_what_is_costly_and_read_twice_is_written():
         return len(rows)
 
     assert written(Kind.HEAVY) == written(Kind.ELEMENTWISE) + 1
-
-
-class Layers(nn.Module):
-    """Layers that share their norm: Inductor would run what is computed again of all at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + F.dropout(F.gelu(layer(self.norm(x))), 0.3)
-        return x
 
 
 def of_layers():
