@@ -85,6 +85,8 @@ mod shrink;
 mod timers;
 
 #[cfg(test)]
+mod amounts;
+#[cfg(test)]
 mod examples;
 #[cfg(test)]
 mod histories;

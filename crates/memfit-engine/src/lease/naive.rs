@@ -1,49 +1,13 @@
 //! The machine's slow twin: the rules of `mod.rs` once more, on plain lists, everything counted anew.
 //! Shares types with the machine, and no code that decides.
 
-use std::collections::BTreeMap;
-
 use crate::bytes::Bytes;
 
+use super::amounts::{Amounts, above, amounts, claims, meet};
 use super::{
-    Claims, ClientId, Device, Effect, End, Event, LeaseId, Millis, Presented, Refusal, RequestId,
-    Revision, Settings, Wait,
+    ClientId, Device, Effect, End, Event, LeaseId, Millis, Presented, Refusal, RequestId, Revision,
+    Settings, Wait,
 };
-
-type Amounts = BTreeMap<usize, u128>;
-
-fn amounts(claims: &Claims) -> Amounts {
-    claims
-        .iter()
-        .map(|(device, bytes)| (device.0, u128::from(bytes.0)))
-        .collect()
-}
-
-fn claims(amounts: &Amounts) -> Claims {
-    let pairs = amounts.iter().map(|(&device, &bytes)| {
-        (
-            Device(device),
-            Bytes(u64::try_from(bytes).expect("amounts in tests are small")),
-        )
-    });
-    Claims::new(pairs).expect("a map names each device once")
-}
-
-fn meet(one: &Amounts, other: &Amounts) -> bool {
-    one.keys().any(|device| other.contains_key(device))
-}
-
-/// What `one` has above `other`.
-fn above(one: &Amounts, other: &Amounts) -> Amounts {
-    let mut above = Amounts::new();
-    for (&device, &bytes) in one {
-        let below = other.get(&device).copied().unwrap_or(0);
-        if bytes > below {
-            above.insert(device, bytes - below);
-        }
-    }
-    above
-}
 
 #[derive(Debug, Clone)]
 struct Held {
