@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,27 @@ def test_of_a_gpu_no_more_is_granted_than_others_leave(idle_broker: Broker, gpus
     waiting.join()
     assert device(idle_broker, "cuda:0")["granted_bytes"] == 60 * GIB
     client.release(first)
+
+
+def test_a_slow_driver_frees_nothing_while_it_is_waited_for(
+    idle_broker: Broker, gpus: Gpus
+) -> None:
+    gpus.say(f"{80 * GIB} {GIB} {50 * GIB} 1 {50 * GIB}")
+    idle_broker.start("--only-free", "--memory", "cuda:0=70GiB")
+    until(lambda: device(idle_broker, "cuda:0")["occupied_bytes"] == 41 * GIB)
+    Path(f"{gpus.file}.slow").touch()
+    client = leases(idle_broker)
+    is_unknown = set()
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        with pytest.raises(LeaseError) as refused:
+            lease_of(client, {"cuda:0": 30 * GIB})
+        assert refused.value.reason == "no_room"
+        is_unknown.add(device(idle_broker, "cuda:0")["used_bytes"] is None)
+    assert True in is_unknown, "the driver was slow"
+    # One that does not answer at all holds nothing back.
+    gpus.say("lost")
+    until(lambda: device(idle_broker, "cuda:0")["occupied_bytes"] == 0)
 
 
 def test_of_the_host_no_more_is_granted_than_is_free(idle_broker: Broker) -> None:

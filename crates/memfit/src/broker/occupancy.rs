@@ -70,7 +70,8 @@ impl Server {
         }
     }
 
-    /// Tells the machine what others have taken. What nobody tells of a device is nothing.
+    /// Tells the machine what others have taken. What nobody tells of a device is nothing; while a driver is
+    /// slow to answer it is what it was.
     pub(super) fn look(&mut self) {
         let now = Instant::now();
         self.looked = Some(now);
@@ -80,9 +81,11 @@ impl Server {
             .map(|(device, name)| (device, name.to_owned()))
             .collect();
         for (device, name) in devices {
-            let bytes = self
-                .taken(device, &name, now)
-                .map_or(Bytes::ZERO, Taken::occupied);
+            let bytes = match self.taken(device, &name, now) {
+                Some(taken) => taken.occupied(),
+                None if name != "host" && self.usage.is_awaited() => continue,
+                None => Bytes::ZERO,
+            };
             if bytes != self.machine.occupied(device) {
                 self.apply(Event::Occupied { device, bytes });
             }

@@ -58,11 +58,11 @@ pub(crate) struct Server {
     next_client: u64,
     /// Whether the clients of before a restart are known, so that it is clear when all are back.
     pub(super) knows_all: bool,
-    /// The next deadline has changed.
     /// Whether grants depend on what others have taken.
     pub(super) only_free: bool,
     /// When that was looked at last.
     pub(super) looked: Option<Instant>,
+    /// The next deadline has changed.
     pub(crate) deadline_changed: Rc<Notify>,
     /// When the clock looks next.
     planned: Option<Millis>,

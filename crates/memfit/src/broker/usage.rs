@@ -90,6 +90,11 @@ impl Usage {
         }
     }
 
+    /// Whether the driver has been asked and has not answered yet, so that nothing is known at the moment.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.reader.as_ref().is_some_and(|reader| reader.is_busy)
+    }
+
     /// The GPUs that are known at `now`; of the others nobody tells.
     pub(super) fn at(&mut self, now: Instant) -> &Reading {
         let Some(reader) = &mut self.reader else {
@@ -207,6 +212,7 @@ mod tests {
         let began = Instant::now();
         assert!(usage.at(began).is_empty());
         assert!(began.elapsed() >= PATIENCE);
+        assert!(usage.is_awaited());
         let waited = Instant::now();
         for _ in 0..1000 {
             assert!(usage.at(began).is_empty());
@@ -224,6 +230,7 @@ mod tests {
         assert!(entered.iter().any(|count| count == 3));
         open.send(()).unwrap();
         assert_eq!(patient(&mut usage, second(began, 3600)), reading(3));
+        assert!(!usage.is_awaited());
     }
 
     #[test]
