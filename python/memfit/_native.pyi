@@ -35,6 +35,7 @@ __all__ = [
     "gpu_memory",
     "gpu_profile",
     "half_of_free_host_bytes",
+    "held_cuda_bytes",
     "label_blocks",
     "last_refusal",
     "mark_allocations",
@@ -680,6 +681,9 @@ def file_kind(data: bytes) -> Literal["trace", "plan"]:
 
 def half_of_free_host_bytes() -> int:
     """What parked copies may take of the host's memory unless it is said."""
+
+def held_cuda_bytes(device: int) -> int:
+    """What this process holds of a GPU in models that can be parked; torch does not count it."""
 
 def context_bytes() -> int:
     """What a process takes on a GPU besides tensors, as predictions have it."""

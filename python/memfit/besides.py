@@ -105,10 +105,12 @@ def in_use(device: str) -> int:
     """
     if device == "host":
         return resident()
+    # Awake models that can be parked lie in memory of the driver's, which torch does not count.
+    parkable = _native.held_cuda_bytes(int(device.rpartition(":")[2]))
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.memory_reserved(torch.device(device))) + expected(device)
+        return parkable
+    return parkable + int(torch.cuda.memory_reserved(torch.device(device))) + expected(device)
 
 
 def resident() -> int:

@@ -72,7 +72,7 @@ mod _native {
     #[pymodule_export]
     use super::parking::ParkedMemory;
     #[pymodule_export]
-    use super::parking_cuda::{ParkedCudaMemory, half_of_free_host_bytes};
+    use super::parking_cuda::{ParkedCudaMemory, half_of_free_host_bytes, held_cuda_bytes};
     #[pymodule_export]
     use super::pool::PoolMachine;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use memfit::park;
 use memfit::park_cuda::{self, CudaParking};
-use memfit_vmm::{Device, ManagedTensor, TensorPlace, lend};
+use memfit_vmm::{Device, ManagedTensor, TensorPlace, held_bytes, lend};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
@@ -23,6 +23,12 @@ const NOT_TAKEN: &std::ffi::CStr = c"dltensor";
 #[pyfunction]
 pub(crate) fn half_of_free_host_bytes() -> u64 {
     park_cuda::half_of_free_host_bytes()
+}
+
+/// What this process holds of a GPU by all such memory; torch's statistics lack it.
+#[pyfunction]
+pub(crate) fn held_cuda_bytes(device: u32) -> u64 {
+    held_bytes(device)
 }
 
 /// Memory of a device that can be given back, and the copy of it.

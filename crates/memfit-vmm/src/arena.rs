@@ -23,6 +23,7 @@ use std::sync::Arc;
 use crate::device::Device;
 use crate::driver::{Driver, Handle};
 use crate::error::VmmError;
+use crate::held;
 
 /// Length of a chunk, if the granularity allows: few calls for a large model, little wasted on a small one.
 const CHUNK_BYTES: u64 = 32 << 20;
@@ -209,7 +210,9 @@ impl Arena {
                 Chunk::Absent => {
                     let created = driver.create(self.device.ordinal(), length)?;
                     let missing = || self.missing(numbers.clone());
-                    created.ok_or_else(|| self.device.no_room(missing()))?
+                    let handle = created.ok_or_else(|| self.device.no_room(missing()))?;
+                    held::taken(self.device.number(), length);
+                    handle
                 }
             };
             self.chunks[number] = Chunk::Held(handle);
@@ -289,6 +292,7 @@ impl Arena {
             && driver.release(handle).is_ok()
         {
             self.chunks[number] = Chunk::Absent;
+            held::given_back(self.device.number(), self.place(number).1);
         }
     }
 }

@@ -23,6 +23,7 @@ mod device;
 mod dlpack;
 mod driver;
 mod error;
+mod held;
 mod host;
 #[cfg(feature = "stand-in")]
 pub mod stand_in;
@@ -33,4 +34,5 @@ pub use arena::Arena;
 pub use device::Device;
 pub use dlpack::{ManagedTensor, TensorPlace, lend};
 pub use error::VmmError;
+pub use held::held_bytes;
 pub use host::HostMemory;
