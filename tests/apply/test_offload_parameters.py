@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_offload import _overwrite_stored_files
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
@@ -16,6 +17,7 @@ from memfit.apply.tiers import DiskTier
 from memfit.barrier import owner_of
 from memfit.errors import OffloadError, UsageError
 from memfit.fitted import Fitted
+from memfit.fixed import is_fixed
 from memfit.measure import measure_peak, static_tensors
 from memfit.measure.peak import storage_bytes
 from memfit.verify import verify
@@ -347,6 +349,63 @@ def test_inference_fits_into_less_than_its_parameters(tmp_path):
         assert torch.equal(fitted.step(), expected)
         measured = measure_peak(fitted.step, static_tensors(workload, None)).peak_bytes
     assert measured <= everything // 2
+
+
+def test_parameters_that_cannot_be_let_go_stay_and_the_others_go(tmp_path):
+    torch.save(wide().model[:4].state_dict(), tmp_path / "weights.pt")
+    folder = tmp_path / "offloaded"
+    folder.mkdir()
+
+    def loaded():
+        workload = wide()
+        state = torch.load(tmp_path / "weights.pt")
+        workload.model[:4].load_state_dict(state, assign=True)
+        return workload
+
+    made = memfit.plan(loaded(), "50%", offload=folder)
+    assert made.verdict == "fits"
+    kinds = [action.get("offload_parameters") for action in made.as_dict()["actions"]]
+    (directions,) = filter(None, kinds)
+    assert sorted(directions["names"]) == [f"{layer}.0.weight" for layer in range(4, 8)]
+    verified = verify(loaded, made.as_dict(), loss_reduction="mean", steps=2)
+    assert verified["parameters"]["class"] == "bitwise"
+    measured = verified["planned"]["measured_peak_bytes"]
+    assert measured <= made.budget_bytes
+    predicted = made.planned.predicted_peak_bytes
+    assert abs(measured - predicted) <= 0.01 * predicted
+
+
+def test_a_model_of_which_nothing_can_be_let_go_keeps_its_parameters(tmp_path):
+    workload = wide()
+    for parameter in workload.model.parameters():
+        parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+    made = memfit.plan(workload, "60%", offload=tmp_path)
+    assert "offload_parameters" not in {action.kind for action in made.actions}
+    refusals = {refusal.kind: refusal.reason for refusal in made.refusals}
+    assert "cannot be let go" in refusals["offload_parameters"]
+
+
+def test_memory_on_a_gpu_can_be_let_go_though_torch_calls_all_of_it_shared():
+    with FakeTensorMode():
+        assert not is_fixed(torch.empty(4, device="cuda"))
+
+    class OnGpu:
+        """What torch says of a storage on a GPU, which a machine without one has not."""
+
+        device = torch.device("cuda:0")
+        is_meta = False
+
+        def __init__(self, resizable):
+            self.resizable = lambda: resizable
+
+        def untyped_storage(self):
+            return self
+
+        def is_shared(self):
+            return True
+
+    assert not is_fixed(OnGpu(resizable=True))
+    assert is_fixed(OnGpu(resizable=False)), "it came from another process"
 
 
 def test_an_own_loop_keeps_its_parameters(tmp_path):

@@ -31,6 +31,7 @@ from memfit.apply.pinned import bytes_of
 from memfit.apply.tiers import open_tier
 from memfit.barrier import Barrier, owner_of, without_barrier
 from memfit.errors import OffloadError, UsageError
+from memfit.fixed import is_fixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -527,12 +528,10 @@ def _refuse_fixed(model: nn.Module, names: Sequence[str]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         parameter = _found(named, name)
-        is_fixed = not parameter.untyped_storage().resizable()
-        is_shared = parameter.is_shared()  # type: ignore[no-untyped-call]
-        if is_fixed or is_shared or parameter.layout is not torch.strided:
+        if parameter.layout is not torch.strided or is_fixed(parameter):
             message = (
                 f"the parameter `{name}` lies in memory that cannot be let go: of a file, of an "
-                "array, or shared with other processes\n"
+                "array, of a parkable model, or shared with other processes\n"
                 "hint: plan again with `offload_parameters` forbidden, or copy the parameters: "
                 "`p.data = p.data.clone()`"
             )

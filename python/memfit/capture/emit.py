@@ -58,6 +58,7 @@ class StepFacts:
         optimizer_state: Allocations of optimizer state.
         gradients: Allocations of gradients.
         names: Name of an allocation that has one.
+        fixed: Allocations of parameters in memory that cannot be let go.
         updates: Trainable parameters in the order their gradients became ready.
         loss: Value of the loss, or ``None``.
         fused_optimizer_refusal: Why the optimizer cannot run inside backward.
@@ -80,6 +81,7 @@ class StepFacts:
     optimizer_state: set[int] = field(default_factory=set)
     gradients: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
+    fixed: set[int] = field(default_factory=set)
     updates: list[Update] = field(default_factory=list)
     loss: int | None = None
     fused_optimizer_refusal: str | None = None
@@ -188,6 +190,7 @@ def _meta(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
         "fused_optimizer_refusal": facts.fused_optimizer_refusal,
         "per_parameter_refusal": facts.per_parameter_refusal,
         "loss_reduction": loss_reduction(recorder, facts).kind,
+        "fixed_parameters": sorted(facts.fixed),
         "notes": [*recorder.notes, *facts.notes],
     }
 

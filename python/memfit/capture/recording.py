@@ -272,6 +272,7 @@ def _record(
         optimizer_state=roles.optimizer_state,
         gradients=roles.gradients,
         names=roles.names,
+        fixed=roles.fixed,
         updates=roles.updates,
         loss=roles.loss,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),

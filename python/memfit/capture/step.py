@@ -22,6 +22,7 @@ from memfit.capture.ledger import Ledger
 from memfit.capture.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
 from memfit.capture.stage import Stage, batch_entries
 from memfit.errors import MemfitError, StepPhase, UsageError, WorkloadError
+from memfit.fixed import is_fixed
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Roles:
         optimizer_state: Allocations of optimizer state.
         gradients: Allocations of gradients.
         names: Name of an allocation that has one.
+        fixed: Allocations of parameters in memory that cannot be let go.
         updates: Trainable parameters in the order their gradients became ready.
         loss: Value of the loss, or ``None``.
     """
@@ -45,6 +47,7 @@ class Roles:
     optimizer_state: set[int] = field(default_factory=set)
     gradients: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
+    fixed: set[int] = field(default_factory=set)
     updates: list[Update] = field(default_factory=list)
     loss: int | None = None
 
@@ -162,8 +165,7 @@ class StepRunner:
         """Give everything that exists before the step its allocation, role and name."""
         stage, roles, ledger = self.stage, self.roles, self.recorder.ledger
         shadows = self.recorder.shadows
-        for name, parameter in stage.model.named_parameters():
-            self._register_as(roles.parameters, parameter, name)
+        self._register_parameters()
         for name, buffer in stage.model.named_buffers():
             allocation = self._register_as(roles.module_buffers, buffer, name)
             real = stage.real_buffers.get(name)
@@ -180,6 +182,14 @@ class StepRunner:
                     if isinstance(value, Tensor):
                         roles.optimizer_state.add(ledger.seen(value))
             self._own_state = _state_by_parameter(stage.optimizer, ledger)
+
+    def _register_parameters(self) -> None:
+        stage, roles = self.stage, self.roles
+        originals = dict(stage.workload.model.named_parameters())
+        for name, parameter in stage.model.named_parameters():
+            allocation = self._register_as(roles.parameters, parameter, name)
+            if allocation is not None and is_fixed(originals[name]):
+                roles.fixed.add(allocation)
 
     def _register_as(self, members: set[int], tensor: Tensor, name: str) -> int | None:
         try:

@@ -90,8 +90,16 @@ pub(super) fn offload_parameters(trace: &Trace, request: &PlanRequest) -> Option
         ahead_bytes: Bytes::ZERO,
         least_bytes: LEAST_PARAMETER,
     };
-    let none = away.of(trace).next().is_none();
-    none.then(|| format!("the model has no parameter of {LEAST_PARAMETER} or more"))
+    if away.of(trace).next().is_some() {
+        return None;
+    }
+    Some(if trace.meta.fixed_parameters.is_empty() {
+        format!("the model has no parameter of {LEAST_PARAMETER} or more")
+    } else {
+        "the parameters lie in memory that cannot be let go, of a file that was loaded or mapped, an array or a \
+         parkable model, or shared with other processes: copies could (`p.data = p.data.clone()`)"
+            .to_owned()
+    })
 }
 
 /// Why the batch cannot be cut; `None` when it can.

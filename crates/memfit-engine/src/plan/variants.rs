@@ -479,6 +479,24 @@ mod tests {
     }
 
     #[test]
+    fn parameters_that_cannot_be_let_go_stay_and_count() {
+        let mut trace = layers(8);
+        let weight = 100_000;
+        trace.meta.fixed_parameters = [1, 3, 4].map(crate::trace::AllocationId).to_vec();
+        trace.check().unwrap();
+        let plan = planned(&trace, &request(weight * 11 / 2, 1e6));
+        assert_eq!(plan.verdict, Verdict::Fits);
+        let mut actions = plan.actions.iter();
+        let action = actions.find_map(|action| action.offload_parameters.as_ref());
+        let directions = action.expect("only parameters are large enough");
+        assert_eq!(directions.names.len(), 5);
+        // Three stay, and every op finds its own.
+        let least = planned(&trace, &request(weight * 7 / 2, 1e6));
+        assert_eq!(least.verdict, Verdict::DoesNotFit);
+        assert!(least.minimum_peak_bytes >= Bytes(weight * 4));
+    }
+
+    #[test]
     fn parameters_stay_where_they_have_to_and_the_reason_is_said() {
         let trace = layers(8);
         let reason = |trace: &Trace, request: &PlanRequest| {
@@ -496,6 +514,11 @@ mod tests {
         assert_eq!(said, "the step is run by the user's own loop");
         let said = reason(&sample::chain(), &usual).unwrap();
         assert_eq!(said, "the model has no parameter of 16.0 KiB or more");
+        let mut fixed = layers(8);
+        let parameters = (1..=8).map(crate::trace::AllocationId);
+        fixed.meta.fixed_parameters = parameters.collect();
+        let said = reason(&fixed, &usual).unwrap();
+        assert!(said.contains("cannot be let go"), "{said}");
         let mut trained = layers(8);
         trained.meta.optimizer = "LBFGS".to_owned();
         trained.meta.per_parameter_refusal = Some("`LBFGS` is not known".to_owned());

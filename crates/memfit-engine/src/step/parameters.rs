@@ -28,7 +28,11 @@ impl ParametersAway {
         let known = &trace.allocations[allocation.index()];
         let throughout = known.natural.first() == Some(&(OpIndex(0), trace.end()));
         let is_large = known.bytes >= self.least_bytes.max(Bytes(1));
-        known.category == Category::Parameter && throughout && is_large
+        let is_fixed = || {
+            let fixed = &trace.meta.fixed_parameters;
+            fixed.binary_search(&allocation).is_ok()
+        };
+        known.category == Category::Parameter && throughout && is_large && !is_fixed()
     }
 
     /// All that go away.

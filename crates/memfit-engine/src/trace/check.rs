@@ -67,6 +67,7 @@ impl Trace {
             ));
         }
         self.check_allocations()?;
+        self.check_fixed_parameters()?;
         for (i, value) in self.values.iter().enumerate() {
             let owner = || format!("value {i}");
             in_range(
@@ -164,6 +165,19 @@ impl Trace {
                     "it is alive before the op that creates it",
                 ));
             }
+        }
+        Ok(())
+    }
+
+    fn check_fixed_parameters(&self) -> Result<(), TraceError> {
+        let fixed = &self.meta.fixed_parameters;
+        for id in fixed {
+            let owner = || "fixed parameters".to_owned();
+            in_range("allocation", id.index(), owner, self.allocations.len())?;
+        }
+        if !fixed.is_sorted_by(|a, b| a < b) {
+            let owner = "fixed parameters".to_owned();
+            return Err(disorder(owner, "they must be ascending"));
         }
         Ok(())
     }
@@ -288,11 +302,17 @@ mod tests {
     #[test]
     fn each_rule_is_checked() {
         type Breakage = fn(&mut Trace);
-        let broken: [(&str, Breakage); 9] = [
+        let broken: [(&str, Breakage); 11] = [
             ("value", |t| t.ops[1].reads[0] = ValueId(99)),
             ("allocation", |t| t.values[0].allocation = AllocationId(99)),
             ("allocation", |t| {
                 t.updates[0].state = vec![AllocationId(99)];
+            }),
+            ("of fixed parameters is out of range", |t| {
+                t.meta.fixed_parameters = vec![AllocationId(99)];
+            }),
+            ("ascending", |t| {
+                t.meta.fixed_parameters = vec![AllocationId(1); 2];
             }),
             ("string", |t| t.ops[0].name = 99),
             ("must start", |t| {

@@ -138,6 +138,10 @@ pub struct Meta {
     /// not ignored), or empty when it was not recognised.
     #[serde(default)]
     pub loss_reduction: String,
+    /// Parameters in memory that belongs to somebody else (a mapped file, an array, other processes), so that it
+    /// cannot be let go; ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fixed_parameters: Vec<AllocationId>,
     /// Things the reader should know, one sentence each (fallbacks taken, ops not understood).
     #[serde(default)]
     pub notes: Vec<String>,

@@ -27,6 +27,7 @@ impl Builder {
             fused_optimizer_refusal: None,
             per_parameter_refusal: None,
             loss_reduction: "mean".into(),
+            fixed_parameters: Vec::new(),
             notes: Vec::new(),
         };
         let trace = Trace {

@@ -176,6 +176,7 @@ prop_compose! {
                 fused_optimizer_refusal: None,
             per_parameter_refusal: None,
                 loss_reduction: "mean".into(),
+                fixed_parameters: Vec::new(),
                 notes: Vec::new(),
             },
             devices: vec!["cpu".into()],
