@@ -35,15 +35,28 @@ impl Search<'_> {
         let mut before = Bytes(u64::MAX);
         while at.evaluation.peak_bytes < before && !self.exhausted() {
             before = at.evaluation.peak_bytes;
+            let mut concerned = self.concerned(&at);
             for &id in &self.problem.candidates {
                 for treatment in self.problem.treatments(id) {
-                    let same_peak_will_do = treatment.is_keep();
-                    at = self.change(at, &[(id, treatment)], same_peak_will_do);
+                    if treatment.is_keep() || concerned[id.index()] {
+                        let known = at.treatments[id.index()];
+                        at = self.change(at, &[(id, treatment)], treatment.is_keep());
+                        if at.treatments[id.index()] != known {
+                            concerned = self.concerned(&at);
+                        }
+                    }
                 }
             }
             for (id, other) in pairs(self.problem) {
+                if !concerned[id.index()] && !concerned[other.index()] {
+                    continue;
+                }
                 for changes in self.ways(&at, &[id, other]) {
+                    let known = at.evaluation;
                     at = self.change(at, &changes, false);
+                    if at.evaluation != known {
+                        concerned = self.concerned(&at);
+                    }
                 }
             }
             at = self.descend(at, Bytes::ZERO, None);
@@ -52,6 +65,25 @@ impl Search<'_> {
             }
         }
         at
+    }
+
+    /// Which allocations have to do with what is there at the peak: they are, or something is that they are computed
+    /// from. To treat another one otherwise takes nothing away from there. In small problems, all have.
+    fn concerned(&mut self, at: &Candidate) -> Vec<bool> {
+        let is_small = self.problem.candidates.len() <= SMALL_PROBLEM;
+        let mut there = vec![is_small; at.treatments.len()];
+        if is_small {
+            return there;
+        }
+        for holding in self.scorer.evaluator.holdings_at_peak(&at.treatments) {
+            there[holding.allocation.index()] = true;
+        }
+        let mut concerned = there.clone();
+        for &id in &self.problem.candidates {
+            let mut inputs = self.problem.inputs[id.index()].iter();
+            concerned[id.index()] |= inputs.any(|input| there[input.index()]);
+        }
+        concerned
     }
 
     /// Takes one move at the peak whether it lowers it or not, then keeps again and descends: a way out

@@ -319,9 +319,14 @@ impl<'m> IncrementalEvaluator<'m> {
         if self.base.treatments.is_empty() {
             changes.extend(treatments.iter().copied().enumerate());
         } else {
-            let pairs = self.base.treatments.iter().zip(treatments).enumerate();
-            let differ = pairs.filter(|(_, (known, new))| known != new);
-            changes.extend(differ.map(|(allocation, (_, new))| (allocation, *new)));
+            // A loop: as a chain of iterators this took a sixth of all planning time.
+            for (allocation, (known, new)) in
+                self.base.treatments.iter().zip(treatments).enumerate()
+            {
+                if known != new {
+                    changes.push((allocation, *new));
+                }
+            }
         }
         self.last.changes = changes;
         self.evaluate_changes(treatments, limit)
