@@ -18,15 +18,19 @@ from benchmarks.planners.way import CannotRunError, Way
 
 import memfit
 from memfit import _native, costs
+from memfit.capture.alternatives import with_alternatives
 from memfit.errors import NotCompiledWarning
 from memfit.fitted import Fitted
 
 MINIMUM_ATTEMPTS = 4
 """Budgets tried for the least compiled peak: each refusal names the next."""
 
+LEAST_SECONDS = 30.0
+"""How long the lowest peak is looked for, as with ``memfit plan --time-limit 30``."""
+
 
 def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any]:
-    """Capture the step and time its ops; both are kept for the points.
+    """Capture the step, also in slices, and time its ops; both are kept for the points.
 
     Args:
         workload: The workload.
@@ -36,7 +40,7 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
     Returns:
         Seconds of either, and the least peak of each kind of plan.
     """
-    capture_seconds, trace = _timed(lambda: memfit.trace(workload))
+    capture_seconds, trace = _timed(lambda: _captured(workload))
     profile_seconds, op_times = _timed(lambda: costs.profiled(workload, trace.native))
     trace.save(folder / f"{stem}.memfit")
     (folder / f"{stem}.costs.json").write_text(op_times)
@@ -45,6 +49,10 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
         "profile_seconds": profile_seconds,
         "ops": len(json.loads(trace.json())["ops"]),
     }
+
+
+def _captured(workload: memfit.Workload) -> memfit.Trace:
+    return memfit.Trace(with_alternatives(workload, memfit.trace(workload).native))
 
 
 def planned(
@@ -72,15 +80,18 @@ def planned(
     """
     trace = memfit.Trace.decode(prepared.with_suffix(".memfit").read_bytes())
     op_times = prepared.with_suffix(".costs.json").read_text()
-    request: dict[str, Any] = {"allow": allow, "own_loop": False, "forbid": forbid}
+    seconds = LEAST_SECONDS if budget == "minimum" else None
+
+    def ask(budget: str) -> tuple[float, dict[str, Any]]:
+        request = {"allow": allow, "own_loop": False, "forbid": forbid, "budget": budget}
+        asked = json.dumps(request)
+        spent, text = _timed(lambda: _native.plan(trace.native, op_times, asked, seconds))
+        return spent, json.loads(text)
+
     if budget == "minimum":
-        least = json.loads(
-            _native.plan(trace.native, op_times, json.dumps(request | {"budget": "1%"}))
-        )
+        _, least = ask("1%")
         budget = str(least["minimum_peak_bytes"] + least["margin_bytes"])
-    request["budget"] = budget
-    plan_seconds, text = _timed(lambda: _native.plan(trace.native, op_times, json.dumps(request)))
-    plan = json.loads(text)
+    plan_seconds, plan = ask(budget)
     if plan["verdict"] != "fits":
         least_peak = plan["minimum_peak_bytes"]
         raise CannotRunError(f"no plan fits {plan['budget_bytes']} bytes: least peak {least_peak}")

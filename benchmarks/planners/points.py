@@ -87,9 +87,11 @@ def ours(model: str, measured: Iterable[Row], *, quick: bool) -> list[Point]:
     exact: dict[str, Any] = {"allow": "exact", "forbid": list(INEXACT)}
     unfused: dict[str, Any] = {"allow": "exact", "forbid": [*INEXACT, "fuse_optimizer"]}
     loose: dict[str, Any] = {"allow": "equivalent", "forbid": []}
+    # In slices at most: micro-batches draw dropout anew, so their gradients cannot be compared.
+    whole: dict[str, Any] = {"allow": "equivalent", "forbid": ["micro_batch"]}
     eager = [{"budget": budget, **exact} for budget in (*LADDER, "minimum")]
     eager += [{"budget": budget, **loose} for budget in (LADDER[-1], "minimum")]
-    eager += [{"budget": "minimum", **unfused}]
+    eager += [{"budget": "minimum", **choice} for choice in (whole, unfused)]
     compiled = [{"budget": "minimum", **exact}]
     rows = [row for row in measured if row["model"] == model and "peak_bytes" in row]
     for peak in _distinct(row["peak_bytes"] for row in rows if row["method"] in EAGER_PEERS):
@@ -151,6 +153,7 @@ def label(row: Row) -> str:
         words.append(f"{int(budget) / 2**20:.0f} MiB" if budget.isdigit() else budget)
         if options["allow"] != "exact":
             words.append(options["allow"])
+            words += ["whole batch"] if "micro_batch" in options["forbid"] else []
         if "fuse_optimizer" in options["forbid"]:
             words.append("optimizer apart")
     if row["method"] in COMPILED and row["model"] not in DROPOUT_FREE:
