@@ -23,9 +23,14 @@ def is_fixed(tensor: Tensor) -> bool:
         torch says that it is always shared (``Tensor.is_shared``), which tells nothing; what came
         from another process cannot be resized there (``THPStorage_newSharedCuda``).
     """
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if isinstance(tensor, FakeTensor):
         return False
     with without_barrier():
+        if tensor.is_meta:
+            return False
         storage = tensor.untyped_storage()
-        is_shared = storage.device.type == "cpu" and storage.is_shared()
-        return is_shared or not storage.resizable()
+        if not storage.resizable():
+            return True
+        # Of memory that is let go now there is no address, and to ask for it would end the process.
+        is_here = storage.nbytes() > 0
+        return is_here and storage.device.type == "cpu" and bool(storage.is_shared())

@@ -126,7 +126,9 @@ def test_a_language_model_that_updates_its_parameters_itself(tmp_path: Path):
 
 def test_a_model_that_makes_its_mask_once_is_observed_again(tmp_path: Path):
     words = ("--model", "Transformer", "--epochs", "3")
-    ran = run(tmp_path, "80%", SCRIPTS / "word_language_model.py", *words)
+    # Near the smallest peak, so that the plan needs the forward in which the mask is made: one that
+    # drops nothing but in the layers' own does not see it, which measured op times may lead to.
+    ran = run(tmp_path, "73%", SCRIPTS / "word_language_model.py", *words)
     (loop,) = ran.loops
     assert loop["observed"]["steps"] >= 2
     assert loop["planned"]["steps"] + loop["observed"]["steps"] == 21

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.apply.tiers import DiskTier
-from memfit.barrier import owner_of
+from memfit.barrier import owner_of, without_barrier
 from memfit.errors import OffloadError, UsageError
 from memfit.fitted import Fitted
 from memfit.fixed import is_fixed
@@ -220,6 +220,19 @@ def test_who_looks_between_steps_finds_parameters_and_may_change_them():
     assert same(*results)
 
 
+def test_to_ask_whether_memory_can_be_let_go_brings_nothing_home():
+    workload = build()
+    with Fitted(workload, plan(workload)) as fitted:
+        fitted.step()
+        parameters = list(workload.model.parameters())
+        with without_barrier():
+            there = storage_bytes(parameters)
+        assert not any(is_fixed(parameter) for parameter in parameters)
+        with without_barrier():
+            assert storage_bytes(parameters) == there
+        assert sum(owner_of(parameter) is not None for parameter in parameters) > LAYERS
+
+
 def test_a_view_kept_from_before_is_an_error_not_a_wrong_number():
     workload = build()
     matrix = workload.model[5].outer.weight
@@ -394,6 +407,9 @@ def test_memory_on_a_gpu_can_be_let_go_though_torch_calls_all_of_it_shared():
 
         device = torch.device("cuda:0")
         is_meta = False
+
+        def nbytes(self):
+            return 16
 
         def __init__(self, resizable):
             self.resizable = lambda: resizable

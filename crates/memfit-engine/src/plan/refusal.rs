@@ -7,7 +7,7 @@ use super::variants::{LEAST_PARAMETER, LEAST_STATE};
 use super::{ActionKind, PlanRequest};
 use crate::bytes::Bytes;
 use crate::step::{ParametersAway, StateAway};
-use crate::trace::{CouplingKind, Phase, Trace};
+use crate::trace::{AllocationId, CouplingKind, Phase, Trace};
 
 /// Why the optimizer step cannot run inside backward; `None` when it can.
 pub(super) fn fuse_optimizer(trace: &Trace, request: &PlanRequest) -> Option<String> {
@@ -93,12 +93,14 @@ pub(super) fn offload_parameters(trace: &Trace, request: &PlanRequest) -> Option
     if away.of(trace).next().is_some() {
         return None;
     }
-    Some(if trace.meta.fixed_parameters.is_empty() {
-        format!("the model has no parameter of {LEAST_PARAMETER} or more")
-    } else {
+    let mut fixed = trace.meta.fixed_parameters.iter();
+    let is_large = |id: &AllocationId| trace.allocations[id.index()].bytes >= LEAST_PARAMETER;
+    Some(if fixed.any(is_large) {
         "the parameters lie in memory that cannot be let go, of a file that was loaded or mapped, an array or a \
          parkable model, or shared with other processes: copies could (`p.data = p.data.clone()`)"
             .to_owned()
+    } else {
+        format!("the model has no parameter of {LEAST_PARAMETER} or more")
     })
 }
 

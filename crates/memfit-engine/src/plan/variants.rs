@@ -519,6 +519,12 @@ mod tests {
         fixed.meta.fixed_parameters = parameters.collect();
         let said = reason(&fixed, &usual).unwrap();
         assert!(said.contains("cannot be let go"), "{said}");
+        fixed
+            .allocations
+            .iter_mut()
+            .for_each(|a| a.bytes = Bytes(8));
+        let said = reason(&fixed, &usual).unwrap();
+        assert_eq!(said, "the model has no parameter of 16.0 KiB or more");
         let mut trained = layers(8);
         trained.meta.optimizer = "LBFGS".to_owned();
         trained.meta.per_parameter_refusal = Some("`LBFGS` is not known".to_owned());
