@@ -1,6 +1,7 @@
 /* A stand-in for NVML: as many GPUs as the file $NVML_STAND_IN has lines, each with the bytes in all, the driver's own
    and those used by processes, and then, if it tells of them, a number and bytes for each process; "lost" is a GPU that
-   does not answer. While there is the file's twin `.slow`, what is in use is told after a fifth of a second. Each start adds a byte to the file's twin `.opened`. */
+   does not answer. While there is the file's twin `.slow`, for up to 30 s, nobody hears what is in use. Each start adds a
+   byte to the file's twin `.opened`. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,7 +57,7 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, nvmlMemory_v2_t *memory) {
     char text[100];
     char path[4096];
     snprintf(path, sizeof path, "%s.slow", file());
-    if (!access(path, F_OK)) usleep(200000);
+    for (int waited = 0; waited < 30000 && !access(path, F_OK); waited++) usleep(1000);
     if (memory->version != (sizeof *memory | 2u << 24)) return INVALID_ARGUMENT;
     if (!line((size_t)device, text, sizeof text)) return GPU_IS_LOST;
     int count = sscanf(text, "%llu %llu %llu", &memory->total, &memory->reserved, &memory->used);
