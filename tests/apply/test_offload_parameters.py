@@ -408,11 +408,11 @@ def test_memory_on_a_gpu_can_be_let_go_though_torch_calls_all_of_it_shared():
         device = torch.device("cuda:0")
         is_meta = False
 
-        def nbytes(self):
-            return 16
-
         def __init__(self, resizable):
             self.resizable = lambda: resizable
+
+        def nbytes(self):
+            return 16
 
         def untyped_storage(self):
             return self

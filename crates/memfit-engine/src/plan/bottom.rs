@@ -38,9 +38,10 @@ impl Search<'_> {
             let mut concerned = self.concerned(&at);
             for &id in &self.problem.candidates {
                 for treatment in self.problem.treatments(id) {
-                    if treatment.is_keep() || concerned[id.index()] {
+                    let same_peak_will_do = treatment.is_keep();
+                    if same_peak_will_do || concerned[id.index()] {
                         let known = at.treatments[id.index()];
-                        at = self.change(at, &[(id, treatment)], treatment.is_keep());
+                        at = self.change(at, &[(id, treatment)], same_peak_will_do);
                         if at.treatments[id.index()] != known {
                             concerned = self.concerned(&at);
                         }
@@ -67,14 +68,18 @@ impl Search<'_> {
         at
     }
 
-    /// Which allocations have to do with what is there at the peak: they are, or something is that they are computed
-    /// from. To treat another one otherwise takes nothing away from there. In small problems, all have.
+    /// Which allocations are worth another treatment: in small problems all.
     fn concerned(&mut self, at: &Candidate) -> Vec<bool> {
-        let is_small = self.problem.candidates.len() <= SMALL_PROBLEM;
-        let mut there = vec![is_small; at.treatments.len()];
-        if is_small {
-            return there;
+        if self.problem.candidates.len() <= SMALL_PROBLEM {
+            return vec![true; at.treatments.len()];
         }
+        self.concerned_at_peak(at)
+    }
+
+    /// Which allocations have to do with what is there at the peak: they are, or something is that they are computed
+    /// from. To drop or store another one seldom takes anything away from there (where it moves a replay, it may).
+    fn concerned_at_peak(&mut self, at: &Candidate) -> Vec<bool> {
+        let mut there = vec![false; at.treatments.len()];
         for holding in self.scorer.evaluator.holdings_at_peak(&at.treatments) {
             there[holding.allocation.index()] = true;
         }

@@ -81,10 +81,10 @@ pub(super) fn is_parameter_away(trace: &Trace, variant: Variant, a: usize) -> bo
     let whole = allocation.natural.first();
     let throughout = whole.is_some_and(|&(s, e)| s.index() == 0 && e.index() == trace.ops.len());
     let least = away.least_bytes.0.max(1);
+    let is_large = allocation.bytes.0 >= least;
     let fixed = &trace.meta.fixed_parameters;
-    let is_fixed = fixed.iter().any(|id| id.index() == a);
-    let is_parameter = allocation.category == Category::Parameter && !is_fixed;
-    is_parameter && throughout && allocation.bytes.0 >= least
+    let is_fixed = || fixed.iter().any(|id| id.index() == a);
+    allocation.category == Category::Parameter && throughout && is_large && !is_fixed()
 }
 
 /// What parameters that are elsewhere take all the time.
