@@ -127,7 +127,7 @@ pub(super) struct Search<'p> {
 }
 
 impl<'p> Search<'p> {
-    fn new(problem: &'p Problem<'p>, share: Share<'p>) -> Self {
+    pub(super) fn new(problem: &'p Problem<'p>, share: Share<'p>) -> Self {
         Self {
             problem,
             scorer: Scorer::new(problem),
@@ -207,7 +207,7 @@ impl<'p> Search<'p> {
         self.share.spent(self.scorer.events, self.allowed).is_some()
     }
 
-    fn nothing(&self) -> Vec<Treatment> {
+    pub(super) fn nothing(&self) -> Vec<Treatment> {
         vec![Treatment::Keep; self.problem.trace.allocations.len()]
     }
 
