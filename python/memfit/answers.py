@@ -182,6 +182,11 @@ class Plan(_Answer):
         """Whether the planned step stays within the budget."""
         return bool(self.verdict == "fits")
 
+    @property
+    def minimum_budget_bytes(self) -> int:
+        """The smallest budget to ask for: the smallest peak found, and what is kept free."""
+        return int(self.minimum_peak_bytes + self.margin_bytes)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.
 

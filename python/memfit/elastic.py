@@ -129,7 +129,7 @@ class Elastic:
         made = self._plan(target - self.besides_bytes)
         if made is not None and not made.fits:
             # All that it can give: the broker asks somebody else for the rest, or again.
-            target = int(made.minimum_peak_bytes) + int(made.margin_bytes) + self.besides_bytes
+            target = made.minimum_budget_bytes + self.besides_bytes
             made = self._plan(target - self.besides_bytes) if target < self._held else None
         if made is None or not made.fits:
             self._decline()

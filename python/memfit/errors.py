@@ -56,19 +56,30 @@ class DoesNotFit(MemfitError):  # noqa: N818 - an answer rather than a fault; re
 
     Attributes:
         minimum_peak_bytes: Lowest peak that any allowed plan reached.
+        minimum_budget_bytes: The budget to ask for: that peak, and what is kept free for what the
+            prediction is not sure of.
         plan: The plan that reaches it, or ``None`` when there is none.
     """
 
-    def __init__(self, message: str, *, minimum_peak_bytes: int = 0, plan: Any = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        minimum_peak_bytes: int = 0,
+        minimum_budget_bytes: int = 0,
+        plan: Any = None,
+    ) -> None:
         """Create the error.
 
         Args:
             message: The arithmetic, for a person.
             minimum_peak_bytes: Lowest peak that any allowed plan reached.
+            minimum_budget_bytes: The smallest budget to ask for; by default that peak.
             plan: The plan that reaches it.
         """
         super().__init__(message)
         self.minimum_peak_bytes = minimum_peak_bytes
+        self.minimum_budget_bytes = minimum_budget_bytes or minimum_peak_bytes
         self.plan = plan
 
 

@@ -291,11 +291,17 @@ def fit(
     if not made.fits:
         message = (
             f"no allowed plan brings the step under {made.budget_bytes} bytes: "
-            f"the smallest peak found is {made.minimum_peak_bytes} bytes"
+            f"the smallest peak found is {made.minimum_peak_bytes} bytes, "
+            f"the smallest budget to ask for {made.minimum_budget_bytes}"
         )
         if not_compiled:
             message += f"; nor does a compiled one: {not_compiled}"
-        raise DoesNotFit(message, minimum_peak_bytes=made.minimum_peak_bytes, plan=made)
+        raise DoesNotFit(
+            message,
+            minimum_peak_bytes=made.minimum_peak_bytes,
+            minimum_budget_bytes=made.minimum_budget_bytes,
+            plan=made,
+        )
     if not_compiled:
         warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
     fitted = eager(workload.optimizer, not_compiled)

@@ -79,7 +79,7 @@ def lowest(subject, *, forbid=FORBIDDEN, **options):
     """The plan with the smallest peak: what a budget that nothing fits comes to."""
     recorded = memfit.trace(subject, slices=True)
     tried = memfit.plan(recorded, 1, forbid=forbid, **options)
-    budget = tried.minimum_peak_bytes + tried.as_dict()["margin_bytes"]
+    budget = tried.minimum_budget_bytes
     made = memfit.plan(recorded, budget, forbid=forbid, **options)
     assert made.fits
     return made

@@ -146,7 +146,7 @@ def _lowest(workload: memfit.Workload, *forbid: str) -> memfit.Plan:
     recorded = memfit.trace(workload, slices=True)
     forbid = ("micro_batch", "fuse_optimizer", *forbid)
     tried = memfit.plan(recorded, 1, forbid=forbid)
-    budget = tried.minimum_peak_bytes + tried.as_dict()["margin_bytes"]
+    budget = tried.minimum_budget_bytes
     made = memfit.plan(recorded, budget, forbid=forbid)
     assert made.fits
     return made

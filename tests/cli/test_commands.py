@@ -1,5 +1,6 @@
 """The commands on real, small models."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -196,6 +197,17 @@ def test_an_impossible_budget_runs_nothing():
     assert document["verdict"] == "does_not_fit"
     assert document["planned"]["measured_peak_bytes"] is None
     assert document["minimum_peak_bytes"] > 10 << 10
+
+
+def test_a_refusal_names_a_budget_that_is_enough():
+    refused = run("plan", MLP, "--budget", "10KiB")
+    assert refused.code == 1
+    named = re.search(r"The smallest budget to ask for is .*: `--budget (\d+)`", refused.stdout)
+    assert named is not None, refused.stdout
+    granted = run("plan", MLP, "--budget", named[1], "--format", "json")
+    assert granted.code == 0, granted.stdout
+    refused = run("plan", MLP, "--budget", "10KiB", "--format", "json")
+    assert refused.json["minimum_budget_bytes"] == int(named[1])
 
 
 def test_costs_from_a_profiled_step():

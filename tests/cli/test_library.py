@@ -1,5 +1,6 @@
 """The public Python functions: the same answers as the program."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,13 @@ def test_fit_refuses_with_the_smallest_peak():
         memfit.fit(workloads.mlp(), budget="10KiB")
     assert caught.value.minimum_peak_bytes > 10 << 10
     assert not caught.value.plan.fits
+
+
+@pytest.mark.parametrize("build", [workloads.mlp, workloads.transformer])
+def test_the_smallest_budget_that_a_refusal_names_is_enough(build: Callable[[], memfit.Workload]):
+    with pytest.raises(memfit.DoesNotFit) as caught:
+        memfit.fit(build(), budget="10KiB")
+    budget = caught.value.minimum_budget_bytes
+    assert f"the smallest budget to ask for {budget}" in str(caught.value)
+    fitted = memfit.fit(build(), budget=budget)
+    assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::iter::Sum;
+use std::num::IntErrorKind;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 
 use serde::{Deserialize, Serialize};
@@ -149,10 +150,12 @@ impl Budget {
             "tb" => 1_000_000_000_000,
             _ => return Err(fail("unknown unit")),
         };
-        let bytes = if let Ok(whole) = digits.parse::<u64>() {
-            whole.checked_mul(factor).ok_or_else(|| fail("too large"))?
-        } else {
-            fractional_bytes(&digits, factor).ok_or_else(|| fail("not a number"))?
+        let bytes = match digits.parse::<u64>() {
+            Ok(whole) => whole.checked_mul(factor).ok_or_else(|| fail("too large"))?,
+            Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
+                return Err(fail("too large"));
+            }
+            Err(_) => fractional_bytes(&digits, factor).ok_or_else(|| fail("not a number"))?,
         };
         if bytes == 0 {
             Err(fail("a budget must be above 0"))
@@ -217,6 +220,14 @@ mod tests {
             "20000000TiB",
         ] {
             assert!(Budget::parse(bad).is_err(), "{bad}");
+        }
+        for large in [
+            "99999999999999999999",
+            "99999999999999999999GiB",
+            "20000000TiB",
+        ] {
+            let error = Budget::parse(large).unwrap_err();
+            assert_eq!(error.reason, "too large", "{large}");
         }
     }
 

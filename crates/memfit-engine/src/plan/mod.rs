@@ -399,3 +399,14 @@ pub struct Plan {
     /// Words to the user: fallbacks, warnings (dropout under micro-batches).
     pub notes: Vec<String>,
 }
+
+impl Plan {
+    /// The budget to ask for where this one was too small: the smallest peak found, and what is kept free.
+    ///
+    /// Where a caching allocator serves the step it may take more than that, as it refuses what finds no room
+    /// in one piece.
+    #[must_use]
+    pub fn minimum_budget_bytes(&self) -> Bytes {
+        self.minimum_peak_bytes + self.margin_bytes
+    }
+}

@@ -545,11 +545,29 @@ mod tests {
                     assert!(high <= plan.budget_bytes);
                     assert!(plan.lower_bound_ratio <= plan.predicted_step_ratio + 1e-9);
                 } else {
-                    assert!(plan.minimum_peak_bytes + plan.margin_bytes > plan.budget_bytes);
+                    assert!(plan.minimum_budget_bytes() > plan.budget_bytes);
                     assert!(plan.bottleneck.is_some());
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_smallest_budget_that_a_refusal_names_is_enough() {
+        let mut refused = 0;
+        for trace in traces(120) {
+            let peak = predict::unplanned_peak(&trace);
+            let plan = |budget: Bytes| plan(&trace, &source(&trace), &request(budget.0)).unwrap();
+            for percent in [1, 30, 60] {
+                let tried = plan(Bytes((peak.0 * percent / 100).max(1)));
+                if tried.verdict == Verdict::DoesNotFit {
+                    let again = plan(tried.minimum_budget_bytes());
+                    assert_eq!(again.verdict, Verdict::Fits);
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 120, "only {refused} refusals");
     }
 
     #[test]

@@ -55,6 +55,8 @@ pub(crate) struct PlanDocument {
     pub(crate) unplanned: memfit_engine::plan::Estimate,
     pub(crate) planned: memfit_engine::plan::Estimate,
     pub(crate) minimum_peak_bytes: Bytes,
+    /// The budget to ask for where this one is too small.
+    pub(crate) minimum_budget_bytes: Bytes,
     pub(crate) arena: Option<Arena>,
     /// What the caching allocator holds for the planned step; `null` where there is none.
     pub(crate) reserved: Option<Reserved>,
@@ -125,6 +127,7 @@ impl PlanDocument {
             unplanned: plan.unplanned,
             planned: plan.planned,
             minimum_peak_bytes: plan.minimum_peak_bytes,
+            minimum_budget_bytes: plan.minimum_budget_bytes(),
             arena: plan.arena,
             reserved: plan.reserved.clone(),
             plan: PlanSummary::of(plan),

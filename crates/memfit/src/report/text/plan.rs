@@ -180,12 +180,24 @@ fn answer(document: &PlanDocument, palette: Palette) -> String {
             words::class(document.plan.class),
             words::promise(document.plan.class)
         ),
-        Verdict::DoesNotFit => format!(
-            "{} the smallest peak found is {}, {} over what the budget allows\n",
-            palette.bad("DOES NOT FIT:"),
-            document.minimum_peak_bytes,
-            (document.minimum_peak_bytes + document.margin_bytes) - budget
-        ),
+        Verdict::DoesNotFit => {
+            let least = document.minimum_budget_bytes;
+            let next = if least > budget {
+                format!(
+                    "The smallest budget to ask for is {least}: `--budget {}`\n",
+                    least.0
+                )
+            } else {
+                // The bytes would be there, but not in one piece: a note says so.
+                String::new()
+            };
+            format!(
+                "{} the smallest peak found is {}, {} over what the budget allows\n{next}",
+                palette.bad("DOES NOT FIT:"),
+                document.minimum_peak_bytes,
+                least - budget
+            )
+        }
     }
 }
 
@@ -231,6 +243,7 @@ mod tests {
             unplanned: estimate(6 << 30, 10.0),
             planned: estimate(2900 << 20, 11.5),
             minimum_peak_bytes: Bytes(2600 << 20),
+            minimum_budget_bytes: Bytes(2601 << 20),
             arena: Some(Arena {
                 bytes: Bytes(1900 << 20),
                 lower_bound_bytes: Bytes(1890 << 20),
@@ -328,7 +341,20 @@ mod tests {
         document.budget_bytes = Bytes(2 << 30);
         document.next_class = None;
         let text = plan(&document, Palette::PLAIN);
-        insta::assert_snapshot!(text.lines().last().unwrap_or_default(), @"DOES NOT FIT: the smallest peak found is 2.54 GiB, 553.0 MiB over what the budget allows");
+        let answer = text.split("\n\n").last().unwrap_or_default();
+        insta::assert_snapshot!(answer, @r"
+        DOES NOT FIT: the smallest peak found is 2.54 GiB, 553.0 MiB over what the budget allows
+        The smallest budget to ask for is 2.54 GiB: `--budget 2727346176`
+        ");
+    }
+
+    #[test]
+    fn where_only_the_allocator_refuses_no_smaller_budget_is_named() {
+        let mut document = document();
+        document.verdict = Verdict::DoesNotFit;
+        document.next_class = None;
+        let text = plan(&document, Palette::PLAIN);
+        assert!(!text.contains("--budget"), "{text}");
     }
 
     #[test]
