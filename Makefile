@@ -89,5 +89,6 @@ $(INSTALLED): requirements.txt $(CREATED)
 
 # Installed as a wheel in place: an edited Python file counts at once, edited Rust after `make venv`.
 $(BUILT): pyproject.toml $(RUST_SOURCES) $(INSTALLED)
+	@touch $@.begun  # What changes while it builds is newer than the stamp, and built next time.
 	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
-	@touch $@
+	@mv $@.begun $@
