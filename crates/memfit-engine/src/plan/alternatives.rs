@@ -150,7 +150,7 @@ mod tests {
         };
         let exact = plan(&trace, &source(&trace), &exact).unwrap();
         assert!(lowest.minimum_peak_bytes < exact.minimum_peak_bytes);
-        let budget = lowest.minimum_peak_bytes + lowest.margin_bytes;
+        let budget = lowest.minimum_budget_bytes();
         let made = plan(&trace, &source(&trace), &request(budget.0, Class::Exact)).unwrap();
         assert_eq!(
             (made.verdict, made.class),
