@@ -11,6 +11,7 @@ and its hooks stay; putting the class back takes the barrier away, and until the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,16 @@ def _barred(
         on_use(list(leaves.values()))
         return function(*args, **(kwargs or {}))
 
-    members = {"__torch_function__": classmethod(notice), "memfit_owner": owner}
+    def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        """Copy what is there: a parameter gives its copy the class that it has when it begins."""
+        on_use([tensor])
+        return copy.deepcopy(tensor, memo)
+
+    members = {
+        "__torch_function__": classmethod(notice),
+        "__deepcopy__": deep_copy,
+        "memfit_owner": owner,
+    }
     return type(f"Absent{kind.__name__}", (kind,), members)
 
 

@@ -220,6 +220,16 @@ def test_who_looks_between_steps_finds_parameters_and_may_change_them():
     assert same(*results)
 
 
+def test_a_copy_made_between_steps_is_an_ordinary_model():
+    workload = build()
+    with Fitted(workload, plan(workload)) as fitted:
+        fitted.step()
+        assert sum(owner_of(p) is not None for p in workload.model.parameters()) > LAYERS
+        twin = copy.deepcopy(workload.model)
+        assert {type(parameter) for parameter in twin.parameters()} == {nn.Parameter}
+        assert same(list(twin.parameters()), list(workload.model.parameters()))
+
+
 def test_to_ask_whether_memory_can_be_let_go_brings_nothing_home():
     workload = build()
     with Fitted(workload, plan(workload)) as fitted:
