@@ -2,9 +2,11 @@
 
 Each model is 16 linear layers of 1024 x 1024 (64 MiB); a request runs one. The LRU keeps
 the three models used last and loads the others with `torch.load` or safetensors into a model
-built without weights: what people write by hand. All see the same requests, one after another,
-in rounds that are interleaved, so that a busy machine slows all. Beside them all eight models
-in memory as torch made them, without a budget: no request waits for anything.
+built without weights: what people write by hand. The pool is measured as it is by default, where
+a request waits for its whole model, and with `stream=True`, where it begins meanwhile. All see
+the same requests, one after another, in rounds that are interleaved, so that a busy machine slows
+all. Beside them all eight models in memory as torch made them, without a budget: no request
+waits for anything.
 
 In these rounds the page cache has all files. In later ones it is made to let go, before every
 request, of the files of both the pool and the LRU, but for what models in memory use.
@@ -12,8 +14,8 @@ request, of the files of both the pool and the LRU, but for what models in memor
     .venv/bin/python -m benchmarks.sharing.pool --spill /scratch    # some minutes
 
 Memory is judged by a thread that reads the system's own account. Exits with 1 unless the pool
-never exceeds its budget and serves 1.3 times as many requests a second as the faster LRU, with
-all files in the page cache.
+never exceeds its budget and, streaming, serves 1.3 times as many requests a second as the faster
+LRU, from the disk and with all files in the page cache.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ import memfit
 MODELS, ROOM, LAYERS, WIDTH = 8, 3, 16, 1024
 REQUESTS, ROUNDS = 120, 3
 BAR = 1.3
-POOL, ALL = "pool", "all in memory, without a budget"
+POOL, STREAM = "pool", "pool, streaming"
+ALL = "all in memory, without a budget"
+COLD = ", from the disk"
 MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4
 BUDGET = ROOM * MODEL_BYTES
 SLACK = 8 << 20
@@ -199,7 +203,10 @@ def timed(
 
 def measure(folder: Path) -> list[dict[str, Any]]:
     """All ways, interleaved."""
-    pool = memfit.Pool(BUDGET, folder / "parked")
+    pools = {
+        POOL: memfit.Pool(BUDGET, folder / "parked"),
+        STREAM: memfit.Pool(BUDGET, folder / "parked", stream=True),
+    }
     expected: dict[int, Tensor] = {}
     held: list[nn.Module] = []
     for number in range(MODELS):
@@ -210,7 +217,8 @@ def measure(folder: Path) -> list[dict[str, Any]]:
         torch.save(model.state_dict(), folder / f"{number}.pt")
         safetensors.torch.save_file(model.state_dict(), folder / f"{number}.safetensors")
         held.append(copy.deepcopy(model))
-        pool.add(str(number), model)
+        for pool in pools.values():
+            pool.add(str(number), copy.deepcopy(model))
     del model
 
     def by_torch(number: int) -> dict[str, Tensor]:
@@ -220,14 +228,15 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     def by_safetensors(number: int) -> dict[str, Tensor]:
         return safetensors.torch.load_file(folder / f"{number}.safetensors")
 
-    ways: dict[str, tuple[Callable[[], Serve], bool]] = {
-        POOL: (lambda: Pooled(pool), False),
-        "LRU, torch.load": (lambda: Loaded(by_torch), False),
-        "LRU, safetensors": (lambda: Loaded(by_safetensors), False),
+    one: dict[str, Callable[[], Serve]] = {
+        **{name: partial(Pooled, pool) for name, pool in pools.items()},
+        "LRU, torch.load": lambda: Loaded(by_torch),
+        "LRU, safetensors": lambda: Loaded(by_safetensors),
+    }
+    ways = {
+        **{name: (way, False) for name, way in one.items()},
         ALL: (lambda: Held(held), False),
-        f"{POOL}, from the disk": (lambda: Pooled(pool), True),
-        "LRU, torch.load, from the disk": (lambda: Loaded(by_torch), True),
-        "LRU, safetensors, from the disk": (lambda: Loaded(by_safetensors), True),
+        **{name + COLD: (way, True) for name, way in one.items()},
     }
     wanted = requests()
     rounds: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in ways}
@@ -235,8 +244,12 @@ def measure(folder: Path) -> list[dict[str, Any]]:
         turns = [(name, way) for name, (way, cold) in ways.items() if cold == is_cold] * ROUNDS
         for name, way in turns:
             gc.collect()  # what the last way had is not this one's
+            for each, pool in pools.items():
+                if each != name.removesuffix(COLD):
+                    pool.shrink()  # the machine's memory is no pool's alone
             # Models that are in memory before a round stay the way's own: they are in its base.
-            awake = pool.counted_bytes if name.startswith(POOL) else 0
+            pooled = pools.get(name.removesuffix(COLD))
+            awake = 0 if pooled is None else pooled.counted_bytes
             awake = MODELS * MODEL_BYTES if name == ALL else awake
             serve: Serve = way()
             before = partial(let_go, folder) if is_cold else nothing
@@ -280,9 +293,11 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.spill) as folder:
         rows = measure(Path(folder))
-    warm = ratio(rows, POOL, is_cold=False)
     most = ratio(rows, ALL, is_cold=False)
-    cold = ratio(rows, f"{POOL}, from the disk", is_cold=True)
+    whole, streaming = (
+        [ratio(rows, name, is_cold=False), ratio(rows, name + COLD, is_cold=True)]
+        for name in (POOL, STREAM)
+    )
     head = [
         (
             "| way | requests a second | CPU time a request | hits | most bytes in memory "
@@ -291,9 +306,10 @@ def main() -> int:
         "|---|---|---|---|---|---|",
     ]
     words = (
-        f"The pool against the faster LRU: {warm:.2f} x with all files in the page cache, where "
-        f"{most:.2f} x is what all models in memory would reach; {cold:.2f} x from the "
-        "disk."
+        "Against the faster LRU, with all files in the page cache, the pool serves "
+        f"{whole[0]:.2f} x as many requests, streaming {streaming[0]:.2f} x, where {most:.2f} x is "
+        f"what all models in memory would reach; from the disk {whole[1]:.2f} x, streaming "
+        f"{streaming[1]:.2f} x."
     )
     table = "\n".join([*head, *map(line, rows), "", words])
     print(table)
@@ -301,7 +317,7 @@ def main() -> int:
     is_within = all(
         row["peak_bytes"] <= BUDGET + SLACK for row in rows if row["way"].startswith(POOL)
     )
-    return 0 if is_within and warm >= BAR else 1
+    return 0 if is_within and min(streaming) >= BAR else 1
 
 
 if __name__ == "__main__":

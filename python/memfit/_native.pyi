@@ -284,6 +284,10 @@ class ParkedMemory:
     def is_parked(self) -> bool:
         """Whether its pages are given back."""
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it is awake and some of it still has to be brought in."""
+
     def park(self) -> None:
         """Keep every byte and give the pages back.
 
@@ -296,6 +300,25 @@ class ParkedMemory:
 
         Raises:
             ParkError: It is still parked.
+        """
+
+    def begin_wake(self) -> None:
+        """Begin to have every byte back; each is to be brought in before it is used.
+
+        Where the files cannot be mapped, all of them are back when it returns.
+
+        Raises:
+            ParkError: It stays parked.
+        """
+
+    def bring_in(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Have some bytes back, compared; does nothing for those that are.
+
+        Args:
+            parts: Start and end of each part.
+
+        Raises:
+            ParkError: They cannot be read, or are not what was parked.
         """
 
     def give_up(self) -> None:

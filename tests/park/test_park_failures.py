@@ -11,7 +11,8 @@ import pytest
 MIB = 1 << 20
 
 PRELUDE = """
-import os, resource, signal, sys, threading
+import gc, os, resource, signal, sys, threading
+from pathlib import Path
 import torch
 from torch import nn
 import memfit
@@ -240,6 +241,36 @@ def test_a_fork_keeps_its_model_whatever_its_parent_parks_and_closes(tmp_path):
         tmp_path,
     )
     assert done.stdout.splitlines() == ["True True", "True"]
+
+
+def test_a_fork_has_what_had_come_of_a_model_and_not_the_rest(tmp_path):
+    done = run_alone(
+        """
+        model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+        before = [weight.detach().clone() for weight in model.parameters()]
+        parked = ParkedModel(model, sys.argv[1], allow_memory=True)
+        parked.park()
+        for link in Path("/proc/self/fd").iterdir():
+            if str(os.path.realpath(link)).startswith(sys.argv[1]):
+                os.utime(link)  # as if it had been changed: what is in memory is read again
+        parked.wake(stream=True)
+        weights = list(model.parameters())
+        print(torch.equal(weights[0], before[0]), flush=True)
+        if os.fork() == 0:
+            print(torch.equal(weights[0], before[0]), flush=True)
+            told(lambda: weights[1].sum())
+            sys.stdout.flush()
+            del model, parked, weights
+            gc.collect()
+            os._exit(0)
+        assert os.wait()[1] == 0
+        print(all(map(torch.equal, weights, before)))
+        """,
+        tmp_path,
+    )
+    came, own, rest, parents = done.stdout.splitlines()
+    assert (came, own, parents) == ("True", "True", "True")
+    assert rest.startswith("forked ")
 
 
 def test_a_model_that_was_closed_leaves_no_room_taken_on_the_disk(tmp_path):

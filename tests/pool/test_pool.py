@@ -251,8 +251,8 @@ def test_a_signal_when_a_model_was_just_moved_leaves_no_wrong_count(make, monkey
     park, wake = memfit.ParkedModel.park, memfit.ParkedModel.wake
 
     def interrupted(move):
-        def moved(self):
-            move(self)
+        def moved(self, **options):
+            move(self, **options)
             raise KeyboardInterrupt
 
         return moved

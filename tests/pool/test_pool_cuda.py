@@ -314,6 +314,8 @@ def test_a_pool_names_a_device_that_is_there(monkeypatch, tmp_path):
     assert pool_device.device_of(None, leased) == "cuda:0"
     assert pool_device.device_of(None, SimpleNamespace(claims={"host": 1, "cuda:0": 5})) == "host"
     assert pool_device.device_of("cuda:1", leased) == "cuda:1"
+    with pytest.raises(UsageError, match="`stream` is for models on the host"):
+        memfit.Pool("1GiB", tmp_path, device="cuda:0", stream=True)
     with pytest.raises(UsageError, match="`host` is for copies of models on a GPU"):
         memfit.Pool("1GiB", tmp_path, host="1GiB")
 

@@ -22,7 +22,7 @@ use std::ffi::c_int;
 use std::io;
 use std::ptr::NonNull;
 
-pub use files::{FilePart, Shown};
+pub use files::{Ahead, FilePart, Shown, major_faults};
 
 /// What a large page's address is a multiple of, on the processors that PyTorch is built for.
 const LARGE_PAGE_BYTES: usize = 2 << 20;
@@ -40,6 +40,9 @@ pub struct Arena {
 // SAFETY: the mapping belongs to the process, not to a thread.
 unsafe impl Send for Arena {}
 
+// SAFETY: all that can be done through a shared one is to have pages brought in and to read them.
+unsafe impl Sync for Arena {}
+
 impl Arena {
     /// Maps `length` bytes, rounded up to whole pages, open and zero.
     ///
@@ -50,9 +53,10 @@ impl Arena {
     /// # Safety
     ///
     /// Whoever is given [`Self::address`] uses the memory there only while the arena lives and is open,
-    /// writes to it only while no slice of [`Self::bytes`] or [`Self::open`] lives, and reads it only while
-    /// none of [`Self::open`] does. Files whose parts are to stand in it ([`Self::show`]) are changed or cut
-    /// off by nobody from then on, for as long as the arena or a forked child's copy of it may show them.
+    /// writes to a part only while no slice that it lies in lives, of [`Self::bytes`], [`Self::bring_in`] or
+    /// [`Self::open`], and reads it only while none of [`Self::open`] does. Files whose parts are to stand in
+    /// it ([`Self::show`]) are changed or cut off by nobody from then on, for as long as the arena or a
+    /// forked child's copy of it may show them.
     pub unsafe fn new(length: usize) -> io::Result<Self> {
         let page = page_bytes();
         let rounded = length.checked_next_multiple_of(page);

@@ -71,7 +71,7 @@ mod seams;
 ))]
 mod settings;
 
-pub use arena::{Arena, FilePart, Shown};
+pub use arena::{Ahead, Arena, FilePart, Shown, major_faults};
 pub use ledger::{Category, CategoryBytes, Reading, WindowId};
 pub use lent::{LentBytes, LentBytesMut};
 pub use refusal::{LiveBlock, Refusal};

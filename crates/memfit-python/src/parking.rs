@@ -74,6 +74,12 @@ impl ParkedMemory {
         self.parking.is_parked()
     }
 
+    /// Whether it is awake and some of it still has to be brought in.
+    #[getter]
+    fn is_arriving(&self) -> bool {
+        self.parking.is_arriving()
+    }
+
     /// Keeps every byte and gives the pages back.
     fn park(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, |interrupted| self.parking.park(interrupted))
@@ -82,6 +88,17 @@ impl ParkedMemory {
     /// Has every byte back at its address.
     fn wake(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, |interrupted| self.parking.wake(interrupted))
+    }
+
+    /// Begins to have every byte back; each is to be brought in before it is used.
+    fn begin_wake(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, |interrupted| self.parking.begin_wake(interrupted))
+    }
+
+    /// Has some bytes back, from the start of each part to its end, and compared.
+    fn bring_in(&self, py: Python<'_>, parts: Vec<(u64, u64)>) -> PyResult<()> {
+        let parts: Vec<_> = parts.into_iter().map(|(start, end)| start..end).collect();
+        waiting(py, |interrupted| self.parking.bring_in(&parts, interrupted))
     }
 
     /// Wakes it and closes its files: it cannot be parked any more.

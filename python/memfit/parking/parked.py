@@ -3,14 +3,15 @@
 Responsible for the order in which things happen, and for undoing what was begun when one fails.
 Not responsible for when to park (:mod:`memfit.pool`).
 
-Invariant: tensors of the model can be used if and only if all of their bytes are in memory.
+Invariant: tensors of the model can be used if and only if all of their bytes are in memory, and
+were compared with the hash that they were kept under.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from memfit.barrier import Barrier, owner_of, without_barrier
 from memfit.errors import ParkError, UsageError
 from memfit.parking import cuda_memory, layout
 from memfit.parking.cuda_memory import CudaMemory
+from memfit.parking.streaming import needed_at_once
 from memfit.sizes import Size, in_bytes
 
 
@@ -42,7 +44,7 @@ class ParkStatistics:
         bytes_unchanged: Bytes not written because the disk had them from before.
         bytes_in_source: Bytes not written because the weights file has them.
         bytes_to_host: Bytes of a GPU's memory kept in the host's.
-        bytes_read: Bytes read.
+        bytes_read: Bytes read and compared: none of those that stayed in memory all the time.
         park_seconds: What parking took.
         wake_seconds: What waking took.
     """
@@ -125,9 +127,14 @@ class ParkedModel:
             layout.move(self._blocks, self._memory.place)
         else:
             layout.move(self._blocks, partial(layout.host_place, self._memory))
-        names = {id(member.tensor): member.names[0] for member in found}
+        self._names = {id(member.tensor): member.names[0] for member in found}
         tensors = [member.tensor for member in found]
-        self._barrier = Barrier(tensors, self, partial(_refuse_use, names))
+        self._barrier = Barrier(tensors, self, self._on_use)
+        self._parts = {
+            id(member.tensor): (block.start, block.end)
+            for block in self._blocks
+            for member in block.members
+        }
         for block in self._blocks:
             _OWNERS[block.storage.data_ptr()] = self
 
@@ -154,7 +161,8 @@ class ParkedModel:
                 return 0
             if self._saved is None:
                 return self.nbytes
-            pairs = zip(self._blocks, self._saved, self._versions(), strict=True)
+            with without_barrier():
+                pairs = zip(self._blocks, self._saved, self._versions(), strict=True)
             return sum(block.storage.nbytes() for block, old, new in pairs if old != new)
 
     def knows(self, optimizer: Optimizer) -> bool:
@@ -221,18 +229,30 @@ class ParkedModel:
                     self._barrier.take_down()
                 raise
 
-    def wake(self) -> None:
+    def wake(self, *, stream: bool = False) -> None:
         """Have every byte back at its address; does nothing when it is awake.
+
+        Args:
+            stream: Do not wait for all of them: a thread reads on while the model runs, and each
+                tensor is waited for, and compared with its hash, when it is first used. What was
+                parked and has changed is then an error of that use. Some are waited for at once:
+                those of compiled and scripted modules and of attention that has a fast path; so
+                are all on a GPU, or with a weights file as ``source``.
 
         Raises:
             ParkError: The model is still parked, and whole: there is no memory for it
                 (``no_memory``), or what was parked has changed (``changed``).
         """
         with self._lock:
-            if self.is_parked:
+            if self.is_parked and stream and isinstance(self._memory, _native.ParkedMemory):
+                self._memory.begin_wake()
+                if self._memory.is_arriving:
+                    self._bring_in(list(needed_at_once(self.model)))
+            elif self.is_parked or self._is_arriving:
                 self._memory.wake()
             # Also where a signal kept the last wake from it.
-            self._barrier.take_down()
+            if not self._is_arriving:
+                self._barrier.take_down()
 
     def to_disk(self) -> None:
         """Move what the host's memory keeps of a parked model to the disk.
@@ -307,6 +327,34 @@ class ParkedModel:
         state = "closed" if self._is_closed else "parked" if self.is_parked else "awake"
         size = _native.bytes_text(self.nbytes)
         return f"<memfit.ParkedModel {type(self.model).__name__}, {size}, {state}>"
+
+    @property
+    def _is_arriving(self) -> bool:
+        """Whether it is awake and some of it still has to be brought in."""
+        return isinstance(self._memory, _native.ParkedMemory) and self._memory.is_arriving
+
+    def _on_use(self, tensors: list[Tensor]) -> None:
+        """Somebody is about to use tensors that are parked, or on their way."""
+        # Without the lock, which in a forked child a thread may hold that is not there.
+        if self.is_parked:
+            name = next((self._names[id(tensor)] for tensor in tensors), "a parameter")
+            message = f"`{name}` was used while its model is parked\nhint: wake the model first"
+            raise ParkError(message, "parked", name)
+        with self._lock:
+            self._bring_in(tensors)
+
+    def _bring_in(self, tensors: list[Tensor]) -> None:
+        """Wait for tensors that are on their way, and let them be used; the lock is held."""
+        if isinstance(self._memory, _native.ParkedMemory) and self._memory.is_arriving:
+            self._memory.bring_in([self._parts[id(t)] for t in tensors if id(t) in self._parts])
+        if self.is_parked:  # by another thread, meanwhile
+            return
+        if not self._is_arriving:
+            self._barrier.take_down()
+            return
+        for tensor in tensors:
+            if id(tensor) in self._names:
+                self._barrier.let_through(tensor)
 
     def _versions(self) -> list[list[int]]:
         """How often torch has seen each tensor change, by storage."""
@@ -450,12 +498,6 @@ def _refuse_others(blocks: list[layout.Block]) -> None:
                 "`park()` and `wake()`, or close it first"
             )
             raise ParkError(message, "aliased", name)
-
-
-def _refuse_use(names: Mapping[int, str], tensors: list[Tensor]) -> None:
-    name = next((names[id(tensor)] for tensor in tensors), "a parameter")
-    message = f"`{name}` was used while its model is parked\nhint: wake the model first"
-    raise ParkError(message, "parked", name)
 
 
 def _refuse_aliases(blocks: list[layout.Block]) -> None:

@@ -107,6 +107,7 @@ class Pool:
         lease: Lease | None = None,
         device: str | torch.device | None = None,
         host: Size | None = None,
+        stream: bool = False,
         allow_memory: bool = False,
     ) -> None:
         """Create a pool without models.
@@ -122,12 +123,16 @@ class Pool:
                 current GPU. By default the only device of the lease, else the host.
             host: For a pool on a GPU, most bytes of the host's memory for all its parked copies
                 together; the rest goes to the disk. By default half of what is free there now.
+            stream: Let a use begin while its model is still read: each tensor is waited for, and
+                compared with what was parked, when an op first needs it
+                (:meth:`memfit.ParkedModel.wake`). Not for a pool on a GPU.
             allow_memory: Accept a folder whose files are kept in memory.
 
         Raises:
             BudgetError: The budget cannot be read.
             UsageError: It is no size; both or none of ``budget`` and ``lease``; no ``spill``; the
-                lease leaves nothing; there is no such device; or ``host`` for a pool on the host.
+                lease leaves nothing; there is no such device; ``host`` for a pool on the host, or
+                ``stream`` for one on a GPU.
         """
         if (budget is None) == (lease is None):
             raise UsageError("give a `budget`, or a `lease` to live in")
@@ -142,6 +147,10 @@ class Pool:
         self._whole = whole
         self._spill = spill
         self._allow_memory = allow_memory
+        if stream and self.device != HOST:
+            message = "`stream` is for models on the host\nhint: leave it out for a GPU's"
+            raise UsageError(message)
+        self._stream = stream
         with suppress(OSError):  # adding the first model says what is wrong with it
             os.makedirs(spill, exist_ok=True)  # noqa: PTH103 - takes every kind of path
         self._machine = _native.PoolMachine(
@@ -151,6 +160,7 @@ class Pool:
         self._numbers: dict[int, _Entry] = {}
         self._answers: dict[int, _Refused | None] = {}
         self._failures: dict[int, MemfitError] = {}
+        self._seconds: dict[int, float] = {}
         self._changed = threading.Condition(threading.Lock())
         self._process = os.getpid()
         self._is_resizing = self._is_giving = False
@@ -236,6 +246,7 @@ class Pool:
                 message = f"`{name}` is used or waited for, and cannot be taken out now"
                 raise PoolError(message, "in_use")
             del self._entries[name], self._numbers[entry.number]
+            self._seconds.pop(entry.number, None)
             self._collect()
             return entry.parked
 
@@ -487,7 +498,7 @@ class Pool:
         self._changed.release()
         try:
             if kind == "wake":
-                parked.wake()
+                parked.wake(stream=self._stream)
             elif kind == "park":
                 self._park(parked, in_host)
             else:
@@ -495,7 +506,8 @@ class Pool:
         except MemfitError as error:
             failure = error
         finally:
-            took = int((time.perf_counter() - start) * 1e6)
+            seconds = time.perf_counter() - start
+            took = int((self._woken_seconds(number) if kind == "wake" else seconds) * 1e6)
             moved = parked.nbytes if kind == "wake" else _written(parked) - written
             copied = parked.host_bytes
             # Not by whether there was an error: a signal may come when it is done.
@@ -515,6 +527,16 @@ class Pool:
             )
             self._collect()
         return failure
+
+    def _woken_seconds(self, number: int) -> float:
+        """What waking a model took since this was asked last.
+
+        Where it streams, that is when the last wake began and what uses have waited for it since.
+        """
+        seconds = self._numbers[number].parked.statistics.wake_seconds
+        before = self._seconds.get(number, 0.0)
+        self._seconds[number] = seconds
+        return seconds - before
 
     def _release(self) -> None:
         """Give torch's free blocks back, without the lock."""

@@ -40,9 +40,6 @@ pub struct Shown<'a> {
     arena: &'a mut Arena,
 }
 
-// SAFETY: all that can be done through a shared one is to have pages brought in and to read them.
-unsafe impl Sync for Shown<'_> {}
-
 impl Arena {
     /// Has parts of files stand in a closed arena; the rest of it stays without pages until it is open.
     /// On an error it is closed.
@@ -96,6 +93,41 @@ impl Arena {
         Ok(())
     }
 
+    /// Has a part's pages brought in where files stand in an open arena, and lends them to be compared.
+    ///
+    /// # Errors
+    ///
+    /// As [`Shown::bring_in`]; where no files stand here too.
+    pub fn bring_in(&self, start: usize, length: usize) -> io::Result<&[u8]> {
+        if self.is_open && self.has_files {
+            self.lend(start, length)
+        } else {
+            Err(io::ErrorKind::InvalidInput.into())
+        }
+    }
+
+    /// What brings pages of it in without it, for another thread.
+    #[must_use]
+    pub fn ahead(&self) -> Ahead {
+        Ahead(self.all())
+    }
+
+    /// Has the pages of a part brought in.
+    fn lend(&self, start: usize, length: usize) -> io::Result<&[u8]> {
+        system::bring_in(self.all().of(start, length)?)?;
+        // SAFETY: the system has just read every page of the range, which lies in the arena; by the promise
+        // given to `new` nobody writes to it or to the file.
+        Ok(unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(start), length) })
+    }
+
+    /// Its pages.
+    fn all(&self) -> Pages {
+        Pages {
+            address: self.address(),
+            length: self.length,
+        }
+    }
+
     /// A range of whole pages of this arena.
     fn pages(&self, start: usize, length: usize) -> io::Result<Pages> {
         let page = page_bytes();
@@ -119,15 +151,21 @@ impl Shown<'_> {
     ///
     /// The system cannot read them: a disk that fails, a file that ends before them.
     pub fn bring_in(&self, start: usize, length: usize) -> io::Result<&[u8]> {
-        let page = page_bytes();
-        let first = start - start % page;
-        let end = start.checked_add(length);
-        let end = end.and_then(|end| end.checked_next_multiple_of(page));
-        let end = end.ok_or(io::ErrorKind::InvalidInput)?;
-        system::bring_in(self.arena.pages(first, end - first)?)?;
-        // SAFETY: the system has just read every page of the range, which lies in the arena; nobody writes
-        // to it, since nobody may use the arena before `open`, nor to the file, by the promise given to `new`.
-        Ok(unsafe { std::slice::from_raw_parts(self.arena.start.as_ptr().add(start), length) })
+        self.arena.lend(start, length)
+    }
+
+    /// Has all of these parts' pages brought in if memory has every one of them, and says whether it
+    /// had: then no byte of them came from the disk just now. Otherwise, and where the system does not tell
+    /// (Linux before 6.5, file systems that keep their pages elsewhere), not all of them are brought in.
+    #[must_use]
+    pub fn were_in_memory(&self, parts: &[FilePart<'_>]) -> bool {
+        let before = system::major_faults(Whose::Thread);
+        let all = parts.iter().all(|part| {
+            let pages = self.arena.pages(part.start, part.length);
+            system::is_cached(part) && pages.and_then(system::bring_in).is_ok()
+        });
+        // One that was dropped after it was asked for had to be read.
+        all && before.is_some() && system::major_faults(Whose::Thread) == before
     }
 
     /// Opens the arena with those pages in it. On an error it is closed.
@@ -152,11 +190,59 @@ impl Drop for Shown<'_> {
     }
 }
 
+/// How often this process has waited for a page to be read, from a file or from where it was swapped to;
+/// `None` where the system does not tell. While it stays the same, no page that is mapped here was dropped
+/// and read again.
+#[must_use]
+pub fn major_faults() -> Option<u64> {
+    system::major_faults(Whose::Process)
+}
+
+/// Whose faults are counted.
+#[derive(Debug, Clone, Copy)]
+enum Whose {
+    Process,
+    Thread,
+}
+
+/// Brings pages of an arena in, so that whoever reads them next need not wait for the disk.
+///
+/// Only a hint: nothing comes of it where the arena has been closed, and once it has been dropped pages of
+/// somebody else's may be brought in instead, which changes nothing but how soon they are there.
+#[derive(Debug)]
+pub struct Ahead(Pages);
+
+impl Ahead {
+    /// Has a part's pages brought in.
+    ///
+    /// # Errors
+    ///
+    /// What the system says; a part that does not lie in the arena.
+    pub fn bring_in(&self, start: usize, length: usize) -> io::Result<()> {
+        system::bring_in(self.0.of(start, length)?)
+    }
+}
+
 /// Whole pages of an arena.
 #[derive(Debug, Clone, Copy)]
 struct Pages {
     address: usize,
     length: usize,
+}
+
+impl Pages {
+    /// Those that a part of them lies on.
+    fn of(self, start: usize, length: usize) -> io::Result<Self> {
+        let page = page_bytes();
+        let first = start - start % page;
+        let end = start.checked_add(length).filter(|&end| end <= self.length);
+        let end = end.and_then(|end| end.checked_next_multiple_of(page));
+        let end = end.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Self {
+            address: self.address + first,
+            length: end - first,
+        })
+    }
 }
 
 #[cfg(target_os = "linux")]
@@ -170,7 +256,7 @@ mod system {
     use std::ptr::NonNull;
 
     use super::super::{map, page_bytes, unmap};
-    use super::{FilePart, Pages};
+    use super::{FilePart, Pages, Whose};
 
     /// Of a page's entry in the account of pages: it is in memory.
     const PRESENT: u64 = 1 << 63;
@@ -178,6 +264,9 @@ mod system {
     const SWAPPED: u64 = 1 << 62;
     /// It is a file's, or shared.
     const OF_FILE: u64 = 1 << 61;
+
+    /// The system call `cachestat`, of that number on all processors that Linux has it for.
+    const CACHESTAT: libc::c_long = 451;
 
     /// Entries read at a time.
     const ENTRIES: usize = 1 << 15;
@@ -196,6 +285,52 @@ mod system {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
+    }
+
+    /// Whether the page cache has every page of a part.
+    pub(super) fn is_cached(part: &FilePart<'_>) -> bool {
+        /// `struct cachestat_range` of `linux/mman.h`.
+        #[repr(C)]
+        struct Range {
+            offset: u64,
+            length: u64,
+        }
+        /// `struct cachestat`, of the same.
+        #[repr(C)]
+        #[derive(Default)]
+        struct Found {
+            cached: u64,
+            dirty: u64,
+            writeback: u64,
+            evicted: u64,
+            recently_evicted: u64,
+        }
+        let range = Range {
+            offset: part.start as u64,
+            length: part.length as u64,
+        };
+        if range.length == 0 {
+            return true; // zero would ask for the rest of the file
+        }
+        let mut found = Found::default();
+        let file = part.file.as_raw_fd();
+        // SAFETY: both are what the call is documented to read and to write.
+        let asked = unsafe { libc::syscall(CACHESTAT, file, &raw const range, &raw mut found, 0) };
+        asked == 0 && found.cached == (part.length / page_bytes()) as u64
+    }
+
+    pub(super) fn major_faults(whose: Whose) -> Option<u64> {
+        let who = match whose {
+            Whose::Process => libc::RUSAGE_SELF,
+            Whose::Thread => libc::RUSAGE_THREAD,
+        };
+        let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: it is what the call writes.
+        if unsafe { libc::getrusage(who, usage.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        // SAFETY: numbers, zero or written.
+        u64::try_from(unsafe { usage.assume_init() }.ru_majflt).ok()
     }
 
     /// Maps a file's part over pages that nobody uses.
@@ -281,7 +416,7 @@ mod system {
 
     use std::io;
 
-    use super::{FilePart, Pages};
+    use super::{FilePart, Pages, Whose};
 
     pub(super) const fn brings_pages_in() -> bool {
         false
@@ -289,6 +424,14 @@ mod system {
 
     pub(super) fn bring_in(_: Pages) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(super) const fn is_cached(_: &FilePart<'_>) -> bool {
+        false
+    }
+
+    pub(super) const fn major_faults(_: Whose) -> Option<u64> {
+        None
     }
 
     pub(super) fn map_file(_: Pages, _: &FilePart<'_>) -> io::Result<()> {

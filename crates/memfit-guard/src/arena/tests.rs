@@ -77,7 +77,7 @@ fn lengths_that_no_memory_has_are_refused() {
 #[cfg(target_os = "linux")]
 mod with_files {
     use std::fs::File;
-    use std::os::fd::{AsFd as _, AsRawFd as _};
+    use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _};
     use std::os::unix::fs::FileExt as _;
 
     use super::*;
@@ -180,6 +180,44 @@ mod with_files {
         drop(shown);
         assert!(arena.bytes().is_none());
         assert_eq!(resident_bytes(&arena), 0);
+    }
+
+    #[test]
+    fn what_memory_has_of_a_file_is_told_from_what_it_lacks() {
+        // Of memory alone: nothing of it ever leaves.
+        // SAFETY: the name is a string that ends.
+        let file = unsafe { libc::memfd_create(c"arena".as_ptr(), 0) };
+        assert!(file >= 0);
+        // SAFETY: it was opened just now, and is nobody else's.
+        let file = unsafe { File::from_raw_fd(file) };
+        let page = page_bytes();
+        file.write_all_at(&vec![7; 8 * page], 0).unwrap();
+        file.set_len(12 * page as u64).unwrap();
+        let mut arena = arena(16 * page).unwrap();
+        arena.close().unwrap();
+        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+        let is_told = !["4.", "5.", "6.0.", "6.1.", "6.2.", "6.3.", "6.4."]
+            .iter()
+            .any(|old| release.starts_with(old));
+        let Ok(shown) = show(&mut arena, &file, 8 * page) else {
+            return;
+        };
+        let part = |start: usize, length: usize| FilePart {
+            start: start * page,
+            length: length * page,
+            file: file.as_fd(),
+        };
+        assert_eq!(shown.were_in_memory(&[part(0, 8)]), is_told);
+        assert_eq!(
+            shown.were_in_memory(&[part(0, 3), part(3, 0), part(6, 2)]),
+            is_told
+        );
+        assert!(!shown.were_in_memory(&[part(0, 8), part(8, 4)]), "a hole");
+        assert!(
+            !shown.were_in_memory(&[part(0, 16)]),
+            "the end of the file, and of what stands there"
+        );
+        assert!(!shown.were_in_memory(&[part(0, 17)]), "no arena");
     }
 
     #[test]

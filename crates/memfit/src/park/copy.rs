@@ -10,18 +10,27 @@
 //!
 //! It comes back in one of two ways. Where every piece is in nameless files, their own pages are put in
 //! the memory's place: nothing is copied, and when it is parked again the system tells which pages were
-//! written to, so that only those are compared. All of it is compared at every wake, also where the page
-//! cache had it: that reads memory at the speed of memory, and there is no way to know that no page was
-//! dropped and read from the disk again since the last time. Otherwise new pages are filled by reading: a
-//! weights file is never mapped, since somebody may write over it.
+//! written to, so that only those are compared. They may be compared later than they are put there, if
+//! nobody sees them in between ([`super::arriving`]). Otherwise new pages are filled by reading: a weights
+//! file is never mapped, since somebody may write over it.
+//!
+//! What is compared is what may have come from a disk since it was last known: pages that were in the page
+//! cache all the time since they were written or compared are memory like any other, and there is no need
+//! to read all of them at every wake. A page has been there all the time if none was missing when the wake
+//! began or had to be read meanwhile, if nobody has written to the files, and if the process had no major
+//! fault while the memory was awake, by which a dropped page would have been read again ([`Stay`]). Only a
+//! child that was forked could read it unseen.
 
 use std::collections::BTreeSet;
+use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use memfit_guard::{Arena, FilePart, Shown};
+use memfit_guard::{Arena, FilePart, major_faults};
 use twox_hash::XxHash3_128;
 
+use super::arriving::Arriving;
 use super::error::ParkError;
 use super::layout::{Copied, Piece, Place, Tensor, cut, pages_in_files, stale_pages};
 use super::parallel::in_parallel;
@@ -44,6 +53,28 @@ pub(super) struct Copy {
     length: u64,
     /// Bytes of a page.
     page: u64,
+    stay: Stay,
+}
+
+/// What is known of the files' pages in the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stay {
+    /// Nothing: one may have been dropped, and read again without having been compared.
+    Unknown,
+    /// The memory is awake, and all were as kept when the process had had so many major faults.
+    Until(u64),
+    /// The memory is parked, and all were as kept then: one that is still there is so.
+    AsKept,
+}
+
+/// How a memory came back.
+pub(super) enum Woken {
+    /// It did not: its files cannot be mapped.
+    NotMapped,
+    /// All of it, for which so many bytes were read and compared.
+    Whole(u64),
+    /// Its pieces are still to be compared.
+    Arriving(Arriving),
 }
 
 impl Copy {
@@ -69,23 +100,29 @@ impl Copy {
             pieces,
             length,
             page: Arena::page_bytes() as u64,
+            stay: Stay::Unknown,
         })
     }
 
     /// Sees to it that every piece of `bytes` is kept; what is kept already is not written again. `written`
-    /// says for each page whether it was written to since the bytes came back, where that is known.
+    /// says for each page whether it was written to since the bytes came back, where that is known, and
+    /// `is_here` for each piece whether it has come back, where not all have.
     pub(super) fn keep(
         &mut self,
         bytes: &[u8],
         written: Option<&[bool]>,
+        is_here: Option<&[bool]>,
         statistics: &mut Statistics,
         interrupted: Interrupted<'_>,
     ) -> Result<(), ParkError> {
         let (source, page) = (self.source.as_ref(), self.page);
         let mut touched = Vec::new();
-        for piece in &mut self.pieces {
+        for (number, piece) in self.pieces.iter_mut().enumerate() {
             piece.stale = None;
-            if !is_untouched(piece, written, page) {
+            // One that nobody has seen is what was kept, also if it was damaged: it must not be taken for
+            // new bytes.
+            let is_seen = is_here.is_none_or(|is_here| is_here.get(number) != Some(&false));
+            if is_seen && !is_untouched(piece, written, page) {
                 touched.push(piece);
             }
         }
@@ -94,7 +131,14 @@ impl Copy {
             Ok(())
         };
         in_parallel(touched, &compare, interrupted)?;
+        let is_all_new = self.pieces.iter().all(|piece| piece.stale.is_some());
         self.write(bytes, interrupted)?;
+        let has_stayed = major_faults().is_some_and(|faults| self.stay == Stay::Until(faults));
+        self.stay = if is_all_new || has_stayed {
+            Stay::AsKept
+        } else {
+            Stay::Unknown
+        };
         for piece in &mut self.pieces {
             let place = piece.copy.map(|copy| copy.place);
             if piece.stale.take().is_some() {
@@ -153,31 +197,76 @@ impl Copy {
         self.spill.room()
     }
 
-    /// Has the files' own pages stand in `arena`, compared. Says `false`, and does nothing, where some
-    /// piece is in none of them or the system cannot do it.
+    /// Has the files' own pages stand in `arena`, compared where they need to be; all of them, unless
+    /// `streams`: then nobody may see a piece of those that arrive before [`Self::compare_in`] has.
     pub(super) fn show(
-        &self,
+        &mut self,
         arena: &mut Arena,
+        streams: bool,
         interrupted: Interrupted<'_>,
-    ) -> Result<bool, ParkError> {
+    ) -> Result<Woken, ParkError> {
+        let length = arena.length();
+        let stay = std::mem::replace(&mut self.stay, Stay::Unknown);
         let Some(parts) = self.parts() else {
-            return Ok(false);
+            return Ok(Woken::NotMapped);
         };
         // The files have no name, and are written once, before they are ever shown (`spill.rs`).
         let Ok(shown) = arena.show(&parts) else {
-            return Ok(false);
+            return Ok(Woken::NotMapped);
         };
-        let work = |piece: &Piece| self.check(piece, &shown);
-        in_parallel(self.pieces.iter().collect(), &work, interrupted)?;
+        let is_as_kept = stay == Stay::AsKept && self.spill.are_as_written();
+        let has_stayed = is_as_kept && shown.were_in_memory(&parts);
+        if !has_stayed && !streams {
+            let work = |piece: &Piece| {
+                let part = shown.bring_in(place(piece.start), place(piece.length));
+                self.check(piece, part)
+            };
+            in_parallel(self.pieces.iter().collect(), &work, interrupted)?;
+        }
         let opened = shown.open();
         opened.map_err(|error| no_memory(self.length, &error))?;
-        Ok(true)
+        if !has_stayed && streams {
+            let arriving = Arriving::begin(self.pieces.len(), arena.ahead(), length);
+            return Ok(Woken::Arriving(arriving));
+        }
+        drop(parts);
+        self.stay = major_faults().map_or(Stay::Unknown, Stay::Until);
+        let read = if has_stayed { 0 } else { self.length };
+        Ok(Woken::Whole(read))
+    }
+
+    /// Compares what parts of an open memory lie on and has not been compared; returns how many bytes.
+    ///
+    /// On the caller's thread alone: it is in the middle of a model's ops, whose own threads wait for the
+    /// next one on all cores, and another thread would come after them. What was compared is still in the
+    /// processor's cache when the op reads it.
+    pub(super) fn compare_in(
+        &self,
+        arena: &Arena,
+        arriving: &mut Arriving,
+        parts: &[Range<u64>],
+        interrupted: Interrupted<'_>,
+    ) -> Result<u64, ParkError> {
+        let mut bytes = 0;
+        for number in arriving.missing(&self.pieces, parts) {
+            let Some(piece) = self.pieces.get(number) else {
+                continue;
+            };
+            if interrupted() {
+                return Err(ParkError::Interrupted);
+            }
+            let part = arena.bring_in(place(piece.start), place(piece.length));
+            self.check(piece, part)?;
+            arriving.came(number);
+            bytes += piece.length;
+        }
+        Ok(bytes)
     }
 
     /// The parts of files that make up the memory, if every piece is in a file.
     fn parts(&self) -> Option<Vec<FilePart<'_>>> {
         let pages = pages_in_files(&self.pieces, self.page)?;
-        let part = |(pages, number): (std::ops::Range<u64>, u32)| {
+        let part = |(pages, number): (Range<u64>, u32)| {
             Some(FilePart {
                 start: place(pages.start),
                 length: place(pages.end - pages.start),
@@ -187,15 +276,19 @@ impl Copy {
         pages.into_iter().map(part).collect()
     }
 
-    /// Compares a piece that stands in the memory.
-    fn check(&self, piece: &Piece, shown: &Shown<'_>) -> Result<(), ParkError> {
-        match shown.bring_in(place(piece.start), place(piece.length)) {
+    /// Compares a piece that stands in the memory, if its pages could be brought in.
+    fn check(&self, piece: &Piece, part: io::Result<&[u8]>) -> Result<(), ParkError> {
+        match part {
             Ok(part) if piece.has(part) => Ok(()),
             Ok(_) => Err(self.changed(piece)),
             Err(error) => {
                 // Reading says more about why.
                 self.restore_piece(piece, &mut vec![0; place(piece.length)])?;
-                Err(no_memory(piece.length, &error))
+                Err(ParkError::NotBroughtIn {
+                    start: piece.start,
+                    length: piece.length,
+                    reason: error.to_string(),
+                })
             }
         }
     }

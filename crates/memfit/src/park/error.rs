@@ -40,7 +40,7 @@ pub enum ParkError {
     },
     /// Bytes in the nameless file are not those that were parked.
     #[error(
-        "parked bytes {start} to {} came back changed from the file in `{}`: the model stays parked\n\
+        "parked bytes {start} to {} came back changed from the file in `{}`: nobody is given them\n\
          hint: the disk or its driver damages data; load the model again",
         start + length, folder.display()
     )]
@@ -51,6 +51,20 @@ pub enum ParkError {
         start: u64,
         /// How many.
         length: u64,
+    },
+    /// The system maps a part of the nameless file, and does not bring it into memory.
+    #[error(
+        "parked bytes {start} to {} cannot be brought into memory: {reason}; nobody is given them\n\
+         hint: park or end something else, and try it again",
+        start + length
+    )]
+    NotBroughtIn {
+        /// Where in the model's memory.
+        start: u64,
+        /// How many.
+        length: u64,
+        /// What the system says.
+        reason: String,
     },
     /// Bytes in the host's memory are not those that were parked.
     #[error(
@@ -115,6 +129,7 @@ impl ParkError {
             Self::Store(StoreError::Transfer { .. }) => "transfer",
             Self::Store(_) => "folder",
             Self::NoMemory { .. }
+            | Self::NotBroughtIn { .. }
             | Self::Device(VmmError::NoRoom { .. } | VmmError::NoHostMemory { .. }) => "no_memory",
             Self::Device(_) => "driver",
             Self::NotReleased { .. } => "not_released",

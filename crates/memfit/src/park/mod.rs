@@ -1,16 +1,20 @@
 //! Parking: a model's memory without its pages, and back at the same address.
 //!
 //! Responsible for a model's bytes on their way out of memory and in again, whole or not at all.
-//! `layout.rs` cuts the memory into pieces, `copy.rs` keeps them and has them back, `spill.rs` is the files
-//! they are in, `parallel.rs` several threads at it, `weights.rs` reads the file that a model was loaded
-//! from, `error.rs` says why not. Not responsible for the mapping (`memfit_guard::Arena`), for which tensors
-//! lie in it (`python/memfit/parking`), nor for when to park (`python/memfit/pool`).
+//! `layout.rs` cuts the memory into pieces, `copy.rs` keeps them and has them back, `arriving.rs` knows which
+//! are still to come, `spill.rs` is the files they are in, `parallel.rs` several threads at it, `weights.rs`
+//! reads the file that a model was loaded from, `error.rs` says why not. Not responsible for the mapping
+//! (`memfit_guard::Arena`), for which tensors lie in it (`python/memfit/parking`), nor for when to park
+//! (`python/memfit/pool`).
 //!
 //! Invariants:
 //!
 //! - [`Parking::park`] gives pages back only when every byte is kept; if it fails the memory is as before.
-//! - [`Parking::wake`] returns when every byte is back and compared with the hash it was kept under; if it
-//!   fails no page is held, the copy is untouched, and it can be tried again.
+//! - [`Parking::wake`] returns when every byte is back, and every one that may have come from a disk compared
+//!   with the hash it was kept under; if it fails no page is held, the copy is untouched, and it can be
+//!   tried again.
+//! - [`Parking::begin_wake`] returns before that. Whoever uses the memory then asks [`Parking::bring_in`]
+//!   for each part first, which returns when that part is back and compared.
 //! - Nothing is left on the disk when the process ends: the files have no names.
 //! - A forked child has its own copy of an open memory, whatever its parent does, but neither parks nor
 //!   wakes: the files are its parent's.
@@ -19,6 +23,7 @@
 //! other that the system may drop and read again, by swapping it or because a file has it: what a disk
 //! then damages nobody compares.
 
+mod arriving;
 mod copy;
 mod error;
 mod layout;
@@ -28,6 +33,7 @@ mod spill;
 mod tests;
 mod weights;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -36,7 +42,8 @@ use std::time::Instant;
 use memfit_engine::bytes::Bytes;
 use memfit_guard::Arena;
 
-use copy::Copy;
+use arriving::Arriving;
+use copy::{Copy, Woken};
 
 use crate::store::Interrupted;
 
@@ -52,7 +59,7 @@ pub struct Statistics {
     pub bytes_unchanged: u64,
     /// Bytes that were not written because the weights file had them.
     pub bytes_in_source: u64,
-    /// Bytes read.
+    /// Bytes read and compared: none of those that were in memory all the time.
     pub bytes_read: u64,
     /// Times that it was parked.
     pub parks: u64,
@@ -70,10 +77,13 @@ pub struct Parking {
     address: usize,
     length: u64,
     is_parked: AtomicBool,
+    is_arriving: AtomicBool,
     state: Mutex<State>,
 }
 
 struct State {
+    /// While not all of an awake model is back; it goes before the memory that it brings pages into.
+    arriving: Option<Arriving>,
     arena: Arena,
     /// `None` once it is given up.
     copy: Option<Copy>,
@@ -101,8 +111,10 @@ impl Parking {
             address: arena.address(),
             length,
             is_parked: AtomicBool::new(false),
+            is_arriving: AtomicBool::new(false),
             state: Mutex::new(State {
                 arena,
+                arriving: None,
                 copy: Some(copy),
                 statistics: Statistics::default(),
             }),
@@ -127,6 +139,12 @@ impl Parking {
         self.is_parked.load(Ordering::Acquire)
     }
 
+    /// Whether it is awake and some of it still has to be brought in.
+    #[must_use]
+    pub fn is_arriving(&self) -> bool {
+        self.is_arriving.load(Ordering::Acquire)
+    }
+
     /// What it did so far; nothing in a forked child.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
@@ -147,28 +165,95 @@ impl Parking {
         let start = Instant::now();
         state.park(self.length, interrupted)?;
         self.is_parked.store(true, Ordering::Release);
+        self.is_arriving.store(false, Ordering::Release);
         state.statistics.parks += 1;
         state.statistics.park_seconds += start.elapsed().as_secs_f64();
         Ok(())
     }
 
-    /// Has the bytes back at their address. Does nothing when it is not parked.
+    /// Has the bytes back at their address, all of them. Does nothing when they are.
+    ///
+    /// # Errors
+    ///
+    /// [`ParkError`]; it stays parked, with no page of it in memory, or arriving.
+    pub fn wake(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+        let mut state = self.lock_here()?;
+        if !self.is_parked() {
+            return self.bring_all_in(&mut state, interrupted);
+        }
+        self.have_back(&mut state, false, interrupted)
+    }
+
+    /// Begins to have the bytes back at their address, and reads on while they are used: nobody may use a
+    /// part before [`Self::bring_in`] has returned for it. Where the files cannot be mapped, all of
+    /// them are back when it returns. Does nothing when it is not parked.
     ///
     /// # Errors
     ///
     /// [`ParkError`]; it stays parked, with no page of it in memory.
-    pub fn wake(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
+    pub fn begin_wake(&self, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
         let mut state = self.lock_here()?;
         if !self.is_parked() {
             return Ok(());
         }
+        self.have_back(&mut state, true, interrupted)
+    }
+
+    fn have_back(
+        &self,
+        state: &mut State,
+        streams: bool,
+        interrupted: Interrupted<'_>,
+    ) -> Result<(), ParkError> {
+        if interrupted() {
+            return Err(ParkError::Interrupted);
+        }
         let start = Instant::now();
-        state.wake(self.length, interrupted)?;
+        state.wake(self.length, streams, interrupted)?;
+        self.is_arriving
+            .store(state.arriving.is_some(), Ordering::Release);
         self.is_parked.store(false, Ordering::Release);
         state.statistics.wakes += 1;
-        state.statistics.bytes_read += self.length;
         state.statistics.wake_seconds += start.elapsed().as_secs_f64();
         Ok(())
+    }
+
+    /// Has parts of an arriving memory back, compared. Does nothing for those that are, nor where it does
+    /// not arrive.
+    ///
+    /// # Errors
+    ///
+    /// [`ParkError`]; nobody may use the parts, and it can be tried again.
+    pub fn bring_in(
+        &self,
+        parts: &[Range<u64>],
+        interrupted: Interrupted<'_>,
+    ) -> Result<(), ParkError> {
+        let mut state = self.lock_here()?;
+        self.bring_parts_in(&mut state, parts, interrupted)
+    }
+
+    fn bring_all_in(
+        &self,
+        state: &mut State,
+        interrupted: Interrupted<'_>,
+    ) -> Result<(), ParkError> {
+        self.bring_parts_in(state, std::slice::from_ref(&(0..self.length)), interrupted)
+    }
+
+    fn bring_parts_in(
+        &self,
+        state: &mut State,
+        parts: &[Range<u64>],
+        interrupted: Interrupted<'_>,
+    ) -> Result<(), ParkError> {
+        let start = Instant::now();
+        let done = state.bring_in(parts, interrupted);
+        if state.arriving.is_none() {
+            self.is_arriving.store(false, Ordering::Release);
+        }
+        state.statistics.wake_seconds += start.elapsed().as_secs_f64();
+        done
     }
 
     /// Gives the copy up and closes its files; the memory stays, with nothing of them in it. A parked one
@@ -203,18 +288,55 @@ impl State {
         let Some(bytes) = self.arena.bytes() else {
             return Ok(());
         };
+        if let Some(arriving) = &mut self.arriving {
+            arriving.stop_reading();
+        }
         let written = self.arena.written();
-        copy.keep(bytes, written.as_deref(), &mut self.statistics, interrupted)?;
+        let is_here = self.arriving.as_ref().map(Arriving::is_here);
+        let (written, statistics) = (written.as_deref(), &mut self.statistics);
+        copy.keep(bytes, written, is_here, statistics, interrupted)?;
         self.arena.close().map_err(|error| ParkError::NotReleased {
             length: Bytes(length),
             reason: error.to_string(),
-        })
+        })?;
+        self.arriving = None;
+        Ok(())
     }
 
-    fn wake(&mut self, length: u64, interrupted: Interrupted<'_>) -> Result<(), ParkError> {
-        let copy = self.copy.as_ref().ok_or(ParkError::GivenUp)?;
-        if copy.show(&mut self.arena, interrupted)? {
+    fn bring_in(
+        &mut self,
+        parts: &[Range<u64>],
+        interrupted: Interrupted<'_>,
+    ) -> Result<(), ParkError> {
+        let Some(arriving) = &mut self.arriving else {
             return Ok(());
+        };
+        let copy = self.copy.as_ref().ok_or(ParkError::GivenUp)?;
+        let bytes = copy.compare_in(&self.arena, arriving, parts, interrupted)?;
+        self.statistics.bytes_read += bytes;
+        if arriving.is_over() {
+            self.arriving = None;
+        }
+        Ok(())
+    }
+
+    fn wake(
+        &mut self,
+        length: u64,
+        streams: bool,
+        interrupted: Interrupted<'_>,
+    ) -> Result<(), ParkError> {
+        let copy = self.copy.as_mut().ok_or(ParkError::GivenUp)?;
+        match copy.show(&mut self.arena, streams, interrupted)? {
+            Woken::Whole(read) => {
+                self.statistics.bytes_read += read;
+                return Ok(());
+            }
+            Woken::Arriving(arriving) => {
+                self.arriving = Some(arriving);
+                return Ok(());
+            }
+            Woken::NotMapped => {}
         }
         let opened = self.arena.open();
         let bytes = opened.map_err(|error| no_memory(length, &error))?;
@@ -222,7 +344,9 @@ impl State {
             // Should the system refuse even this, the memory holds half a model that is still known as
             // parked: Python lets nobody touch it, and the next try fills it anew.
             let _refused = self.arena.close();
-        })
+        })?;
+        self.statistics.bytes_read += length;
+        Ok(())
     }
 }
 

@@ -12,6 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use super::error::ParkError;
 use super::parallel::in_parallel;
@@ -37,7 +38,13 @@ struct Kept {
     file: StoreFile,
     /// Bytes of the disk that it takes.
     room: u64,
+    /// Whether it has the time that nobody who writes to it leaves it with.
+    is_marked: bool,
 }
+
+/// When a whole file was last written, in seconds, as it is told to be: whoever writes to it afterwards
+/// changes that.
+pub(super) const WRITTEN: Duration = Duration::from_secs(1 << 20);
 
 impl Spill {
     pub(super) fn new(folder: &Path, allow_memory: bool) -> Result<Self, StoreError> {
@@ -73,12 +80,28 @@ impl Spill {
         in_parallel(pages.iter().flat_map(parts).collect(), &write, interrupted)?;
         let number = self.files.keys().next_back().map_or(0, |last| last + 1);
         let room = pages.iter().map(|run| run.end - run.start).sum();
-        self.files.insert(number, Kept { file, room });
+        let time = SystemTime::UNIX_EPOCH + WRITTEN;
+        let is_marked = file.handle().set_modified(time).is_ok();
+        let kept = Kept {
+            file,
+            room,
+            is_marked,
+        };
+        self.files.insert(number, kept);
         Ok(number)
     }
 
     pub(super) fn file(&self, number: u32) -> Option<&StoreFile> {
         self.files.get(&number).map(|kept| &kept.file)
+    }
+
+    /// Whether nobody has written to any of them since.
+    pub(super) fn are_as_written(&self) -> bool {
+        let is_as_written = |kept: &Kept| {
+            let modified = kept.file.handle().metadata().and_then(|it| it.modified());
+            kept.is_marked && modified.is_ok_and(|time| time == SystemTime::UNIX_EPOCH + WRITTEN)
+        };
+        self.files.values().all(is_as_written)
     }
 
     /// Bytes of the disk that all files take.

@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 use proptest::prelude::*;
 
@@ -70,6 +71,61 @@ impl Model {
 
     fn wake(&self) -> Result<(), ParkError> {
         self.parking.wake(&mut || false)
+    }
+
+    /// Begins to wake a memory whose file somebody may have changed; `false` where the system cannot map
+    /// files.
+    fn begin_wake(&self) -> bool {
+        if self.parking.is_parked() {
+            self.file().set_modified(SystemTime::now()).unwrap();
+        }
+        self.parking.begin_wake(&mut || false).unwrap();
+        assert!(!self.parking.is_parked());
+        self.parking.is_arriving()
+    }
+
+    /// Other tests of this process may have a fault at any time.
+    fn wake_and_park_undisturbed(&self) {
+        for _ in 0..1000 {
+            let before = memfit_guard::major_faults();
+            self.wake().unwrap();
+            self.park().unwrap();
+            if memfit_guard::major_faults() == before {
+                return;
+            }
+        }
+        panic!("other tests read from the disk all the time");
+    }
+
+    /// Changes a byte on the disk as a disk does that damages it, and has memory let go of the file.
+    fn damage_disk(&self, place: usize, byte: u8) {
+        let file = self.file();
+        file.write_all_at(&[byte], place as u64).unwrap();
+        file.set_modified(SystemTime::UNIX_EPOCH + super::spill::WRITTEN)
+            .unwrap();
+        self.evict();
+    }
+
+    /// Has memory let go of the file.
+    fn evict(&self) {
+        let file = self.file();
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    }
+
+    /// Whether the system is one that tells what of the file is in memory, and lets it leave.
+    fn can_leave_memory(&self) -> bool {
+        const ON_DISKS: [i64; 3] = [0xef53, 0x5846_5342, 0x9123_683e]; // ext4, XFS, Btrfs
+        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let mut numbers = release.split('.').map_while(|part| part.parse().ok());
+        let version: (u32, u32) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let kind = rustix::fs::fstatfs(self.file()).unwrap().f_type;
+        version >= (6, 5) && ON_DISKS.contains(&kind)
+    }
+
+    fn bring_in(&self, start: usize, length: usize) -> Result<(), ParkError> {
+        let part = start as u64..(start + length) as u64;
+        self.parking.bring_in(&[part], &mut || false)
     }
 
     fn written(&self) -> u64 {
@@ -258,6 +314,180 @@ fn damage_behind_the_first_wake_is_noticed_too() {
 }
 
 #[test]
+fn what_stayed_in_memory_is_not_read_again_and_what_left_it_is_compared() {
+    let model = Model::of(3 * MIB);
+    let bytes = noise(3 * MIB, 14);
+    model.write(&bytes);
+    model.park().unwrap();
+    if !model.can_leave_memory() {
+        return;
+    }
+    let read = || model.parking.statistics().bytes_read;
+    model.wake().unwrap();
+    assert_eq!((read(), &model.bytes()), (0, &bytes));
+    model.park().unwrap();
+    model.evict();
+    model.wake().unwrap();
+    assert_eq!(read(), 3 * MIB as u64);
+    model.park().unwrap();
+    model.wake_and_park_undisturbed();
+    let before = read();
+    model.wake().unwrap();
+    assert_eq!((read(), &model.bytes()), (before, &bytes));
+    model.park().unwrap();
+    model.damage_disk(2 * MIB + 9, bytes[2 * MIB + 9] ^ 1);
+    for _ in 0..2 {
+        let error = model.wake().unwrap_err();
+        assert!(matches!(error, ParkError::Changed { .. }), "{error}");
+    }
+    model.damage_disk(2 * MIB + 9, bytes[2 * MIB + 9]);
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn what_was_read_again_while_it_was_awake_is_compared_at_the_next_wake() {
+    let model = Model::of(3 * MIB);
+    let bytes = noise(3 * MIB, 15);
+    model.write(&bytes);
+    model.park().unwrap();
+    if !model.can_leave_memory() {
+        return;
+    }
+    model.evict();
+    model.wake().unwrap();
+    let before = model.parking.statistics().bytes_read;
+    let start = std::ptr::with_exposed_provenance_mut(model.parking.address());
+    #[expect(unsafe_code, reason = "has pages leave memory as the system does")]
+    // SAFETY: they are mapped, and come back when they are touched.
+    unsafe {
+        rustix::mm::madvise(start, 3 * MIB, rustix::mm::Advice::LinuxPageOut).unwrap();
+    }
+    assert_eq!(model.bytes(), bytes);
+    model.park().unwrap();
+    model.wake().unwrap();
+    assert_eq!(
+        model.parking.statistics().bytes_read,
+        before + 3 * MIB as u64
+    );
+}
+
+#[test]
+fn parts_of_a_memory_that_is_still_read_come_when_they_are_wanted() {
+    let model = Model::of(3 * MIB + 4096);
+    let bytes = noise(3 * MIB + 4096, 11);
+    model.write(&bytes);
+    model.park().unwrap();
+    model.bring_in(0, MIB).unwrap();
+    assert!(model.parking.is_parked() && !model.parking.is_arriving());
+    if !model.begin_wake() {
+        return;
+    }
+    assert_eq!(model.parking.statistics().bytes_read, 0);
+    for _ in 0..2 {
+        model.bring_in(2 * MIB - 1, 1).unwrap();
+        assert_eq!(model.parking.statistics().bytes_read, MIB as u64);
+    }
+    model.bring_in(2 * MIB - 1, 2).unwrap();
+    assert_eq!(model.parking.statistics().bytes_read, 2 * MIB as u64);
+    model.bring_in(5 * MIB, MIB).unwrap();
+    assert_eq!(model.bytes()[MIB..3 * MIB], bytes[MIB..3 * MIB]);
+    assert!(model.parking.is_arriving());
+    model.wake().unwrap();
+    assert!(!model.parking.is_arriving());
+    assert_eq!(model.bytes(), bytes);
+    let statistics = model.parking.statistics();
+    assert_eq!(statistics.bytes_read, bytes.len() as u64);
+    assert_eq!(statistics.wakes, 1);
+}
+
+#[test]
+fn the_last_part_ends_an_arrival() {
+    let model = Model::of(2 * MIB);
+    model.park().unwrap();
+    if !model.begin_wake() {
+        return;
+    }
+    model.bring_in(0, MIB).unwrap();
+    assert!(model.parking.is_arriving());
+    model.bring_in(MIB, MIB).unwrap();
+    assert!(!model.parking.is_arriving());
+}
+
+#[test]
+fn damage_is_an_error_of_the_part_and_is_never_taken_for_new_bytes() {
+    let model = Model::of(3 * MIB);
+    let bytes = noise(3 * MIB, 12);
+    model.write(&bytes);
+    model.park().unwrap();
+    let place = MIB + 4096;
+    let damaged = [bytes[place] ^ 1];
+    model.file().write_all_at(&damaged, place as u64).unwrap();
+    let start = MIB as u64;
+    let is_found =
+        |error: &ParkError| matches!(error, ParkError::Changed { start: at, .. } if *at == start);
+    for is_touched in [false, true] {
+        if !model.begin_wake() {
+            return;
+        }
+        model.bring_in(0, MIB).unwrap();
+        for _ in 0..2 {
+            let error = model.bring_in(MIB, 1).unwrap_err();
+            assert!(is_found(&error), "{error}");
+        }
+        assert!(is_found(&model.wake().unwrap_err()) && model.parking.is_arriving());
+        if is_touched {
+            // Its page is the process's own then, with the damage in it.
+            model.poke(place + 1, bytes[place + 1]);
+        }
+        model.park().unwrap();
+        assert_eq!(model.written(), bytes.len() as u64);
+        let error = model.wake().unwrap_err();
+        assert!(is_found(&error) && model.parking.is_parked(), "{error}");
+    }
+    let repaired = &bytes[place..=place];
+    model.file().write_all_at(repaired, place as u64).unwrap();
+    assert!(model.begin_wake());
+    model.wake().unwrap();
+    assert_eq!(model.bytes(), bytes);
+}
+
+#[test]
+fn a_file_that_was_cut_short_is_an_error_of_the_part_that_is_missing() {
+    let model = Model::of(2 * MIB);
+    model.park().unwrap();
+    model.file().set_len(MIB as u64).unwrap();
+    if !model.begin_wake() {
+        return;
+    }
+    model.bring_in(0, MIB).unwrap();
+    let error = model.bring_in(MIB, 1).unwrap_err();
+    assert!(
+        matches!(&error, ParkError::Store(StoreError::Transfer { .. })),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_arrival_can_be_interrupted_given_up_and_dropped() {
+    let model = Model::of(2 * MIB);
+    let bytes = noise(2 * MIB, 13);
+    model.write(&bytes);
+    model.park().unwrap();
+    if !model.begin_wake() {
+        return;
+    }
+    let part = std::slice::from_ref(&(0..1));
+    let error = model.parking.bring_in(part, &mut || true).unwrap_err();
+    assert_eq!(error, ParkError::Interrupted);
+    model.parking.give_up(&mut || false).unwrap();
+    assert_eq!((model.bytes(), model.own_pages()), (bytes, None));
+    let model = Model::of(64 * MIB);
+    model.park().unwrap();
+    model.begin_wake();
+}
+
+#[test]
 fn files_never_take_more_than_three_times_the_memory() {
     let length = 12 * MIB;
     let model = Model::of(length);
@@ -387,7 +617,7 @@ proptest! {
     /// more is written to the disk than the pieces that differ from what was parked before.
     #[test]
     fn any_history_keeps_every_byte(
-        steps in prop::collection::vec((0_usize..3, 0_usize..5 * MIB / 2, any::<u8>()), 1..12)
+        steps in prop::collection::vec((0_usize..5, 0_usize..5 * MIB / 2, any::<u8>()), 1..16)
     ) {
         let length = 5 * MIB / 2;
         let model = Model::of(length);
@@ -396,8 +626,9 @@ proptest! {
         for (step, place, byte) in steps {
             match step {
                 0 if !model.parking.is_parked() => {
+                    model.bring_in(place, 1).unwrap();
                     plain[place] = byte;
-                    model.write(&plain);
+                    model.poke(place, byte);
                 }
                 1 if !model.parking.is_parked() => {
                     let before = model.written();
@@ -410,6 +641,14 @@ proptest! {
                     let expected: u64 = plain.chunks(MIB).enumerate().map(differs).sum();
                     prop_assert_eq!(model.written() - before, expected);
                     parked = Some(plain.clone());
+                }
+                2 => {
+                    model.begin_wake();
+                }
+                3 if !model.parking.is_parked() => {
+                    let end = plain.len().min(place + usize::from(byte) * 4096);
+                    model.bring_in(place, end - place).unwrap();
+                    prop_assert_eq!(&model.bytes()[place..end], &plain[place..end]);
                 }
                 _ => {
                     model.wake().unwrap();

@@ -185,8 +185,7 @@ impl StoreFile {
         }
     }
 
-    /// The file itself, to be damaged.
-    #[cfg(test)]
+    /// The file itself, for what is asked and told of it besides its bytes.
     pub(crate) const fn handle(&self) -> &File {
         &self.file
     }
