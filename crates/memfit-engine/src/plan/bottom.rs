@@ -227,11 +227,38 @@ mod tests {
     use proptest::strategy::{Strategy, ValueTree};
     use proptest::test_runner::TestRunner;
 
+    use super::super::bound::bound;
+    use super::super::search::search;
     use super::*;
     use crate::cost::{CostSource, Costs};
     use crate::plan::patience::Share;
     use crate::plan::problem::Allowed;
     use crate::step::{Variant, random};
+
+    #[test]
+    fn the_bottom_is_the_steps_own_whatever_ops_took() {
+        let mut runner = TestRunner::deterministic();
+        let recipes = random::recipes_of(40..60);
+        for _ in 0..12 {
+            let (recipe, ..) = recipes.new_tree(&mut runner).unwrap().current();
+            let trace = random::build(&recipe);
+            let count = u32::try_from(trace.ops.len()).unwrap();
+            let lowest = |factor: u32| {
+                let seconds = |op| 0.2 + f64::from(op * factor % 13);
+                let op_seconds = (0..count).map(seconds).collect();
+                let costs = Costs::new(&trace, &CostSource::Profile { op_seconds }).unwrap();
+                let problem = Problem::new(&trace, Variant::default(), &costs, Allowed::REMAT);
+                let target = Bytes::ZERO;
+                let least = bound(&problem, target);
+                let found = search(&problem, target, &least, f64::INFINITY, Share::FULL);
+                found.lowest.evaluation.peak_bytes
+            };
+            let expected = lowest(0);
+            for factor in [7919, 104_729, 31] {
+                assert_eq!(lowest(factor), expected);
+            }
+        }
+    }
 
     #[test]
     fn what_is_not_concerned_seldom_lowers_the_peak() {

@@ -164,7 +164,11 @@ impl Search<'_> {
             return None;
         }
         let bytes = holding.bytes.as_f64();
-        let seconds = self.problem.treatment_seconds(id, treatment);
+        let seconds = if treatment.is_drop() {
+            self.drop_seconds(id)
+        } else {
+            self.problem.treatment_seconds(id, treatment)
+        };
         Some(Move {
             changes: vec![(id, treatment.with_home(home))],
             bytes,
@@ -225,6 +229,15 @@ impl Search<'_> {
         Some(adds)
     }
 
+    /// What dropping one allocation costs, for the estimates.
+    fn drop_seconds(&self, id: AllocationId) -> f64 {
+        if self.is_timeless {
+            self.problem.nominal_drop_seconds(id)
+        } else {
+            self.problem.drop_seconds(id)
+        }
+    }
+
     /// Bytes freed at the peak less bytes pinned anew, per second of replay added.
     fn estimate(
         &self,
@@ -241,7 +254,7 @@ impl Search<'_> {
             if presence.there && !presence.natural {
                 gained += model.bytes(id).as_f64();
             }
-            seconds += self.problem.drop_seconds(id);
+            seconds += self.drop_seconds(id);
             for &input in &self.problem.inputs[id.index()] {
                 let held = present[input.index()].there || !at.treatments[input.index()].is_keep();
                 if !held && !adds.contains(&input) && !pinned.contains(&input) {

@@ -8,7 +8,7 @@ use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Evaluation, IncrementalEvaluator, StepModel, Treatment, Variant};
-use crate::trace::{AllocationId, OpIndex, Trace};
+use crate::trace::{AllocationId, Op, OpIndex, Trace};
 
 /// Which treatments the request allows.
 #[derive(Debug, Clone, Copy)]
@@ -225,6 +225,13 @@ impl<'t> Problem<'t> {
             .sum()
     }
 
+    /// What dropping one allocation would cost on a machine that is always the same, whatever was measured here.
+    pub(super) fn nominal_drop_seconds(&self, allocation: AllocationId) -> f64 {
+        let ops = &self.trace.ops;
+        let makers = self.model.makers(allocation);
+        makers.map(|op| nominal_seconds(&ops[op.index()])).sum()
+    }
+
     /// Seconds that storing one allocation costs however well it hides; infinite where it may not be stored.
     pub(super) fn least_store_seconds(&self, id: AllocationId) -> f64 {
         match &self.schedule {
@@ -243,6 +250,22 @@ impl<'t> Problem<'t> {
             _ => 0.0,
         }
     }
+}
+
+/// A roofline of a few cores: 100 GFLOP/s, 10 GB/s and 5 us an op. Only the order that it gives matters.
+fn nominal_seconds(op: &Op) -> f64 {
+    const SECONDS: f64 = 5e-6;
+    const FLOPS_PER_SECOND: f64 = 1e11;
+    const BYTES_PER_SECOND: f64 = 1e10;
+    if op.view {
+        return SECONDS;
+    }
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "times need no more than 53 bits"
+    )]
+    let flops = op.flops as f64;
+    SECONDS + (flops / FLOPS_PER_SECOND).max(op.moved_bytes.as_f64() / BYTES_PER_SECOND)
 }
 
 fn allocation_id(index: usize) -> AllocationId {

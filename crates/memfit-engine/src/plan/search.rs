@@ -70,13 +70,16 @@ pub(super) fn search(
         return search.found(None, lowest, least);
     }
     let starts = search.starts();
-    // The way to the bottom comes first and does not know the target: the minimum is the step's own.
+    // The way to the bottom comes first, and knows neither the target nor what ops took here: the minimum is the step's
+    // own, and a budget that is named by it fits when the step is measured again.
     search.allow(BOTTOM_SHARE);
+    search.is_timeless = true;
     let descents = starts
         .iter()
         .map(|start| search.descend(start.clone(), Bytes::ZERO, None));
     let bottoms = descents.collect();
     let mut lowest = search.lowest(bottoms);
+    search.is_timeless = false;
     search.allow(1.0);
     if hopeless {
         return search.found(None, lowest, least);
@@ -124,6 +127,8 @@ pub(super) struct Search<'p> {
     share: Share<'p>,
     /// The part of the share that may be spent by now.
     allowed: f64,
+    /// Whether moves are chosen by nominal times, not by those of the problem.
+    pub(super) is_timeless: bool,
 }
 
 impl<'p> Search<'p> {
@@ -133,6 +138,7 @@ impl<'p> Search<'p> {
             scorer: Scorer::new(problem),
             share,
             allowed: 1.0,
+            is_timeless: false,
         }
     }
 
