@@ -305,10 +305,8 @@ def test_a_step_that_fits_is_left_as_it_is(tmp_path: Path):
     assert "as it is" in ran.stderr
 
 
-def test_a_budget_out_of_reach_is_said_with_the_smallest_peak(tmp_path: Path):
-    ran = inline(
-        tmp_path,
-        "1MiB",
+def test_a_budget_out_of_reach_is_said_with_one_to_ask_for(tmp_path: Path):
+    script = (
         DEEP
         + """
     for step in range(4):
@@ -318,8 +316,9 @@ def test_a_budget_out_of_reach_is_said_with_the_smallest_peak(tmp_path: Path):
         optimizer.zero_grad()
         print(repr(loss.item()))
     sys.exit(3)
-    """,
+    """
     )
+    ran = inline(tmp_path, "1MiB", script)
     (loop,) = ran.loops
     plan = loop["plan"]
     assert (plan["fits"], ran.code) == (False, 3)
@@ -327,6 +326,12 @@ def test_a_budget_out_of_reach_is_said_with_the_smallest_peak(tmp_path: Path):
     assert plan["predicted_peak_bytes"] < plan["unplanned_peak_bytes"]
     assert loop["planned"]["peak_bytes"] <= plan["predicted_peak_bytes"]
     assert "no plan fits 1.0 MiB" in ran.stderr
+    least = plan["minimum_budget_bytes"]
+    assert ran.stderr.count(f": `--budget {least}`") == 2, "when it was planned, and at the end"
+    (tmp_path / "again").mkdir()
+    (again,) = inline(tmp_path / "again", str(least), script).loops
+    assert again["plan"]["fits"]
+    assert again["planned"]["peak_bytes"] <= least
 
 
 @pytest.mark.parametrize(

@@ -260,9 +260,11 @@ def _found(loop: Loop, plan: Plan) -> str:
     if plan.fits:
         return f"{head}: a step takes {unplanned}; planned: {predicted}, {took}"
     head = f"{head}: a step takes {unplanned}, and no plan fits {size(plan.budget_bytes)}"
+    least = plan.minimum_budget_bytes
+    ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
     if not plan.actions:
-        return f"{head} or saves anything: it runs as it is"
-    return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}"
+        return f"{head} or saves anything: it runs as it is; {ask}"
+    return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
 
 
 def _described(loop: Loop) -> dict[str, Any]:
@@ -296,6 +298,7 @@ def _plan_described(plan: Plan) -> dict[str, Any]:
         "unplanned_peak_bytes": plan.unplanned.predicted_peak_bytes,
         "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
         "minimum_peak_bytes": plan.minimum_peak_bytes,
+        "minimum_budget_bytes": plan.minimum_budget_bytes,
         "predicted_step_ratio": plan.predicted_step_ratio,
         "actions": [
             {"kind": action.kind, "count": action.count, "bytes": action.bytes}

@@ -216,6 +216,8 @@ pub(crate) struct LoopPlan {
     pub(crate) predicted_peak_bytes: Bytes,
     /// Smallest peak over all plans that work inside the script's own loop.
     pub(crate) minimum_peak_bytes: Bytes,
+    /// Smallest budget by which that one fits.
+    pub(crate) minimum_budget_bytes: Bytes,
     pub(crate) predicted_step_ratio: f64,
     pub(crate) actions: Vec<LoopAction>,
 }

@@ -286,6 +286,13 @@ fn loop_lines(of: &FittedLoop) -> Vec<String> {
                 plan.minimum_peak_bytes
             ),
         });
+        if !plan.fits {
+            let least = plan.minimum_budget_bytes;
+            lines.push(format!(
+                "the smallest budget to ask for is {least}: `--budget {}`",
+                least.0
+            ));
+        }
         for action in &plan.actions {
             lines.push(format!(
                 "{}: {}, step time x {:.2} predicted",
@@ -479,7 +486,8 @@ mod tests {
                       "plan": { "budget_bytes": 6_000_000, "fits": true,
                                 "unplanned_peak_bytes": 9_000_000,
                                 "predicted_peak_bytes": 5_900_000,
-                                "minimum_peak_bytes": 4_000_000, "predicted_step_ratio": 1.07,
+                                "minimum_peak_bytes": 4_000_000,
+                                "minimum_budget_bytes": 4_200_000, "predicted_step_ratio": 1.07,
                                 "actions": [{ "kind": "remat", "count": 23, "bytes": 3_000_000 }] },
                       "replans": 1, "divergence": "it ran `a` as forward op 3 instead of `b`",
                       "notes": [] },
