@@ -205,6 +205,30 @@ def test_attention_that_has_a_fast_path_takes_it(stream):
     assert "aten::_native_multi_head_attention" in calls
 
 
+def test_damage_of_what_is_needed_at_once_leaves_the_model_parked(stream, spill):
+    model = nn.Sequential(*layers(1), nn.TransformerEncoderLayer(512, 4, 512)).eval()
+    expected = [weight.detach().clone() for weight in model.parameters()]
+    parked = stream(model)
+    parked.park()
+    [file] = nameless_files(spill)
+    with file.open("r+b") as opened:
+        opened.seek(LAYER + 100)
+        byte = opened.read(1)
+        opened.seek(LAYER + 100)
+        opened.write(bytes([byte[0] ^ 1]))
+        opened.flush()
+        for _ in range(2):
+            with pytest.raises(ParkError, match="came back changed"):
+                parked.wake(stream=True)
+            assert parked.is_parked
+            with pytest.raises(ParkError, match="was used while its model is parked"):
+                model[0](torch.ones(1024))
+        opened.seek(LAYER + 100)
+        opened.write(byte)
+    parked.wake(stream=True)
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
 @pytest.mark.parametrize("how", ["wrapped", "method", "forward"])
 def test_what_is_compiled_is_not_compiled_again(stream, how):
     from torch._dynamo.testing import CompileCounter

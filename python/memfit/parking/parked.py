@@ -246,8 +246,14 @@ class ParkedModel:
         with self._lock:
             if self.is_parked and stream and isinstance(self._memory, _native.ParkedMemory):
                 self._memory.begin_wake()
-                if self._memory.is_arriving:
-                    self._bring_in(list(needed_at_once(self.model)))
+                try:
+                    if self._memory.is_arriving:
+                        self._bring_in(list(needed_at_once(self.model)))
+                except BaseException:
+                    # Nobody has used any of it yet: whoever does waits for the lock.
+                    self._barrier.put_up()
+                    self._memory.park()
+                    raise
             elif self.is_parked or self._is_arriving:
                 self._memory.wake()
             # Also where a signal kept the last wake from it.

@@ -238,8 +238,7 @@ impl Copy {
     /// Compares what parts of an open memory lie on and has not been compared; returns how many bytes.
     ///
     /// On the caller's thread alone: it is in the middle of a model's ops, whose own threads wait for the
-    /// next one on all cores, and another thread would come after them. What was compared is still in the
-    /// processor's cache when the op reads it.
+    /// next one on all cores, and another thread would come after them.
     pub(super) fn compare_in(
         &self,
         arena: &Arena,
