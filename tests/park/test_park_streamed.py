@@ -24,14 +24,7 @@ def layers(count=3):
 
 
 @pytest.fixture
-def spill(tmp_path):
-    folder = tmp_path / "parked"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def stream(spill):
+def stream(tmp_path):
     """Parks a model in a folder that may lie in memory here, and wakes it while it is read.
 
     As if its file had been changed, or had left memory: otherwise there is nothing to read.
@@ -40,9 +33,9 @@ def stream(spill):
     def make(model, **options):
         parked = model
         if not isinstance(model, ParkedModel):
-            parked = ParkedModel(model, spill, allow_memory=True, **options)
+            parked = ParkedModel(model, tmp_path, allow_memory=True, **options)
         parked.park()
-        for file in nameless_files(spill):
+        for file in nameless_files(tmp_path):
             os.utime(file)
         parked.wake(stream=True)
         return parked
@@ -139,13 +132,13 @@ def named(model):
     return model.named_parameters()
 
 
-def test_damage_is_an_error_of_the_use_and_of_no_other(stream, spill):
+def test_damage_is_an_error_of_the_use_and_of_no_other(stream, tmp_path):
     model = layers()
     batch = torch.ones(2, 1024)
     expected = [layer(batch) for layer in model]
     parked = stream(model)
     parked.park()
-    [file] = nameless_files(spill)
+    [file] = nameless_files(tmp_path)
     with file.open("r+b") as opened:
         opened.seek(LAYER + 100)
         byte = opened.read(1)
@@ -205,12 +198,12 @@ def test_attention_that_has_a_fast_path_takes_it(stream):
     assert "aten::_native_multi_head_attention" in calls
 
 
-def test_damage_of_what_is_needed_at_once_leaves_the_model_parked(stream, spill):
+def test_damage_of_what_is_needed_at_once_leaves_the_model_parked(stream, tmp_path):
     model = nn.Sequential(*layers(1), nn.TransformerEncoderLayer(512, 4, 512)).eval()
     expected = [weight.detach().clone() for weight in model.parameters()]
     parked = stream(model)
     parked.park()
-    [file] = nameless_files(spill)
+    [file] = nameless_files(tmp_path)
     with file.open("r+b") as opened:
         opened.seek(LAYER + 100)
         byte = opened.read(1)
