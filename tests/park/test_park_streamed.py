@@ -57,6 +57,15 @@ def nameless_files(folder):
     return [link for link in links if link.readlink().is_relative_to(folder.resolve())]
 
 
+def flip(file, place):
+    """Changes one bit of a file, or puts it back."""
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        byte = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
 def test_layers_come_as_they_are_used_and_give_the_same_bits(stream):
     model = layers()
     batch = torch.ones(2, 1024)
@@ -71,6 +80,8 @@ def test_layers_come_as_they_are_used_and_give_the_same_bits(stream):
     before = read_bytes(parked)
     with torch.no_grad():
         assert torch.equal(model[0](batch), outputs[0])
+        assert read_bytes(parked) - before == LAYER
+        parked.wake(stream=True)  # it comes already
         assert read_bytes(parked) - before == LAYER
         assert [is_behind_barrier(weight) for weight in model.parameters()] == [False, True, True]
         assert torch.equal(model(batch), outputs[1])
@@ -139,11 +150,7 @@ def test_damage_is_an_error_of_the_use_and_of_no_other(stream, tmp_path):
     parked = stream(model)
     parked.park()
     [file] = nameless_files(tmp_path)
-    with file.open("r+b") as opened:
-        opened.seek(LAYER + 100)
-        byte = opened.read(1)
-        opened.seek(LAYER + 100)
-        opened.write(bytes([byte[0] ^ 1]))
+    flip(file, LAYER + 100)
     for _ in range(2):
         stream(parked)
         assert torch.equal(model[0](batch), expected[0])
@@ -157,9 +164,7 @@ def test_damage_is_an_error_of_the_use_and_of_no_other(stream, tmp_path):
         with pytest.raises(ParkError, match="came back changed"):
             parked.close()
         parked.park()
-    with file.open("r+b") as opened:
-        opened.seek(LAYER + 100)
-        opened.write(byte)
+    flip(file, LAYER + 100)
     parked.wake(stream=True)
     parked.close()
     assert torch.equal(model[1](batch), expected[1])
@@ -204,20 +209,14 @@ def test_damage_of_what_is_needed_at_once_leaves_the_model_parked(stream, tmp_pa
     parked = stream(model)
     parked.park()
     [file] = nameless_files(tmp_path)
-    with file.open("r+b") as opened:
-        opened.seek(LAYER + 100)
-        byte = opened.read(1)
-        opened.seek(LAYER + 100)
-        opened.write(bytes([byte[0] ^ 1]))
-        opened.flush()
-        for _ in range(2):
-            with pytest.raises(ParkError, match="came back changed"):
-                parked.wake(stream=True)
-            assert parked.is_parked
-            with pytest.raises(ParkError, match="was used while its model is parked"):
-                model[0](torch.ones(1024))
-        opened.seek(LAYER + 100)
-        opened.write(byte)
+    flip(file, LAYER + 100)
+    for _ in range(2):
+        with pytest.raises(ParkError, match="came back changed"):
+            parked.wake(stream=True)
+        assert parked.is_parked
+        with pytest.raises(ParkError, match="was used while its model is parked"):
+            model[0](torch.ones(1024))
+    flip(file, LAYER + 100)
     parked.wake(stream=True)
     assert all(map(torch.equal, model.parameters(), expected))
 

@@ -254,7 +254,7 @@ class ParkedModel:
                     self._barrier.put_up()
                     self._memory.park()
                     raise
-            elif self.is_parked or self._is_arriving:
+            elif self.is_parked or (self._is_arriving and not stream):
                 self._memory.wake()
             # Also where a signal kept the last wake from it.
             if not self._is_arriving:
