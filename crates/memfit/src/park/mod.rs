@@ -19,9 +19,9 @@
 //! - A forked child has its own copy of an open memory, whatever its parent does, but neither parks nor
 //!   wakes: the files are its parent's.
 //!
-//! Damage is found at the wake that would hand it out. Between two wakes an open memory is as safe as any
-//! other that the system may drop and read again, by swapping it or because a file has it: what a disk
-//! then damages nobody compares.
+//! Damage is found before it would be handed out, at a wake or in [`Parking::bring_in`]. Between two wakes
+//! an open memory is as safe as any other that the system may drop and read again, by swapping it or
+//! because a file has it: what a disk then damages is handed out, and compared at the next wake.
 
 mod arriving;
 mod copy;
