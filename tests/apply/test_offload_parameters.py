@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +68,7 @@ def names(workload):
     return [name for name, parameter in named if parameter.ndim > 1]
 
 
-def plan(workload, *, room=3 * WEIGHT, ahead=WEIGHT, fuse=False, state=False, **more):
+def plan(workload, *, room=3 * WEIGHT, ahead=WEIGHT, fuse=False, state=False, pieces=1, **more):
     going = names(workload)
     forward = list(range(len(going)))
     parameters = {
@@ -74,7 +76,7 @@ def plan(workload, *, room=3 * WEIGHT, ahead=WEIGHT, fuse=False, state=False, **
         "room_bytes": room,
         "ahead_bytes": ahead,
         "names": going,
-        "order": [*forward, *reversed(forward)],
+        "order": [*forward, *reversed(forward)] * pieces,
         **more,
     }
     actions = [{"kind": "offload_parameters", "offload_parameters": parameters}]
@@ -84,7 +86,11 @@ def plan(workload, *, room=3 * WEIGHT, ahead=WEIGHT, fuse=False, state=False, **
         actions.append({"kind": "offload_optimizer", "offload_optimizer": directions})
     if fuse:
         actions.append({"kind": "fuse_optimizer"})
-    return {"actions": [{**action, "class": "exact"} for action in actions]}
+    return {"actions": [{**action, "class": "exact"} for action in [*actions, *cut(pieces)]]}
+
+
+def cut(pieces):
+    return [{"kind": "micro_batch", "count": pieces}] if pieces > 1 else []
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +101,29 @@ def _any_folder(monkeypatch):
         return DiskTier(window_bytes, folder, allow_memory=True)
 
     monkeypatch.setattr("memfit.apply.tiers.DiskTier", tier)
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    """Which parameters are used, one after another, by their places among those that go."""
+    used = []
+
+    class Observed:
+        def __init__(self, *arguments):
+            self._room = memfit._native.Room(*arguments)
+
+        def need(self, numbers):
+            for number in dict.fromkeys(numbers):
+                if used[-1:] != [number]:
+                    used.append(number)
+            return self._room.need(numbers)
+
+        def __getattr__(self, name):
+            return getattr(self._room, name)
+
+    native = SimpleNamespace(Room=Observed)
+    monkeypatch.setattr("memfit.apply.offload_parameters._native", native)
+    return used
 
 
 def in_memory(model):
@@ -117,7 +146,7 @@ class Highest(TorchDispatchMode):
 
 def run(workload, made, steps=3):
     """Losses, and what the model is after so many steps."""
-    with Fitted(workload, made) as fitted:
+    with Fitted(workload, made, loss_reduction="mean") as fitted:
         losses = []
         for step in range(steps):
             torch.manual_seed(step)
@@ -132,6 +161,7 @@ def same(first, second):
 # The same bits, within the room
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize(
     ("fuse", "state", "room", "ahead"),
     [
@@ -141,11 +171,11 @@ def same(first, second):
         (False, True, 2 * WEIGHT, 0),
     ],
 )
-def test_parameters_are_bitwise_after_three_steps_in_their_room(fuse, state, room, ahead):
-    expected = run(build(), NOTHING)
+def test_parameters_are_bitwise_after_three_steps_in_their_room(fuse, state, room, ahead, pieces):
+    expected = run(build(), {"actions": cut(pieces)})
     workload = build()
-    made = plan(workload, fuse=fuse, state=state, room=room, ahead=ahead)
-    with Fitted(workload, made) as fitted:
+    made = plan(workload, fuse=fuse, state=state, room=room, ahead=ahead, pieces=pieces)
+    with Fitted(workload, made, loss_reduction="mean") as fitted:
         losses = []
         for step in range(3):
             torch.manual_seed(step)
@@ -358,6 +388,50 @@ def test_a_step_that_fits_only_without_its_parameters_is_planned_measured_and_bi
     assert planned["measured_peak_bytes"] <= budget
     predicted = made.planned.predicted_peak_bytes
     assert abs(planned["measured_peak_bytes"] - predicted) <= 0.01 * predicted
+
+
+def tall():
+    """Activations and parameters are both too many."""
+    return dataclasses.replace(wide(), batch=torch.randn(2048, 256))
+
+
+@pytest.mark.parametrize(
+    ("forbid", "beside"),
+    [
+        ((), "micro_batch"),
+        (("micro_batch", "offload"), "remat"),
+        (("micro_batch", "remat"), "offload"),
+    ],
+)
+def test_a_step_that_fits_only_without_its_parameters_and_by_another_action(
+    forbid, beside, tmp_path, uses
+):
+    trace = memfit.trace(tall())
+
+    def made(budget, *also):
+        kinds = (*forbid, *also)
+        options = {"offload": tmp_path, "allow": "equivalent", "forbid": kinds}
+        return memfit.plan(trace, budget=budget, **options)
+
+    least = [made("1MiB", kind).minimum_peak_bytes for kind in ("offload_parameters", beside)]
+    found = made(int(0.9 * min(least)))
+    assert found.verdict == "fits"
+    kinds = {action.kind for action in found.actions}
+    assert {"offload_parameters", beside} <= kinds
+    verified = verify(tall, found.as_dict(), loss_reduction="mean", steps=2)
+    same = {"bitwise"} if "micro_batch" in forbid else {"bitwise", "equivalent"}
+    assert {verified[what]["class"] for what in ("loss", "gradients", "parameters")} <= same
+    measured = verified["planned"]["measured_peak_bytes"]
+    assert measured <= found.budget_bytes
+    predicted = found.planned.predicted_peak_bytes
+    assert abs(measured - predicted) <= 0.01 * predicted
+    with Fitted(tall(), found.as_dict(), loss_reduction="mean") as fitted:
+        fitted.step()
+        uses.clear()
+        fitted.step()
+    actions = [action.get("offload_parameters") for action in found.as_dict()["actions"]]
+    (directions,) = filter(None, actions)
+    assert uses == directions["order"], "what runs again and every piece of the batch included"
 
 
 def test_inference_fits_into_less_than_its_parameters(tmp_path):

@@ -251,7 +251,7 @@ class ParametersElsewhere:
         """Run a step inside this: every op finds the parameters that it uses."""
         placed = self._placed
         assert placed is not None, "placed before"
-        with self._down(placed), _Watch(partial(self._use, placed)):
+        with self._down(placed), UseWatch(partial(self._use, placed)):
             yield
 
     @contextlib.contextmanager
@@ -453,10 +453,15 @@ def bring_parameters_home(model: nn.Module) -> None:
             owner.bring_home()
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells of the storages that ops are about to use."""
 
     def __init__(self, on_use: Callable[..., None]) -> None:
+        """Create it.
+
+        Args:
+            on_use: Called with the identities of an op's storages, and ``is_written``.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_use = on_use
 
@@ -467,6 +472,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Tell, and run the op."""
         storages: list[int] = []
         _collect(args, storages)
         if kwargs:

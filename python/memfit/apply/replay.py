@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.offload import ask_for, fetch_now
+from memfit.apply.offload_parameters import UseWatch
 from memfit.apply.records import (
     Fetch,
     Geometry,
@@ -191,10 +192,15 @@ def _states_of(errand: Record | State) -> list[State]:
 
 @contextlib.contextmanager
 def _bare_dispatch() -> Iterator[None]:
-    """Switch autocast off, and dispatch modes if any is on."""
+    """Switch autocast off, and dispatch modes if any is on.
+
+    But for those that have what ops are about to use: ops that run again use parameters too.
+    """
     with contextlib.ExitStack() as stack:
         if torch._C._len_torch_dispatch_stack() > 0:
-            stack.enter_context(_disable_current_modes())
+            for mode in stack.enter_context(_disable_current_modes()):
+                if isinstance(mode, UseWatch):
+                    stack.enter_context(mode)
         stack.enter_context(torch._C._DisableAutocast())
         yield
 

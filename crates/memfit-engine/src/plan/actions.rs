@@ -9,11 +9,11 @@ use super::problem::{Candidate, Problem};
 use super::validate::{InvalidPlan, validate};
 use super::{
     Action, ActionKind, Class, Dropped, Estimate, OffloadOptimizer, OffloadParameters, Plan, arena,
-    emit,
+    emit, rooms,
 };
 use crate::bytes::Bytes;
 use crate::predict;
-use crate::step::{UpdateTurn, Variant, update_turns};
+use crate::step::{Passes, Treatment, UpdateTurn, Variant, update_turns};
 use crate::trace::{AllocationId, Chunk, ParameterUpdate, Phase, Trace};
 
 const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
@@ -51,7 +51,7 @@ impl Planner<'_> {
         }
         let away = self.offload_optimizer_action(&outcome.trace, outcome.variant);
         plan.actions.extend(away);
-        let away = self.offload_parameters_action(&outcome.trace, outcome.variant);
+        let away = self.offload_parameters_action(outcome, treatments);
         plan.actions.extend(away);
         if let Some(step) = self.step_of(outcome) {
             plan.actions.push(self.chunk_action(step));
@@ -139,11 +139,21 @@ impl Planner<'_> {
     }
 
     /// The parameters that an outcome keeps elsewhere, if it does.
-    fn offload_parameters_action(&self, trace: &Trace, variant: Variant) -> Option<Action> {
+    fn offload_parameters_action(
+        &self,
+        outcome: &Outcome,
+        treatments: &[Treatment],
+    ) -> Option<Action> {
+        let (trace, variant) = (&outcome.trace, outcome.variant);
         let (away, offer) = (variant.offload_parameters?, self.parameters_offer()?);
         let items: Vec<AllocationId> = away.of(trace).collect();
         let name = |id: &AllocationId| trace.string(trace.allocations[id.index()].name).to_owned();
-        let order = away.order(trace, variant).into_iter();
+        let passes = Passes {
+            variant,
+            pieces: outcome.pieces,
+            replays: &rooms::replays(trace, variant, treatments),
+        };
+        let order = away.order(trace, passes).into_iter();
         let place = |id: AllocationId| u32::try_from(items.binary_search(&id).ok()?).ok();
         Some(Action {
             count: items.len() as u64,

@@ -26,6 +26,7 @@ mod patience;
 mod problem;
 mod refusal;
 mod relaxation;
+mod rooms;
 mod rows;
 mod search;
 mod transfers;

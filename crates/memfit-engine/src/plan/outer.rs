@@ -18,7 +18,7 @@ use super::{
 use crate::bytes::{Budget, BudgetError, Bytes};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::step::{Treatment, Variant};
+use crate::step::{Passes, Treatment, Variant};
 use crate::trace::{Category, SCHEMA_VERSION, Trace};
 
 /// Why there is no plan.
@@ -336,6 +336,13 @@ impl Planner<'_> {
             nothing_done(&problem, self.target)
         };
         drop(problem);
+        let once = Passes {
+            variant,
+            pieces,
+            replays: &[],
+        };
+        let counted = |best| self.with_replayed_parameters(&costs, &trace, once, best);
+        let best = best.map(counted);
         Outcome {
             trace,
             variant,
@@ -352,7 +359,7 @@ impl Planner<'_> {
     }
 
     /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it.
-    fn piece(&self, pieces: u64) -> Trace {
+    pub(super) fn piece(&self, pieces: u64) -> Trace {
         if pieces <= 1 {
             return self.trace.alone();
         }

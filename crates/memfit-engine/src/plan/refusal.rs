@@ -3,7 +3,8 @@
 //! Responsible for the proofs that the optimizer may run inside backward and that the batch may be cut,
 //! and for the words when they fail. Not responsible for whether using them pays.
 
-use super::variants::{LEAST_PARAMETER, LEAST_STATE};
+use super::rooms::LEAST_PARAMETER;
+use super::variants::LEAST_STATE;
 use super::{ActionKind, PlanRequest};
 use crate::bytes::Bytes;
 use crate::step::{ParametersAway, StateAway};

@@ -107,11 +107,35 @@ impl Schedule {
         transfers: &[Transfer],
         bytes_of: impl Fn(AllocationId) -> Bytes,
     ) -> f64 {
+        self.added(transfers.iter().map(|&transfer| (0.0, transfer)), bytes_of)
+    }
+
+    /// Seconds that the transfers of passes add to a step whose passes begin so many seconds after each other.
+    pub(super) fn seconds_of_passes(
+        &mut self,
+        passes: &[Vec<Transfer>],
+        pass_seconds: f64,
+        bytes_of: impl Fn(AllocationId) -> Bytes,
+    ) -> f64 {
+        let begins = std::iter::successors(Some(0.0), |begin| Some(begin + pass_seconds));
+        let transfers = begins.zip(passes).flat_map(|(begin, transfers)| {
+            let transfers = transfers.iter();
+            transfers.map(move |&transfer| (begin, transfer))
+        });
+        self.added(transfers, bytes_of)
+    }
+
+    /// Seconds that transfers add, each with when its pass begins.
+    fn added(
+        &mut self,
+        transfers: impl Iterator<Item = (f64, Transfer)>,
+        bytes_of: impl Fn(AllocationId) -> Bytes,
+    ) -> f64 {
         // The channel is free from here on; computing waited so long in all; copies took so long.
         let (mut free, mut waited, mut copied) = (0.0_f64, 0.0_f64, 0.0_f64);
-        for transfer in transfers {
-            let (position, id) = parts(*transfer);
-            let now = self.at(position.index()) + waited;
+        for (begin, transfer) in transfers {
+            let (position, id) = parts(transfer);
+            let now = begin + self.at(position.index()) + waited;
             let bytes = bytes_of(id).as_f64();
             let rate = match transfer {
                 Transfer::Out { .. } => Some(self.offer.write_bytes_per_second),
@@ -286,6 +310,15 @@ mod tests {
         assert!((at_once - 1.0).abs() < 1e-3, "{at_once}");
         let fetched = seconds(&[Transfer::Fetch { at, allocation }]);
         assert!((fetched - 1.0).abs() < 1e-3, "{fetched}");
+    }
+
+    #[test]
+    fn what_one_pass_began_the_next_waits_for() {
+        let transfers = [vec![out(1, 0), out(9, 1)], vec![settled(0, 1)]];
+        let waited = schedule().seconds_of_passes(&transfers, 10.0, |_| Bytes(4));
+        assert!((waited - 1.0).abs() < 1e-3, "{waited}");
+        let late = schedule().seconds_of_passes(&transfers, 11.0, |_| Bytes(4));
+        assert!(late < 1e-3, "{late}");
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! Which combinations of outer choices are tried, and what each adds to the step whatever else is done.
 //!
-//! Responsible for: the optimizer inside backward or not, its state elsewhere or not, parameters elsewhere or not and
-//! how much room they have, how much may be on its way at once, and into how many pieces the batch is cut. Not
-//! responsible for solving a combination or for choosing (`outer.rs`), nor for what may be done at all
-//! (`refusal.rs`).
+//! Responsible for: the optimizer inside backward or not, its state elsewhere or not, how much may be on its way at
+//! once, and into how many pieces the batch is cut. Not responsible for how much room parameters have
+//! (`rooms.rs`), for solving a combination or for choosing (`outer.rs`), nor for what may be done at all (`refusal.rs`).
 
 use super::outer::{Outcome, Planner};
 use super::patience::Share;
@@ -12,7 +11,7 @@ use super::transfers::Schedule;
 use super::{ActionKind, Offer, refusal};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
-use crate::step::{ParametersAway, StateAway, StepModel, Variant};
+use crate::step::{Passes, StateAway, StepModel, Variant};
 use crate::trace::{AllocationId, Phase, Trace};
 
 /// Divisors of the batch tried as number of pieces.
@@ -20,12 +19,6 @@ const MOST_DIVISORS: usize = 6;
 
 /// Smaller state stays in memory: fetching it would take longer than it is worth.
 pub(super) const LEAST_STATE: Bytes = Bytes(4096);
-
-/// Smaller parameters stay in memory, likewise.
-pub(super) const LEAST_PARAMETER: Bytes = Bytes(16_384);
-
-/// Rooms that are tried, in quarters of all parameters that may go; and the smallest that will do.
-const ROOMS: [u64; 3] = [3, 2, 1];
 
 impl Planner<'_> {
     /// The combinations that leave the batch whole.
@@ -42,86 +35,7 @@ impl Planner<'_> {
         outcomes
     }
 
-    /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case those
-    /// that leave the least in memory, in backward and after it: what none of them reaches, nothing does.
-    fn with_rooms(
-        &self,
-        rooms: &[ParametersAway],
-        best_seconds: f64,
-    ) -> impl Iterator<Item = (Variant, u64)> {
-        let (windows, states) = (self.windows(), self.states_away());
-        let may_fuse = refusal::fuse_optimizer(self.trace, self.request).is_none();
-        let narrow = rooms.len().saturating_sub(1);
-        let mut variants = Vec::new();
-        for (number, &room) in rooms.iter().enumerate() {
-            let is_narrow = number == narrow;
-            let (window, away) = if is_narrow {
-                (windows.last(), states.last())
-            } else {
-                (windows.first(), states.first())
-            };
-            let with = |offload_optimizer| Variant {
-                window_bytes: window.copied().unwrap_or_default(),
-                offload_optimizer,
-                fuse_optimizer: may_fuse,
-                offload_parameters: Some(room),
-                ..Variant::default()
-            };
-            let stays = with(None);
-            let may_win = |variant: &Variant| {
-                let seconds = self.base_seconds(self.costs, self.trace, *variant, 1);
-                seconds < best_seconds
-            };
-            variants.extend(Some(stays).filter(|it| is_narrow && away.is_none() || may_win(it)));
-            let goes = away.map(|&away| with(Some(away)));
-            variants.extend(goes.filter(|it| is_narrow || may_win(it)));
-            let after = Variant {
-                fuse_optimizer: false,
-                ..goes.unwrap_or(stays)
-            };
-            variants.extend(Some(after).filter(|_| is_narrow && may_fuse));
-        }
-        variants.into_iter().map(|variant| (variant, 1))
-    }
-
-    /// Parameters elsewhere, from the largest room to the smallest; nothing where they have to stay.
-    fn parameters_away(&self) -> Vec<ParametersAway> {
-        let Some(narrow) = self.narrowest_room() else {
-            return Vec::new();
-        };
-        let sizes = narrow.of(self.trace);
-        let ahead_bytes = sizes
-            .map(|id| self.trace.allocations[id.index()].bytes)
-            .max();
-        let ahead_bytes = ahead_bytes.unwrap_or_default();
-        let all = narrow.bytes(self.trace);
-        let quarters = ROOMS.map(|quarters| Bytes(all.0 / 4 * quarters));
-        let next = narrow.room_bytes + ahead_bytes;
-        let rooms = quarters.into_iter().filter(|&room| room > next);
-        let wide = rooms.chain(Some(next)).map(|room_bytes| ParametersAway {
-            room_bytes,
-            ahead_bytes,
-            ..narrow
-        });
-        wide.chain(Some(narrow)).collect()
-    }
-
-    /// Parameters elsewhere in the smallest room that will do; `None` where they have to stay.
-    pub(super) fn narrowest_room(&self) -> Option<ParametersAway> {
-        self.parameters_offer()?;
-        let away = ParametersAway {
-            room_bytes: Bytes::ZERO,
-            ahead_bytes: Bytes::ZERO,
-            least_bytes: LEAST_PARAMETER,
-        };
-        let variant = Variant {
-            offload_parameters: Some(away),
-            ..Variant::default()
-        };
-        let room_bytes = away.least_room(self.trace, variant);
-        Some(ParametersAway { room_bytes, ..away })
-    }
-
+    /// The combinations that cut the batch into pieces.
     pub(super) fn micro_batches(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let window_bytes = self.windows().first().copied().unwrap_or_default();
         let plain = Variant {
@@ -133,10 +47,23 @@ impl Planner<'_> {
             offload_optimizer: Some(away),
             ..plain
         });
-        let variants = || [Some(plain), away].into_iter().flatten();
+        let variants: Vec<_> = [Some(plain), away].into_iter().flatten().collect();
+        let rooms = self.parameters_away();
+        let kinds = 1 + usize::from(!rooms.is_empty());
+        let tries = self.in_pieces(&variants);
+        let mut outcomes = self.outcomes(&tries, share.part(0, kinds), best_seconds);
+        let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
+        let best_seconds = seconds.fold(best_seconds, f64::min);
+        let worth = self.pieces_with_rooms(&rooms, away.unwrap_or(plain), best_seconds);
+        outcomes.extend(self.outcomes(&worth, share.part(1, kinds), best_seconds));
+        outcomes
+    }
+
+    /// Some variants with every number of pieces that the batch can be cut into.
+    pub(super) fn in_pieces(&self, variants: &[Variant]) -> Vec<(Variant, u64)> {
         let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
-        let tries = counts.flat_map(|pieces| variants().map(move |variant| (variant, pieces)));
-        self.outcomes(&tries.collect::<Vec<_>>(), share, best_seconds)
+        let tries = counts.flat_map(|pieces| variants.iter().map(move |&it| (it, pieces)));
+        tries.collect()
     }
 
     /// The optimizer in backward or not, its state elsewhere or not, and how much may be on its way at once. Where
@@ -168,7 +95,7 @@ impl Planner<'_> {
 
     /// Transfers hide behind computing where two of the largest allocations may be on their way; where bytes are
     /// short, none are.
-    fn windows(&self) -> Vec<Bytes> {
+    pub(super) fn windows(&self) -> Vec<Bytes> {
         if self.offer().is_none() {
             return vec![Bytes::ZERO];
         }
@@ -184,7 +111,7 @@ impl Planner<'_> {
 
     /// State elsewhere, with a window that lets any one update's come ahead, and with none; nothing where the state
     /// has to stay.
-    fn states_away(&self) -> Vec<StateAway> {
+    pub(super) fn states_away(&self) -> Vec<StateAway> {
         let Some(narrow) = self.state_away(Bytes::ZERO) else {
             return Vec::new();
         };
@@ -207,12 +134,6 @@ impl Planner<'_> {
     pub(super) fn offer(&self) -> Option<&Offer> {
         let offer = self.request.offload.as_ref();
         offer.filter(|_| refusal::offload(self.request).is_none())
-    }
-
-    /// The place for parameters, if they may be offloaded.
-    pub(super) fn parameters_offer(&self) -> Option<&Offer> {
-        let offer = self.request.offload.as_ref();
-        offer.filter(|_| refusal::offload_parameters(self.trace, self.request).is_none())
     }
 
     /// The place for optimizer state, if it may be offloaded.
@@ -238,7 +159,7 @@ impl Planner<'_> {
         variant: Variant,
         pieces: u64,
     ) -> f64 {
-        let passes = costs.phase_seconds(trace, &[Phase::Forward, Phase::Backward]) * pieces as f64;
+        let pass = costs.phase_seconds(trace, &[Phase::Forward, Phase::Backward]);
         let gradients: Bytes = trace
             .updates
             .iter()
@@ -250,15 +171,13 @@ impl Planner<'_> {
             let schedule = Schedule::new(trace, offer.clone(), costs);
             schedule.state_seconds(trace, variant, update)
         });
-        let parameters = self.parameters_offer().map_or(0.0, |offer| {
-            let Some(away) = variant.offload_parameters else {
-                return 0.0;
-            };
-            let mut schedule = Schedule::new(trace, offer.clone(), costs);
-            let bytes_of = |id: AllocationId| trace.allocations[id.index()].bytes;
-            schedule.seconds(&away.transfers(trace, variant), bytes_of)
-        });
-        passes + accumulate + update + moved + parameters
+        let once = Passes {
+            variant,
+            pieces,
+            replays: &[],
+        };
+        let parameters = self.parameter_seconds(costs, trace, once);
+        pass * pieces as f64 + accumulate + update + moved + parameters
     }
 }
 

@@ -26,6 +26,15 @@ pub struct Moment {
     pub replay: Option<OpIndex>,
 }
 
+/// A forward op that runs again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Replay {
+    /// The op before which it does.
+    pub at: OpIndex,
+    /// The forward op.
+    pub op: OpIndex,
+}
+
 /// What one sweep found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evaluation {
@@ -204,6 +213,22 @@ impl<'m> Evaluator<'m> {
         }
         holdings.sort_by_key(|h| (std::cmp::Reverse(h.bytes), h.allocation));
         holdings
+    }
+
+    /// Every replay of a sweep in order: the forward op that runs again, and the op before which it does.
+    pub fn replays(&mut self, treatments: &[Treatment]) -> Vec<Replay> {
+        self.begin(treatments);
+        let mut replays = Vec::new();
+        let index = |i| OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
+        for &(position, event) in &self.model.events {
+            self.apply(treatments, position, event);
+            let made = self.state.replayed.drain(..);
+            replays.extend(made.map(|op| Replay {
+                at: index(position),
+                op: index(op),
+            }));
+        }
+        replays
     }
 
     /// All changes of a sweep in order; `None` when the treatments are not valid.

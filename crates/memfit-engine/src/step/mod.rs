@@ -24,10 +24,10 @@ mod transfers;
 mod treatment;
 mod updates;
 
-pub use evaluate::{Evaluation, Evaluator, Holding, Moment};
+pub use evaluate::{Evaluation, Evaluator, Holding, Moment, Replay};
 pub use incremental::IncrementalEvaluator;
 pub use model::{StepModel, Undroppable, Variant};
-pub use parameters::ParametersAway;
+pub use parameters::{ParametersAway, Passes};
 pub use storable::Unstorable;
 pub use transfers::Transfer;
 pub use treatment::Treatment;

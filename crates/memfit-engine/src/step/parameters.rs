@@ -3,12 +3,13 @@
 //! Responsible for what `docs/concepts/transformed-trace.md` says under "Parameters elsewhere". What is in memory at
 //! which use is [`super::room`]'s. Not responsible for the peak: the room counts throughout (`events.rs`).
 
+use super::evaluate::Replay;
 use super::model::Variant;
 use super::room::{Move, Room};
 use super::transfers::Transfer;
 use super::updates::{UpdateTurn, update_turns, updates_end};
 use crate::bytes::Bytes;
-use crate::trace::{AllocationId, Category, Op, OpIndex, Trace};
+use crate::trace::{AllocationId, Category, Op, OpIndex, Phase, Trace};
 
 /// Parameters that are elsewhere but for a room in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +20,17 @@ pub struct ParametersAway {
     pub ahead_bytes: Bytes,
     /// Smallest parameter that goes away.
     pub least_bytes: Bytes,
+}
+
+/// How a step runs, as far as it matters when parameters are used.
+#[derive(Debug, Clone, Copy)]
+pub struct Passes<'a> {
+    /// When the updates run.
+    pub variant: Variant,
+    /// Micro-batches; the trace is of one of them.
+    pub pieces: u64,
+    /// What runs again in each backward, in order.
+    pub replays: &'a [Replay],
 }
 
 impl ParametersAway {
@@ -58,17 +70,21 @@ impl ParametersAway {
     #[must_use]
     pub fn least_room(self, trace: &Trace, variant: Variant) -> Bytes {
         let size = |id: &AllocationId| trace.allocations[id.index()].bytes;
-        let uses = self.uses(trace, variant).into_iter();
+        let once = Passes {
+            variant,
+            pieces: 1,
+            replays: &[],
+        };
+        let uses = self.uses_in(trace, once).into_iter().flatten();
         let sizes = uses.map(|used| used.items.iter().map(size).sum());
         sizes.max().unwrap_or_default()
     }
 
-    /// Names of parameters in the order in which a step uses them. One that is used by several ops in a row is named
-    /// once.
+    /// The order in which a step uses them. One that is used by several ops in a row is named once.
     #[must_use]
-    pub fn order(self, trace: &Trace, variant: Variant) -> Vec<AllocationId> {
+    pub fn order(self, trace: &Trace, passes: Passes<'_>) -> Vec<AllocationId> {
         let mut order: Vec<AllocationId> = Vec::new();
-        for used in self.uses(trace, variant) {
+        for used in self.uses_in(trace, passes).into_iter().flatten() {
             for item in used.items {
                 if order.last() != Some(&item) {
                     order.push(item);
@@ -78,99 +94,97 @@ impl ParametersAway {
         order
     }
 
-    /// What of them moves in a step that is one of many, in order.
+    /// What of them moves in a step that is one of many, in order, for each of its micro-batches.
     #[must_use]
-    pub fn transfers(self, trace: &Trace, variant: Variant) -> Vec<Transfer> {
+    pub fn transfers(self, trace: &Trace, passes: Passes<'_>) -> Vec<Vec<Transfer>> {
         let items: Vec<AllocationId> = self.of(trace).collect();
         let place = |id: &AllocationId| items.binary_search(id).ok();
         let sizes = items.iter().map(|id| trace.allocations[id.index()].bytes.0);
-        let order = self.order(trace, variant);
+        let order = self.order(trace, passes);
         let order = order.iter().filter_map(place).collect();
-        let mut room = Room::new(
+        let room = Room::new(
             sizes.collect(),
             order,
             self.room_bytes.0,
             self.ahead_bytes.0,
         );
-        let mut outgoing = vec![false; items.len()];
-        let mut transfers = Vec::new();
-        let uses = self.uses(trace, variant);
+        let mut traffic = Traffic {
+            outgoing: vec![false; items.len()],
+            items,
+            room,
+        };
+        let passes = self.uses_in(trace, passes);
+        let mut step = || -> Vec<Vec<Transfer>> {
+            let pass = |uses: &Vec<Use>| uses.iter().flat_map(|used| traffic.moved(used)).collect();
+            passes.iter().map(pass).collect()
+        };
         // What is there at the start is what the step before left.
-        for is_measured in [false, true] {
-            for Use {
-                at,
-                items: used,
-                written,
-            } in &uses
-            {
-                let needed: Vec<usize> = used.iter().filter_map(place).collect();
-                for what in room.need(&needed) {
-                    let allocation = match what {
-                        Move::Evict(item)
-                        | Move::Fetch(item)
-                        | Move::Ahead(item)
-                        | Move::Await(item) => items[item],
-                    };
-                    let at = *at;
-                    let transfer = match what {
-                        Move::Evict(item) => {
-                            if !std::mem::take(&mut outgoing[item]) {
-                                continue;
-                            }
-                            Transfer::Settled { at, allocation }
-                        }
-                        Move::Fetch(_) => Transfer::Fetch { at, allocation },
-                        Move::Ahead(_) => Transfer::Ahead { at, allocation },
-                        Move::Await(_) => Transfer::Asked { at, allocation },
-                    };
-                    transfers.extend(is_measured.then_some(transfer));
-                }
-                for &item in needed.iter().filter(|_| *written) {
-                    outgoing[item] = true;
-                    let (at, allocation) = (*at, items[item]);
-                    transfers.extend(is_measured.then_some(Transfer::Out { at, allocation }));
-                }
-            }
-        }
-        transfers
+        step();
+        step()
     }
 
-    /// Every op and every update that uses some of them, in order.
-    fn uses(self, trace: &Trace, variant: Variant) -> Vec<Use> {
-        let updates = update_turns(trace, variant).into_iter();
-        let mut updates = updates
-            .filter_map(|(at, turn)| match turn {
-                UpdateTurn::Update(update) => Some((at, trace.updates[update].parameter)),
-                _ => None,
-            })
-            .filter(|&(_, parameter)| self.has(trace, parameter))
-            .map(|(at, parameter)| Use {
-                at,
-                items: vec![parameter],
-                written: true,
-            })
-            .peekable();
+    /// Whatever uses some of them, in order, for each micro-batch. The last one has the updates.
+    fn uses_in(self, trace: &Trace, passes: Passes<'_>) -> Vec<Vec<Use>> {
+        let optimizer = |op: &Op| op.phase == Phase::Optimizer;
+        let begin = trace.ops.iter().position(optimizer);
+        let begin = begin.unwrap_or(trace.ops.len());
+        let variant = passes.variant;
         let end = if variant.updates_one_by_one() {
             updates_end(trace, variant)
         } else {
             trace.ops.len()
         };
-        let mut uses = Vec::new();
-        for (at, op) in (0..).map(OpIndex).zip(&trace.ops[..end]) {
-            while let Some(update) = updates.next_if(|update| update.at <= at) {
-                uses.push(update);
-            }
-            let items = self.used_by(trace, op);
-            if !items.is_empty() {
-                uses.push(Use {
-                    at,
-                    items,
-                    written: false,
-                });
-            }
-        }
-        uses.extend(updates);
-        uses
+        let ops = |end: usize| {
+            let mut uses = self.used_by_replays(trace, passes.replays);
+            uses.extend(self.used_by_ops(trace, end));
+            uses
+        };
+        let in_order = |mut uses: Vec<Use>| {
+            // At one position, in the order in which they were put down.
+            uses.sort_by_key(|used| used.at);
+            uses
+        };
+        let mut last = self.used_by_updates(trace, variant);
+        last.extend(ops(end));
+        let before = (1..passes.pieces).map(|_| in_order(ops(begin)));
+        let mut all: Vec<Vec<Use>> = before.collect();
+        all.push(in_order(last));
+        all
+    }
+
+    fn used_by_updates(self, trace: &Trace, variant: Variant) -> Vec<Use> {
+        let turns = update_turns(trace, variant).into_iter();
+        let updates = turns.filter_map(|(at, turn)| match turn {
+            UpdateTurn::Update(update) => Some((at, trace.updates[update].parameter)),
+            _ => None,
+        });
+        let updates = updates.filter(|&(_, parameter)| self.has(trace, parameter));
+        let uses = updates.map(|(at, parameter)| Use {
+            at,
+            items: vec![parameter],
+            written: true,
+        });
+        uses.collect()
+    }
+
+    fn used_by_replays(self, trace: &Trace, replays: &[Replay]) -> Vec<Use> {
+        let uses = replays.iter().map(|&Replay { at, op }| Use {
+            at,
+            items: self.used_by(trace, &trace.ops[op.index()]),
+            written: false,
+        });
+        uses.filter(|used| !used.items.is_empty()).collect()
+    }
+
+    /// By the ops before `end`.
+    fn used_by_ops(self, trace: &Trace, end: usize) -> Vec<Use> {
+        let uses = (0..).map(OpIndex).zip(&trace.ops[..end]);
+        let uses = uses.map(|(at, op)| Use {
+            at,
+            items: self.used_by(trace, op),
+            written: false,
+        });
+        uses.filter(|used| !used.items.is_empty()).collect()
     }
 
     /// Those that an op reads or writes, distinct.
@@ -194,11 +208,49 @@ struct Use {
     written: bool,
 }
 
+/// What moves from use to use.
+struct Traffic {
+    items: Vec<AllocationId>,
+    room: Room,
+    /// Items whose write has begun and was not waited for.
+    outgoing: Vec<bool>,
+}
+
+impl Traffic {
+    /// What moves for a use.
+    fn moved(&mut self, used: &Use) -> Vec<Transfer> {
+        let at = used.at;
+        let places = used.items.iter();
+        let needed: Vec<usize> = places
+            .filter_map(|id| self.items.binary_search(id).ok())
+            .collect();
+        let mut transfers = Vec::new();
+        for what in self.room.need(&needed) {
+            let (Move::Evict(item) | Move::Fetch(item) | Move::Ahead(item) | Move::Await(item)) =
+                what;
+            let allocation = self.items[item];
+            transfers.extend(match what {
+                Move::Evict(_) => std::mem::take(&mut self.outgoing[item])
+                    .then_some(Transfer::Settled { at, allocation }),
+                Move::Fetch(_) => Some(Transfer::Fetch { at, allocation }),
+                Move::Ahead(_) => Some(Transfer::Ahead { at, allocation }),
+                Move::Await(_) => Some(Transfer::Asked { at, allocation }),
+            });
+        }
+        for item in needed.into_iter().filter(|_| used.written) {
+            self.outgoing[item] = true;
+            let allocation = self.items[item];
+            transfers.push(Transfer::Out { at, allocation });
+        }
+        transfers
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::trace::sample::Builder;
-    use crate::trace::{ParameterUpdate, Phase, ValueId};
+    use crate::trace::{ParameterUpdate, ValueId};
 
     /// Two layers of one parameter each, used in forward and in backward and updated at the end.
     fn two_layers() -> (Trace, [AllocationId; 2]) {
@@ -259,7 +311,7 @@ mod tests {
         let (away, variant) = away(64, 0);
         assert_eq!(away.of(&trace).collect::<Vec<_>>(), [first, second]);
         assert_eq!(
-            away.order(&trace, variant),
+            away.order(&trace, once(variant)),
             [first, second, first, second],
             "forward, backward from the second on, its updates in the order of gradients"
         );
@@ -275,7 +327,7 @@ mod tests {
         let (trace, [_, second]) = two_layers();
         let (away, variant) = away(64, 33);
         assert_eq!(away.of(&trace).collect::<Vec<_>>(), [second]);
-        assert_eq!(away.order(&trace, variant), [second]);
+        assert_eq!(away.order(&trace, once(variant)), [second]);
         assert_eq!(away.held_bytes(&trace), Bytes(64));
     }
 
@@ -298,8 +350,8 @@ mod tests {
             allocation,
         };
         assert_eq!(
-            narrow.transfers(&trace, variant),
-            [
+            narrow.transfers(&trace, once(variant)),
+            [[
                 settled(0, second),
                 fetch(0, first),
                 fetch(1, second),
@@ -308,11 +360,85 @@ mod tests {
                 settled(7, first),
                 fetch(7, second),
                 out(7, second),
-            ]
+            ]]
         );
         // Room for both: nothing comes, and what changed is written all the same.
         let (wide, variant) = away(96, 0);
-        let moved = wide.transfers(&trace, variant);
-        assert_eq!(moved, [out(7, first), out(7, second)]);
+        let moved = wide.transfers(&trace, once(variant));
+        assert_eq!(moved, [[out(7, first), out(7, second)]]);
+    }
+
+    #[test]
+    fn each_piece_but_the_last_ends_before_the_updates() {
+        let (trace, [first, second]) = two_layers();
+        let (narrow, variant) = away(64, 0);
+        let passes = Passes {
+            pieces: 2,
+            ..once(variant)
+        };
+        assert_eq!(
+            narrow.order(&trace, passes),
+            [first, second, first, second, first, second],
+            "forward and backward of one piece, and of the other with the updates"
+        );
+        let at = OpIndex;
+        let fetch = |op, allocation| Transfer::Fetch {
+            at: at(op),
+            allocation,
+        };
+        let settled = |op, allocation| Transfer::Settled {
+            at: at(op),
+            allocation,
+        };
+        let out = |op, allocation| Transfer::Out {
+            at: at(op),
+            allocation,
+        };
+        assert_eq!(
+            narrow.transfers(&trace, passes),
+            [
+                vec![
+                    settled(0, second),
+                    fetch(0, first),
+                    fetch(1, second),
+                    fetch(4, first),
+                ],
+                vec![
+                    fetch(1, second),
+                    fetch(4, first),
+                    out(7, first),
+                    settled(7, first),
+                    fetch(7, second),
+                    out(7, second),
+                ],
+            ]
+        );
+    }
+
+    #[test]
+    fn what_runs_again_uses_them_too() {
+        let (trace, [first, second]) = two_layers();
+        let (narrow, variant) = away(64, 0);
+        // The first layer's op, before backward uses the second's parameter.
+        let replays = [Replay {
+            at: OpIndex(3),
+            op: OpIndex(0),
+        }];
+        let passes = Passes {
+            replays: &replays,
+            ..once(variant)
+        };
+        assert_eq!(
+            narrow.order(&trace, passes),
+            [first, second, first, second, first, second]
+        );
+    }
+
+    fn once(variant: Variant) -> Passes<'static> {
+        Passes {
+            variant,
+            pieces: 1,
+            replays: &[],
+        }
     }
 }

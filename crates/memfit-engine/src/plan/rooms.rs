@@ -1,0 +1,184 @@
+//! Parameters elsewhere: how much room they may have, with what else, and what moving them costs.
+//!
+//! Responsible for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
+//! of parameters add, those for what runs again included. Not responsible for which parameters go or when they
+//! move (`step/parameters.rs`, `step/room.rs`).
+
+use super::outer::Planner;
+use super::problem::Candidate;
+use super::transfers::Schedule;
+use super::{Offer, refusal};
+use crate::bytes::Bytes;
+use crate::cost::Costs;
+use crate::step::{Evaluator, ParametersAway, Passes, Replay, StepModel, Treatment, Variant};
+use crate::trace::{AllocationId, Phase, Trace};
+
+/// Smaller parameters stay in memory: fetching them would take longer than it is worth.
+pub(super) const LEAST_PARAMETER: Bytes = Bytes(16_384);
+
+/// Rooms that are tried, in quarters of all parameters that may go; and the smallest that will do.
+const ROOMS: [u64; 3] = [3, 2, 1];
+
+impl Planner<'_> {
+    /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case those
+    /// that leave the least in memory, in backward and after it: what none of them reaches, nothing does.
+    pub(super) fn with_rooms(
+        &self,
+        rooms: &[ParametersAway],
+        best_seconds: f64,
+    ) -> impl Iterator<Item = (Variant, u64)> {
+        let (windows, states) = (self.windows(), self.states_away());
+        let may_fuse = refusal::fuse_optimizer(self.trace, self.request).is_none();
+        let narrow = rooms.len().saturating_sub(1);
+        let mut variants = Vec::new();
+        for (number, &room) in rooms.iter().enumerate() {
+            let is_narrow = number == narrow;
+            let (window, away) = if is_narrow {
+                (windows.last(), states.last())
+            } else {
+                (windows.first(), states.first())
+            };
+            let with = |offload_optimizer| Variant {
+                window_bytes: window.copied().unwrap_or_default(),
+                offload_optimizer,
+                fuse_optimizer: may_fuse,
+                offload_parameters: Some(room),
+                ..Variant::default()
+            };
+            let stays = with(None);
+            let may_win = |variant: &Variant| {
+                let seconds = self.base_seconds(self.costs, self.trace, *variant, 1);
+                seconds < best_seconds
+            };
+            variants.extend(Some(stays).filter(|it| is_narrow && away.is_none() || may_win(it)));
+            let goes = away.map(|&away| with(Some(away)));
+            variants.extend(goes.filter(|it| is_narrow || may_win(it)));
+            let after = Variant {
+                fuse_optimizer: false,
+                ..goes.unwrap_or(stays)
+            };
+            variants.extend(Some(after).filter(|_| is_narrow && may_fuse));
+        }
+        variants.into_iter().map(|variant| (variant, 1))
+    }
+
+    /// Parameters elsewhere, from the largest room to the smallest; nothing where they have to stay.
+    pub(super) fn parameters_away(&self) -> Vec<ParametersAway> {
+        let Some(narrow) = self.narrowest_room() else {
+            return Vec::new();
+        };
+        let sizes = narrow.of(self.trace);
+        let ahead_bytes = sizes
+            .map(|id| self.trace.allocations[id.index()].bytes)
+            .max();
+        let ahead_bytes = ahead_bytes.unwrap_or_default();
+        let all = narrow.bytes(self.trace);
+        let quarters = ROOMS.map(|quarters| Bytes(all.0 / 4 * quarters));
+        let next = narrow.room_bytes + ahead_bytes;
+        let rooms = quarters.into_iter().filter(|&room| room > next);
+        let wide = rooms.chain(Some(next)).map(|room_bytes| ParametersAway {
+            room_bytes,
+            ahead_bytes,
+            ..narrow
+        });
+        wide.chain(Some(narrow)).collect()
+    }
+
+    /// Parameters elsewhere in the smallest room that will do; `None` where they have to stay.
+    pub(super) fn narrowest_room(&self) -> Option<ParametersAway> {
+        self.parameters_offer()?;
+        let away = ParametersAway {
+            room_bytes: Bytes::ZERO,
+            ahead_bytes: Bytes::ZERO,
+            least_bytes: LEAST_PARAMETER,
+        };
+        let variant = Variant {
+            offload_parameters: Some(away),
+            ..Variant::default()
+        };
+        let room_bytes = away.least_room(self.trace, variant);
+        Some(ParametersAway { room_bytes, ..away })
+    }
+
+    /// Combinations of pieces with parameters elsewhere, in the largest room and in the smallest: those that may be
+    /// faster than what there is, and in any case the one that leaves the least in memory.
+    pub(super) fn pieces_with_rooms(
+        &self,
+        rooms: &[ParametersAway],
+        variant: Variant,
+        best_seconds: f64,
+    ) -> Vec<(Variant, u64)> {
+        let wide = rooms.first().map(|&room| Variant {
+            offload_parameters: Some(room),
+            ..variant
+        });
+        let narrow = rooms.last().map(|&room| Variant {
+            offload_parameters: Some(room),
+            window_bytes: self.windows().last().copied().unwrap_or_default(),
+            offload_optimizer: self.states_away().last().copied(),
+            ..variant
+        });
+        let variants: Vec<_> = [wide, narrow].into_iter().flatten().collect();
+        let mut tries = self.in_pieces(&variants);
+        let least = tries.last().copied();
+        tries.retain(|&(variant, pieces)| {
+            let trace = self.piece(pieces);
+            let costs = self.costs.scaled(self.trace, &trace);
+            let seconds = self.base_seconds(&costs, &trace, variant, pieces);
+            seconds < best_seconds || Some((variant, pieces)) == least
+        });
+        tries
+    }
+
+    /// The place for parameters, if they may be offloaded.
+    pub(super) fn parameters_offer(&self) -> Option<&Offer> {
+        let offer = self.request.offload.as_ref();
+        offer.filter(|_| refusal::offload_parameters(self.trace, self.request).is_none())
+    }
+
+    /// Seconds that moving parameters adds to a step; nothing where they stay.
+    pub(super) fn parameter_seconds(
+        &self,
+        costs: &Costs,
+        trace: &Trace,
+        passes: Passes<'_>,
+    ) -> f64 {
+        let away = passes.variant.offload_parameters;
+        let Some((offer, away)) = self.parameters_offer().zip(away) else {
+            return 0.0;
+        };
+        let mut schedule = Schedule::new(trace, offer.clone(), costs);
+        let pass = costs.phase_seconds(trace, &[Phase::Forward, Phase::Backward]);
+        let bytes_of = |id: AllocationId| trace.allocations[id.index()].bytes;
+        schedule.seconds_of_passes(&away.transfers(trace, passes), pass, bytes_of)
+    }
+
+    /// Counts, in what a candidate adds to each pass, the parameters that come for what runs again. The search does
+    /// without: it would have to lay the room out for every candidate.
+    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    pub(super) fn with_replayed_parameters(
+        &self,
+        costs: &Costs,
+        trace: &Trace,
+        once: Passes<'_>,
+        candidate: Candidate,
+    ) -> Candidate {
+        if once.variant.offload_parameters.is_none() {
+            return candidate;
+        }
+        let replays = &replays(trace, once.variant, &candidate.treatments)[..];
+        let with = self.parameter_seconds(costs, trace, Passes { replays, ..once });
+        let without = self.parameter_seconds(costs, trace, once);
+        let more = (with - without).max(0.0) / once.pieces as f64;
+        Candidate {
+            added_seconds: candidate.added_seconds + more,
+            ..candidate
+        }
+    }
+}
+
+/// What runs again in backward.
+pub(super) fn replays(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Vec<Replay> {
+    let model = StepModel::new(trace, variant);
+    Evaluator::new(&model).replays(treatments)
+}
