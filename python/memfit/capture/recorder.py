@@ -41,7 +41,7 @@ from memfit.capture.ledger import Ledger
 from memfit.capture.module_calls import ModuleCalls
 from memfit.capture.saves import Contents, InMemory, SavedTensors
 from memfit.capture.schema import OpFacts, draws_random_numbers, facts_of, reduction_of
-from memfit.capture.scratch_ops import has_scratch
+from memfit.capture.scratch_ops import takes_scratch
 from memfit.capture.shadow import Shadows, UnknownValueError
 from memfit.capture.source_line import SourceLines
 from memfit.errors import CaptureError, UsageError
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reduction = reduction_of(facts, args, kwargs)
             if reduction:
                 self.reductions[index] = reduction
-        if has_scratch(facts.name):
+        if takes_scratch(facts.name, args, kwargs):
             self.scratch_calls[index] = describe_call(func, args, kwargs)
         module, source, sequence = self._where()
         sizes = self.ledger.value_bytes

@@ -1,39 +1,74 @@
-"""Which ops take scratch memory inside that the dispatcher never sees.
+"""Which calls of ops take scratch memory inside that the dispatcher never sees.
 
-Responsible for the list, and for nothing else. It was filled by comparing the profiler's allocator
-events inside each op with the op's outputs, over convolutional, recurrent and attention models;
-an op that is missing makes predictions too low, one too many costs a probe.
+Responsible for the lists, and for nothing else. They were filled by comparing the profiler's
+allocator events inside each op with the op's outputs, over convolutional, recurrent and attention
+models and over the samples of torch's own operator tests (``torch.testing._internal``'s
+``op_db``), forward and backward. A call that is missing makes predictions too low, one too many
+costs a probe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 _PACKETS = frozenset(
     {
+        "_adaptive_avg_pool3d_backward",
+        "_cdist_backward",
+        "_cdist_forward",
+        "_chunk_cat",
+        "_ctc_loss",
+        "_ctc_loss_backward",
         "_embedding_bag",
+        "_embedding_bag_backward",
+        "_embedding_bag_per_sample_weights_backward",
+        "_euclidean_dist",
+        "_fft_c2c",
+        "_fft_c2r",
+        "_fft_r2c",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "_native_multi_head_attention",
         "_safe_softmax",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_thnn_fused_gru_cell",
         "_thnn_fused_lstm_cell",
+        "_transformer_encoder_layer_fwd",
+        "_trilinear",
+        "_unique",
         "_unique2",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
         "argsort",
+        "binary_cross_entropy_with_logits",
         "convolution",
         "convolution_backward",
         "cumprod",
         "cumsum",
+        "dist",
         "embedding_dense_backward",
         "grid_sampler_2d",
         "grid_sampler_2d_backward",
         "gru",
+        "histc",
+        "huber_loss",
         "index",
         "index_put",
         "index_put_",
+        "index_reduce",
+        "isin",
+        "isinf",
         "kthvalue",
         "logcumsumexp",
         "logsumexp",
         "lstm",
+        "masked_select",
         "max_pool2d_with_indices",
         "max_pool2d_with_indices_backward",
         "median",
@@ -42,16 +77,24 @@ _PACKETS = frozenset(
         "mode",
         "mse_loss",
         "mse_loss_backward",
+        "multinomial",
+        "mvlgamma",
+        "nanmedian",
         "native_batch_norm",
         "native_batch_norm_backward",
+        "native_dropout",
+        "native_dropout_backward",
         "native_group_norm",
         "native_group_norm_backward",
         "native_layer_norm",
         "native_layer_norm_backward",
+        "roll",
         "scatter",
         "scatter_add",
         "scatter_reduce",
         "smooth_l1_loss",
+        "soft_margin_loss",
+        "soft_margin_loss_backward",
         "sort",
         "std",
         "topk",
@@ -61,28 +104,158 @@ _PACKETS = frozenset(
     }
 )
 
-_WITHOUT = frozenset({"linalg_vector_norm"})
-
 _PREFIXES = (
     "_convolution",
+    "_linalg_",
+    "_upsample",
+    "linalg_",
     "mkldnn_",
     "slow_conv",
     "thnn_conv",
-    "_upsample",
     "upsample",
-    "linalg_",
 )
 
+_ONE_TYPE = frozenset(
+    {
+        "add",
+        "addcdiv",
+        "addcmul",
+        "atan2",
+        "cat",
+        "clamp",
+        "div",
+        "eq",
+        "fmod",
+        "ge",
+        "gt",
+        "hypot",
+        "le",
+        "lerp",
+        "lt",
+        "maximum",
+        "minimum",
+        "mul",
+        "ne",
+        "pow",
+        "remainder",
+        "rsub",
+        "stack",
+        "sub",
+        "where",
+        "xlogy",
+    }
+)
+"""Elementwise: operands of another type than they compute in are converted first."""
 
-@cache
-def has_scratch(name: str) -> bool:
-    """Whether an op may take memory that is neither an input nor an output of it.
+_DIVISIONS = frozenset({"atan2", "div", "xlogy"})
+"""Of those, what computes in floats always."""
+
+_REDUCTIONS = frozenset(
+    {"all", "any", "linalg_vector_norm", "mean", "nansum", "norm", "prod", "sum"}
+)
+"""Convert what they reduce: floats below 32 bits, integers, and where another type is asked for."""
+
+_MATRIX_PRODUCTS = frozenset({"addbmm", "addmm", "baddbmm", "bmm", "mm"})
+"""Copy a matrix that lies neither by rows nor by columns."""
+
+_DENSE = frozenset(
+    {
+        "_adaptive_avg_pool2d_backward",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
+        "adaptive_max_pool2d_backward",
+        "adaptive_max_pool3d_backward",
+        "avg_pool2d_backward",
+        "avg_pool3d_backward",
+        "channel_shuffle",
+        "fractional_max_pool2d_backward",
+        "fractional_max_pool3d_backward",
+        "gelu_backward",
+        "index_select",
+        "masked_scatter",
+        "masked_scatter_backward",
+        "max_pool3d_with_indices_backward",
+        "mv",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "reflection_pad1d_backward",
+        "reflection_pad2d_backward",
+        "replication_pad1d_backward",
+        "replication_pad2d_backward",
+        "tril",
+        "triu",
+    }
+)
+"""Copy what is not contiguous, such as the expanded gradient of a sum."""
+
+
+def takes_scratch(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may take memory that is neither an input nor an output of it.
 
     Args:
         name: Overload name, ``aten.convolution.default``.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments.
 
     Returns:
         Whether it is worth a probe.
     """
     packet = name.split(".")[1]
-    return packet in _PACKETS or (packet.startswith(_PREFIXES) and packet not in _WITHOUT)
+    if packet in _REDUCTIONS:
+        return _converts(args, kwargs)
+    if _always(packet):
+        return True
+    plain = packet.removesuffix("_")
+    if plain in _ONE_TYPE:
+        operands = args[1:] if plain == "where" else args
+        return _mixes_types(operands, divides=plain in _DIVISIONS)
+    if plain in _MATRIX_PRODUCTS:
+        return not all(_is_by_rows_or_columns(tensor) for tensor in _tensors(args))
+    return plain in _DENSE and not all(tensor.is_contiguous() for tensor in _tensors(args))
+
+
+@cache
+def _always(packet: str) -> bool:
+    return packet in _PACKETS or packet.startswith(_PREFIXES)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors of more than one element, those in lists included."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dim() > 0:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _converts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    types = {tensor.dtype for tensor in _tensors(args)}
+    return kwargs.get("dtype") is not None or not types <= {torch.float32, torch.float64}
+
+
+def _mixes_types(values: tuple[Any, ...], *, divides: bool) -> bool:
+    """Whether operands differ in type, or are integers beside a float or to be divided."""
+    types = {tensor.dtype for tensor in _tensors(values)}
+    if len(types) > 1:
+        return True
+    is_float = any(kind.is_floating_point or kind.is_complex for kind in types)
+    by_float = any(isinstance(value, float) or _is_float_number(value) for value in values)
+    return bool(types) and not is_float and (divides or by_float)
+
+
+def _is_float_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _is_by_rows_or_columns(tensor: Tensor) -> bool:
+    if tensor.dim() < 2:  # noqa: PLR2004 - a bias
+        return True
+    (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
+    by_rows = column == 1 and row >= max(columns, 1)
+    by_columns = row == 1 and column >= max(rows, 1)
+    return by_rows or by_columns or 1 in (rows, columns)

@@ -1,0 +1,107 @@
+"""What ops take inside, found by probing the calls that may, on steps where the peak is in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peaks import predicted_peak
+from torch import nn
+from torch.nn import functional as F
+
+from memfit.capture import record
+from memfit.fitted import Fitted
+from memfit.measure import measure_peak, static_tensors
+from memfit.workload import Workload
+
+ROWS, WIDTH = 256, 128
+
+
+def agree(workload):
+    """Whether the peak is predicted that the allocator sees in a step that is not the first."""
+    predicted = predicted_peak(record(workload))
+    with Fitted(workload, {"actions": []}) as fitted:
+        fitted.step()
+        static = static_tensors(fitted.workload, fitted.optimizer)
+        measured = measure_peak(fitted.step, static).peak_bytes
+    return predicted == pytest.approx(measured, rel=0.002)
+
+
+class Op(nn.Module):
+    """Calls a function on what a layer returns."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.rand(ROWS, WIDTH) > 0.5)
+        self.register_buffer("whole", torch.randint(0, 9, (ROWS, WIDTH)))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.layer(x), self)
+
+
+FORWARDS = {
+    "a mask times floats": lambda y, m: y * m.mask,
+    "integers and floats": lambda y, m: y + m.whole,
+    "integers divided": lambda y, m: m.whole / (m.whole + 1),
+    "integers against a float": lambda y, m: (m.whole < 2.5) & m.mask,
+    "two floats": lambda y, m: torch.where(m.mask, y, y.half()),
+    "in place": lambda y, m: y.mul_(m.mask),
+    "joined": lambda y, m: torch.cat([y, y.bfloat16()]),
+    "a mask counted": lambda y, m: m.mask.sum(),
+    "a mean of halves": lambda y, m: y.bfloat16().mean(),
+    "a sum in another type": lambda y, m: y.bfloat16().sum(0, dtype=torch.float32),
+    "columns": lambda y, m: y.t().softmax(1),
+    "every second row": lambda y, m: y[:, ::2] @ y[: WIDTH // 2, ::2],
+    "distances": lambda y, m: torch.cdist(y, y),
+    "a Fourier transform": lambda y, m: torch.fft.rfft(y),
+    "a norm": lambda y, m: F.rms_norm(y, (WIDTH,)),
+    "rolled": lambda y, m: torch.roll(y, (1, 2), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_ops_that_convert_or_copy_what_they_are_given(name):
+    assert agree(Workload(Op(FORWARDS[name]).eval(), torch.randn(ROWS, WIDTH)))
+
+
+LOSSES = {
+    "the gradient of a sum, through a matrix": lambda y, _: y.sum(),
+    "the gradient of a sum, through an activation": lambda y, _: F.gelu(y).sum(),
+    "through a softmax": lambda y, _: y.softmax(1).sum(),
+    "probabilities": lambda y, m: F.binary_cross_entropy_with_logits(y, m.mask.to(y.dtype)),
+    "a robust loss": lambda y, m: F.huber_loss(y, y.detach() * 2),
+    "a masked loss": lambda y, m: (y.square() * m.mask).sum() / m.mask.sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_convert_or_copy_what_they_are_given(name):
+    workload = Workload(
+        Op(LOSSES[name]),
+        torch.randn(ROWS, WIDTH),
+        lambda model, batch: model(batch),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    assert agree(workload)
+
+
+# Inside an encoder layer, autocast works on real tensors and not on fakes.
+@pytest.mark.parametrize(
+    ("kind", "autocast"),
+    [("attention", None), ("attention", torch.bfloat16), ("encoder", None)],
+)
+def test_the_fast_path_of_attention(kind, autocast):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+            self.encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+        def forward(self, x):
+            if kind == "encoder":
+                return self.encoder(x)
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    workload = Workload(Model().eval(), torch.randn(8, 64, 64), autocast=autocast)
+    assert agree(workload)
