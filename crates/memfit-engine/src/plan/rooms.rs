@@ -76,10 +76,22 @@ impl Planner<'_> {
         let quarters = ROOMS.map(|quarters| Bytes(all.0 / 4 * quarters));
         let next = narrow.room_bytes + ahead_bytes;
         let rooms = quarters.into_iter().filter(|&room| room > next);
-        let wide = rooms.chain(Some(next)).map(|room_bytes| ParametersAway {
-            room_bytes,
-            ahead_bytes,
-            ..narrow
+        let once = Passes {
+            variant: Variant {
+                fuse_optimizer: refusal::fuse_optimizer(self.trace, self.request).is_none(),
+                offload_parameters: Some(narrow),
+                ..Variant::default()
+            },
+            pieces: 1,
+            replays: &[],
+        };
+        let wide = rooms.chain(Some(next)).map(|room_bytes| {
+            let away = ParametersAway {
+                room_bytes,
+                ahead_bytes,
+                ..narrow
+            };
+            away.snug(self.trace, once)
         });
         wide.chain(Some(narrow)).collect()
     }

@@ -97,22 +97,7 @@ impl ParametersAway {
     /// What of them moves in a step that is one of many, in order, for each of its micro-batches.
     #[must_use]
     pub fn transfers(self, trace: &Trace, passes: Passes<'_>) -> Vec<Vec<Transfer>> {
-        let items: Vec<AllocationId> = self.of(trace).collect();
-        let place = |id: &AllocationId| items.binary_search(id).ok();
-        let sizes = items.iter().map(|id| trace.allocations[id.index()].bytes.0);
-        let order = self.order(trace, passes);
-        let order = order.iter().filter_map(place).collect();
-        let room = Room::new(
-            sizes.collect(),
-            order,
-            self.room_bytes.0,
-            self.ahead_bytes.0,
-        );
-        let mut traffic = Traffic {
-            outgoing: vec![false; items.len()],
-            items,
-            room,
-        };
+        let mut traffic = self.traffic(trace, passes);
         let passes = self.uses_in(trace, passes);
         let mut step = || -> Vec<Vec<Transfer>> {
             let pass = |uses: &Vec<Use>| uses.iter().flat_map(|used| traffic.moved(used)).collect();
@@ -121,6 +106,37 @@ impl ParametersAway {
         // What is there at the start is what the step before left.
         step();
         step()
+    }
+
+    /// The same with a room of what is ever in it: of parameters that cannot be halved, a room is seldom full. What
+    /// moves stays the same, as nothing ever had to go, or could not come, for the bytes that are left out.
+    #[must_use]
+    pub fn snug(self, trace: &Trace, passes: Passes<'_>) -> Self {
+        let mut traffic = self.traffic(trace, passes);
+        let uses = self.uses_in(trace, passes).concat();
+        let mut most = Bytes::ZERO;
+        for used in uses.iter().chain(&uses) {
+            traffic.moved(used);
+            most = most.max(Bytes(traffic.room.here_bytes()));
+        }
+        Self {
+            room_bytes: self.room_bytes.min(most),
+            ..self
+        }
+    }
+
+    fn traffic(self, trace: &Trace, passes: Passes<'_>) -> Traffic {
+        let items: Vec<AllocationId> = self.of(trace).collect();
+        let place = |id: &AllocationId| items.binary_search(id).ok();
+        let sizes = items.iter().map(|id| trace.allocations[id.index()].bytes.0);
+        let order = self.order(trace, passes);
+        let order = order.iter().filter_map(place).collect();
+        let (room, ahead) = (self.room_bytes.0, self.ahead_bytes.0);
+        Traffic {
+            room: Room::new(sizes.collect(), order, room, ahead),
+            outgoing: vec![false; items.len()],
+            items,
+        }
     }
 
     /// Whatever uses some of them, in order, for each micro-batch. The last one has the updates.
@@ -201,6 +217,7 @@ impl ParametersAway {
 }
 
 /// One op or update.
+#[derive(Clone)]
 struct Use {
     at: OpIndex,
     items: Vec<AllocationId>,
@@ -413,6 +430,18 @@ mod tests {
                 ],
             ]
         );
+    }
+
+    #[test]
+    fn a_snug_room_holds_what_is_ever_in_it_and_moves_the_same() {
+        let (trace, _) = two_layers();
+        for (room, expected) in [(64, 64), (95, 64), (96, 96), (1000, 96)] {
+            let (wide, variant) = away(room, 0);
+            let snug = wide.snug(&trace, once(variant));
+            assert_eq!(snug.room_bytes, Bytes(expected), "of {room}");
+            let moved = |away: ParametersAway| away.transfers(&trace, once(variant));
+            assert_eq!(moved(snug), moved(wide));
+        }
     }
 
     #[test]
