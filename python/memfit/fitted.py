@@ -314,7 +314,8 @@ class Fitted:
             if last:
                 self._scale_gradients(weights.correction())
             self._weighted_backward(actions, loss, weights.of(index), last=last)
-            losses.append(loss.detach())
+            # Some losses lie in the memory of what they sum, which would stay for all pieces.
+            losses.append(loss.detach().clone())
             del loss
         return weights.mean(losses)
 
