@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
         if _wanted(point, chosen)
     ]
     rows += runner.rows(ours)
+    rows = _with_rounding(runner, rows)
     rows.sort(key=lambda row: (chosen.models.index(row["model"]), _position(row)))
     verdicts = judge(rows)
     page = document(rows, verdicts)
@@ -105,6 +106,17 @@ def _start(runner: Runner, chosen: argparse.Namespace) -> list[points.Row]:
             sys.exit(f"{model}: {prepared['failed']}")
         rows.append(runner.row({**point, "method": "eager"}))
     return rows
+
+
+def _with_rounding(runner: Runner, rows: list[points.Row]) -> list[points.Row]:
+    """The rows, each with what rounding alone does to its model's gradients."""
+    models = {row["model"]: row["quick"] for row in rows}
+    rounded = {
+        model: runner.row({"model": model, "quick": quick, "method": "rounding"})
+        for model, quick in models.items()
+    }
+    errors = {model: row.get("rounding_error", 0.0) for model, row in rounded.items()}
+    return [{**row, "rounding_error": errors[row["model"]]} for row in rows]
 
 
 def _points_of(chosen: argparse.Namespace, eager: list[points.Row]) -> list[points.Point]:

@@ -86,7 +86,7 @@ def _numerics(workload: Workload, eager: Callable[[], Any], way: Way) -> dict[st
     return {
         "loss": loss,
         "expected_loss": expected_loss,
-        "gradient_error": _largest_error(expected, gradients),
+        "gradient_error": largest_error(expected, gradients),
         "bitwise": bitwise,
         "first_step_wall_seconds": first_seconds,
     }
@@ -115,8 +115,16 @@ def _observed(model: nn.Module, step: Callable[[], Any]) -> tuple[float, Gradien
     return float(result), gradients, seconds
 
 
-def _largest_error(expected: Gradients, got: Gradients) -> float:
-    """Largest error of any gradient, relative to that gradient's largest element."""
+def largest_error(expected: Gradients, got: Gradients) -> float:
+    """Largest error of any gradient, relative to that gradient's largest element.
+
+    Args:
+        expected: What is right.
+        got: What was computed.
+
+    Returns:
+        The error; infinite where a gradient is missing or no number.
+    """
     if expected.keys() != got.keys():
         return float("inf")
     floor = FLOOR * max(float(t.abs().max()) for t in expected.values())

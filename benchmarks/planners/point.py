@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.planners import checkpointing, fitted
 from benchmarks.planners.measurement import measure
 from benchmarks.planners.models import build
+from benchmarks.planners.rounding import rounding
 from benchmarks.planners.way import CannotRunError, Way, ordinary_step
 
 from memfit import Workload
@@ -22,11 +23,14 @@ from memfit import Workload
 def main(text: str) -> None:
     """Run a specification and print its row."""
     spec = json.loads(text)
-    workload = build(spec["model"], quick=spec["quick"], dropout=spec.get("dropout", True))
+    dropout = spec.get("dropout", True) and spec["method"] != "rounding"
+    workload = build(spec["model"], quick=spec["quick"], dropout=dropout)
     folder = Path(spec["folder"])
     stem = spec["model"] + ("" if spec.get("dropout", True) else "-without-dropout")
     if spec["method"] == "prepare":
         row = fitted.prepare(workload, folder, stem)
+    elif spec["method"] == "rounding":
+        row = rounding(workload)
     else:
         workload.optimizer = workload.optimizer(workload.model.parameters())  # type: ignore[misc, operator]
         try:

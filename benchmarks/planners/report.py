@@ -22,7 +22,8 @@ def document(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> str:
     parts = [_overview(verdicts)]
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == model]
-        parts += [f"## {model}", "\n".join([POINTS_HEADER, *map(point_line, of_model)])]
+        parts += [f"## {model}", _rounding(of_model[0])]
+        parts.append("\n".join([POINTS_HEADER, *map(point_line, of_model)]))
         judged = [verdict for verdict in verdicts if verdict.model == model]
         parts.append("\n".join([BARS_HEADER, *map(verdict_line, judged)]))
     return "\n\n".join(parts)
@@ -38,6 +39,12 @@ def _overview(verdicts: Iterable[Verdict]) -> str:
         for bar, found in bars.items()
     ]
     return "\n".join(lines)
+
+
+def _rounding(row: Row) -> str:
+    """What else than a mistake may set a gradient apart from eager's."""
+    error = row.get("rounding_error", 0.0)
+    return f"Gradients of eager are {error:.0e} from those of the same step in float64."
 
 
 def point_line(row: Row) -> str:
