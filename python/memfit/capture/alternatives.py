@@ -91,7 +91,7 @@ def _record(
     second = None
     size = first["meta"]["batch"]
     if may_cut and size:
-        second = record_stage(stage, second_batch_size(size), probe=False, updates=False)
+        second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
     found.steps.append(
         (
             json.dumps(chunk),

@@ -133,10 +133,7 @@ def record_pair(
     with preserved_random_state(), no_collection():
         try:
             stage = fake_stage(workload, device)
-            corrected: set[int] = set()
-            first, reduction = _record(
-                stage, target, None, probe=probe, updates=True, lean=True, corrected=corrected
-            )
+            first, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
         except RealStepNeeded as reason:
             _refuse_real(workload, device, str(reason))
             return _record_real_pair(workload, target, str(reason), probe=probe)
@@ -145,9 +142,7 @@ def record_pair(
             return first, None
         other = second_batch_size(size)
         try:
-            second, again = _record(
-                stage, target, other, probe=False, updates=False, lean=True, corrected=corrected
-            )
+            second, again = _record(stage, target, other, probe=probe, updates=False, lean=True)
         except (WorkloadError, RealStepNeeded) as error:
             return _note_single_size(first, other, error), None
     return _agree(first, reduction, second, again), second
@@ -210,10 +205,10 @@ def _record_real_pair(
     if size == 0:
         return first, None
     try:
-        second, again = _record_real(workload, target, 2 * size, reason, probe=False)
+        second, again = _record_real(workload, target, 2 * size, reason, probe=probe)
         if size == 1 and len(first["ops"]) != len(second["ops"]):
             first, reduction = _record_real(workload, target, 2, reason, probe=probe)
-            second, again = _record_real(workload, target, 4, reason, probe=False)
+            second, again = _record_real(workload, target, 4, reason, probe=probe)
     except WorkloadError as error:
         return _note_single_size(first, 2 * size, error), None
     return _agree(first, reduction, second, again), second
@@ -251,14 +246,8 @@ def _record(
     probe: bool,
     updates: bool,
     lean: bool,
-    corrected: set[int] | None = None,
 ) -> tuple[dict[str, Any], Reduction]:
-    """Record the step of a stage, at another batch size where one is given.
-
-    A recording that probes adds to ``corrected`` the ops of whose results fakes know too little;
-    one that does not runs those alone, so that both agree on how results grow with the batch.
-    """
-    corrected = set() if corrected is None else corrected
+    """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
     if size is not None:
         set_batch(stage, size)
@@ -298,12 +287,9 @@ def _record(
     if probe and stage.device == "cpu":
         scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))
         facts.workspace = scratch.bytes
-        corrected |= _correct_results(recorder, scratch.results)
+        _correct_results(recorder, scratch.results)
         facts.probe_threads = scratch.threads
         facts.notes.extend(scratch.notes)
-    elif corrected:
-        calls = {i: call for i, call in recorder.scratch_calls.items() if i in corrected}
-        _correct_results(recorder, probe_scratch(calls, _result_bytes(recorder)).results)
     return trace_json(recorder, facts), loss_reduction(recorder, facts)
 
 
@@ -316,20 +302,17 @@ def _result_bytes(recorder: Recorder) -> dict[int, int]:
     }
 
 
-def _correct_results(recorder: Recorder, results: dict[int, tuple[int, ...]]) -> set[int]:
-    """Take over the true sizes of storages that fakes know too little about; returns of which ops.
+def _correct_results(recorder: Recorder, results: dict[int, tuple[int, ...]]) -> None:
+    """Take over the true sizes of storages that fakes know too little about.
 
     An opaque workspace is one, and a loss that lies in the memory of what it sums.
     """
     ledger = recorder.ledger
-    corrected = set()
     for index, sizes in results.items():
         outputs = recorder.ops[index].outputs
         if len(outputs) != len(sizes):
             continue
         for value, size in zip(outputs, sizes, strict=True):
             allocation = ledger.values[value][0]
-            if ledger.producer[allocation] == index and ledger.bytes[allocation] != size:
+            if ledger.producer[allocation] == index:
                 ledger.bytes[allocation] = size
-                corrected.add(index)
-    return corrected

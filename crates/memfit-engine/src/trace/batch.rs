@@ -114,9 +114,12 @@ impl Trace {
             let fixed = i64::try_from(fixed).map_err(|_| BatchError::NotAffine(i))?;
             a.law = Some(Law { fixed, per_item });
         }
+        let is_probed = self.meta.probe_threads != 0 && second.meta.probe_threads != 0;
         for (a, b) in self.ops.iter_mut().zip(&second.ops) {
             a.flops_per_item = rate(a.flops, b.flops, step);
             a.moved_bytes_per_item = rate(a.moved_bytes.0, b.moved_bytes.0, step);
+            a.workspace_per_item =
+                is_probed.then(|| rate(a.workspace_bytes.0, b.workspace_bytes.0, step));
         }
         self.add_shape_laws(second, step);
         self.meta.second_batch = second_batch;
@@ -124,7 +127,8 @@ impl Trace {
         Ok(self)
     }
 
-    /// The same step at another batch size. Workspaces are kept, or grown in proportion: an upper bound.
+    /// The same step at another batch size. Workspaces are those of the captures, between them by a line, below them
+    /// no smaller, and above them grown in proportion: kernels differ, and this is an upper bound.
     ///
     /// # Errors
     ///
@@ -144,10 +148,7 @@ impl Trace {
         for op in &mut scaled.ops {
             op.flops = shifted(op.flops, op.flops_per_item, change);
             op.moved_bytes = Bytes(shifted(op.moved_bytes.0, op.moved_bytes_per_item, change));
-            let grown = u128::from(op.workspace_bytes.0) * u128::from(batch.max(1))
-                / u128::from(self.meta.batch.max(1));
-            let grown = Bytes(u64::try_from(grown).unwrap_or(u64::MAX));
-            op.workspace_bytes = op.workspace_bytes.max(grown);
+            op.workspace_bytes = self.workspace_at(op, batch);
         }
         for value in &mut scaled.values {
             for (size, &per_item) in value.shape.iter_mut().zip(&value.shape_per_item) {
@@ -163,6 +164,19 @@ impl Trace {
         } else {
             Err(BatchError::TooLarge(batch))
         }
+    }
+
+    fn workspace_at(&self, op: &Op, batch: u64) -> Bytes {
+        let probed = op.workspace_bytes.0;
+        if batch > self.meta.batch {
+            let grown = u128::from(probed) * u128::from(batch) / u128::from(self.meta.batch.max(1));
+            return Bytes(u64::try_from(grown).unwrap_or(u64::MAX));
+        }
+        // Below the smaller capture, what was probed there: some of it shrinks no further.
+        let nearest = batch.max(self.meta.second_batch.min(self.meta.batch));
+        let change = i128::from(nearest) - i128::from(self.meta.batch);
+        let per_item = op.workspace_per_item.unwrap_or_default();
+        Bytes(shifted(probed, per_item, change))
     }
 
     /// The trace of a step from its captures: one at any batch size, another to learn the batch
@@ -429,6 +443,27 @@ mod tests {
         let shapes = |t: &Trace| t.values.iter().map(|v| v.shape.clone()).collect::<Vec<_>>();
         assert_eq!(shapes(&other), shapes(&truth));
         assert_eq!(trace.couplings, Some(vec![]));
+    }
+
+    #[test]
+    fn workspaces_shrink_as_probed_and_grow_in_proportion() {
+        let probed = |batch, bytes| {
+            let mut trace = sample::batched_chain(batch);
+            trace.meta.probe_threads = 1;
+            trace.ops[1].workspace_bytes = Bytes(bytes);
+            trace
+        };
+        let of = |trace: &Trace, batch| trace.at_batch(batch).unwrap().ops[1].workspace_bytes;
+        // 10 bytes whatever the batch, and 5 for each item.
+        let trace = probed(8, 50).with_second(&probed(4, 30)).unwrap();
+        let found = [1, 4, 6, 8, 16].map(|batch| of(&trace, batch).0);
+        assert_eq!(found, [30, 30, 40, 50, 100]);
+        // A kernel that takes more on fewer items, and one that was probed once.
+        let other = probed(8, 50).with_second(&probed(4, 70)).unwrap();
+        let mut second = probed(4, 0);
+        second.meta.probe_threads = 0;
+        let once = probed(8, 50).with_second(&second).unwrap();
+        assert_eq!((of(&other, 4), of(&once, 4)), (Bytes(70), Bytes(50)));
     }
 
     #[test]

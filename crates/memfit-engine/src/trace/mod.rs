@@ -261,6 +261,9 @@ pub struct Op {
     pub moved_bytes_per_item: i64,
     /// Scratch inside the op above what lives before and after it, as probed.
     pub workspace_bytes: Bytes,
+    /// How much `workspace_bytes` grows with one more item in the batch; `None` when it was probed at one batch size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_per_item: Option<i64>,
     /// Draws random numbers.
     pub random: bool,
     /// Only makes a view: no bytes, no work.

@@ -157,6 +157,7 @@ impl Builder {
             flops_per_item: 0,
             moved_bytes_per_item: 0,
             workspace_bytes: Bytes::ZERO,
+            workspace_per_item: None,
             random: false,
             view: false,
             replayable: true,

@@ -102,6 +102,7 @@ fn op(phase: Phase) -> impl Strategy<Value = Op> {
                 moved_bytes: Bytes(bytes),
                 flops_per_item: rate,
                 moved_bytes_per_item: rate,
+                workspace_per_item: Some(rate),
                 workspace_bytes: Bytes(bytes / 3),
                 random: false,
                 view: false,
