@@ -203,26 +203,30 @@ def takes_scratch(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         Whether it is worth a probe.
     """
     packet = name.split(".")[1]
-    if packet in _REDUCTIONS:
-        return _converts(args, kwargs)
     if _always(packet):
         return True
     plain = packet.removesuffix("_")
+    operands = args[1:] if plain == "where" else args
+    tensors = _tensors(operands)
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return False  # of those, nothing is counted
+    if plain in _REDUCTIONS:
+        return _converts(tensors, kwargs)
     if plain in _ONE_TYPE:
-        operands = args[1:] if plain == "where" else args
-        return _mixes_types(operands, divides=plain in _DIVISIONS)
+        return _mixes_types(tensors, operands, divides=plain in _DIVISIONS)
     if plain in _MATRIX_PRODUCTS:
-        return not all(_is_by_rows_or_columns(tensor) for tensor in _tensors(args))
-    return plain in _DENSE and not all(tensor.is_contiguous() for tensor in _tensors(args))
+        return not all(_is_by_rows_or_columns(tensor) for tensor in tensors)
+    return plain in _DENSE and not all(tensor.is_contiguous() for tensor in tensors)
 
 
 @cache
 def _always(packet: str) -> bool:
-    return packet in _PACKETS or packet.startswith(_PREFIXES)
+    listed = packet in _PACKETS or packet.startswith(_PREFIXES)
+    return listed and packet not in _REDUCTIONS
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors of more than one element, those in lists included."""
+    """Tensors of at least one dimension, those in lists included; a number takes no memory."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -233,18 +237,18 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _converts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    types = {tensor.dtype for tensor in _tensors(args)}
+def _converts(tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
+    types = {tensor.dtype for tensor in tensors}
     return kwargs.get("dtype") is not None or not types <= {torch.float32, torch.float64}
 
 
-def _mixes_types(values: tuple[Any, ...], *, divides: bool) -> bool:
+def _mixes_types(tensors: list[Tensor], operands: tuple[Any, ...], *, divides: bool) -> bool:
     """Whether operands differ in type, or are integers beside a float or to be divided."""
-    types = {tensor.dtype for tensor in _tensors(values)}
+    types = {tensor.dtype for tensor in tensors}
     if len(types) > 1:
         return True
     is_float = any(kind.is_floating_point or kind.is_complex for kind in types)
-    by_float = any(isinstance(value, float) or _is_float_number(value) for value in values)
+    by_float = any(isinstance(value, float) or _is_float_number(value) for value in operands)
     return bool(types) and not is_float and (divides or by_float)
 
 

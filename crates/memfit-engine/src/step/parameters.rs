@@ -321,6 +321,21 @@ mod tests {
         )
     }
 
+    fn fetch(op: u32, allocation: AllocationId) -> Transfer {
+        let at = OpIndex(op);
+        Transfer::Fetch { at, allocation }
+    }
+
+    fn settled(op: u32, allocation: AllocationId) -> Transfer {
+        let at = OpIndex(op);
+        Transfer::Settled { at, allocation }
+    }
+
+    fn out(op: u32, allocation: AllocationId) -> Transfer {
+        let at = OpIndex(op);
+        Transfer::Out { at, allocation }
+    }
+
     #[test]
     fn a_use_is_an_op_or_an_update_and_uses_in_a_row_are_one() {
         let (trace, [first, second]) = two_layers();
@@ -353,19 +368,6 @@ mod tests {
         let (trace, [first, second]) = two_layers();
         // Room for the larger of the two: each use of the other brings it.
         let (narrow, variant) = away(64, 0);
-        let at = OpIndex;
-        let fetch = |op, allocation| Transfer::Fetch {
-            at: at(op),
-            allocation,
-        };
-        let settled = |op, allocation| Transfer::Settled {
-            at: at(op),
-            allocation,
-        };
-        let out = |op, allocation| Transfer::Out {
-            at: at(op),
-            allocation,
-        };
         assert_eq!(
             narrow.transfers(&trace, once(variant)),
             [[
@@ -398,19 +400,6 @@ mod tests {
             [first, second, first, second, first, second],
             "forward and backward of one piece, and of the other with the updates"
         );
-        let at = OpIndex;
-        let fetch = |op, allocation| Transfer::Fetch {
-            at: at(op),
-            allocation,
-        };
-        let settled = |op, allocation| Transfer::Settled {
-            at: at(op),
-            allocation,
-        };
-        let out = |op, allocation| Transfer::Out {
-            at: at(op),
-            allocation,
-        };
         assert_eq!(
             narrow.transfers(&trace, passes),
             [
