@@ -271,6 +271,11 @@ pub fn margin(trace: &Trace, peak: Bytes) -> Bytes {
     interval(trace, peak).0.1 - peak
 }
 
+/// Whether both captures knew what ops take inside.
+fn is_probed_twice(trace: &Trace) -> bool {
+    trace.ops.iter().any(|op| op.workspace_per_item.is_some())
+}
+
 /// How far the truth may be from the peak predicted, and why.
 ///
 /// What a dispatcher does not see: scratch inside ops, which is probed where it is known to exist (one
@@ -288,8 +293,12 @@ fn interval(trace: &Trace, peak: Bytes) -> ((Bytes, Bytes), Vec<String>) {
     let probed_batch = trace.meta.probed_batch;
     if probed_batch != 0 && probed_batch != trace.meta.batch && largest > Bytes::ZERO {
         low -= largest;
+        let also = match trace.meta.second_batch {
+            second if is_probed_twice(trace) => format!(" and {second}"),
+            _ => String::new(),
+        };
         reasons.push(format!(
-            "op workspaces (up to {largest}) were probed at batch {probed_batch} and scaled"
+            "op workspaces (up to {largest}) were probed at batch {probed_batch}{also}, and scaled"
         ));
     }
     if trace.meta.probe_threads == 0 {

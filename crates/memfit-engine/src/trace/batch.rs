@@ -128,7 +128,8 @@ impl Trace {
     }
 
     /// The same step at another batch size. Workspaces are those of the captures, between them by a line, below them
-    /// no smaller, and above them grown in proportion: kernels differ, and this is an upper bound.
+    /// no smaller, and above them grown by the line or in proportion, whichever is more: kernels differ, and this is
+    /// meant as an upper bound.
     ///
     /// # Errors
     ///
@@ -167,16 +168,16 @@ impl Trace {
     }
 
     fn workspace_at(&self, op: &Op, batch: u64) -> Bytes {
-        let probed = op.workspace_bytes.0;
-        if batch > self.meta.batch {
-            let grown = u128::from(probed) * u128::from(batch) / u128::from(self.meta.batch.max(1));
-            return Bytes(u64::try_from(grown).unwrap_or(u64::MAX));
-        }
+        let (probed, first) = (op.workspace_bytes.0, self.meta.batch);
         // Below the smaller capture, what was probed there: some of it shrinks no further.
-        let nearest = batch.max(self.meta.second_batch.min(self.meta.batch));
-        let change = i128::from(nearest) - i128::from(self.meta.batch);
-        let per_item = op.workspace_per_item.unwrap_or_default();
-        Bytes(shifted(probed, per_item, change))
+        let nearest = batch.max(self.meta.second_batch.min(first));
+        let change = i128::from(nearest) - i128::from(first);
+        let by_line = shifted(probed, op.workspace_per_item.unwrap_or_default(), change);
+        if batch <= first {
+            return Bytes(by_line);
+        }
+        let grown = u128::from(probed) * u128::from(batch) / u128::from(first.max(1));
+        Bytes(by_line.max(u64::try_from(grown).unwrap_or(u64::MAX)))
     }
 
     /// The trace of a step from its captures: one at any batch size, another to learn the batch
@@ -464,6 +465,9 @@ mod tests {
         second.meta.probe_threads = 0;
         let once = probed(8, 50).with_second(&second).unwrap();
         assert_eq!((of(&other, 4), of(&once, 4)), (Bytes(70), Bytes(50)));
+        // A kernel that takes nothing on one item.
+        let real = probed(1, 0).with_second(&probed(2, 40)).unwrap();
+        assert_eq!([1, 2, 4].map(|batch| of(&real, batch).0), [0, 40, 120]);
     }
 
     #[test]
