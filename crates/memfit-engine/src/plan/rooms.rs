@@ -194,3 +194,80 @@ pub(super) fn replays(trace: &Trace, variant: Variant, treatments: &[Treatment])
     let model = StepModel::new(trace, variant);
     Evaluator::new(&model).replays(treatments)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::patience::Share;
+    use super::super::{PlanRequest, Tier};
+    use super::*;
+    use crate::cost::CostSource;
+    use crate::trace::Category;
+    use crate::trace::sample::Builder;
+
+    /// Two layers whose parameters take a second to come; backward of the second wants what the first made.
+    fn two_layers() -> (Trace, AllocationId) {
+        let mut builder = Builder::new(1);
+        let input = builder.allocation(&[4], Category::Input, 0);
+        let [first, second] = [0; 2].map(|_| builder.allocation(&[25_000], Category::Parameter, 0));
+        let mut op = |phase, reads: &[_]| builder.op("aten.a.default", phase, reads, &[4]);
+        let made = op(Phase::Forward, &[input, first]);
+        let seen = op(Phase::Forward, &[made, second]);
+        let gradient = op(Phase::Backward, &[seen, made, second]);
+        op(Phase::Backward, &[gradient, first]);
+        builder.save(made, 1, 2, 3);
+        let made = builder.trace.allocation_of(made);
+        (builder.finish(), made)
+    }
+
+    #[test]
+    fn parameters_that_come_for_what_runs_again_take_time() {
+        let (trace, made) = two_layers();
+        let request = PlanRequest {
+            offload: Some(Offer {
+                tier: Tier::Disk,
+                folder: String::new(),
+                write_bytes_per_second: 1e5,
+                read_bytes_per_second: 1e5,
+            }),
+            ..PlanRequest::default()
+        };
+        let op_seconds = vec![1e-3; trace.ops.len()];
+        let costs = Costs::new(&trace, &CostSource::Profile { op_seconds }).unwrap();
+        let planner = Planner {
+            trace: &trace,
+            costs: &costs,
+            sliced: &[],
+            request: &request,
+            target: Bytes::ZERO,
+            cap: Bytes::ZERO,
+            unplanned_peak: Bytes::ZERO,
+            share: Share::FULL,
+        };
+        let once = Passes {
+            variant: Variant {
+                offload_parameters: planner.narrowest_room(),
+                ..Variant::default()
+            },
+            pieces: 1,
+            replays: &[],
+        };
+        let more = |treatments: Vec<Treatment>| {
+            let model = StepModel::new(&trace, once.variant);
+            let candidate = Candidate {
+                evaluation: Evaluator::new(&model).evaluate(&treatments),
+                treatments,
+                added_seconds: 1.0,
+            };
+            assert!(candidate.evaluation.valid);
+            let counted = planner.with_replayed_parameters(&costs, &trace, once, candidate);
+            counted.added_seconds - 1.0
+        };
+        let kept = vec![Treatment::Keep; trace.allocations.len()];
+        assert!(more(kept.clone()).abs() < 1e-9);
+        let mut dropped = kept;
+        dropped[made.index()] = Treatment::DROP;
+        // The first layer's comes for the replay, and the second's once more after it.
+        let seconds = more(dropped);
+        assert!((2.0..2.1).contains(&seconds), "{seconds}");
+    }
+}
