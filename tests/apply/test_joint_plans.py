@@ -255,6 +255,10 @@ def check(seed, folder):
     return kinds
 
 
-@pytest.mark.parametrize("seed", range(12))
+ONCE_WRONG = (101, 151, 195, 383, 481)
+"""Over the budget, or predicted too low: scratch and losses of pieces, a room that alternates."""
+
+
+@pytest.mark.parametrize("seed", [*range(8), *ONCE_WRONG])
 def test_a_random_plan_keeps_its_word(seed, tmp_path):
     check(seed, str(tmp_path))

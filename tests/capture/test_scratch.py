@@ -54,8 +54,12 @@ FORWARDS = {
     "columns": lambda y, m: y.t().softmax(1),
     "every second row": lambda y, m: y[:, ::2] @ y[: WIDTH // 2, ::2],
     "distances": lambda y, m: torch.cdist(y, y),
-    "a Fourier transform": lambda y, m: torch.fft.rfft(y),
-    "a norm": lambda y, m: F.rms_norm(y, (WIDTH,)),
+    "back from frequencies": lambda y, m: torch.fft.irfft2(torch.fft.rfft2(y)),
+    "a norm in another type": lambda y, m: torch.linalg.vector_norm(y.half(), dtype=torch.float32),
+    "probabilities": lambda y, m: F.binary_cross_entropy_with_logits(y, y),
+    "a robust loss": lambda y, m: F.huber_loss(y, y),
+    "a masked mean": lambda y, m: (y * m.mask).sum() / m.mask.sum(),
+    "infinities": lambda y, m: y.isinf(),
     "rolled": lambda y, m: torch.roll(y, (1, 2), (0, 1)),
 }
 
@@ -69,9 +73,6 @@ LOSSES = {
     "the gradient of a sum, through a matrix": lambda y, _: y.sum(),
     "the gradient of a sum, through an activation": lambda y, _: F.gelu(y).sum(),
     "through a softmax": lambda y, _: y.softmax(1).sum(),
-    "probabilities": lambda y, m: F.binary_cross_entropy_with_logits(y, m.mask.to(y.dtype)),
-    "a robust loss": lambda y, m: F.huber_loss(y, y.detach() * 2),
-    "a masked loss": lambda y, m: (y.square() * m.mask).sum() / m.mask.sum(),
 }
 
 
