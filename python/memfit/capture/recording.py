@@ -239,13 +239,7 @@ def _record_real(
 
 
 def _record(
-    stage: Stage,
-    target: str,
-    size: int | None,
-    *,
-    probe: bool,
-    updates: bool,
-    lean: bool,
+    stage: Stage, target: str, size: int | None, *, probe: bool, updates: bool, lean: bool
 ) -> tuple[dict[str, Any], Reduction]:
     """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
