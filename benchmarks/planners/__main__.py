@@ -115,8 +115,12 @@ def _with_rounding(runner: Runner, rows: list[points.Row]) -> list[points.Row]:
         model: runner.row({"model": model, "quick": quick, "method": "rounding"})
         for model, quick in models.items()
     }
-    errors = {model: row.get("rounding_error", 0.0) for model, row in rounded.items()}
-    return [{**row, "rounding_error": errors[row["model"]]} for row in rows]
+    known = {
+        model: {"rounding_error": row["rounding_error"]}
+        for model, row in rounded.items()
+        if "rounding_error" in row
+    }
+    return [{**row, **known.get(row["model"], {})} for row in rows]
 
 
 def _points_of(chosen: argparse.Namespace, eager: list[points.Row]) -> list[points.Point]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planners import checkpointing, fitted
-from benchmarks.planners.models import MODELS, build
+from benchmarks.planners.models import MODELS, build, make_optimizer
 from benchmarks.planners.points import INEXACT
 from benchmarks.planners.way import Way
 
@@ -45,10 +45,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--pairs", type=int, default=8, help="timed pairs of steps")
     parser.add_argument("--quick", action="store_true", help="the small version of the model")
     chosen = parser.parse_args(arguments)
-    theirs = _workload(chosen)
+    theirs = build(chosen.model, quick=chosen.quick)
+    optimizer = make_optimizer(theirs)
     peer = PEERS[chosen.peer](chosen.model, theirs)
     peer.step()
-    peak = measure_peak(peer.step, static_tensors(theirs, theirs.optimizer)).peak_bytes  # type: ignore[arg-type]
+    peak = measure_peak(peer.step, static_tensors(theirs, optimizer)).peak_bytes
     ours = _planned(chosen, peak)
     ours.step()
     print(f"budget {peak} bytes, {ours.notes['actions']}", flush=True)
@@ -62,19 +63,15 @@ def main(arguments: list[str]) -> None:
     print(f"median {statistics.median(ratios):.3f}")
 
 
-def _workload(chosen: argparse.Namespace) -> Workload:
-    workload = build(chosen.model, quick=chosen.quick)
-    workload.optimizer = workload.optimizer(workload.model.parameters())  # type: ignore[misc, operator]
-    return workload
-
-
 def _planned(chosen: argparse.Namespace, budget_bytes: int) -> Way:
     """An exact plan for so many bytes, by op times of a profiled step."""
     exact: dict[str, Any] = {"allow": "exact", "forbid": list(INEXACT)}
+    workload = build(chosen.model, quick=chosen.quick)
     with tempfile.TemporaryDirectory() as folder:
-        fitted.prepare(build(chosen.model, quick=chosen.quick), Path(folder), chosen.model)
+        fitted.prepare(workload, Path(folder), chosen.model)
+        make_optimizer(workload)
         prepared = Path(folder) / chosen.model
-        return fitted.planned(_workload(chosen), prepared, budget=str(budget_bytes), **exact)
+        return fitted.planned(workload, prepared, budget=str(budget_bytes), **exact)
 
 
 if __name__ == "__main__":

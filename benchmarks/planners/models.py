@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from benchmarks.record import ROOT
 from torch import nn
+from torch.optim import Optimizer
 
 from memfit import Workload
 from memfit.target import workload_factory
@@ -79,6 +80,22 @@ def build(name: str, *, quick: bool, dropout: bool = True) -> Workload:
     if not dropout:
         _without_dropout(workload.model)
     return workload
+
+
+def make_optimizer(workload: Workload) -> Optimizer:
+    """Have a workload's optimizer exist, as the methods expect it.
+
+    Args:
+        workload: From :func:`build`; gets the optimizer that is returned.
+
+    Returns:
+        The optimizer; it has run no step.
+    """
+    factory = workload.optimizer
+    assert factory is not None
+    assert not isinstance(factory, Optimizer)
+    workload.optimizer = optimizer = factory(workload.model.parameters())
+    return optimizer
 
 
 def _without_dropout(model: nn.Module) -> None:

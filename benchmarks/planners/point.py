@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.planners import checkpointing, fitted
 from benchmarks.planners.measurement import measure
-from benchmarks.planners.models import build
+from benchmarks.planners.models import build, make_optimizer
 from benchmarks.planners.rounding import rounding
 from benchmarks.planners.way import CannotRunError, Way, ordinary_step
 
@@ -32,7 +32,7 @@ def main(text: str) -> None:
     elif spec["method"] == "rounding":
         row = rounding(workload)
     else:
-        workload.optimizer = workload.optimizer(workload.model.parameters())  # type: ignore[misc, operator]
+        make_optimizer(workload)
         try:
             way = way_of(spec, workload, folder / stem)
             row = {**way.notes, **measure(workload, way, spec["pairs"])}
