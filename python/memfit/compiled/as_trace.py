@@ -10,7 +10,7 @@ definition of a dropped allocation. Not responsible for how the graph was read
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from memfit import _native
 from memfit.compiled.joint import Joint, Op
+from memfit.compiled.nominal import COSTS, Cost
 from memfit.compiled.schedule import Decision
 
 FORBIDDEN = (
@@ -32,21 +33,21 @@ FORBIDDEN = (
 """Actions that a graph cannot take: they are of the step around it."""
 
 
-def plan(joint: Joint, costs: str, budget_bytes: int) -> Decision:
+def plan(joint: Joint, costs: Sequence[Cost], budget_bytes: int) -> Decision:
     """Let the engine decide what to drop.
 
     Args:
         joint: The graph.
-        costs: A cost source of the engine, as JSON.
+        costs: What its ops cost.
         budget_bytes: Peak that forward and backward of the graph should stay under.
 
     Returns:
         The decision, whether it fits or not.
     """
-    trace, storage_of = trace_json(joint)
+    trace, storage_of = trace_json(joint, costs)
     native = _native.Trace.from_json(json.dumps(trace).encode())
     request = {"budget": str(max(budget_bytes, 1)), "forbid": list(FORBIDDEN)}
-    answer: dict[str, Any] = json.loads(_native.plan(native, costs, json.dumps(request)))
+    answer: dict[str, Any] = json.loads(_native.plan(native, COSTS, json.dumps(request)))
     return decision_of(answer, storage_of)
 
 
@@ -71,24 +72,28 @@ def decision_of(answer: Mapping[str, Any], storage_of: Mapping[tuple[int, int], 
     return Decision(frozenset(dropped), homes)
 
 
-def trace_json(joint: Joint) -> tuple[dict[str, Any], dict[tuple[int, int], int]]:
+def trace_json(
+    joint: Joint, costs: Sequence[Cost]
+) -> tuple[dict[str, Any], dict[tuple[int, int], int]]:
     """Say a joint graph as a trace.
 
     Args:
         joint: The graph.
+        costs: What its ops cost.
 
     Returns:
         The trace, and the storage behind each op and position among what it returns.
     """
-    writer = _Writer(joint)
+    writer = _Writer(joint, costs)
     return writer.trace(), writer.storage_of
 
 
 class _Writer:
     """Builds the JSON of a trace; storages and tensors keep their numbers."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, costs: Sequence[Cost]) -> None:
         self._joint = joint
+        self._costs = costs
         self._strings = [""]
         self._ids = {"": 0}
         self._end = len(joint.ops)
@@ -118,7 +123,7 @@ class _Writer:
                 "optimizer": "",
                 "batch": 0,
                 "training": True,
-                "captured": "fake",
+                "captured": "joint",
                 "notes": [],
             },
             "allocations": self._allocations(),
@@ -143,8 +148,8 @@ class _Writer:
             "reads": list(op.reads),
             "writes": [],
             "outputs": list(op.returns),
-            "flops": op.flops,
-            "moved_bytes": op.moved_bytes,
+            "flops": self._costs[index].flops,
+            "moved_bytes": self._costs[index].moved_bytes,
             "workspace_bytes": 0,
             "random": False,
             "view": op.view,

@@ -29,6 +29,9 @@ _READS = 12
 _OPS = 40
 """Elementwise ops that are computed inside one reader."""
 
+_LARGEST_ELEMENT = 8
+"""Bytes of an element of the widest usual type."""
+
 _HEAVY = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "silu", "expm1"})
 """Elementwise ops that Inductor does not compute twice on a CPU."""
 
@@ -163,7 +166,7 @@ def loop_of(node: fx.Node, *, view: bool, numel: Any) -> Loop:
     """
     if view and not _writes(node):
         return Loop(Kind.VIEW, 0)
-    name = _name(node)
+    name = op_name(node)
     extent = max((numel(value) for value in _values(node)), default=0)
     if name in _REDUCTIONS and not _is_elementwise_pair(node, name):
         sources = [v for n in node.all_input_nodes for v in _values(n)]
@@ -182,7 +185,12 @@ def _kind(node: fx.Node, name: str) -> Kind:
     return Kind.ELEMENTWISE if elementwise else Kind.EXTERN
 
 
-def _name(node: fx.Node) -> str:
+def op_name(node: fx.Node) -> str:
+    """The name of the op that a node calls, without its namespace and overload.
+
+    Args:
+        node: The call.
+    """
     schema = getattr(node.target, "_schema", None)
     name = schema.name.partition("::")[2] if schema is not None else ""
     return name or getattr(node.target, "__name__", "")
@@ -277,6 +285,26 @@ def lives(
     inlined = _Inlined(calls, results)
     kernels = _Kernels(calls, results, inlined)
     return kernels.lives(), len(kernels.kernels)
+
+
+def moved_bytes(calls: Sequence[Running], results: Sequence[Result]) -> list[int]:
+    """What each call reads from memory and writes to it; nothing where its readers compute it.
+
+    Args:
+        calls: The calls in order.
+        results: What they make and read.
+    """
+    inlined = _Inlined(calls, results)
+    moved = []
+    for call, reads in zip(calls, inlined.reads, strict=True):
+        if call.loop.kind is Kind.VIEW or (call.makes and set(call.makes) <= inlined.inside):
+            moved.append(0)
+            continue
+        # A loop reads an element at a time, of a table perhaps few of its rows.
+        most_of_one = call.loop.extent * _LARGEST_ELEMENT
+        read = sum(min(results[index].bytes, most_of_one) for index in reads)
+        moved.append(read + sum(results[index].bytes for index in call.makes))
+    return moved
 
 
 class _Inlined:

@@ -106,7 +106,7 @@ class Op:
         view: Whether all it returns are views.
         replayable: Whether running it again gives the same bits and does nothing else.
         flops: Floating-point operations.
-        moved_bytes: Bytes read and written.
+        moved_bytes: Bytes read and written where it runs alone.
         loop: How Inductor runs it.
         root: Whether forward must run it for what it does (a write to an input).
     """

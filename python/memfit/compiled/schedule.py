@@ -10,11 +10,12 @@ not there has it computed just before. Not responsible for choosing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memfit.compiled.fusion import Kind, Result, Running, most
+from memfit.compiled.as_loops import Loops
 from memfit.compiled.fusion import lives as fused_lives
+from memfit.compiled.fusion import most
 from memfit.compiled.joint import Joint
 
 
@@ -60,7 +61,6 @@ class Schedule:
         outputs: For each tensor that backward returns, the call that made it.
         forward_peak_bytes: Peak of forward, the graph's inputs included.
         backward_peak_bytes: Peak of backward; inputs and outputs of forward included.
-        fused_peak_bytes: The larger peak of both as Inductor runs them, by its model.
         saved_bytes: Bytes of the saved storages.
         recomputed: Ops of forward that run in backward, each as often as it does.
     """
@@ -72,7 +72,6 @@ class Schedule:
     outputs: list[int | None]
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
-    fused_peak_bytes: int = 0
     saved_bytes: int = 0
     recomputed: list[int] = field(default_factory=list)
 
@@ -104,13 +103,22 @@ def schedule(joint: Joint, decision: Decision) -> Schedule:
     made.recomputed = [c.op for c in made.calls if not joint.ops[c.op].backward]
     made.forward_peak_bytes = _forward_peak(joint, made)
     made.backward_peak_bytes = _backward_peak(joint, made)
+    return made
+
+
+def fused_peak_bytes(joint: Joint, made: Schedule) -> int:
+    """The larger peak of forward and backward as Inductor runs them, by its model.
+
+    Args:
+        joint: The graph.
+        made: A schedule of it.
+    """
     # Where the model finds no better order than the schedule's, Inductor does not fuse either:
     # it is told to raise no peak.
-    made.fused_peak_bytes = max(
+    return max(
         min(made.forward_peak_bytes, _fused_forward_peak(joint, made)),
         min(made.backward_peak_bytes, _fused_backward_peak(joint, made)),
     )
-    return made
 
 
 class _Backward:
@@ -247,72 +255,26 @@ def _fused_forward_peak(joint: Joint, made: Schedule) -> int:
         Call(index, [position.get(joint.tensors[t].op) for t in joint.ops[index].reads])
         for index in made.forward
     ]
-    handed = _Handed(joint, ())
+    loops = Loops(joint, ())
     for call in calls:
-        handed.run(call)
+        loops.run(call.op, call.reads)
     for tensor in (*joint.forward_outputs, *made.saved):
-        handed.returns(tensor, position.get(joint.tensors[tensor].op))
-    return joint.input_bytes + most(*fused_lives(handed.calls, handed.results))
+        loops.returns(tensor, position.get(joint.tensors[tensor].op))
+    return joint.input_bytes + most(*fused_lives(loops.calls, loops.results))
 
 
 def _fused_backward_peak(joint: Joint, made: Schedule) -> int:
     returned = {joint.tensors[t].storage for t in joint.forward_outputs}
     outputs = {s for s in returned if joint.storages[s].op >= 0}
     saved = {joint.tensors[t].storage for t in made.saved}
-    handed = _Handed(joint, saved - outputs)
+    loops = Loops(joint, saved - outputs)
     for call in made.calls:
-        handed.run(call)
+        loops.run(call.op, call.reads)
     for tensor, source in zip(joint.backward_outputs, made.outputs, strict=True):
-        handed.returns(tensor, source)
+        loops.returns(tensor, source)
     besides = joint.input_bytes + joint.tangent_bytes
     besides += sum(joint.storages[s].bytes for s in outputs)
-    return besides + most(*fused_lives(handed.calls, handed.results))
-
-
-class _Handed:
-    """Calls and results of one half, as the model of Inductor takes them."""
-
-    def __init__(self, joint: Joint, handed: Iterable[int]) -> None:
-        """Start with storages that are handed in and go with their last reader."""
-        self._joint = joint
-        self._given = set(handed)
-        self._result: dict[tuple[int | None, int], int] = {}
-        self.results: list[Result] = []
-        self.calls: list[Running] = []
-
-    def run(self, call: Call) -> None:
-        op, tensors, at = self._joint.ops[call.op], self._joint.tensors, len(self.calls)
-        of_read: dict[int, int] = {}
-        for tensor, source in zip(op.reads, call.reads, strict=True):
-            of_read[tensors[tensor].storage] = self._of(source, tensors[tensor].storage)
-        is_view = op.loop.kind is Kind.VIEW
-        if not is_view:
-            for read in of_read.values():
-                self.results[read].readers.add(at)
-        makes: list[int] = []
-        for tensor in op.returns:
-            storage = tensors[tensor].storage
-            if tensors[tensor].fresh:
-                self._result[at, storage] = len(self.results)
-                makes.append(len(self.results))
-                self.results.append(Result(self._joint.storages[storage].bytes, at))
-            elif storage in of_read:
-                self._result[at, storage] = of_read[storage]
-        reads = [] if is_view else list(of_read.values())
-        self.calls.append(Running(op.loop, reads, makes))
-
-    def returns(self, tensor: int, source: int | None) -> None:
-        """What this half returns outlives it."""
-        self.results[self._of(source, self._joint.tensors[tensor].storage)].returned = True
-
-    def _of(self, source: int | None, storage: int) -> int:
-        found = self._result.get((source, storage))
-        if found is None:
-            size = self._joint.storages[storage].bytes
-            fixed = storage not in self._given
-            found = self._result[source, storage] = len(self.results)
-            self.results.append(Result(size, None, fixed=fixed))
-        return found
+    return besides + most(*fused_lives(loops.calls, loops.results))
 
 
 class _Lives:

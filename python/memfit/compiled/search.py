@@ -12,31 +12,19 @@ process.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memfit.compiled import as_trace, chains
 from memfit.compiled.joint import Joint, Op
-from memfit.compiled.schedule import KEEP_ALL, Decision, Schedule, schedule
-
-_FLOPS_PER_SECOND = 1e11
-_BYTES_PER_SECOND = 2e10
-_OP_SECONDS = 1e-6
-"""Rates of a plain core. They only rank what to compute again, and are fixed so that a plan does
-not depend on when the machine was measured: caches of compiled code hold on to plans."""
-
-COSTS = json.dumps(
-    {
-        "kind": "roofline",
-        "profile": {
-            "name": "nominal",
-            "flops_per_second": {"float32": _FLOPS_PER_SECOND},
-            "bytes_per_second": _BYTES_PER_SECOND,
-            "op_overhead_seconds": _OP_SECONDS,
-        },
-    }
+from memfit.compiled.nominal import costs
+from memfit.compiled.schedule import (
+    KEEP_ALL,
+    Decision,
+    Schedule,
+    fused_peak_bytes,
+    schedule,
 )
 
 _CORRECTIONS = 5
@@ -54,6 +42,7 @@ class Chosen:
         decision: What is computed again.
         schedule: The order that follows, with its peaks.
         seconds: Nominal time of what runs again.
+        graph_seconds: Nominal time of forward and backward with everything kept.
         peak_bytes: Peak of the schedule.
         unplanned_peak_bytes: Peak with everything kept.
     """
@@ -61,6 +50,7 @@ class Chosen:
     decision: Decision
     schedule: Schedule
     seconds: float
+    graph_seconds: float
     peak_bytes: int
     unplanned_peak_bytes: int
 
@@ -83,7 +73,7 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
     if best.peak_bytes <= target_bytes:
         return best
     found = [best, search.by_engine()]
-    if search.fused and found[-1].peak_bytes <= target_bytes:
+    if found[-1].peak_bytes <= target_bytes:
         found.append(search.give_back(found[-1]))
     if found[-1].peak_bytes > target_bytes:
         found += search.by_boundaries()
@@ -100,7 +90,8 @@ class _Search:
         self._joint = joint
         self._target = target_bytes
         self.fused = fused and not any(_is_convolution(op) for op in joint.ops)
-        self._seconds = [_op_seconds(op) for op in joint.ops]
+        self._costs = costs(joint)
+        self._graph_seconds = sum(cost.seconds for cost in self._costs)
         self._unplanned: int | None = None
         self._beside_model = 0
         """How much more the graph takes node by node, with everything kept."""
@@ -108,11 +99,11 @@ class _Search:
     def judge(self, decision: Decision) -> Chosen:
         """Lay a decision out and add up what it takes."""
         made = schedule(self._joint, decision)
-        peak = made.fused_peak_bytes if self.fused else made.peak_bytes
+        peak = fused_peak_bytes(self._joint, made) if self.fused else made.peak_bytes
         if self._unplanned is None:
             self._unplanned, self._beside_model = peak, made.peak_bytes - peak
-        seconds = sum(self._seconds[op] for op in made.recomputed)
-        return Chosen(decision, made, seconds, peak, self._unplanned)
+        seconds = sum(self._costs[op].seconds for op in made.recomputed)
+        return Chosen(decision, made, seconds, self._graph_seconds, peak, self._unplanned)
 
     def by_engine(self) -> Chosen:
         """The engine's decision; asked again for less while it is above the target here.
@@ -122,7 +113,7 @@ class _Search:
         """
         asked, best = self._target + self._beside_model, None
         for _ in range(_CORRECTIONS):
-            one = self.judge(as_trace.plan(self._joint, COSTS, asked))
+            one = self.judge(as_trace.plan(self._joint, self._costs, asked))
             if best is None or one.peak_bytes < best.peak_bytes:
                 best = one
             if one.peak_bytes <= self._target:
@@ -192,9 +183,3 @@ def _without(decision: Decision, kept: list[int]) -> Decision:
 def _is_convolution(op: Op) -> bool:
     """Whether a library runs it with scratch memory of its own, perhaps as much as its result."""
     return "convolution" in str(op.node.target)
-
-
-def _op_seconds(op: Op) -> float:
-    if op.view:
-        return 0.0
-    return max(op.flops / _FLOPS_PER_SECOND, op.moved_bytes / _BYTES_PER_SECOND) + _OP_SECONDS

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit import _native
-from memfit.compiled.search import COSTS
+from memfit.compiled.nominal import COSTS
 
 STATE_AWAY = "offload_optimizer"
 """The kind of action that keeps the optimizer's state elsewhere."""

@@ -8,7 +8,7 @@ use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Evaluation, IncrementalEvaluator, StepModel, Treatment, Variant};
-use crate::trace::{AllocationId, Op, OpIndex, Trace};
+use crate::trace::{AllocationId, Meta, Op, OpIndex, Trace};
 
 /// Which treatments the request allows.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +32,14 @@ impl Allowed<'_> {
 /// About what a replay takes more than the op where kernels hardly count (small vision models, one core). On a GPU the
 /// kernels before it are still running then.
 const REPLAY_SECONDS: f64 = 1.5e-4;
+
+fn replay_seconds(meta: &Meta) -> f64 {
+    if meta.device_kind == "cpu" && meta.captured != "joint" {
+        REPLAY_SECONDS
+    } else {
+        0.0
+    }
+}
 
 /// The inner problem. Everything is indexed like the trace.
 #[derive(Debug)]
@@ -83,11 +91,7 @@ impl<'t> Problem<'t> {
         }
         let ids = (0..trace.allocations.len()).map(allocation_id);
         let inputs = ids.map(|id| model.inputs(id)).collect();
-        let executor = if trace.meta.device_kind == "cpu" {
-            REPLAY_SECONDS
-        } else {
-            0.0
-        };
+        let executor = replay_seconds(&trace.meta);
         let op_seconds = (0..trace.forward_end().index())
             .map(|op| costs.seconds(op) + executor)
             .collect();

@@ -120,7 +120,8 @@ pub struct Meta {
     pub second_batch: u64,
     /// Whether the step trains (backward ran) or only infers.
     pub training: bool,
-    /// How it was captured: `fake` (no memory taken) or `real` (one real step).
+    /// How it was captured: `fake` (no memory taken), `real` (one real step) or `joint` (a joint graph of
+    /// `torch.compile`, in which what runs again is compiled like all else).
     pub captured: String,
     /// Number of threads that the workspace probes ran with; 0 when they did not run, or not all could.
     #[serde(default)]

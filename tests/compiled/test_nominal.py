@@ -1,0 +1,89 @@
+"""Nominal costs of ops: what Inductor computes inside a reader moves nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import run
+from torch import nn
+
+from memfit.compiled import search
+from memfit.compiled.fusion import op_name
+from memfit.compiled.nominal import costs
+from memfit.compiled.schedule import KEEP_ALL
+
+ROWS, WIDTH = 64, 32
+SIZE = ROWS * WIDTH * 4
+
+
+class Net(nn.Module):
+    """Two matrix products with elementwise ops between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x))).square().mean()
+
+
+def joint_of(between):
+    return run(Net(between), (torch.randn(ROWS, WIDTH),), lambda _: KEEP_ALL).joints[0]
+
+
+def forward_costs(joint):
+    """Of each op of forward that is no view, its name and cost."""
+    every = zip(joint.ops[: joint.forward_end], costs(joint), strict=False)
+    return [(op_name(op.node), cost) for op, cost in every if not op.view]
+
+
+def test_elementwise_ops_between_library_kernels_move_one_source_and_one_result():
+    found = forward_costs(joint_of(lambda x: torch.relu(x * 2 + 1) * 3))
+    between = [cost.moved_bytes for name, cost in found if name in {"mul", "add", "relu"}]
+    # What squares and means comes after the second product.
+    assert between == [0, 0, 0, 2 * SIZE]
+    product = next(cost for name, cost in found if name == "addmm")
+    assert product.flops == 2 * ROWS * WIDTH * WIDTH
+    assert product.moved_bytes == (WIDTH + WIDTH * WIDTH) * 4 + 2 * SIZE
+
+
+def test_functions_of_many_operations_cost_them_inside_a_reader_too():
+    found = dict(forward_costs(joint_of(lambda x: torch.erf(x) * 3)))
+    assert found["erf"].moved_bytes == 0
+    assert found["erf"].seconds == pytest.approx(ROWS * WIDTH * 1e-9, rel=0.5)
+    assert found["mul"].seconds < found["erf"].seconds
+
+
+def test_a_gather_moves_the_rows_it_gathers_and_not_the_table():
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(100_000, WIDTH), nn.Linear(WIDTH, 4)
+
+        def forward(self, ids):
+            return self.head(self.table(ids)).square().mean()
+
+    joint = run(Lookup(), (torch.randint(100, (ROWS,)),), lambda _: KEEP_ALL).joints[0]
+    found = dict(forward_costs(joint))
+    assert SIZE <= found["embedding"].moved_bytes <= 4 * SIZE
+
+
+def test_normalised_activations_are_computed_again_before_products_are():
+    width, rows = 128, 1024
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(6)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = F.relu(F.layer_norm(layer(x), (width,)) * 2 + 1)
+            return x.square().mean()
+
+    joint = run(Deep(), (torch.randn(rows, width),), lambda _: KEEP_ALL).joints[0]
+    full = search.choose(joint, 1 << 60).peak_bytes
+    chosen = search.choose(joint, full - 4 * rows * width * 4)
+    names = [op_name(joint.ops[op].node) for op in chosen.schedule.recomputed]
+    assert names.count("relu") == 4
+    assert "addmm" not in names
