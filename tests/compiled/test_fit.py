@@ -248,7 +248,7 @@ def test_where_compiled_code_takes_more_than_the_budget_the_step_runs_eager(monk
     monkeypatch.setattr(fitted, "_compiled", workload.loss)
     monkeypatch.setattr(fitted, "_measured_bytes", 2 * fitted.plan["budget_bytes"])
     monkeypatch.setattr(fitted, "_counts", lambda: False)
-    monkeypatch.setattr(fitted, "_tighten", lambda _: None)
+    monkeypatch.setattr(fitted, "_cut_for", lambda _: None)
     fitted.step()
     with pytest.warns(NotCompiledWarning, match="from here on the step runs eager"):
         fitted.step()

@@ -73,19 +73,21 @@ def fit_compiled(
 
     fused = trace["meta"]["device_kind"] == "cpu" and cpu.start() is None
 
-    def plan(budget: int) -> CompiledPlan | NotCompiled:
-        made = _plan(graphs, at_home, budget, fused=fused)
+    def plan(beyond_bytes: int) -> CompiledPlan | NotCompiled:
+        made = _plan(graphs, at_home, budget_bytes, beyond_bytes, fused=fused)
         if isinstance(made, CompiledPlan):
             return made
-        elsewhere = with_state_away(trace, budget, request)
-        return made if elsewhere is None else _plan(graphs, elsewhere, budget, fused=fused)
+        elsewhere = with_state_away(trace, budget_bytes - max(beyond_bytes, 0), request)
+        if elsewhere is None:
+            return made
+        return _plan(graphs, elsewhere, budget_bytes, beyond_bytes, fused=fused)
 
-    def tighten(budget: int) -> CompiledPlan | None:
-        tighter = plan(budget)
-        return tighter if isinstance(tighter, CompiledPlan) else None
+    def replan(beyond_bytes: int) -> CompiledPlan | None:
+        made = plan(beyond_bytes)
+        return made if isinstance(made, CompiledPlan) else None
 
-    made = plan(budget_bytes)
-    return made if isinstance(made, NotCompiled) else CompiledFitted(workload, made, tighten, eager)
+    made = plan(0)
+    return made if isinstance(made, NotCompiled) else CompiledFitted(workload, made, replan, eager)
 
 
 def _refusal(workload: Workload, request: Mapping[str, Any]) -> str | None:
@@ -123,13 +125,22 @@ def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
 
 
 def _plan(
-    graphs: Sequence[Recorded], beside: BesideGraphs, budget_bytes: int, *, fused: bool
+    graphs: Sequence[Recorded],
+    beside: BesideGraphs,
+    budget_bytes: int,
+    beyond_bytes: int,
+    *,
+    fused: bool,
 ) -> CompiledPlan | NotCompiled:
-    """Plan for a budget; by the model of Inductor (``fused``) where the step will be measured."""
+    """Plan for a budget, of graphs that take so many bytes beyond what is told of them.
+
+    They are told by the model of Inductor (``fused``) where the step will be measured.
+    """
     if beside.optimizer_peak_bytes > budget_bytes:
         return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
-    shares = divide(graphs, beside.static_bytes, budget_bytes, fused=fused)
-    peak = max(beside.optimizer_peak_bytes, *(share.peak_bytes for share in shares))
+    shares = divide(graphs, beside.static_bytes, budget_bytes - beyond_bytes, fused=fused)
+    of_graphs = max(share.peak_bytes for share in shares)
+    peak = max(beside.optimizer_peak_bytes, of_graphs + beyond_bytes)
     if peak > budget_bytes:
         return NotCompiled(f"compiled, the step takes {peak} bytes at least")
     targets: dict[str, int] = {}
@@ -137,21 +148,32 @@ def _plan(
         name = share.recorded.signature
         targets[name] = min(targets.get(name, share.target_bytes), share.target_bytes)
     partitioner = Partitioner(targets, min(targets.values()), fused=fused)
-    reports = tuple(_report(share) for share in shares)
+    reports = tuple(_report(share, beyond_bytes) for share in shares)
     document = _document(reports, beside.actions, peak, budget_bytes)
-    return CompiledPlan(document, partitioner, reports, budget_bytes, beside.actions)
+    again = [share.chosen for share in shares if share.chosen is not None]
+    return CompiledPlan(
+        document,
+        partitioner,
+        reports,
+        budget_bytes,
+        beyond_bytes,
+        recomputed_seconds=sum(one.seconds for one in again),
+        step_seconds=sum(one.graph_seconds for one in again),
+        besides=beside.actions,
+    )
 
 
-def _report(share: Share) -> GraphReport:
+def _report(share: Share, beyond_bytes: int) -> GraphReport:
     chosen, joint = share.chosen, share.recorded.joint
     if chosen is None or joint is None:
-        return GraphReport(0, 0, 0, share.peak_bytes, share.peak_bytes, share.recorded.reason)
+        peak = share.peak_bytes + beyond_bytes
+        return GraphReport(0, 0, 0, peak, peak, share.recorded.reason)
     return GraphReport(
         ops=len(joint.ops),
         saved_bytes=chosen.schedule.saved_bytes,
         recomputed_ops=sum(not joint.ops[op].view for op in chosen.schedule.recomputed),
-        predicted_peak_bytes=share.peak_bytes,
-        unplanned_peak_bytes=share.outside_bytes + chosen.unplanned_peak_bytes,
+        predicted_peak_bytes=share.peak_bytes + beyond_bytes,
+        unplanned_peak_bytes=share.outside_bytes + chosen.unplanned_peak_bytes + beyond_bytes,
         reason="",
     )
 

@@ -3,7 +3,8 @@
 Responsible for :class:`CompiledFitted`, the compiled counterpart of
 :class:`~memfit.fitted.Fitted`: the loss goes through stock Inductor with memfit's partitioner, and
 the first steps are measured; where Inductor takes more than predicted, the graphs are cut again for
-less, and in the end the step runs eager. Not responsible for planning (:mod:`memfit.compiled.fit`).
+less, and in the end the step runs eager; where it takes less, they are cut again for more. Not
+responsible for planning (:mod:`memfit.compiled.fit`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from memfit.workload import Workload
 
 MAX_CORRECTIONS = 2
 """Times the graphs are cut again because a step took more than the budget."""
+
+_WORTH_COMPILING = 0.01
+"""Part of the step's nominal time that a partition for more must save."""
 
 _WITHOUT_RAISING_PEAK = {
     name: 0.0
@@ -74,12 +78,15 @@ class CompiledReport(Report):
         graphs: The joint graphs, in the order of forward.
         corrections: Times the graphs were cut again for less, because a step was measured above the
             budget.
+        loosened: Whether the graphs run as they were cut again for more, because a step was
+            measured below the budget.
         measured_peak_bytes: Peak of the step that was measured last; 0 before that, and on devices
             where nothing is measured.
     """
 
     graphs: tuple[GraphReport, ...] = ()
     corrections: int = 0
+    loosened: bool = False
     measured_peak_bytes: int = 0
 
 
@@ -92,6 +99,10 @@ class CompiledPlan:
         partitioner: Cuts the graphs.
         graphs: What it does to each.
         budget_bytes: Most bytes of the step.
+        beyond_bytes: What Inductor is taken to need beyond what is told of its graphs; negative
+            where it needs less.
+        recomputed_seconds: Nominal time of what runs again.
+        step_seconds: Nominal time of the graphs with everything kept.
         besides: Actions of the engine's plans that run around the graphs.
     """
 
@@ -99,7 +110,20 @@ class CompiledPlan:
     partitioner: Partitioner
     graphs: tuple[GraphReport, ...]
     budget_bytes: int
+    beyond_bytes: int
+    recomputed_seconds: float
+    step_seconds: float
     besides: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the step, the optimizer's included."""
+        return int(self.document["planned"]["predicted_peak_bytes"])
+
+    def is_worth(self, other: CompiledPlan) -> bool:
+        """Whether a step by this plan saves so much time over the other's that compiling pays."""
+        saved = other.recomputed_seconds - self.recomputed_seconds
+        return saved > _WORTH_COMPILING * self.step_seconds
 
 
 class CompiledFitted(Fitted):
@@ -109,7 +133,7 @@ class CompiledFitted(Fitted):
         self,
         workload: Workload,
         plan: CompiledPlan,
-        tighten: Callable[[int], CompiledPlan | None],
+        replan: Callable[[int], CompiledPlan | None],
         eager: Callable[[Optimizer | None], Fitted] | None = None,
     ) -> None:
         """Apply a plan to a workload.
@@ -117,16 +141,18 @@ class CompiledFitted(Fitted):
         Args:
             workload: The workload the plan was made for.
             plan: The plan.
-            tighten: Plans for a smaller budget; ``None`` where none is reached.
+            replan: Plans for the same budget, of graphs that take so many bytes beyond what is told
+                of them; ``None`` where none is reached.
             eager: Fits the step eager, for the optimizer given, where compiled code turns out not
                 to keep the budget; ``None`` where no eager plan does either.
         """
         super().__init__(workload, {"actions": plan.besides})
         self._eager = eager
         self._instead: Fitted | None = None
-        self._tighten = tighten
+        self._cut_for = replan
         self._corrections = 0
-        self._asked_bytes = plan.budget_bytes
+        self._tight: CompiledPlan | None = None
+        """The plan that kept the budget, once another was made for more."""
         self._measured_bytes = 0
         self._adopt(plan)
 
@@ -147,7 +173,7 @@ class CompiledFitted(Fitted):
 
     @property
     def has_settled(self) -> bool:
-        """Whether the next step compiles nothing and is not measured to be cut again for less."""
+        """Whether the next step compiles nothing and is not measured to be cut again."""
         return self._instead is not None or self._steps_of_plan >= _MEASURED_STEP
 
     def close(self) -> None:
@@ -160,7 +186,7 @@ class CompiledFitted(Fitted):
         """Run one whole step; see :meth:`Fitted.step`.
 
         The second step after compiling is measured, on the CPU; where it took more than the budget,
-        the graphs are cut again for less and the next step compiles.
+        or so much less that time can be saved, the graphs are cut again and the next step compiles.
 
         Args:
             batch: The batch; the workload's own by default.
@@ -182,8 +208,8 @@ class CompiledFitted(Fitted):
             if reading is not None:
                 self._measured_bytes = static_bytes + reading.peak_bytes - before
         self._steps_of_plan += usual
-        if self._steps_of_plan == _MEASURED_STEP and self._measured_bytes > self._asked_bytes:
-            self._correct()
+        if self._steps_of_plan == _MEASURED_STEP and self._measured_bytes > 0:
+            self._learn()
         return result
 
     def _counts(self) -> bool:
@@ -191,21 +217,37 @@ class CompiledFitted(Fitted):
         devices = {p.device.type for p in self.workload.model.parameters()}
         return devices == {"cpu"} and cpu.start() is None
 
-    def _correct(self) -> None:
-        """Cut the graphs again, for as much less as the step was measured above the budget.
+    def _learn(self) -> None:
+        """Cut the graphs again by what the step was measured to take.
 
-        Inductor fuses and orders as it sees fit, so what it takes differs from what its graphs say.
+        Inductor fuses and orders as it sees fit, so what it takes differs from what its graphs say;
+        but by much the same for partitions that are alike.
         """
-        over = self._measured_bytes - self._asked_bytes
-        tighter = None
+        plan, measured = self._compiled_plan, self._measured_bytes
+        of_graphs, beyond = max(g.predicted_peak_bytes for g in plan.graphs), plan.beyond_bytes
+        # Below the peak of an optimizer that takes more, the graphs' own is not known.
+        if measured > plan.peak_bytes or of_graphs == plan.peak_bytes:
+            beyond += measured - of_graphs
+        if measured > plan.budget_bytes:
+            self._correct(beyond)
+        elif self._tight is None and plan.recomputed_seconds > 0:
+            looser = self._cut_for(beyond)
+            if looser is not None and looser.is_worth(plan):
+                self._tight = plan
+                self._cut_again(looser)
+
+    def _correct(self, beyond_bytes: int) -> None:
+        """Cut the graphs again for less; as they were, if they had been cut for more."""
+        plan, tight, tighter = self._compiled_plan, self._tight, None
         if self._corrections < MAX_CORRECTIONS:
-            tighter = self._tighten(self._compiled_plan.budget_bytes - over)
+            tighter = self._cut_for(beyond_bytes)
+        if tight not in (None, plan) and (tighter is None or not tighter.is_worth(tight)):
+            tighter = tight
         if tighter is not None:
             self._corrections += 1
-            if tighter.besides != self._compiled_plan.besides:
-                self.follow({"actions": tighter.besides})
-            self._adopt(tighter)
+            self._cut_again(tighter)
             return
+        over = self._measured_bytes - plan.budget_bytes
         self._not_compiled = (
             f"the compiled step takes {self._measured_bytes} bytes, {over} above its budget, and "
             "no tighter partition keeps it"
@@ -216,6 +258,11 @@ class CompiledFitted(Fitted):
             message = f"{self._not_compiled}: from here on the step runs eager"
             self._instead = self._eager(self.optimizer)
         warnings.warn(message, NotCompiledWarning, stacklevel=3)
+
+    def _cut_again(self, plan: CompiledPlan) -> None:
+        if plan.besides != self._compiled_plan.besides:
+            self.follow({"actions": plan.besides})
+        self._adopt(plan)
 
     @contextlib.contextmanager
     def forward(self, batch: Any = None) -> Iterator[None]:
@@ -248,6 +295,7 @@ class CompiledFitted(Fitted):
             **plain,
             graphs=self._compiled_plan.graphs,
             corrections=self._corrections,
+            loosened=self._tight not in (None, self._compiled_plan),
             measured_peak_bytes=self._measured_bytes,
         )
 

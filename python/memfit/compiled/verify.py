@@ -165,6 +165,7 @@ def _described(planned: CompiledFitted) -> dict[str, Any]:
     report = planned.report()
     return {
         "corrections": report.corrections,
+        "loosened": report.loosened,
         "actions": planned.plan["actions"],
         "graphs": [asdict(graph) for graph in report.graphs],
     }

@@ -1,0 +1,116 @@
+"""What a compiled plan learns from the step that is measured, by steps that claim to take a lot."""
+
+import pytest
+import torch
+from graphs import Layers
+from torch import nn
+
+import memfit
+from memfit.compiled import toolchain
+from memfit.compiled.fitted import CompiledFitted
+from memfit.errors import NotCompiledWarning
+
+pytestmark = pytest.mark.skipif(
+    toolchain.missing("cpu") is not None, reason="compiled plans need a compiler"
+)
+
+
+def raw_bytes(plan):
+    """What is told of a plan's graphs before anything is measured."""
+    return max(graph.predicted_peak_bytes for graph in plan.graphs) - plan.beyond_bytes
+
+
+@pytest.fixture
+def fit(monkeypatch):
+    """Fits whose steps run eager and are measured at what `takes` says of a plan."""
+    adopt = CompiledFitted._adopt
+
+    def adopt_eager(self, plan):
+        adopt(self, plan)
+        self._compiled = self.workload.loss
+
+    def made(budget, takes):
+        torch.manual_seed(0)
+        workload = memfit.Workload(
+            nn.Sequential(Layers(), Layers()),
+            torch.randn(2048, 32),
+            lambda model, batch: model(batch).square().mean(),
+        )
+        fitted = memfit.fit(workload, budget, compile=True)
+        assert isinstance(fitted, CompiledFitted)
+
+        def claim():
+            fitted._measured_bytes = takes(fitted._compiled_plan)
+            return False
+
+        monkeypatch.setattr(fitted, "_counts", claim)
+        return fitted
+
+    monkeypatch.setattr(CompiledFitted, "_adopt", adopt_eager)
+    return made
+
+
+def settle(fitted, most=20):
+    for _ in range(most):
+        if fitted.has_settled:
+            return fitted.report()
+        fitted.step()
+    raise AssertionError("it goes on cutting")
+
+
+def test_a_step_far_below_its_budget_is_cut_again_for_more(fit):
+    fitted = fit("70%", lambda plan: raw_bytes(plan) * 3 // 4)
+    first = fitted._compiled_plan
+    assert first.recomputed_seconds > 0
+    report = settle(fitted)
+    second = fitted._compiled_plan
+    assert report.loosened
+    assert report.corrections == 0
+    assert second.recomputed_seconds < first.recomputed_seconds
+    budget = fitted.plan["budget_bytes"]
+    assert first.budget_bytes == budget
+    assert report.measured_peak_bytes <= budget
+    # What was learned is in the prediction: it is less than what is told of the graphs.
+    assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget < raw_bytes(second)
+
+
+def test_a_step_just_below_its_budget_is_left_alone(fit):
+    fitted = fit("70%", lambda plan: plan.budget_bytes - 1024)
+    plan = fitted._compiled_plan
+    report = settle(fitted)
+    assert not report.loosened
+    assert fitted._compiled_plan is plan
+    assert report.steps == 2
+
+
+def test_what_was_cut_for_more_and_takes_too_much_goes_back(fit):
+    tight = []
+
+    def takes(plan):
+        tight.append(plan)
+        return plan.budget_bytes // 2 if plan is tight[0] else plan.budget_bytes * 2
+
+    fitted = fit("70%", takes)
+    report = settle(fitted)
+    assert len(set(map(id, tight))) == 2
+    assert fitted._compiled_plan is tight[0]
+    assert not report.loosened
+    assert report.measured_peak_bytes <= fitted.plan["budget_bytes"]
+    assert report.not_compiled == ""
+
+
+def test_one_correction_is_enough_where_graphs_take_the_same_beyond_what_is_told(fit):
+    fitted = fit("70%", lambda plan: raw_bytes(plan) + plan.budget_bytes // 10)
+    report = settle(fitted)
+    assert report.corrections == 1
+    assert report.not_compiled == ""
+    assert report.measured_peak_bytes <= fitted.plan["budget_bytes"]
+    assert fitted.plan["planned"]["predicted_peak_bytes"] == report.measured_peak_bytes
+
+
+def test_after_corrections_that_do_not_help_the_step_runs_eager(fit):
+    fitted = fit("70%", lambda plan: plan.budget_bytes + 4096)
+    with pytest.warns(NotCompiledWarning, match="4096 above its budget"):
+        report = settle(fitted)
+    assert report.corrections == 2
+    assert "above its budget" in report.not_compiled
