@@ -148,25 +148,28 @@ def compiled(
         raise CannotRunError(reason)
     fitted, seconds = found
 
-    def settle() -> None:
-        """Until memfit cuts the graphs no further."""
-        corrections = -1
-        while corrections != (corrections := fitted.report().corrections):
-            fitted.step()
-            fitted.step()
-
-    plan = fitted.plan
-    return Way(
+    way = Way(
         fitted.step,
         reference=unbudgeted(workload) if reference == "compiled" else None,
-        settle=settle,
-        predicted_peak_bytes=plan["planned"]["predicted_peak_bytes"],
-        notes={
-            "plan_seconds": seconds,
-            "budget_bytes": plan["budget_bytes"],
-            "actions": [{"kind": a["kind"], "count": a["count"]} for a in plan["actions"]],
-        },
+        notes={"plan_seconds": seconds},
     )
+
+    def settle() -> None:
+        """Until memfit cuts the graphs no further; what it says of them is said of the last."""
+        while not fitted.has_settled:
+            fitted.step()
+        plan = fitted.plan
+        way.predicted_peak_bytes = plan["planned"]["predicted_peak_bytes"]
+        way.notes = {
+            **way.notes,
+            "budget_bytes": plan["budget_bytes"],
+            "corrections": fitted.report().corrections,
+            "loosened": fitted.report().loosened,
+            "actions": [{"kind": a["kind"], "count": a["count"]} for a in plan["actions"]],
+        }
+
+    way.settle = settle
+    return way
 
 
 def _fit_compiled(

@@ -35,7 +35,8 @@ def main(text: str) -> None:
         make_optimizer(workload)
         try:
             way = way_of(spec, workload, folder / stem)
-            row = {**way.notes, **measure(workload, way, spec["pairs"])}
+            row = measure(workload, way, spec["pairs"])
+            row |= way.notes
             row["predicted_peak_bytes"] = way.predicted_peak_bytes
             row["predicted_seconds"] = way.predicted_seconds
         except CannotRunError as reason:

@@ -21,7 +21,8 @@ class Way:
     Attributes:
         step: Runs one whole training step.
         reference: A step that draws the same random numbers, where eager's are others.
-        settle: Runs steps until all later ones are alike; by default one step makes them so.
+        settle: Runs steps until all later ones are alike, and completes what the method says of
+            them; by default one step makes them so.
         predicted_peak_bytes: What the method says its peak is, if it says.
         predicted_seconds: What it says a step takes.
         notes: Further figures for the row.
