@@ -21,9 +21,10 @@ from typing import Any
 
 import torch._functorch.config as functorch
 from benchmarks.planners import checkpointing, compiled, fitted
+from benchmarks.planners.measurement import numerics
 from benchmarks.planners.models import MODELS, build, make_optimizer
 from benchmarks.planners.points import COMPILE_BUDGETS, INEXACT
-from benchmarks.planners.way import Way
+from benchmarks.planners.way import Way, ordinary_step
 from torch.optim import Optimizer
 
 from memfit import Workload
@@ -60,12 +61,18 @@ def main(arguments: list[str]) -> None:
     theirs = _build(chosen)
     optimizer = make_optimizer(theirs)
     peer = _peer(chosen, theirs)
+    error = numerics(theirs, ordinary_step(theirs), peer)["gradient_error"]
     peer.step()
-    peer.step()
+    print(f"the peer's gradients are off by {error:.0e}", flush=True)
     peak = measure_peak(peer.step, static_tensors(theirs, optimizer)).peak_bytes
     mine = _build(chosen)
     ours = (_compiled if chosen.peer in COMPILED else _planned)(chosen, mine, peak)
+    # The peer's budget is the process's.
+    with functorch.patch(activation_memory_budget=1.0):
+        error = numerics(mine, ordinary_step(mine), ours)["gradient_error"]
     ours.step()
+    peer.step()  # Where gradients were held against compiled ones, all code was forgotten for it.
+    print(f"memfit's gradients are off by {error:.0e}")
     assert isinstance(mine.optimizer, Optimizer), "it was made with the plan"
     measured = measure_peak(ours.step, static_tensors(mine, mine.optimizer)).peak_bytes
     print(f"budget {peak} bytes, measured {measured}, {dict(ours.notes)}", flush=True)
@@ -104,15 +111,10 @@ def _planned(chosen: argparse.Namespace, workload: Workload, budget_bytes: int) 
 
 
 def _compiled(chosen: argparse.Namespace, workload: Workload, budget_bytes: int) -> Way:
-    """A compiled step inside so many bytes, cut as it stays."""
+    """A compiled step inside so many bytes."""
     make_optimizer(workload)
-    budget, reference = str(budget_bytes), _drawing(chosen)
-    # The peer's budget is the process's.
-    with functorch.patch(activation_memory_budget=1.0):
-        way = fitted.compiled(workload, budget=budget, reference=reference, **EXACT)
-        assert way.settle is not None, "a compiled step of memfit settles"
-        way.settle()
-    return way
+    reference = _drawing(chosen)
+    return fitted.compiled(workload, budget=str(budget_bytes), reference=reference, **EXACT)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
         The figures of the row.
     """
     eager = ordinary_step(workload)
-    numerics = _numerics(workload, eager, way)
+    found = numerics(workload, eager, way)
     static = static_tensors(workload, workload.optimizer)  # type: ignore[arg-type]
     batch = [t for t in tree_leaves(workload.batch) if isinstance(t, Tensor)]
     peak = measure_peak(way.step, static)
@@ -52,7 +52,7 @@ def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
             times[which].append(cpu_seconds((eager, way.step)[which]))
     ratios = [b / a for a, b in zip(*times, strict=True)]
     return {
-        **numerics,
+        **found,
         "peak_bytes": peak.peak_bytes,
         "static_bytes": peak.static_bytes,
         "floor_bytes": peak.static_bytes - storage_bytes(batch),
@@ -65,8 +65,18 @@ def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
     }
 
 
-def _numerics(workload: Workload, eager: Callable[[], Any], way: Way) -> dict[str, Any]:
-    """One step each from one state and seed; the method's first step, if it has not to settle."""
+def numerics(workload: Workload, eager: Callable[[], Any], way: Way) -> dict[str, Any]:
+    """One step each from one state and seed; the method's first step, if it has not to settle.
+
+    Args:
+        workload: The workload; its optimizer exists already and has no state.
+        eager: An ordinary step of it.
+        way: The way, whose gradients are held against those of eager or of its own reference.
+
+    Returns:
+        Both losses, the largest error of any gradient, whether all is the same bit for bit, and
+        seconds until the first step was done.
+    """
     state = [t.detach().clone() for t in _persistent(workload.model)]
     optimizer = workload.optimizer
     assert isinstance(optimizer, Optimizer)
