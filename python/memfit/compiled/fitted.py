@@ -37,6 +37,9 @@ MAX_CORRECTIONS = 2
 _WORTH_COMPILING = 0.01
 """Part of the step's nominal time that a partition for more must save."""
 
+_SPARE = 0.01
+"""Part of the budget that a step must leave before a partition for more is looked for."""
+
 _WITHOUT_RAISING_PEAK = {
     name: 0.0
     for name in ("fusion_memory_timeline_peak_memory_pct_threshold",)
@@ -119,6 +122,11 @@ class CompiledPlan:
     def peak_bytes(self) -> int:
         """Predicted peak of the step, the optimizer's included."""
         return int(self.document["planned"]["predicted_peak_bytes"])
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether enough runs again that less of it could be worth compiling."""
+        return self.recomputed_seconds > _WORTH_COMPILING * self.step_seconds
 
     def is_worth(self, other: CompiledPlan) -> bool:
         """Whether a step by this plan saves so much time over the other's that compiling pays."""
@@ -228,9 +236,10 @@ class CompiledFitted(Fitted):
         # Below the peak of an optimizer that takes more, the graphs' own is not known.
         if measured > plan.peak_bytes or of_graphs == plan.peak_bytes:
             beyond += measured - of_graphs
-        if measured > plan.budget_bytes:
+        spare = plan.budget_bytes - measured
+        if spare < 0:
             self._correct(beyond)
-        elif self._tight is None and plan.recomputed_seconds > 0:
+        elif self._tight is None and plan.is_tight and spare > _SPARE * plan.budget_bytes:
             looser = self._cut_for(beyond)
             if looser is not None and looser.is_worth(plan):
                 self._tight = plan
