@@ -9,6 +9,7 @@ from torch import nn
 
 from memfit import fitted as fitted_module
 from memfit.measure import calibrate, paired_cpu_seconds, profile_ops
+from memfit.measure.op_times import _with_rest
 from memfit.measure.peak import storage_bytes
 from memfit.verify import verify
 from memfit.workload import Workload
@@ -139,6 +140,24 @@ def test_every_op_of_a_trace_gets_its_seconds():
     assert by_name["aten.addmm.default"] > by_name["aten.t.default"]
     after = [*load.model.parameters(), *load.model.buffers()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_a_step_takes_beside_its_ops_is_theirs_by_what_they_make():
+    sizes = [0, 3_000_000, 1_000_000]
+    trace = {
+        "allocations": [
+            {"producer": None, "bytes": 5_000_000},
+            *({"producer": op, "bytes": size} for op, size in enumerate(sizes) if size),
+        ]
+    }
+    ops = [0.001, 0.002, 0.003]
+    assert _with_rest(trace, ops, 0.0) == ops
+    little = _with_rest(trace, ops, 3e-6)
+    assert [b - a for a, b in zip(ops, little, strict=True)] == pytest.approx([1e-6] * 3)
+    much = _with_rest(trace, ops, 0.4 + 3e-5)
+    assert [b - a for a, b in zip(ops, much, strict=True)] == pytest.approx(
+        [1e-5, 0.3 + 1e-5, 0.1 + 1e-5]
+    )
 
 
 def test_a_step_that_does_not_fit_is_timed_on_fewer_examples(monkeypatch):

@@ -3,6 +3,10 @@
 Responsible for timing ops as the dispatcher sees them, in the very order in which a trace numbers
 them, and for matching the two. Not responsible for the trace.
 
+A step takes longer than its ops: there is Python between them, and memory that is let go is handed
+back to the system, which takes the longer the more it was. What an untimed step takes beyond its
+ops is theirs too: a little each, the rest by the bytes that they make.
+
 A step that does not fit the memory there is runs on fewer examples; times then grow with the bytes
 an op moves, or with the examples where an op mostly computes.
 """
@@ -27,6 +31,9 @@ from memfit.workload import Workload, batch_size, slice_batch
 
 TIMED_STEPS = 2
 """Steps that are timed, after one that warms up."""
+
+_BETWEEN_SECONDS = 1e-5
+"""Most that an op is taken to cost in Python and in autograd beside what it runs for itself."""
 
 _DETACH = "aten.detach.default"
 
@@ -116,8 +123,10 @@ def profile_ops(
         UsageError: The step does not fit even with one example.
     """
     fraction, batch = _affordable_batch(workload, trace, available_bytes)
-    runs = _timed_steps(replace(workload, batch=batch))
-    return _match(trace, runs, 1 / fraction)
+    runs, step_seconds = _timed_steps(replace(workload, batch=batch))
+    of_ops = _match(trace, runs, 1 / fraction)
+    inside = statistics.median(sum(timed.seconds for timed in run) for run in runs)
+    return _with_rest(trace, of_ops, max(step_seconds - inside, 0.0) / fraction)
 
 
 def _affordable_batch(
@@ -188,8 +197,11 @@ def _predicted_peak_bytes(trace: Mapping[str, Any]) -> int:
     return peak
 
 
-def _timed_steps(workload: Workload) -> list[list[_Timed]]:
-    """The ops of a few real steps; leaves the workload as it was."""
+def _timed_steps(workload: Workload) -> tuple[list[list[_Timed]], float]:
+    """The ops of a few real steps, and seconds of one whose ops were not timed.
+
+    Leaves the workload as it was. On a GPU the ops' own times add up to the step: no seconds.
+    """
     model = workload.model
     tensors = [*model.parameters(), *model.buffers()]
     held = [t.detach().clone() for t in tensors]
@@ -198,25 +210,28 @@ def _timed_steps(workload: Workload) -> list[list[_Timed]]:
     devices = [device] if device.type == "cuda" else []
     if isinstance(workload.optimizer, torch.optim.Optimizer):
         workload = replace(workload, optimizer=_twin(workload.optimizer))
-    runs = []
+    runs: list[list[_Timed]] = []
+    step_seconds = 0.0
     with torch.random.fork_rng(devices):
         fitted = Fitted(workload, {"actions": []})
         try:
-            for step in range(1 + TIMED_STEPS):
-                if step == 0:
-                    fitted.step()
-                    continue
+            fitted.step()
+            for _ in range(TIMED_STEPS):
                 with _Stopwatch(device) as stopwatch:
                     fitted.step()
                 stopwatch.finish()
                 runs.append(stopwatch.ops)
+            if device.type == "cpu":
+                start = time.thread_time()
+                fitted.step()
+                step_seconds = time.thread_time() - start
         finally:
             with torch.no_grad():
                 for tensor, before in zip(tensors, held, strict=True):
                     tensor.copy_(before)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
-    return runs
+    return runs, step_seconds
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -268,6 +283,19 @@ def _match(
             seconds = rate * moved
         result.append(seconds)
     return result
+
+
+def _with_rest(trace: Mapping[str, Any], of_ops: list[float], rest: float) -> list[float]:
+    """Seconds of the ops with what the step took besides."""
+    made = [0] * len(of_ops)
+    for allocation in trace["allocations"]:
+        if allocation["producer"] is not None:
+            made[allocation["producer"]] += allocation["bytes"]
+    each = min(rest / max(len(of_ops), 1), _BETWEEN_SECONDS)
+    per_byte = (rest - each * len(of_ops)) / max(sum(made), 1)
+    return [
+        seconds + each + bytes_ * per_byte for seconds, bytes_ in zip(of_ops, made, strict=True)
+    ]
 
 
 def _aligned(names: list[str], run: list[_Timed]) -> list[_Timed] | None:
