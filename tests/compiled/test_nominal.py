@@ -87,3 +87,27 @@ def test_normalised_activations_are_computed_again_before_products_are():
     names = [op_name(joint.ops[op].node) for op in chosen.schedule.recomputed]
     assert names.count("relu") == 4
     assert "addmm" not in names
+
+
+def test_a_softmax_is_saved_as_what_it_is_computed_from():
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(WIDTH, 512), nn.Linear(512, 1000)
+
+        def forward(self, x, targets):
+            return F.cross_entropy(self.head(torch.relu(self.first(x))), targets)
+
+    batch = torch.randn(256, WIDTH), torch.randint(1000, (256,))
+    joint = run(Classes(), batch, lambda _: KEEP_ALL).joints[0]
+    full = search.choose(joint, 1 << 60, fused=True)
+    chosen = search.choose(joint, full.peak_bytes - 256 * 512, fused=True)
+
+    def saved(choice):
+        storages = {joint.tensors[t].storage for t in choice.schedule.saved}
+        ops = [joint.storages[s].op for s in storages if joint.storages[s].bytes == 256 * 1000 * 4]
+        return [op_name(joint.ops[op].node) for op in ops]
+
+    assert saved(full) == ["sub"]
+    assert saved(chosen) == ["addmm"]
+    assert chosen.peak_bytes <= full.peak_bytes

@@ -89,17 +89,23 @@ def _cost(op: Op, moved: int) -> Cost:
     flops = op.flops
     if op.loop.kind is not Kind.EXTERN and op_name(op.node) in _FUNCTIONS:
         flops += _FLOPS_OF_FUNCTION * op.loop.extent
+    if moved == 0 and flops == 0:
+        return Cost(0, 0, 0.0)
     seconds = max(flops / _FLOPS_PER_SECOND, moved / _BYTES_PER_SECOND) + _OP_SECONDS
     return Cost(flops, moved, seconds)
 
 
 def _moved_bytes(joint: Joint) -> list[int]:
-    """What each op moves where the graph runs with everything kept; libraries move all they see."""
+    """What each op moves where it runs again, for backward; libraries move all they see."""
     loops = Loops(joint, ())
     for index, op in enumerate(joint.ops):
         loops.run(index, [_source(joint, tensor) for tensor in op.reads])
     for tensor in (*joint.forward_outputs, *joint.backward_outputs):
         loops.returns(tensor, _source(joint, tensor))
+    for result in loops.results:
+        # What forward wants of it, forward computes for itself.
+        again = {reader for reader in result.readers if joint.ops[reader].backward}
+        result.readers = again or result.readers
     fused = moved_bytes(loops.calls, loops.results)
     return [
         op.moved_bytes if op.loop.kind is Kind.EXTERN else bytes_

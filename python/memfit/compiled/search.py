@@ -30,6 +30,9 @@ from memfit.compiled.schedule import (
 _CORRECTIONS = 5
 """Times the engine is asked again for less, where its answer is above the target."""
 
+_FEW = 1 / 16
+"""Part of a result's bytes that its sources may take more, as statistics of a softmax do."""
+
 _POLISHED = 3
 """Decisions from boundaries whose room is given back."""
 
@@ -72,7 +75,10 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
     best = search.judge(KEEP_ALL)
     if best.peak_bytes <= target_bytes:
         return best
-    found = [best, search.by_engine()]
+    best = search.keeping_sources(best)
+    if best.peak_bytes <= target_bytes:
+        return best
+    found = [best, search.keeping_sources(search.by_engine())]
     if found[-1].peak_bytes <= target_bytes:
         found.append(search.give_back(found[-1]))
     if found[-1].peak_bytes > target_bytes:
@@ -123,6 +129,26 @@ class _Search:
                 break
         assert best is not None
         return best
+
+    def keeping_sources(self, start: Chosen) -> Chosen:
+        """The same, with what Inductor computes inside its readers computed from its sources.
+
+        A result that costs nothing to have again is written only because it is saved. Where saving
+        what it is made of takes no more, the memory that both take side by side is spared, and the
+        time to write it.
+        """
+        free = [
+            index
+            for index in self._joint.droppable()
+            if self._costs[self._joint.storages[index].op].seconds == 0.0
+        ]
+        best = self.judge(Decision(start.decision.dropped.union(free), start.decision.homes))
+        for members in self._groups(set(free) - start.decision.dropped).values():
+            kept = self.judge(_without(best.decision, members))
+            size = sum(self._joint.storages[index].bytes for index in members)
+            if best.schedule.saved_bytes - kept.schedule.saved_bytes > _FEW * size:
+                best = kept
+        return best if best.peak_bytes <= start.peak_bytes else start
 
     def by_boundaries(self) -> list[Chosen]:
         """Decisions that keep boundaries of blocks; those under the target with their room used."""
