@@ -39,7 +39,6 @@ PEERS: dict[str, Callable[[str, Workload], Way]] = {
     "selective": checkpointing.keeping_matmuls,
 }
 
-
 COMPILED: dict[str, float | None] = {
     "torch.compile": None,
     **{f"torch.compile, {budget:g}": budget for budget in COMPILE_BUDGETS},

@@ -142,12 +142,15 @@ class _Search:
             for index in self._joint.droppable()
             if self._costs[self._joint.storages[index].op].seconds == 0.0
         ]
-        best = self.judge(Decision(start.decision.dropped.union(free), start.decision.homes))
+        sources = Decision(start.decision.dropped.union(free), start.decision.homes)
+        saved = schedule(self._joint, sources).saved_bytes
         for members in self._groups(set(free) - start.decision.dropped).values():
-            kept = self.judge(_without(best.decision, members))
+            results = _without(sources, members)
+            saved_so = schedule(self._joint, results).saved_bytes
             size = sum(self._joint.storages[index].bytes for index in members)
-            if best.schedule.saved_bytes - kept.schedule.saved_bytes > _FEW * size:
-                best = kept
+            if saved - saved_so > _FEW * size:
+                sources, saved = results, saved_so
+        best = self.judge(sources)
         return best if best.peak_bytes <= start.peak_bytes else start
 
     def by_boundaries(self) -> list[Chosen]:
