@@ -184,8 +184,10 @@ class _Writer:
         for index, storage in enumerate(joint.storages):
             start, end = max(storage.op, 0), storage.last_forward + 1
             backward = storage.op >= self._forward_end
-            if storage.op < 0 or storage.leaves or index in returned:
+            if storage.op < 0 or index in returned:
                 end = self._end
+            elif storage.leaves:
+                end = self._forward_end if index in joint.released else self._end
             elif backward:
                 end = read_in_backward.get(index, storage.op) + 1
             rows.append(

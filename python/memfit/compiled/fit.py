@@ -144,10 +144,13 @@ def _plan(
     if peak > budget_bytes:
         return NotCompiled(f"compiled, the step takes {peak} bytes at least")
     targets: dict[str, int] = {}
+    released: dict[str, set[int]] = {}
     for share in shares:
-        name = share.recorded.signature
+        name, joint = share.recorded.signature, share.recorded.joint
         targets[name] = min(targets.get(name, share.target_bytes), share.target_bytes)
-    partitioner = Partitioner(targets, min(targets.values()), fused=fused)
+        gone = set(joint.released_outputs() if joint else ())
+        released[name] = gone & released.get(name, gone)
+    partitioner = Partitioner(targets, min(targets.values()), released=released, fused=fused)
     reports = tuple(_report(share, beyond_bytes) for share in shares)
     document = _document(reports, beside.actions, peak, budget_bytes)
     again = [share.chosen for share in shares if share.chosen is not None]

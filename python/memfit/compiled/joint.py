@@ -13,7 +13,7 @@ Inductor replace nodes and leave stale ones behind.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,10 @@ class Joint:
         input_bytes: Bytes of the inputs of forward.
         tangent_bytes: Bytes of the tangents.
         forward_outputs: Tensors returned from forward.
+        released: Storages of theirs that nobody holds by the time backward runs, unless it reads
+            them: only graphs that ran after this one had use of them.
         backward_outputs: Tensors returned from backward.
+        gradient_of: Of each of those, the position of the input of forward it is the gradient of.
         symbols: Sizes and other scalars of forward, as fx nodes.
         op_of: The op that an fx node is, or picks from.
     """
@@ -149,7 +152,9 @@ class Joint:
     input_bytes: int = 0
     tangent_bytes: int = 0
     forward_outputs: list[int] = field(default_factory=list)
+    released: frozenset[int] = frozenset()
     backward_outputs: list[int] = field(default_factory=list)
+    gradient_of: list[int] = field(default_factory=list)
     symbols: list[fx.Node] = field(default_factory=list)
     op_of: dict[fx.Node, int] = field(default_factory=dict)
 
@@ -166,8 +171,23 @@ class Joint:
             if storage.op >= 0
             and not self.ops[storage.op].backward
             and self.ops[storage.op].replayable
-            and not storage.leaves
+            and (not storage.leaves or index in self.released)
         ]
+
+    def released_outputs(self) -> list[int]:
+        """What :meth:`release` was told, as far as it holds for whole storages."""
+        storages = [self.tensors[t].storage for t in self.forward_outputs]
+        return [i for i, storage in enumerate(storages) if storage in self.released]
+
+    def release(self, outputs: Collection[int]) -> None:
+        """Note what of forward's results nobody holds when backward runs.
+
+        Args:
+            outputs: Positions among :attr:`forward_outputs`.
+        """
+        tensors = [(i, self.tensors[t].storage) for i, t in enumerate(self.forward_outputs)]
+        held = {storage for position, storage in tensors if position not in outputs}
+        self.released = frozenset(storage for _, storage in tensors) - held
 
 
 def read(module: fx.GraphModule, num_forward_outputs: int) -> Joint | Unsupported:
@@ -220,7 +240,8 @@ class _Reader:
         output = next(iter(module.graph.find_nodes(op="output")))
         outputs = tree_leaves(output.args)
         self._forward_outputs = [n for n in outputs[:num_forward_outputs] if _is_node(n)]
-        self._backward_outputs = [n for n in outputs[num_forward_outputs:] if _is_node(n)]
+        gradients = enumerate(outputs[num_forward_outputs:])
+        self._backward_outputs = [(at, n) for at, n in gradients if _is_node(n)]
         self._of_backward = _after_tangents(module)
 
     def read(self) -> Joint | Unsupported:
@@ -321,9 +342,10 @@ class _Reader:
                 tensor = joint.tensor_of[node]
                 joint.forward_outputs.append(tensor)
                 joint.storages[joint.tensors[tensor].storage].leaves = True
-        joint.backward_outputs = [
-            joint.tensor_of[n] for n in self._backward_outputs if n in joint.tensor_of
-        ]
+        for position, node in self._backward_outputs:
+            if node in joint.tensor_of:
+                joint.backward_outputs.append(joint.tensor_of[node])
+                joint.gradient_of.append(position)
 
 
 def _is_node(value: Any) -> bool:

@@ -8,7 +8,7 @@ compiled graphs are cached across processes and budgets never mix. Not responsib
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,31 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         shares: Most bytes of a graph's forward and backward, by the graph's signature.
         otherwise: Most bytes of a graph that is not among them: another shape, recompiled.
+        released: Positions among what a graph's forward returns that nobody holds when its backward
+            runs, by the graph's signature.
         fused: How peaks of the graphs among them are told; see
             :func:`memfit.compiled.search.choose`. Of others, no step is measured.
     """
 
-    def __init__(self, shares: Mapping[str, int], otherwise: int, *, fused: bool = False) -> None:
+    def __init__(
+        self,
+        shares: Mapping[str, int],
+        otherwise: int,
+        *,
+        released: Mapping[str, Collection[int]] | None = None,
+        fused: bool = False,
+    ) -> None:
         """Take the shares.
 
         Args:
             shares: As the attribute.
             otherwise: As the attribute.
+            released: As the attribute.
             fused: As the attribute.
         """
         self.shares = dict(shares)
         self.otherwise = otherwise
+        self.released = {name: tuple(sorted(of)) for name, of in (released or {}).items() if of}
         self.fused = fused
 
     def __call__(
@@ -66,6 +77,7 @@ class Partitioner(CustomPartitionerFn):
         gm.graph.eliminate_dead_code()
         joint = read(gm, num_fwd_outputs)
         if isinstance(joint, Joint):
+            joint.release(self.released.get(name, ()))
             chosen = choose(joint, target, fused=self.fused and name in self.shares)
             return partition(joint, chosen.schedule, num_fwd_outputs, static)
         modules: Modules = min_cut_rematerialization_partition(
@@ -79,7 +91,8 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """What tells two partitioners apart in torch's caches."""
         shares = tuple(sorted(self.shares.items()))
-        return (_sources(), torch.__version__, shares, self.otherwise, self.fused)
+        released = tuple(sorted(self.released.items()))
+        return (_sources(), torch.__version__, shares, self.otherwise, released, self.fused)
 
     def __eq__(self, other: object) -> bool:
         """Whether the other cuts the same way; dynamo shares compiled code where it does."""

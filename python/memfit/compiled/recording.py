@@ -9,7 +9,7 @@ what becomes of the graphs (:mod:`memfit.compiled.shares`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memfit.compiled.joint import Joint, bytes_of, read
 from memfit.compiled.partition import Modules, partition
@@ -40,12 +42,15 @@ class Recorded:
         reason: Why not; empty if it can.
         handed_bytes: What forward returns and hands to backward under torch's own partition, for
             graphs that memfit cannot partition.
+        sources: Of each input of forward, the position of the graph that returned it; ``None`` for
+            what no graph did.
     """
 
     signature: str
     joint: Joint | None
     reason: str
     handed_bytes: int
+    sources: tuple[int | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,16 +59,55 @@ class _Recorder:
 
     graphs: list[Recorded] = field(default_factory=list)
     calls: list[Recorded] = field(default_factory=list)
+    returned: list[list[StorageWeakRef | None]] = field(default_factory=list)
+    """What each call's forward returned, in the order of :attr:`Joint.forward_outputs`."""
 
     def run_forward(self, module: fx.GraphModule, _: Any) -> Any:
         """Run the forward graph that was cut last as it is, and note each call of it."""
         recorded = self.graphs[-1]
+        count = len(recorded.joint.forward_outputs) if recorded.joint else 0
 
         def call(*arguments: Any) -> Any:
-            self.calls.append(recorded)
-            return module.forward(*arguments)
+            self.calls.append(replace(recorded, sources=self._sources(arguments)))
+            results = module.forward(*arguments)
+            tensors = [r for r in results if isinstance(r, Tensor)]
+            self.returned.append([_storage_of(t) for t in tensors[:count]])
+            return results
 
         return make_boxed_func(call)
+
+    def _sources(self, arguments: Sequence[Any]) -> tuple[int | None, ...]:
+        made_by = {
+            made.cdata: call
+            for call, results in enumerate(self.returned)
+            for made in results
+            if made is not None
+        }
+        storages = [_storage_of(a) if isinstance(a, Tensor) else None for a in arguments]
+        return tuple(None if s is None else made_by.get(s.cdata) for s in storages)
+
+    def hands_on(self) -> bool:
+        """Whether a graph returns more than scalars, as a loss is one."""
+        joints = [call.joint for call in self.calls if call.joint is not None]
+        outputs = [joint.tensors[t].node for joint in joints for t in joint.forward_outputs]
+        return any(node.meta["val"].ndim > 0 for node in outputs)
+
+    def forget_calls(self) -> None:
+        """Begin to note calls anew."""
+        self.calls.clear()
+        self.returned.clear()
+
+    def release(self) -> None:
+        """Note of each graph what is gone of its results, now that nothing refers to the loss."""
+        gone: dict[int, set[int]] = {}
+        joints: dict[int, Joint] = {}
+        for call, results in zip(self.calls, self.returned, strict=True):
+            if call.joint is not None:
+                expired = {i for i, s in enumerate(results) if s is not None and _is_gone(s)}
+                joints[id(call.joint)] = call.joint
+                gone[id(call.joint)] = expired & gone.get(id(call.joint), expired)
+        for key, joint in joints.items():
+            joint.release(gone[key])
 
     def __call__(
         self,
@@ -128,7 +172,14 @@ def record(
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices), context():
-            torch.compile(own_code(loss), backend=backend)(model, batch)
+            compiled = torch.compile(own_code(loss), backend=backend)
+            compiled(model, batch)
+            if recorder.hands_on():
+                # Compiling leaves cycles behind that hold what the first call made; so who holds
+                # what is seen on a call that compiles nothing.
+                recorder.forget_calls()
+                compiled(model, batch)
+                recorder.release()
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
@@ -150,6 +201,16 @@ def own_code(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return loss(model, batch)
 
     return FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def _handed_bytes(forward: fx.GraphModule) -> int:

@@ -236,11 +236,17 @@ def _forward_peak(joint: Joint, made: Schedule) -> int:
     return joint.input_bytes + most(lives, len(made.forward))
 
 
+def _held_outputs(joint: Joint) -> set[int]:
+    """Storages that forward made and returned, and that are there throughout backward."""
+    returned = {joint.tensors[t].storage for t in joint.forward_outputs}
+    return {s for s in returned - joint.released if joint.storages[s].op >= 0}
+
+
 def _backward_peak(joint: Joint, made: Schedule) -> int:
-    tensors, storages = joint.tensors, joint.storages
-    returned = {tensors[t].storage for t in joint.forward_outputs}
-    outputs = sum(storages[s].bytes for s in returned if storages[s].op >= 0)
-    lives = _Lives(joint, without={s for s in returned if storages[s].op >= 0})
+    storages = joint.storages
+    held = _held_outputs(joint)
+    outputs = sum(storages[s].bytes for s in held)
+    lives = _Lives(joint, without=held)
     lives.start(made.saved)
     for position, call in enumerate(made.calls):
         lives.run(position, call)
@@ -264,8 +270,7 @@ def _fused_forward_peak(joint: Joint, made: Schedule) -> int:
 
 
 def _fused_backward_peak(joint: Joint, made: Schedule) -> int:
-    returned = {joint.tensors[t].storage for t in joint.forward_outputs}
-    outputs = {s for s in returned if joint.storages[s].op >= 0}
+    outputs = _held_outputs(joint)
     saved = {joint.tensors[t].storage for t in made.saved}
     loops = Loops(joint, saved - outputs)
     for call in made.calls:

@@ -127,11 +127,11 @@ def _outside(
 ) -> list[int]:
     """Bytes besides each graph's own: what is static and no input of it, saved or gradients."""
     held = [_handed(g, c) for g, c in zip(graphs, chosen, strict=True)]
-    gradients = [_returned_gradients(g) for g in graphs]
     outside = []
     for index, graph in enumerate(graphs):
         inputs = graph.joint.input_bytes if graph.joint else 0
-        besides = static_bytes + sum(held[:index]) + sum(gradients[index + 1 :]) - inputs
+        gradients = sum(_gradients_waiting(later, index) for later in graphs[index + 1 :])
+        besides = static_bytes + sum(held[:index]) + gradients - inputs
         outside.append(max(besides, 0))
     return outside
 
@@ -146,9 +146,18 @@ def _handed(graph: Recorded, chosen: Chosen | None) -> int:
     return sum(joint.storages[s].bytes for s in tensors if joint.storages[s].op >= 0)
 
 
-def _returned_gradients(graph: Recorded) -> int:
-    if graph.joint is None:
-        return 0
+def _gradients_waiting(graph: Recorded, running: int) -> int:
+    """Bytes of gradients that a graph returned and that are there besides when another runs.
+
+    Those of what the running graph returned are its tangents, which it counts itself; those of what
+    came after it went where they were for.
+    """
     joint = graph.joint
-    storages = {joint.tensors[t].storage for t in joint.backward_outputs}
+    if joint is None:
+        return 0
+    storages = set()
+    for tensor, position in zip(joint.backward_outputs, joint.gradient_of, strict=True):
+        source = graph.sources[position] if position < len(graph.sources) else None
+        if source is None or source < running:
+            storages.add(joint.tensors[tensor].storage)
     return sum(joint.storages[s].bytes for s in storages)
