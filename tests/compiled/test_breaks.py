@@ -1,5 +1,8 @@
 """Steps of several graphs: who holds what passes from one to the next while backward runs."""
 
+import functools
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,3 +82,37 @@ def test_a_step_of_two_graphs_takes_what_is_told_of_it():
     # Holding the result throughout backward, or counting its gradient twice, would tell as much
     # again; scalars and what a kernel asks for on the side are far less.
     assert abs(report.measured_peak_bytes - told) < PASSED_BYTES // 64
+
+
+LOGGER = logging.getLogger("talking")
+
+
+@functools.cache
+def warning_once(self, message):
+    """As Hugging Face's transformers gives it to every logger."""
+    self.warning(message)
+
+
+class Talking(nn.Module):
+    """Says something amid its forward, with random numbers before and after."""
+
+    def __init__(self, say: str) -> None:
+        super().__init__()
+        self.up, self.say = nn.Linear(16, 64), say
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.up(x), 0.5)
+        getattr(LOGGER, self.say)("look here")
+        return F.dropout(x.sin(), 0.5).square().mean()
+
+
+def talking(say: str) -> memfit.Workload:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return memfit.Workload(Talking(say), torch.randn(8, 16), lambda model, batch: model(batch))
+
+
+def test_what_is_said_once_breaks_no_graph_and_what_is_said_always_does(monkeypatch):
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    assert len(graphs_of(talking("warning_once"))) == 1
+    assert len(graphs_of(talking("warning"))) == 2

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.compiled import said_once
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import own_code
 from memfit.errors import NotCompiledWarning, UsageError
@@ -310,7 +311,7 @@ class CompiledFitted(Fitted):
 
     def _loss(self, actions: _Actions, batch: Any) -> Tensor:
         del actions
-        with self._autocast():
+        with said_once.left_out(), self._autocast():
             return self._compiled(self.workload.model, batch)
 
 

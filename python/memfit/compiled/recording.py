@@ -26,6 +26,7 @@ from torch._inductor.virtualized import V
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memfit.compiled import said_once
 from memfit.compiled.joint import Joint, bytes_of, read
 from memfit.compiled.partition import Modules, partition
 from memfit.compiled.partitioner import signature
@@ -171,7 +172,7 @@ def record(
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices), context():
+        with torch.random.fork_rng(devices), said_once.left_out(), context():
             compiled = torch.compile(own_code(loss), backend=backend)
             compiled(model, batch)
             if recorder.hands_on():
