@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memfit.compiled.fusion import Kind, Result, Running
+from memfit.compiled.fusion import Kind, Loop, Result, Running
 from memfit.compiled.joint import Joint
+
+_ELSEWHERE = Loop(Kind.EXTERN, 0)
+"""What waits for a tensor that leaves or comes back: it needs memory, and computes nothing."""
 
 
 class Loops:
@@ -34,6 +37,8 @@ class Loops:
         self._result: dict[tuple[int | None, int], int] = {}
         self.results: list[Result] = []
         self.calls: list[Running] = []
+        self._position = 0
+        """Calls of the schedule so far; what waits for tensors is none of them."""
 
     def run(self, index: int, sources: Sequence[int | None]) -> None:
         """Add an op.
@@ -43,6 +48,7 @@ class Loops:
             sources: Of each tensor it reads, the call that made it; ``None`` if it is handed in.
         """
         op, tensors, at = self._joint.ops[index], self._joint.tensors, len(self.calls)
+        position = self.skip()
         of_read: dict[int, int] = {}
         for tensor, source in zip(op.reads, sources, strict=True):
             of_read[tensors[tensor].storage] = self._of(source, tensors[tensor].storage)
@@ -54,13 +60,42 @@ class Loops:
         for tensor in op.returns:
             storage = tensors[tensor].storage
             if tensors[tensor].fresh:
-                self._result[at, storage] = len(self.results)
+                self._result[position, storage] = len(self.results)
                 makes.append(len(self.results))
                 self.results.append(Result(self._joint.storages[storage].bytes, at))
             elif storage in of_read:
-                self._result[at, storage] = of_read[storage]
+                self._result[position, storage] = of_read[storage]
         reads = [] if is_view else list(of_read.values())
         self.calls.append(Running(op.loop, reads, makes))
+
+    def skip(self) -> int:
+        """Let a call of the schedule pass that runs no op; its position."""
+        self._position += 1
+        return self._position - 1
+
+    def waits(self, tensor: int, source: int | None) -> None:
+        """Let something besides the ops read a whole tensor, for the last time perhaps.
+
+        Args:
+            tensor: The tensor.
+            source: As one of the sources in :meth:`run`.
+        """
+        read = self._of(source, self._joint.tensors[tensor].storage)
+        self.results[read].readers.add(len(self.calls))
+        self.calls.append(Running(_ELSEWHERE, [read], []))
+
+    def arrives(self, tensor: int, position: int) -> None:
+        """Let memory be taken for a tensor that comes back.
+
+        Args:
+            tensor: The tensor.
+            position: The call of the schedule that it is there from; those that read it name it as
+                their source.
+        """
+        storage = self._joint.tensors[tensor].storage
+        self._result[position, storage] = len(self.results)
+        self.results.append(Result(self._joint.storages[storage].bytes, len(self.calls)))
+        self.calls.append(Running(_ELSEWHERE, [], [len(self.results) - 1]))
 
     def returns(self, tensor: int, source: int | None) -> None:
         """Let a tensor outlive the run.

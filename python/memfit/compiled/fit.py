@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from memfit.compiled import toolchain
+from memfit.compiled.away import Place
 from memfit.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import Recorded, record
+from memfit.compiled.search import Chosen
 from memfit.compiled.shares import Share, divide
 from memfit.compiled.step_bytes import BesideGraphs, beside_graphs, with_state_away
 from memfit.fitted import Fitted
@@ -72,15 +75,16 @@ def fit_compiled(
         return graphs
 
     fused = trace["meta"]["device_kind"] == "cpu" and cpu.start() is None
+    plan_for = partial(_plan, graphs, fused=fused, offer=_offer(request))
 
     def plan(beyond_bytes: int) -> CompiledPlan | NotCompiled:
-        made = _plan(graphs, at_home, budget_bytes, beyond_bytes, fused=fused)
+        made = plan_for(at_home, budget_bytes, beyond_bytes)
         if isinstance(made, CompiledPlan):
             return made
         elsewhere = with_state_away(trace, budget_bytes - max(beyond_bytes, 0), request)
         if elsewhere is None:
             return made
-        return _plan(graphs, elsewhere, budget_bytes, beyond_bytes, fused=fused)
+        return plan_for(elsewhere, budget_bytes, beyond_bytes)
 
     def replan(beyond_bytes: int) -> CompiledPlan | None:
         made = plan(beyond_bytes)
@@ -99,6 +103,12 @@ def _refusal(workload: Workload, request: Mapping[str, Any]) -> str | None:
     if "remat" in request.get("forbid", ()):
         return "compiled plans recompute activations, and `forbid` has `remat`"
     return None
+
+
+def _offer(request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The place that saved tensors may go to, and how fast; ``None`` where they may not."""
+    offer: Mapping[str, Any] | None = request.get("offload")
+    return None if "offload" in request.get("forbid", ()) else offer
 
 
 def _graphs(workload: Workload) -> Sequence[Recorded] | NotCompiled:
@@ -131,6 +141,7 @@ def _plan(
     beyond_bytes: int,
     *,
     fused: bool,
+    offer: Mapping[str, Any] | None,
 ) -> CompiledPlan | NotCompiled:
     """Plan for a budget, of graphs that take so many bytes beyond what is told of them.
 
@@ -138,11 +149,41 @@ def _plan(
     """
     if beside.optimizer_peak_bytes > budget_bytes:
         return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
-    shares = divide(graphs, beside.static_bytes, budget_bytes - beyond_bytes, fused=fused)
+    place = None
+    if offer is not None:
+        place = Place(offer["write_bytes_per_second"], offer["read_bytes_per_second"])
+    room = budget_bytes - beyond_bytes
+    shares = divide(graphs, beside.static_bytes, room, fused=fused, place=place)
     of_graphs = max(share.peak_bytes for share in shares)
     peak = max(beside.optimizer_peak_bytes, of_graphs + beyond_bytes)
     if peak > budget_bytes:
         return NotCompiled(f"compiled, the step takes {peak} bytes at least")
+    chosen = [share.chosen for share in shares if share.chosen is not None]
+    window_bytes = max((one.schedule.window_bytes for one in chosen), default=0)
+    reports = tuple(_report(share, beyond_bytes) for share in shares)
+    document = {
+        "verdict": "fits",
+        "budget_bytes": budget_bytes,
+        "planned": {"predicted_peak_bytes": peak},
+        "actions": [*_actions(chosen), *beside.actions],
+        "graphs": [asdict(report) for report in reports],
+    }
+    return CompiledPlan(
+        document,
+        _partitioner(shares, fused=fused, place=place if window_bytes else None),
+        reports,
+        budget_bytes,
+        beyond_bytes,
+        added_seconds=sum(one.seconds for one in chosen),
+        step_seconds=sum(one.graph_seconds for one in chosen),
+        besides=beside.actions,
+        offer=offer if window_bytes else None,
+        window_bytes=window_bytes,
+    )
+
+
+def _partitioner(shares: Sequence[Share], *, fused: bool, place: Place | None) -> Partitioner:
+    """What cuts the graphs by their shares; graphs that look alike get what all of them can."""
     targets: dict[str, int] = {}
     released: dict[str, set[int]] = {}
     for share in shares:
@@ -150,50 +191,35 @@ def _plan(
         targets[name] = min(targets.get(name, share.target_bytes), share.target_bytes)
         gone = set(joint.released_outputs() if joint else ())
         released[name] = gone & released.get(name, gone)
-    partitioner = Partitioner(targets, min(targets.values()), released=released, fused=fused)
-    reports = tuple(_report(share, beyond_bytes) for share in shares)
-    document = _document(reports, beside.actions, peak, budget_bytes)
-    again = [share.chosen for share in shares if share.chosen is not None]
-    return CompiledPlan(
-        document,
-        partitioner,
-        reports,
-        budget_bytes,
-        beyond_bytes,
-        recomputed_seconds=sum(one.seconds for one in again),
-        step_seconds=sum(one.graph_seconds for one in again),
-        besides=beside.actions,
-    )
+    otherwise = min(targets.values())
+    return Partitioner(targets, otherwise, released=released, fused=fused, place=place)
 
 
 def _report(share: Share, beyond_bytes: int) -> GraphReport:
     chosen, joint = share.chosen, share.recorded.joint
     if chosen is None or joint is None:
         peak = share.peak_bytes + beyond_bytes
-        return GraphReport(0, 0, 0, peak, peak, share.recorded.reason)
+        return GraphReport(0, 0, 0, 0, peak, peak, share.recorded.reason)
     return GraphReport(
         ops=len(joint.ops),
         saved_bytes=chosen.schedule.saved_bytes,
-        recomputed_ops=sum(not joint.ops[op].view for op in chosen.schedule.recomputed),
+        offloaded_bytes=chosen.schedule.away_bytes,
+        recomputed_ops=chosen.recomputed_ops,
         predicted_peak_bytes=share.peak_bytes + beyond_bytes,
         unplanned_peak_bytes=share.outside_bytes + chosen.unplanned_peak_bytes + beyond_bytes,
         reason="",
     )
 
 
-def _document(
-    reports: Sequence[GraphReport],
-    besides: Sequence[Mapping[str, Any]],
-    peak: int,
-    budget_bytes: int,
-) -> dict[str, Any]:
-    """The plan as a document, in the words of the engine's plans where they mean the same."""
-    recomputed = sum(report.recomputed_ops for report in reports)
-    action = {"kind": "compiled_remat", "class": "equivalent", "count": recomputed}
-    return {
-        "verdict": "fits",
-        "budget_bytes": budget_bytes,
-        "planned": {"predicted_peak_bytes": peak},
-        "actions": [*([action] if recomputed else []), *besides],
-        "graphs": [asdict(report) for report in reports],
+def _actions(graphs: Sequence[Chosen]) -> list[dict[str, Any]]:
+    """What is done to the graphs, in the words of the engine's plans."""
+    schedules = [graph.schedule for graph in graphs]
+    counts = {
+        "compiled_remat": sum(graph.recomputed_ops for graph in graphs),
+        "compiled_offload": sum(len(schedule.settled) for schedule in schedules),
     }
+    return [
+        {"kind": kind, "class": "equivalent", "count": count}
+        for kind, count in counts.items()
+        if count
+    ]

@@ -22,9 +22,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.tiers import open_tier
 from memfit.compiled import said_once
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import own_code
+from memfit.compiled.transfers import Transit, moving
 from memfit.errors import NotCompiledWarning, UsageError
 from memfit.fitted import Fitted, Report, _Actions, _shape
 from memfit.measure import static_tensors
@@ -59,7 +61,8 @@ class GraphReport:
 
     Attributes:
         ops: Calls in the joint graph.
-        saved_bytes: What forward hands to backward, inputs not among it.
+        saved_bytes: What forward hands to backward in memory, inputs not among it.
+        offloaded_bytes: What it hands over elsewhere.
         recomputed_ops: Calls of forward that run again in backward, each as often as it does.
         predicted_peak_bytes: Peak of the step while the graph runs.
         unplanned_peak_bytes: The same with everything saved.
@@ -68,6 +71,7 @@ class GraphReport:
 
     ops: int
     saved_bytes: int
+    offloaded_bytes: int
     recomputed_ops: int
     predicted_peak_bytes: int
     unplanned_peak_bytes: int
@@ -105,9 +109,11 @@ class CompiledPlan:
         budget_bytes: Most bytes of the step.
         beyond_bytes: What Inductor is taken to need beyond what is told of its graphs; negative
             where it needs less.
-        recomputed_seconds: Nominal time of what runs again.
+        added_seconds: Nominal time of what runs again, and of transfers that nothing hides.
         step_seconds: Nominal time of the graphs with everything kept.
         besides: Actions of the engine's plans that run around the graphs.
+        offer: The place that saved tensors go to, as an ``Offer`` of the engine.
+        window_bytes: Most bytes of them on their way out at a time.
     """
 
     document: Mapping[str, Any]
@@ -115,9 +121,11 @@ class CompiledPlan:
     graphs: tuple[GraphReport, ...]
     budget_bytes: int
     beyond_bytes: int
-    recomputed_seconds: float
+    added_seconds: float
     step_seconds: float
     besides: Sequence[Mapping[str, Any]] = ()
+    offer: Mapping[str, Any] | None = None
+    window_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -126,12 +134,12 @@ class CompiledPlan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether enough runs again that less of it could be worth compiling."""
-        return self.recomputed_seconds > _WORTH_COMPILING * self.step_seconds
+        """Whether the graphs add so much that less of it could be worth compiling."""
+        return self.added_seconds > _WORTH_COMPILING * self.step_seconds
 
     def is_worth(self, other: CompiledPlan) -> bool:
         """Whether a step by this plan saves so much time over the other's that compiling pays."""
-        saved = other.recomputed_seconds - self.recomputed_seconds
+        saved = other.added_seconds - self.added_seconds
         return saved > _WORTH_COMPILING * self.step_seconds
 
 
@@ -163,6 +171,7 @@ class CompiledFitted(Fitted):
         self._tight: CompiledPlan | None = None
         """The plan that kept the budget, once another was made for more."""
         self._measured_bytes = 0
+        self._transit: Transit | None = None
         self._adopt(plan)
 
     def _adopt(self, plan: CompiledPlan) -> None:
@@ -171,6 +180,10 @@ class CompiledFitted(Fitted):
         options: Any = {"custom_partitioner_fn": plan.partitioner}
         if any(graph.recomputed_ops for graph in plan.graphs):
             options |= _WITHOUT_RAISING_PEAK
+        self._transit = None
+        if plan.offer is not None:
+            folder = plan.offer.get("folder", "")
+            self._transit = Transit(open_tier(plan.offer["tier"], plan.window_bytes, folder))
         loss = self.workload.loss
         assert loss is not None, "only training steps are compiled"
         self._compiled: Callable[..., Tensor] = torch.compile(own_code(loss), options=options)
@@ -205,6 +218,10 @@ class CompiledFitted(Fitted):
         """
         if self._instead is not None:
             return self._instead.step(batch)
+        with moving(self._transit):
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Any:
         usual = batch is None or _shape(batch) == _shape(self.workload.batch)
         if not usual or self._steps_of_plan != 1 or not self._counts():
             result = super().step(batch)
@@ -299,6 +316,7 @@ class CompiledFitted(Fitted):
         plain["not_compiled"] = mine.not_compiled
         if self._instead is None:
             plain["replayed_ops"] = sum(g.recomputed_ops for g in self._compiled_plan.graphs)
+            self._add_transfers(plain)
         else:
             plain["steps"] += mine.steps
         return CompiledReport(
@@ -308,6 +326,16 @@ class CompiledFitted(Fitted):
             loosened=self._tight not in (None, self._compiled_plan),
             measured_peak_bytes=self._measured_bytes,
         )
+
+    def _add_transfers(self, figures: dict[str, Any]) -> None:
+        """Add what the graphs moved to what the actions around them did."""
+        if self._transit is None:
+            return
+        moved = self._transit.moved()
+        figures["offloaded_tensors"] += self._transit.sent
+        figures["offloaded_bytes_written"] += moved.bytes_written
+        figures["offloaded_bytes_read"] += moved.bytes_read
+        figures["offload_seconds_waited"] += moved.seconds_waited
 
     def _loss(self, actions: _Actions, batch: Any) -> Tensor:
         del actions

@@ -21,6 +21,7 @@ from torch._functorch.partitioners import (
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
+from memfit.compiled import away
 from memfit.compiled.joint import Joint, primals
 from memfit.compiled.schedule import Schedule
 
@@ -55,6 +56,7 @@ def partition(
         ),
     )
     forward.graph.eliminate_dead_code(is_impure_node=is_not_collective)
+    away.write_forward(joint, made, forward)
     backward = fx.GraphModule(backward, _Rewrite(joint, made, backward.graph).graph())
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = thread_graphsafe_rng_from_hops(forward, is_backward=False)
@@ -74,14 +76,22 @@ class _Rewrite:
         """Inputs, sizes and constants: what every call may read."""
         self._made_by: dict[tuple[int, str], fx.Node] = {}
         """What each call made, by call and name."""
+        self._away = {joint.tensors[at.tensor].node.name for at in made.settled}
 
     def graph(self) -> fx.Graph:
         scalars = self._scalars_without_tensors()
         for node in self._extracted.nodes:
             if node.op in {"placeholder", "get_attr"} or node in scalars:
                 self._shared[node.name] = self._copy(node, self._look_up_shared)
+                if node.name in self._away:
+                    away.as_ticket(self._shared[node.name])
+        fetches = [call.fetched for call in self._made.calls if call.fetched is not None]
+        after = dict(zip(fetches, [[t] for t in fetches[1:]], strict=False))
         for position, call in enumerate(self._made.calls):
-            self._write(position, call.op, call.reads)
+            if call.fetched is None:
+                self._write(position, call.op, call.reads)
+            else:
+                self._fetch(position, call.fetched, after.get(call.fetched, []))
         self._output()
         self._new.eliminate_dead_code(is_impure_node=is_not_collective)
         self._new.lint()
@@ -90,12 +100,19 @@ class _Rewrite:
     def _scalars_without_tensors(self) -> set[fx.Node]:
         """Arithmetic on sizes that backward does itself, from inputs alone."""
         found: set[fx.Node] = set()
-        calls = {self._joint.ops[c.op].node.name for c in self._made.calls}
+        made = [c.op for c in self._made.calls if c.fetched is None]
+        calls = {self._joint.ops[index].node.name for index in made}
         pickers = {n.name for n in self._joint.op_of}
         for node in self._extracted.nodes:
             if node.op == "call_function" and node.name not in calls | pickers:
                 found.add(node)
         return found
+
+    def _fetch(self, position: int, tensor: int, following: list[int]) -> None:
+        nodes = [self._joint.tensors[t].node for t in (tensor, *following)]
+        ticket, *later = [self._shared[node.name] for node in nodes]
+        fetched = away.fetch(self._new, nodes[0], ticket, later)
+        self._made_by[position, nodes[0].name] = fetched
 
     def _write(self, position: int, index: int, sources: list[int | None]) -> None:
         op = self._joint.ops[index]

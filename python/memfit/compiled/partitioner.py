@@ -18,6 +18,7 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from memfit.compiled.away import Place
 from memfit.compiled.joint import Joint, read
 from memfit.compiled.partition import Modules, partition
 from memfit.compiled.search import choose
@@ -33,6 +34,7 @@ class Partitioner(CustomPartitionerFn):
             runs, by the graph's signature.
         fused: How peaks of the graphs among them are told; see
             :func:`memfit.compiled.search.choose`. Of others, no step is measured.
+        place: Where saved tensors of the graphs among them may go.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Partitioner(CustomPartitionerFn):
         *,
         released: Mapping[str, Collection[int]] | None = None,
         fused: bool = False,
+        place: Place | None = None,
     ) -> None:
         """Take the shares.
 
@@ -50,11 +53,13 @@ class Partitioner(CustomPartitionerFn):
             otherwise: As the attribute.
             released: As the attribute.
             fused: As the attribute.
+            place: As the attribute.
         """
         self.shares = dict(shares)
         self.otherwise = otherwise
         self.released = {name: tuple(sorted(of)) for name, of in (released or {}).items() if of}
         self.fused = fused
+        self.place = place
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -78,7 +83,9 @@ class Partitioner(CustomPartitionerFn):
         joint = read(gm, num_fwd_outputs)
         if isinstance(joint, Joint):
             joint.release(self.released.get(name, ()))
-            chosen = choose(joint, target, fused=self.fused and name in self.shares)
+            known = name in self.shares
+            place = self.place if known else None
+            chosen = choose(joint, target, fused=self.fused and known, place=place)
             return partition(joint, chosen.schedule, num_fwd_outputs, static)
         modules: Modules = min_cut_rematerialization_partition(
             gm,
@@ -92,7 +99,8 @@ class Partitioner(CustomPartitionerFn):
         """What tells two partitioners apart in torch's caches."""
         shares = tuple(sorted(self.shares.items()))
         released = tuple(sorted(self.released.items()))
-        return (_sources(), torch.__version__, shares, self.otherwise, released, self.fused)
+        how = (self.otherwise, released, self.fused, self.place)
+        return (_sources(), torch.__version__, shares, *how)
 
     def __eq__(self, other: object) -> bool:
         """Whether the other cuts the same way; dynamo shares compiled code where it does."""

@@ -10,18 +10,23 @@ not there has it computed just before. Not responsible for choosing
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from memfit.compiled.as_loops import Loops
 from memfit.compiled.fusion import lives as fused_lives
 from memfit.compiled.fusion import most
 from memfit.compiled.joint import Joint
 
+WINDOW = 2
+"""How many of the largest tensors that leave may be on their way out at a time."""
+
 
 @dataclass(slots=True, frozen=True)
 class Decision:
-    """What backward computes again.
+    """What backward computes again, and what is elsewhere until backward wants it.
 
     Attributes:
         dropped: Storages of forward that are not kept for backward.
@@ -31,6 +36,8 @@ class Decision:
 
     dropped: frozenset[int]
     homes: Mapping[int, int] = field(default_factory=dict)
+    away: frozenset[int] = frozenset()
+    """Storages of forward that are kept for backward in a file or in the host's memory."""
 
 
 KEEP_ALL = Decision(frozenset())
@@ -38,15 +45,30 @@ KEEP_ALL = Decision(frozenset())
 
 @dataclass(slots=True)
 class Call:
-    """One op as backward runs it.
+    """One op as backward runs it, or a tensor that comes back.
 
     Attributes:
-        op: The op of the joint graph.
+        op: The op of the joint graph; -1 for a tensor that comes back.
         reads: Of each tensor it reads, the call that made it; ``None`` for an input of backward.
+        fetched: The tensor that comes back.
     """
 
     op: int
     reads: list[int | None]
+    fetched: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Settled:
+    """Where forward waits for a tensor on its way out, which can be let go afterwards.
+
+    Attributes:
+        tensor: The tensor.
+        position: The call of forward that has just run; as many as there are for its end.
+    """
+
+    tensor: int
+    position: int
 
 
 @dataclass(slots=True)
@@ -59,9 +81,12 @@ class Schedule:
         inputs: Inputs of the graph that backward reads, as tensors.
         calls: Backward.
         outputs: For each tensor that backward returns, the call that made it.
+        settled: Tensors that leave in forward and come back in backward, in the order of forward.
+        window_bytes: Most bytes of them on their way out at a time.
         forward_peak_bytes: Peak of forward, the graph's inputs included.
         backward_peak_bytes: Peak of backward; inputs and outputs of forward included.
-        saved_bytes: Bytes of the saved storages.
+        saved_bytes: Bytes of the saved storages that stay.
+        away_bytes: Bytes of those that do not.
         recomputed: Ops of forward that run in backward, each as often as it does.
     """
 
@@ -70,15 +95,24 @@ class Schedule:
     inputs: list[int]
     calls: list[Call]
     outputs: list[int | None]
+    settled: list[Settled] = field(default_factory=list)
+    window_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
     saved_bytes: int = 0
+    away_bytes: int = 0
     recomputed: list[int] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
         """The larger of both peaks."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    def fetched(self, position: int) -> int:
+        """The tensor that a call brings back."""
+        tensor = self.calls[position].fetched
+        assert tensor is not None, "the call runs an op"
+        return tensor
 
 
 def schedule(joint: Joint, decision: Decision) -> Schedule:
@@ -97,10 +131,13 @@ def schedule(joint: Joint, decision: Decision) -> Schedule:
     made = Schedule(
         _forward_ops(joint, saved), saved, sorted(backward.inputs), backward.calls, backward.outputs
     )
-    made.saved_bytes = sum(
-        joint.storages[s].bytes for s in {joint.tensors[t].storage for t in saved}
-    )
-    made.recomputed = [c.op for c in made.calls if not joint.ops[c.op].backward]
+    _let_leave(joint, made, backward.away)
+    storages = {joint.tensors[t].storage for t in saved}
+    made.away_bytes = sum(joint.storages[s].bytes for s in storages & backward.away)
+    made.saved_bytes = sum(joint.storages[s].bytes for s in storages - backward.away)
+    made.recomputed = [
+        c.op for c in made.calls if c.fetched is None and not joint.ops[c.op].backward
+    ]
     made.forward_peak_bytes = _forward_peak(joint, made)
     made.backward_peak_bytes = _backward_peak(joint, made)
     return made
@@ -129,6 +166,7 @@ class _Backward:
         self._homes = decision.homes
         droppable = set(joint.droppable())
         self._dropped = decision.dropped & droppable
+        self.away = decision.away - self._dropped
         self._there: dict[int, int] = {}
         self.calls: list[Call] = []
         self.saved: set[int] = set()
@@ -155,7 +193,7 @@ class _Backward:
         if found is not None:
             return found
         if self._is_input(tensor):
-            return None
+            return self._fetch(tensor)
         asked = self._joint.tensors[tensor].op
         passing: dict[int, int] = {}
         for index in self._missing(tensor):
@@ -163,12 +201,20 @@ class _Backward:
             reads = [
                 self._there.get(read, passing.get(read))
                 if not self._is_input(read)
-                else self._there.get(read)
+                else self._fetch(read)
                 for read in op.reads
             ]
             there = passing if self._passes(index, asked) else self._there
             self._emit(index, reads, there)
         return self._there.get(tensor, passing.get(tensor))
+
+    def _fetch(self, tensor: int) -> int | None:
+        """The call that brings back what backward gets handed; ``None`` where it is there."""
+        found = self._there.get(tensor)
+        if found is None and self._joint.tensors[tensor].storage in self.away:
+            found = self._there[tensor] = len(self.calls)
+            self.calls.append(Call(-1, [], tensor))
+        return found
 
     def _is_input(self, tensor: int) -> bool:
         """Whether backward gets a tensor handed; notes what it thereby takes."""
@@ -218,6 +264,39 @@ def _forward_ops(joint: Joint, saved: list[int]) -> list[int]:
     return sorted(needed)
 
 
+def _let_leave(joint: Joint, made: Schedule, away: frozenset[int]) -> None:
+    """Have forward wait for what leaves: oldest first when the window is full, or at its end."""
+    position = {index: at for at, index in enumerate(made.forward)}
+    leaving = [t for t in made.saved if joint.tensors[t].storage in away]
+    leaving.sort(key=lambda t: position[joint.tensors[t].op])
+    sizes = {t: joint.storages[joint.tensors[t].storage].bytes for t in leaving}
+    made.window_bytes = WINDOW * max(sizes.values(), default=0)
+    settled = made.settled
+    outstanding = 0
+    for tensor in leaving:
+        while outstanding + sizes[tensor] > made.window_bytes:
+            oldest = leaving[len(settled)]
+            outstanding -= sizes[oldest]
+            settled.append(Settled(oldest, position[joint.tensors[tensor].op]))
+        outstanding += sizes[tensor]
+    end = len(made.forward)
+    settled.extend(Settled(tensor, end) for tensor in leaving[len(settled) :])
+
+
+def _arriving(made: Schedule) -> dict[int, list[int]]:
+    """The calls that bring a tensor back, by the call that begins it.
+
+    Each begins the one after it, so that it arrives while the calls between them run.
+    """
+    fetches = [position for position, call in enumerate(made.calls) if call.fetched is not None]
+    found: dict[int, list[int]] = defaultdict(list)
+    for position, after in pairwise(fetches):
+        found[position].append(after)
+    if fetches:
+        found[fetches[0]].insert(0, fetches[0])
+    return found
+
+
 def _forward_peak(joint: Joint, made: Schedule) -> int:
     tensors, storages = joint.tensors, joint.storages
     last: dict[int, int] = {}
@@ -225,8 +304,11 @@ def _forward_peak(joint: Joint, made: Schedule) -> int:
         op = joint.ops[index]
         for tensor in (*op.reads, *op.returns):
             last[tensors[tensor].storage] = position
-    for tensor in (*joint.forward_outputs, *made.saved):
-        last[tensors[tensor].storage] = len(made.forward)
+    settled = {at.tensor: at.position for at in made.settled}
+    for tensor in (*made.saved, *joint.forward_outputs):
+        storage = tensors[tensor].storage
+        end = settled.get(tensor, len(made.forward))
+        last[storage] = max(last.get(storage, end), end)
     sizes = {storage: storages[storage].bytes for storage in last if storages[storage].op >= 0}
     births: dict[int, int] = {}
     for position, index in enumerate(made.forward):
@@ -247,9 +329,14 @@ def _backward_peak(joint: Joint, made: Schedule) -> int:
     held = _held_outputs(joint)
     outputs = sum(storages[s].bytes for s in held)
     lives = _Lives(joint, without=held)
-    lives.start(made.saved)
+    away = {at.tensor for at in made.settled}
+    lives.start([t for t in made.saved if t not in away])
+    arriving = _arriving(made)
     for position, call in enumerate(made.calls):
-        lives.run(position, call)
+        for arrival in arriving[position]:
+            lives.arrive(position, made.fetched(arrival), arrival)
+        if call.fetched is None:
+            lives.run(position, call)
     lives.end(made.outputs, len(made.calls))
     inputs = joint.input_bytes + joint.tangent_bytes
     return inputs + outputs + most(lives.rows, len(made.calls))
@@ -262,9 +349,17 @@ def _fused_forward_peak(joint: Joint, made: Schedule) -> int:
         for index in made.forward
     ]
     loops = Loops(joint, ())
-    for call in calls:
+    settled = defaultdict(list)
+    for at in made.settled:
+        settled[at.position].append(at.tensor)
+    for at_position, call in enumerate(calls):
         loops.run(call.op, call.reads)
-    for tensor in (*joint.forward_outputs, *made.saved):
+        for tensor in settled[at_position]:
+            loops.waits(tensor, position.get(joint.tensors[tensor].op))
+    for tensor in settled[len(calls)]:
+        loops.waits(tensor, position.get(joint.tensors[tensor].op))
+    away = {at.tensor for at in made.settled}
+    for tensor in (*joint.forward_outputs, *(t for t in made.saved if t not in away)):
         loops.returns(tensor, position.get(joint.tensors[tensor].op))
     return joint.input_bytes + most(*fused_lives(loops.calls, loops.results))
 
@@ -273,8 +368,14 @@ def _fused_backward_peak(joint: Joint, made: Schedule) -> int:
     outputs = _held_outputs(joint)
     saved = {joint.tensors[t].storage for t in made.saved}
     loops = Loops(joint, saved - outputs)
-    for call in made.calls:
-        loops.run(call.op, call.reads)
+    arriving = _arriving(made)
+    for position, call in enumerate(made.calls):
+        for arrival in arriving[position]:
+            loops.arrives(made.fetched(arrival), arrival)
+        if call.fetched is None:
+            loops.run(call.op, call.reads)
+        else:
+            loops.skip()
     for tensor, source in zip(joint.backward_outputs, made.outputs, strict=True):
         loops.returns(tensor, source)
     besides = joint.input_bytes + joint.tangent_bytes
@@ -296,6 +397,10 @@ class _Lives:
         """What forward hands over is there from the start."""
         for storage in sorted({self._joint.tensors[t].storage for t in saved} - self._without):
             self._born(None, storage, 0)
+
+    def arrive(self, position: int, tensor: int, at: int) -> None:
+        """A tensor begins to come back; the call that it is there from comes later."""
+        self._born(at, self._joint.tensors[tensor].storage, position)
 
     def run(self, position: int, call: Call) -> None:
         """One call: what it reads lives until it, what it makes from it on."""

@@ -2,9 +2,10 @@
 
 Responsible for the choice: the engine's planner decides first, on the graph as a trace; where it
 reaches no further, decisions from kept boundaries do (:mod:`memfit.compiled.chains`), and what room
-they leave is given back to whatever saves the most time. Every decision is judged by the peak of
-the schedule it leads to, never by bytes saved. Not responsible for what a decision means
-(:mod:`memfit.compiled.schedule`).
+they leave is given back to whatever saves the most time. Where a place is named, saved tensors go
+there instead if that is quicker, or if nothing else reaches the target. Every decision is judged by
+the peak of the schedule it leads to, never by bytes saved. Not responsible for what a decision
+means (:mod:`memfit.compiled.schedule`).
 
 No clock and no random number enters: the same graph and target give the same decision, in every
 process.
@@ -13,10 +14,11 @@ process.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memfit.compiled import as_trace, chains
+from memfit.compiled import as_trace, away, chains
+from memfit.compiled.away import Place
 from memfit.compiled.joint import Joint, Op
 from memfit.compiled.nominal import costs
 from memfit.compiled.schedule import (
@@ -44,7 +46,8 @@ class Chosen:
     Attributes:
         decision: What is computed again.
         schedule: The order that follows, with its peaks.
-        seconds: Nominal time of what runs again.
+        recomputed_ops: Calls of forward that run again, views not among them.
+        seconds: Nominal time of what runs again and of transfers that nothing hides.
         graph_seconds: Nominal time of forward and backward with everything kept.
         peak_bytes: Peak of the schedule.
         unplanned_peak_bytes: Peak with everything kept.
@@ -52,13 +55,16 @@ class Chosen:
 
     decision: Decision
     schedule: Schedule
+    recomputed_ops: int
     seconds: float
     graph_seconds: float
     peak_bytes: int
     unplanned_peak_bytes: int
 
 
-def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
+def choose(
+    joint: Joint, target_bytes: int, *, fused: bool = False, place: Place | None = None
+) -> Chosen:
     """Decide what to compute again.
 
     Args:
@@ -67,11 +73,12 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
         fused: Whether peaks are those of the model of Inductor rather than node by node. The model
             can be too low: it is for steps that are measured. A graph with convolutions is told
             node by node all the same: the model does not know what they take for themselves.
+        place: Where saved tensors may go.
 
     Returns:
         The cheapest decision found under the target; without one, that of least peak.
     """
-    search = _Search(joint, target_bytes, fused=fused)
+    search = _Search(joint, target_bytes, fused=fused, place=place)
     best = search.judge(KEEP_ALL)
     if best.peak_bytes <= target_bytes:
         return best
@@ -83,6 +90,11 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
         found.append(search.give_back(found[-1]))
     if found[-1].peak_bytes > target_bytes:
         found += search.by_boundaries()
+    best = _best(found, target_bytes)
+    return _best([best, *search.elsewhere([found[0], best])], target_bytes)
+
+
+def _best(found: Sequence[Chosen], target_bytes: int) -> Chosen:
     fitting = [one for one in found if one.peak_bytes <= target_bytes]
     if fitting:
         return min(fitting, key=lambda one: (one.seconds, one.peak_bytes))
@@ -92,9 +104,12 @@ def choose(joint: Joint, target_bytes: int, *, fused: bool = False) -> Chosen:
 class _Search:
     """Candidates for one graph and target."""
 
-    def __init__(self, joint: Joint, target_bytes: int, *, fused: bool) -> None:
+    def __init__(
+        self, joint: Joint, target_bytes: int, *, fused: bool, place: Place | None
+    ) -> None:
         self._joint = joint
         self._target = target_bytes
+        self._place = place
         self.fused = fused and not any(_is_convolution(op) for op in joint.ops)
         self._costs = costs(joint)
         self._graph_seconds = sum(cost.seconds for cost in self._costs)
@@ -109,7 +124,10 @@ class _Search:
         if self._unplanned is None:
             self._unplanned, self._beside_model = peak, made.peak_bytes - peak
         seconds = sum(self._costs[op].seconds for op in made.recomputed)
-        return Chosen(decision, made, seconds, self._graph_seconds, peak, self._unplanned)
+        if self._place is not None:
+            seconds += self._place.seconds(made.away_bytes)
+        ops = sum(not self._joint.ops[op].view for op in made.recomputed)
+        return Chosen(decision, made, ops, seconds, self._graph_seconds, peak, self._unplanned)
 
     def by_engine(self) -> Chosen:
         """The engine's decision; asked again for less while it is above the target here.
@@ -174,6 +192,29 @@ class _Search:
                 best = self._keep_most(best, groups[key])
         return best
 
+    def elsewhere(self, starts: Iterable[Chosen]) -> list[Chosen]:
+        """Decisions with as much of what they save elsewhere as the target needs.
+
+        The first that forward makes go first: they have the longest to go and to come back.
+        """
+        if self._place is None:
+            return []
+        return [self._fewest_away(one) for one in starts if one.peak_bytes > self._target]
+
+    def _fewest_away(self, start: Chosen) -> Chosen:
+        """The decision with the fewest tensors elsewhere that keeps the target, or with all."""
+        order = away.candidates(self._joint, start.schedule)
+        best = self.judge(_with_away(start.decision, order))
+        fits, fails = len(order), 0
+        while best.peak_bytes <= self._target and fits - fails > 1:
+            count = (fits + fails) // 2
+            one = self.judge(_with_away(start.decision, order[:count]))
+            if one.peak_bytes <= self._target:
+                best, fits = one, count
+            else:
+                fails = count
+        return best
+
     def _groups(self, dropped: Iterable[int]) -> dict[tuple[str, int, int], list[int]]:
         groups: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for index in sorted(dropped):
@@ -207,6 +248,10 @@ class _Search:
 
 def _without(decision: Decision, kept: list[int]) -> Decision:
     return Decision(decision.dropped.difference(kept), decision.homes)
+
+
+def _with_away(decision: Decision, leaving: Iterable[int]) -> Decision:
+    return Decision(decision.dropped, decision.homes, frozenset(leaving))
 
 
 def _is_convolution(op: Op) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memfit.compiled.away import Place
 from memfit.compiled.recording import Recorded
 from memfit.compiled.search import Chosen, choose
 
@@ -42,7 +43,12 @@ class Share:
 
 
 def divide(
-    graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int, *, fused: bool = False
+    graphs: Sequence[Recorded],
+    static_bytes: int,
+    budget_bytes: int,
+    *,
+    fused: bool = False,
+    place: Place | None = None,
 ) -> list[Share]:
     """Give each graph its share.
 
@@ -51,12 +57,13 @@ def divide(
         static_bytes: Parameters, module buffers, optimizer state and batch.
         budget_bytes: Most bytes of the step.
         fused: How peaks are told; see :func:`memfit.compiled.search.choose`.
+        place: Where saved tensors may go.
 
     Returns:
         The shares. Where no division fits, those of the least peaks.
     """
     if len([g for g in graphs if g.joint is not None]) <= 1:
-        return _single(graphs, static_bytes, budget_bytes, fused=fused)
+        return _single(graphs, static_bytes, budget_bytes, fused=fused, place=place)
     known: dict[tuple[int, int], Chosen] = {}
 
     def pick(graph: Recorded, target: int) -> Chosen | None:
@@ -65,7 +72,7 @@ def divide(
             return None
         key = (id(graph.joint), target)
         if key not in known:
-            known[key] = choose(graph.joint, target, fused=fused)
+            known[key] = choose(graph.joint, target, fused=fused, place=place)
         return known[key]
 
     full = [pick(graph, _NO_LIMIT) for graph in graphs]
@@ -92,11 +99,16 @@ def divide(
 
 
 def _single(
-    graphs: Sequence[Recorded], static_bytes: int, budget_bytes: int, *, fused: bool
+    graphs: Sequence[Recorded],
+    static_bytes: int,
+    budget_bytes: int,
+    *,
+    fused: bool,
+    place: Place | None,
 ) -> list[Share]:
     outside = _outside(graphs, [None] * len(graphs), static_bytes)
     chosen = [
-        choose(g.joint, budget_bytes - besides, fused=fused) if g.joint else None
+        choose(g.joint, budget_bytes - besides, fused=fused, place=place) if g.joint else None
         for g, besides in zip(graphs, outside, strict=True)
     ]
     return _shares(graphs, chosen, static_bytes, budget_bytes)
@@ -141,7 +153,8 @@ def _handed(graph: Recorded, chosen: Chosen | None) -> int:
     if graph.joint is None:
         return graph.handed_bytes
     joint = graph.joint
-    saved = chosen.schedule.saved if chosen else []
+    away = {at.tensor for at in chosen.schedule.settled} if chosen else set()
+    saved = [t for t in chosen.schedule.saved if t not in away] if chosen else []
     tensors = {joint.tensors[t].storage for t in (*saved, *joint.forward_outputs)}
     return sum(joint.storages[s].bytes for s in tensors if joint.storages[s].op >= 0)
 

@@ -70,7 +70,7 @@ pub(crate) struct TorchCompile {
 pub(crate) struct CompiledAction {
     pub(crate) kind: CompiledKind,
     pub(crate) class: Class,
-    /// Ops that run again, or parameters with state elsewhere.
+    /// Ops that run again, saved tensors elsewhere, or parameters with state elsewhere.
     pub(crate) count: u64,
 }
 
@@ -80,6 +80,8 @@ pub(crate) struct CompiledAction {
 pub(crate) enum CompiledKind {
     /// Ops of forward run again in backward.
     CompiledRemat,
+    /// Tensors that forward saves are elsewhere until backward wants them.
+    CompiledOffload,
     /// The optimizer's state is kept elsewhere, and fetched for one parameter at a time.
     OffloadOptimizer,
 }
@@ -89,8 +91,10 @@ pub(crate) enum CompiledKind {
 pub(crate) struct CompiledGraph {
     /// Calls in it.
     pub(crate) ops: u64,
-    /// What forward hands to backward.
+    /// What forward hands to backward in memory.
     pub(crate) saved_bytes: Bytes,
+    /// What it hands over elsewhere.
+    pub(crate) offloaded_bytes: Bytes,
     /// Calls that run again in backward, each as often as it does.
     pub(crate) recomputed_ops: u64,
     /// Peak of the step while it runs.

@@ -204,7 +204,7 @@ impl Host for FakeHost {
                 "reference": "eager", "tolerance": 1e-5, "corrections": 0, "torch_compile": alone,
                 "actions": [{ "kind": "compiled_remat", "class": "equivalent", "count": 7 }],
                 "graphs": [{
-                    "ops": 90, "saved_bytes": 100, "recomputed_ops": 7, "reason": "",
+                    "ops": 90, "saved_bytes": 100, "offloaded_bytes": 0, "recomputed_ops": 7, "reason": "",
                     "predicted_peak_bytes": budget_bytes, "unplanned_peak_bytes": 2 * budget_bytes,
                 }],
             },

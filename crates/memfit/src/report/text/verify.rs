@@ -160,6 +160,15 @@ fn compiled_actions(compiled: &CompiledFacts) -> String {
             let what = words::counted(action.count, "op");
             format!("  {what} of the graphs computed again in backward\n")
         }
+        CompiledKind::CompiledOffload => {
+            let what = words::counted(action.count, "saved tensor");
+            let bytes: Bytes = compiled
+                .graphs
+                .iter()
+                .map(|graph| graph.offloaded_bytes)
+                .sum();
+            format!("  {what} of the graphs kept elsewhere, {bytes}\n")
+        }
         CompiledKind::OffloadOptimizer => {
             let what = words::effect(ActionKind::OffloadOptimizer, action.count);
             format!("  optimizer state offloaded: {what}\n")
@@ -438,14 +447,22 @@ mod tests {
                 max_relative_error: Some(3e-7),
             },
             corrections: 0,
-            actions: vec![CompiledAction {
-                kind: CompiledKind::CompiledRemat,
-                class: Class::Equivalent,
-                count: 120,
-            }],
+            actions: vec![
+                CompiledAction {
+                    kind: CompiledKind::CompiledRemat,
+                    class: Class::Equivalent,
+                    count: 120,
+                },
+                CompiledAction {
+                    kind: CompiledKind::CompiledOffload,
+                    class: Class::Equivalent,
+                    count: 12,
+                },
+            ],
             graphs: vec![CompiledGraph {
                 ops: 900,
                 saved_bytes: Bytes(800 << 20),
+                offloaded_bytes: Bytes(288 << 20),
                 recomputed_ops: 120,
                 predicted_peak_bytes: Bytes(2900 << 20),
                 unplanned_peak_bytes: Bytes(5 << 30),
@@ -464,6 +481,7 @@ mod tests {
 
         Actions
           120 ops of the graphs computed again in backward
+          12 saved tensors of the graphs kept elsewhere, 288.0 MiB
 
         Graphs
           ops      saved  computed again  peak, predicted  with all saved
