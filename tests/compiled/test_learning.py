@@ -7,7 +7,7 @@ from torch import nn
 
 import memfit
 from memfit.compiled import toolchain
-from memfit.compiled.fitted import CompiledFitted
+from memfit.compiled.fitted import MAX_CORRECTIONS, CompiledFitted
 from memfit.errors import NotCompiledWarning
 
 pytestmark = pytest.mark.skipif(
@@ -108,9 +108,34 @@ def test_one_correction_is_enough_where_graphs_take_the_same_beyond_what_is_told
     assert fitted.plan["planned"]["predicted_peak_bytes"] == report.measured_peak_bytes
 
 
+def test_each_correction_after_the_first_leaves_more_free_than_was_measured(fit, monkeypatch):
+    cuts = []
+
+    def takes(plan):
+        if all(plan is not cut for cut in cuts):
+            cuts.append(plan)
+        return plan.budget_bytes + 4096
+
+    fitted = fit("70%", takes)
+    asked = []
+    cut_for = fitted._cut_for
+
+    def note(beyond_bytes):
+        asked.append(beyond_bytes)
+        return cut_for(beyond_bytes)
+
+    monkeypatch.setattr(fitted, "_cut_for", note)
+    with pytest.warns(NotCompiledWarning):
+        settle(fitted)
+    budget = fitted._compiled_plan.budget_bytes
+    learned = [budget + 4096 - raw_bytes(cut) for cut in cuts[:MAX_CORRECTIONS]]
+    more = [so - beyond for so, beyond in zip(asked, learned, strict=True)]
+    assert more == [0, budget // 100, budget // 50]
+
+
 def test_after_corrections_that_do_not_help_the_step_runs_eager(fit):
     fitted = fit("70%", lambda plan: plan.budget_bytes + 4096)
     with pytest.warns(NotCompiledWarning, match="4096 above its budget"):
         report = settle(fitted)
-    assert report.corrections == 2
+    assert report.corrections == MAX_CORRECTIONS
     assert "above its budget" in report.not_compiled

@@ -34,8 +34,12 @@ from memfit.measure.peak import storage_bytes
 from memfit.tracking import cpu
 from memfit.workload import Workload
 
-MAX_CORRECTIONS = 2
+MAX_CORRECTIONS = 3
 """Times the graphs are cut again because a step took more than the budget."""
+
+_CAUTION = 0.01
+"""Part of the budget that is left free besides, once more at each correction after the first: the
+graphs were cut for what was measured, and then took more than that."""
 
 _WORTH_COMPILING = 0.01
 """Part of the step's nominal time that a partition for more must save."""
@@ -267,7 +271,8 @@ class CompiledFitted(Fitted):
         """Cut the graphs again for less; as they were, if they had been cut for more."""
         plan, tight, tighter = self._compiled_plan, self._tight, None
         if self._corrections < MAX_CORRECTIONS:
-            tighter = self._cut_for(beyond_bytes)
+            caution = int(self._corrections * _CAUTION * plan.budget_bytes)
+            tighter = self._cut_for(beyond_bytes + caution)
         if tight not in (None, plan) and (tighter is None or not tighter.is_worth(tight)):
             tighter = tight
         if tighter is not None:
