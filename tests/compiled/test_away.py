@@ -108,6 +108,13 @@ def test_a_quick_place_is_used_and_a_slow_one_only_where_nothing_else_fits():
     assert search.choose(joint, middle, place=slow).schedule.away_bytes == 0
 
 
+def test_rates_of_a_place_are_rounded_so_that_noise_changes_no_plan():
+    rates = [(0.9e9, 2.1e9), (1.1e9, 1.9e9)]
+    offers = [{"write_bytes_per_second": w, "read_bytes_per_second": r} for w, r in rates]
+    one, other = map(Place.of, offers)
+    assert one == other == Place(2.0**30, 2.0**31)
+
+
 def test_a_place_reaches_lower_than_computing_again():
     torch.manual_seed(0)
     rows = torch.randn(64, 16)

@@ -8,6 +8,8 @@ it waits for them, into backward where they come back. Not responsible for which
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,19 @@ class Place:
 
     write_bytes_per_second: float
     read_bytes_per_second: float
+
+    @staticmethod
+    def of(offer: Mapping[str, Any]) -> Place:
+        """A place by its rates, rounded to powers of two.
+
+        They are measured anew in every process; decisions, and with them what is found in the
+        caches of compiled code, should not change with noise.
+
+        Args:
+            offer: An ``Offer`` of the engine.
+        """
+        rates = (offer["write_bytes_per_second"], offer["read_bytes_per_second"])
+        return Place(*(2.0 ** round(math.log2(rate)) for rate in rates))
 
     def seconds(self, size_bytes: int) -> float:
         """Time that so many bytes take to go and to come back, if nothing hides it.

@@ -149,9 +149,7 @@ def _plan(
     """
     if beside.optimizer_peak_bytes > budget_bytes:
         return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
-    place = None
-    if offer is not None:
-        place = Place(offer["write_bytes_per_second"], offer["read_bytes_per_second"])
+    place = None if offer is None else Place.of(offer)
     room = budget_bytes - beyond_bytes
     shares = divide(graphs, beside.static_bytes, room, fused=fused, place=place)
     of_graphs = max(share.peak_bytes for share in shares)
