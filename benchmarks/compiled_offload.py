@@ -29,7 +29,7 @@ from memfit.measure.step_time import cpu_seconds
 from offload import build
 from record import Machine, gib, write_results
 
-PARTS = (0.5, 0.4)
+PARTS = (0.4, 0.35)
 """Of what `torch.compile` adds to what is static, the budgets."""
 
 FORBIDDEN = ("offload_optimizer", "offload_parameters", "micro_batch", "chunk")
