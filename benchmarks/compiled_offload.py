@@ -35,7 +35,7 @@ PARTS = (0.4, 0.35)
 FORBIDDEN = ("offload_optimizer", "offload_parameters", "micro_batch", "chunk")
 """What is compared is what becomes of activations."""
 
-SETTLING = 8
+SETTLING = 12
 """Most steps until a plan is cut for what was measured."""
 
 ROUNDS = 4

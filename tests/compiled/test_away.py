@@ -12,8 +12,8 @@ from torch import nn
 import memfit
 from memfit.apply.tiers import DiskTier
 from memfit.compiled import away, search, toolchain, transfers
-from memfit.compiled.away import Place
 from memfit.compiled.fitted import CompiledFitted
+from memfit.compiled.place import Place
 from memfit.compiled.schedule import KEEP_ALL, Decision, schedule
 from memfit.compiled.transfers import Transit, moving
 from memfit.errors import OffloadError
@@ -118,7 +118,7 @@ def test_rates_of_a_place_are_rounded_so_that_noise_changes_no_plan():
 def test_a_place_reaches_lower_than_computing_again():
     torch.manual_seed(0)
     rows = torch.randn(64, 16)
-    (joint,) = run(Chain(), (rows,), lambda _: KEEP_ALL).joints
+    (joint,) = run(Chain(12, 16), (rows,), lambda _: KEEP_ALL).joints
     least = search.choose(joint, 0)
     lower = search.choose(joint, 0, place=Place(1.0, 1.0))
     assert lower.schedule.away_bytes > 0
@@ -126,38 +126,25 @@ def test_a_place_reaches_lower_than_computing_again():
 
 
 class Chain(nn.Module):
-    """Random numbers after each layer, which are drawn once and so have to be saved."""
+    """Layers with random numbers after each, which are drawn once and so have to be saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(12)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = F.dropout(layer(x).tanh(), 0.1)
-        return x.sum()
-
-
-class Deep(nn.Module):
-    """Layers whose matrix products are costly and whose results are large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(6)])
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
 
     def forward(self, x):
         for layer in self.layers:
             x = F.dropout(F.gelu(layer(x)), 0.1)
-        return x
+        return x.square().mean()
 
 
 def deep():
     torch.manual_seed(0)
     torch._dynamo.reset()
     return memfit.Workload(
-        Deep(),
+        Chain(6, 256),
         torch.randn(4096, 256),
-        lambda model, batch: model(batch).square().mean(),
+        lambda model, batch: model(batch),
         lambda p: torch.optim.SGD(p, lr=1e-2),
     )
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from graphs import Convolutions, Transformer, images, run, run_by_torch, tokens
+from torch import nn
 from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
@@ -51,21 +52,55 @@ def test_the_predicted_peak_is_that_of_the_graphs_run_node_by_node(build, batch,
     found = run(build(), batch(), at_random(seed))
     made = found.schedules[0]
     assert found.forward_peaks == [made.forward_peak_bytes]
-    besides = returned_from_forward(found) + inputs_unread_by_backward(found)
+    joint = found.joints[0]
+    besides = returned_from_forward(joint, made) + inputs_unread_by_backward(joint, made)
     assert found.backward_peaks[0] + besides == made.backward_peak_bytes
 
 
-def returned_from_forward(found):
+class HandsOn(nn.Module):
+    """Two graphs; backward of the first reads what it hands to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+
+    def forward(self, x):
+        passed = self.up(x).tanh()
+        torch._dynamo.graph_break()
+        return passed.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at what crosses a break
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_graph_hands_on_is_saved_or_computed_again_once_nobody_holds_it(again):
+    def released(joint):
+        joint.release(range(len(joint.forward_outputs)))
+        return everything(joint) if again else KEEP_ALL
+
+    torch.manual_seed(0)
+    model, batch = HandsOn(), (torch.randn(16, 8),)
+    kept = run(model, batch, lambda _: KEEP_ALL)
+    found = run(model, batch, released)
+    assert all(map(torch.equal, kept.gradients, found.gradients))
+    first, made = found.joints[0], found.schedules[0]
+    (handed_on,) = first.forward_outputs
+    assert (first.tensors[handed_on].op in made.recomputed) == again
+    assert (handed_on in made.saved) == (not again)
+    # Nothing that forward returned is there besides what backward reads.
+    told = made.backward_peak_bytes - inputs_unread_by_backward(first, made)
+    assert found.backward_peaks[-1] == told
+
+
+def returned_from_forward(joint, made):
     """Outputs of forward are held by the caller during backward, outside the graph."""
-    joint, saved = found.joints[0], found.schedules[0].saved
+    saved = made.saved
     held = {joint.tensors[t].storage for t in joint.forward_outputs}
     handed = {joint.tensors[t].storage for t in saved}
     return sum(joint.storages[s].bytes for s in held - handed if joint.storages[s].op >= 0)
 
 
-def inputs_unread_by_backward(found):
+def inputs_unread_by_backward(joint, made):
     """They live all the same: the model and the caller hold them."""
-    joint, made = found.joints[0], found.schedules[0]
     read = {joint.tensors[t].storage for t in made.inputs}
     return sum(
         storage.bytes

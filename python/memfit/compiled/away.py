@@ -8,9 +8,6 @@ it waits for them, into backward where they come back. Not responsible for which
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,40 +22,6 @@ from memfit.compiled.schedule import Schedule
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer takes some tens of microseconds whatever its size."""
-
-
-@dataclass(slots=True, frozen=True)
-class Place:
-    """Where saved tensors may go.
-
-    Attributes:
-        write_bytes_per_second: How fast they go.
-        read_bytes_per_second: How fast they come back.
-    """
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-
-    @staticmethod
-    def of(offer: Mapping[str, Any]) -> Place:
-        """A place by its rates, rounded to powers of two.
-
-        They are measured anew in every process; decisions, and with them what is found in the
-        caches of compiled code, should not change with noise.
-
-        Args:
-            offer: An ``Offer`` of the engine.
-        """
-        rates = (offer["write_bytes_per_second"], offer["read_bytes_per_second"])
-        return Place(*(2.0 ** round(math.log2(rate)) for rate in rates))
-
-    def seconds(self, size_bytes: int) -> float:
-        """Time that so many bytes take to go and to come back, if nothing hides it.
-
-        Args:
-            size_bytes: The bytes.
-        """
-        return size_bytes / self.write_bytes_per_second + size_bytes / self.read_bytes_per_second
 
 
 def candidates(joint: Joint, made: Schedule) -> list[int]:
@@ -128,15 +91,14 @@ def _next_sent(
     return next(node for tensor, node in sent.items() if joint.tensors[tensor].op == index)
 
 
-def as_ticket(placeholder: fx.Node) -> fx.Node:
+def make_ticket(placeholder: fx.Node) -> None:
     """Make an input of backward the ticket of what it stood for.
 
     Args:
         placeholder: The input, in a graph of its own.
     """
     placeholder.meta["val"] = _ticket(placeholder)
-    placeholder.meta.pop("tensor_meta", None)
-    return placeholder
+    placeholder.meta.pop("tensor_meta", None)  # the same once more, of the tensor
 
 
 def fetch(graph: fx.Graph, tensor: fx.Node, ticket: fx.Node, following: list[fx.Node]) -> fx.Node:

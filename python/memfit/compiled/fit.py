@@ -17,9 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.compiled import toolchain
-from memfit.compiled.away import Place
 from memfit.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
 from memfit.compiled.partitioner import Partitioner
+from memfit.compiled.place import Place
 from memfit.compiled.recording import Recorded, record
 from memfit.compiled.search import Chosen
 from memfit.compiled.shares import Share, divide

@@ -84,7 +84,7 @@ class _Rewrite:
             if node.op in {"placeholder", "get_attr"} or node in scalars:
                 self._shared[node.name] = self._copy(node, self._look_up_shared)
                 if node.name in self._away:
-                    away.as_ticket(self._shared[node.name])
+                    away.make_ticket(self._shared[node.name])
         fetches = [call.fetched for call in self._made.calls if call.fetched is not None]
         after = dict(zip(fetches, [[t] for t in fetches[1:]], strict=False))
         for position, call in enumerate(self._made.calls):

@@ -18,9 +18,9 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from memfit.compiled.away import Place
 from memfit.compiled.joint import Joint, read
 from memfit.compiled.partition import Modules, partition
+from memfit.compiled.place import Place
 from memfit.compiled.search import choose
 
 

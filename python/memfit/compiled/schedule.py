@@ -1,11 +1,12 @@
 """The order in which forward and backward run under a decision, and what that takes.
 
 Responsible for one meaning of a decision on a joint graph: which ops run in forward, which tensors
-are saved, which ops of forward run again in backward, when and how often; and for the peak of both
-by liveness of storages. It is the meaning that ``docs/concepts/transformed-trace.md`` gives to
-dropped allocations and homes, read for a graph: an op of backward that asks for a tensor that is
-not there has it computed just before. Not responsible for choosing
-(:mod:`memfit.compiled.search`) or for fx (:mod:`memfit.compiled.partition`).
+are saved, which of these are elsewhere meanwhile, which ops of forward run again in backward, when
+and how often; and for the peak of both by liveness of storages. It is the meaning that
+``docs/concepts/transformed-trace.md`` gives to dropped allocations and homes, read for a graph: an
+op of backward that asks for a tensor that is not there has it computed, or brought back, just
+before. Not responsible for choosing (:mod:`memfit.compiled.search`) or for fx
+(:mod:`memfit.compiled.partition`).
 """
 
 from __future__ import annotations

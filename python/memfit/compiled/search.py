@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.compiled import as_trace, away, chains
-from memfit.compiled.away import Place
 from memfit.compiled.joint import Joint, Op
 from memfit.compiled.nominal import costs
+from memfit.compiled.place import Place
 from memfit.compiled.schedule import (
     KEEP_ALL,
     Decision,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.compiled.away import Place
+from memfit.compiled.place import Place
 from memfit.compiled.recording import Recorded
 from memfit.compiled.search import Chosen, choose
 

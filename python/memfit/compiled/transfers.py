@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class _Away:
         stride: Its strides.
         dtype: Its type.
         device: Its device.
+        leaving: The tensor itself, until its bytes are elsewhere.
         coming: Where it comes to, once that was begun.
     """
 
@@ -43,6 +45,7 @@ class _Away:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    leaving: Tensor | None
     coming: Tensor | None = None
 
 
@@ -72,9 +75,8 @@ class Transit:
         size, stride = tuple(source.size()), tuple(source.stride())
         if source.untyped_storage().nbytes() != source.numel() * source.element_size():
             source = source.clone()  # It looks at a part of other memory, which may be needed.
-        number = next(_NUMBERS)
-        device = source.device
-        _AWAY[number] = _Away(self._tier.send(source), size, stride, source.dtype, device)
+        number, parcel = next(_NUMBERS), self._tier.send(source)
+        _AWAY[number] = _Away(parcel, size, stride, source.dtype, source.device, source)
         self._numbers.append(number)
         self.sent += 1
         return number
@@ -86,7 +88,9 @@ class Transit:
     def forget(self) -> None:
         """Let go of all that is elsewhere: nobody will ask for it."""
         for number in self._numbers:
-            _AWAY.pop(number, None)
+            away = _AWAY.pop(number, None)
+            if away is not None:
+                del away.parcel  # before the memory that a transfer under way reads or fills
         self._numbers.clear()
 
 
@@ -156,7 +160,9 @@ def settle(ticket: Tensor, source: Tensor) -> Tensor:
         OffloadError: It was not written.
     """
     del source
-    _away(ticket).parcel.settle()
+    away = _away(ticket)
+    away.parcel.settle()
+    away.leaving = None
     return ticket.clone()
 
 
@@ -225,14 +231,7 @@ def _away(ticket: Tensor) -> _Away:
 def _begin(away: _Away) -> Tensor:
     """Where a tensor comes to, begun now if it was not."""
     if away.coming is None:
-        size_bytes = _bytes_of(away)
+        size_bytes = math.prod(away.size) * away.dtype.itemsize
         away.coming = torch.empty(size_bytes, dtype=torch.uint8, device=away.device)
         away.parcel.prefetch(away.coming)
     return away.coming
-
-
-def _bytes_of(away: _Away) -> int:
-    elements = 1
-    for extent in away.size:
-        elements *= extent
-    return elements * away.dtype.itemsize
