@@ -54,6 +54,17 @@ class Experts(nn.Module):
         return self.down(wide).view(x.shape)
 
 
+class Viewing(nn.Module):
+    """Takes rows together by a view, as the layers of GPT-2 do: only what is contiguous has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x.view(-1, WIDTH)))).view(x.shape)
+
+
 class Mixing(nn.Module):
     """Wide, and rows see each other."""
 
@@ -90,7 +101,7 @@ def _calls(workload: memfit.Workload) -> list[dict]:
     return chunks[-1]["calls"] if chunks else []
 
 
-@pytest.mark.parametrize("layer", [FeedForward, Gated, Experts])
+@pytest.mark.parametrize("layer", [FeedForward, Gated, Experts, Viewing])
 @pytest.mark.parametrize(("shape", "dim"), [((2, 48), 1), ((8, 12), 0), ((96,), 0)])
 def test_layers_that_treat_rows_one_by_one_are_found_and_give_the_same(layer, shape, dim) -> None:
     workload = _workload(nn.Linear(WIDTH, WIDTH), layer(), layer(), shape=shape)

@@ -91,7 +91,9 @@ class SlicedCalls:
                 return self._run_whole(call, run, args, kwargs)
             size = -(-given.shape[call.dim] // call.slices)
             made = []
-            for part in torch.split(given, size, call.dim):
+            for piece in torch.split(given, size, call.dim):
+                # Modules rely on what they are given: what is contiguous can be viewed.
+                part = piece.contiguous() if given.is_contiguous() else piece
                 result = run(*_with(args, part), **_with_named(kwargs, part))
                 if not isinstance(result, Tensor) or _rows(result) != _rows(part):
                     return self._run_whole(call, run, args, kwargs)
