@@ -39,6 +39,13 @@ def test_elementwise_results_between_library_kernels_take_no_room():
     assert peak(*chain(Kind.EXTERN, Kind.EXTERN)) == 200
 
 
+def test_what_a_loop_makes_for_itself_alone_takes_no_room():
+    # As random numbers do that only their own loop reads.
+    assert peak(*chain(Kind.EXTERN, Kind.WHOLE, Kind.ELEMENTWISE, Kind.EXTERN)) == 200
+    apart = chain(Kind.EXTERN, Kind.WHOLE, Kind.EXTERN, Kind.WHOLE, Kind.ELEMENTWISE, Kind.EXTERN)
+    assert peak(*apart) == 200
+
+
 def test_the_output_of_a_loop_takes_the_place_of_an_input_that_dies():
     assert peak(*chain(Kind.ELEMENTWISE, Kind.ELEMENTWISE)) == 100
     calls, results = chain(Kind.ELEMENTWISE, Kind.ELEMENTWISE)
@@ -95,4 +102,4 @@ def test_what_a_compiled_step_takes_is_predicted(build, fraction):
     assert report.corrections == 0
     assert 0 < report.measured_peak_bytes <= budget
     predicted = fitted.plan["planned"]["predicted_peak_bytes"]
-    assert predicted == pytest.approx(report.measured_peak_bytes, rel=0.12)
+    assert predicted == pytest.approx(report.measured_peak_bytes, rel=0.06)

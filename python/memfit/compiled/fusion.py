@@ -419,8 +419,10 @@ class _Kernels:
                 alone = readers.get(made) == {kernel} and self.kernels[kernel].open
                 if made not in self._inlined.inside and (self._results[made].returned or not alone):
                     makes[kernel].append(made)
+        written = {made for row in makes for made in row}
         for read, kernels in readers.items():
-            if not self._results[read].fixed:
+            result = self._results[read]
+            if read in written or (result.call is None and not result.fixed):
                 for kernel in kernels:
                     reads[kernel].add(read)
         return makes, reads, {i for i, r in enumerate(self._results) if r.returned}
