@@ -355,6 +355,7 @@ def _compiled(
         "own_loop": choice.own_loop,
         "forbid": list(choice.forbid),
         "offload": _offer(recorded, op_times, choice.place),
+        "profile": json.loads(op_times).get("profile") or {},
     }
     found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, request, eager)
     return found if isinstance(found, Fitted) else found.reason

@@ -103,6 +103,7 @@ class Run:
     gradients: list[Any] = field(default_factory=list)
     joints: list[Joint] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
+    modules: list[tuple[fx.GraphModule, fx.GraphModule]] = field(default_factory=list)
     forward_peaks: list[int] = field(default_factory=list)
     backward_peaks: list[int] = field(default_factory=list)
 
@@ -118,7 +119,9 @@ def run(model: nn.Module, batch: Any, decide: Decide, *, decomposed: bool = True
         made = schedule(joint, decide(joint))
         found.joints.append(joint)
         found.schedules.append(made)
-        return partition(joint, made, num_fwd_outputs, static_lifetime_input_indices or [])
+        modules = partition(joint, made, num_fwd_outputs, static_lifetime_input_indices or [])
+        found.modules.append(modules)
+        return modules
 
     _step(found, model, batch, cut, decomposed=decomposed)
     return found

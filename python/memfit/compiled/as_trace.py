@@ -18,14 +18,15 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from memfit import _native
 from memfit.compiled.joint import Joint, Op
-from memfit.compiled.nominal import COSTS, Cost
+from memfit.compiled.nominal import Cost
+from memfit.compiled.place import Place
+from memfit.compiled.rates import NOMINAL
 from memfit.compiled.schedule import Decision
 
 FORBIDDEN = (
     "fuse_optimizer",
     "micro_batch",
     "allocator_settings",
-    "offload",
     "offload_optimizer",
     "offload_parameters",
     "chunk",
@@ -33,21 +34,28 @@ FORBIDDEN = (
 """Actions that a graph cannot take: they are of the step around it."""
 
 
-def plan(joint: Joint, costs: Sequence[Cost], budget_bytes: int) -> Decision:
-    """Let the engine decide what to drop.
+def plan(
+    joint: Joint, costs: Sequence[Cost], budget_bytes: int, place: Place | None = None
+) -> Decision:
+    """Let the engine decide what to drop, and what to have elsewhere if there is a place for it.
 
     Args:
         joint: The graph.
         costs: What its ops cost.
         budget_bytes: Peak that forward and backward of the graph should stay under.
+        place: Where saved tensors may go.
 
     Returns:
         The decision, whether it fits or not.
     """
     trace, storage_of = trace_json(joint, costs)
     native = _native.Trace.from_json(json.dumps(trace).encode())
-    request = {"budget": str(max(budget_bytes, 1)), "forbid": list(FORBIDDEN)}
-    answer: dict[str, Any] = json.loads(_native.plan(native, COSTS, json.dumps(request)))
+    request: dict[str, Any] = {"budget": str(max(budget_bytes, 1)), "forbid": list(FORBIDDEN)}
+    rates = NOMINAL
+    if place is not None:
+        request["offload"], rates = place.offer(), place.rates
+    made = _native.plan(native, rates.cost_source(), json.dumps(request))
+    answer: dict[str, Any] = json.loads(made)
     return decision_of(answer, storage_of)
 
 
@@ -59,9 +67,10 @@ def decision_of(answer: Mapping[str, Any], storage_of: Mapping[tuple[int, int], 
         storage_of: The storage that an op makes at a position among what it returns.
 
     Returns:
-        The decision; empty for a plan without rematerialisation.
+        The decision; empty for a plan that changes nothing.
     """
     dropped: set[int] = set()
+    away: set[int] = set()
     homes: dict[int, int] = {}
     for action in answer["actions"]:
         for drop in (action.get("remat") or {}).get("drops", ()):
@@ -69,7 +78,9 @@ def decision_of(answer: Mapping[str, Any], storage_of: Mapping[tuple[int, int], 
             dropped.add(storage)
             if drop.get("home") is not None:
                 homes[storage] = drop["home"]
-    return Decision(frozenset(dropped), homes)
+        for store in (action.get("offload") or {}).get("stores", ()):
+            away.add(storage_of[store["op"], store["output"]])
+    return Decision(frozenset(dropped), homes, frozenset(away))
 
 
 def trace_json(
@@ -114,7 +125,7 @@ class _Writer:
     def trace(self) -> dict[str, Any]:
         joint = self._joint
         ops = [self._op(index, op) for index, op in enumerate(joint.ops)]
-        device = _device_kind(joint)
+        device = joint.device_kind
         return {
             "meta": {
                 "target": "joint graph",
@@ -226,11 +237,3 @@ def _name(op: Op) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return getattr(target, "__name__", str(target))
-
-
-def _device_kind(joint: Joint) -> str:
-    for tensor in joint.tensors:
-        value = tensor.node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-            return "cuda"
-    return "cpu"

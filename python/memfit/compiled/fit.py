@@ -53,7 +53,8 @@ def fit_compiled(
         workload: The step.
         trace: Its eager trace as parsed JSON.
         budget_bytes: Most bytes of the step.
-        request: What the user asks for, in the words of the engine's requests.
+        request: What the user asks for, in the words of the engine's requests; ``profile`` is what
+            the device can do, where that is known.
         eager: See :class:`CompiledFitted`.
 
     Returns:
@@ -75,7 +76,9 @@ def fit_compiled(
         return graphs
 
     fused = trace["meta"]["device_kind"] == "cpu" and cpu.start() is None
-    plan_for = partial(_plan, graphs, fused=fused, offer=_offer(request))
+    offer, profile = _offer(request), request.get("profile", {})
+    place = None if offer is None else Place.of(offer, profile)
+    plan_for = partial(_plan, graphs, fused=fused, offer=offer, place=place)
 
     def plan(beyond_bytes: int) -> CompiledPlan | NotCompiled:
         made = plan_for(at_home, budget_bytes, beyond_bytes)
@@ -142,6 +145,7 @@ def _plan(
     *,
     fused: bool,
     offer: Mapping[str, Any] | None,
+    place: Place | None,
 ) -> CompiledPlan | NotCompiled:
     """Plan for a budget, of graphs that take so many bytes beyond what is told of them.
 
@@ -149,7 +153,6 @@ def _plan(
     """
     if beside.optimizer_peak_bytes > budget_bytes:
         return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
-    place = None if offer is None else Place.of(offer)
     room = budget_bytes - beyond_bytes
     shares = divide(graphs, beside.static_bytes, room, fused=fused, place=place)
     of_graphs = max(share.peak_bytes for share in shares)

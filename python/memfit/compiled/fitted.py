@@ -113,7 +113,7 @@ class CompiledPlan:
         budget_bytes: Most bytes of the step.
         beyond_bytes: What Inductor is taken to need beyond what is told of its graphs; negative
             where it needs less.
-        added_seconds: Nominal time of what runs again, and of transfers that nothing hides.
+        added_seconds: Nominal time of what runs again, and what transfers add.
         step_seconds: Nominal time of the graphs with everything kept.
         besides: Actions of the engine's plans that run around the graphs.
         offer: The place that saved tensors go to, as an ``Offer`` of the engine.

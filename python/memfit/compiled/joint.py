@@ -163,6 +163,13 @@ class Joint:
         """Number of forward ops; the index of the first of backward."""
         return next((i for i, op in enumerate(self.ops) if op.backward), len(self.ops))
 
+    @property
+    def device_kind(self) -> str:
+        """``cuda`` if any tensor is on such a device, else ``cpu``."""
+        values = (tensor.node.meta.get("val") for tensor in self.tensors)
+        on_gpu = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values)
+        return "cuda" if on_gpu else "cpu"
+
     def droppable(self) -> list[int]:
         """Storages of forward that may be computed again: every writer of theirs is replayable."""
         return [

@@ -1,8 +1,8 @@
-"""What the ops of a joint graph cost, by the rates of a plain core and as Inductor runs them.
+"""What the ops of a joint graph cost as Inductor runs them.
 
-Responsible for nominal costs, which only rank what to compute again. They are fixed, so that a plan
-does not depend on when a machine was measured: caches of compiled code hold on to plans. Not
-responsible for what Inductor fuses (:mod:`memfit.compiled.fusion`).
+Responsible for nominal costs, which rank what to compute again and are held against transfers. Not
+responsible for rates (:mod:`memfit.compiled.rates`) or for what Inductor fuses
+(:mod:`memfit.compiled.fusion`).
 
 Elementwise results that are computed inside their readers cost their arithmetic alone: to compute
 an activation again from a normalisation's input moves two tensors, however many ops lie between.
@@ -10,29 +10,12 @@ an activation again from a normalisation's input moves two tensors, however many
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from memfit.compiled.as_loops import Loops
 from memfit.compiled.fusion import Kind, moved_bytes, op_name
 from memfit.compiled.joint import Joint, Op
-
-_FLOPS_PER_SECOND = 1e11
-_BYTES_PER_SECOND = 2e10
-_OP_SECONDS = 1e-6
-
-COSTS = json.dumps(
-    {
-        "kind": "roofline",
-        "profile": {
-            "name": "nominal",
-            "flops_per_second": {"float32": _FLOPS_PER_SECOND},
-            "bytes_per_second": _BYTES_PER_SECOND,
-            "op_overhead_seconds": _OP_SECONDS,
-        },
-    }
-)
-"""The rates as a cost source of the engine."""
+from memfit.compiled.rates import NOMINAL, OP_SECONDS, Rates
 
 _FUNCTIONS = frozenset(
     [
@@ -73,17 +56,18 @@ class Cost:
     seconds: float
 
 
-def costs(joint: Joint) -> list[Cost]:
+def costs(joint: Joint, rates: Rates = NOMINAL) -> list[Cost]:
     """The cost of each op.
 
     Args:
         joint: The graph.
+        rates: How fast the device is.
     """
     moved = _moved_bytes(joint)
-    return [_cost(op, bytes_) for op, bytes_ in zip(joint.ops, moved, strict=True)]
+    return [_cost(op, bytes_, rates) for op, bytes_ in zip(joint.ops, moved, strict=True)]
 
 
-def _cost(op: Op, moved: int) -> Cost:
+def _cost(op: Op, moved: int, rates: Rates) -> Cost:
     if op.view:
         return Cost(0, 0, 0.0)
     flops = op.flops
@@ -91,8 +75,15 @@ def _cost(op: Op, moved: int) -> Cost:
         flops += _FLOPS_OF_FUNCTION * op.loop.extent
     if moved == 0 and flops == 0:
         return Cost(0, 0, 0.0)
-    seconds = max(flops / _FLOPS_PER_SECOND, moved / _BYTES_PER_SECOND) + _OP_SECONDS
-    return Cost(flops, moved, seconds)
+    seconds = max(flops / rates.flops(_dtype(op)), moved / rates.bytes_per_second)
+    return Cost(flops, moved, seconds + OP_SECONDS)
+
+
+def _dtype(op: Op) -> str:
+    """The type that an op computes in: that of its first result, as in the engine."""
+    value = op.node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return str(getattr(first, "dtype", "")).removeprefix("torch.")
 
 
 def _moved_bytes(joint: Joint) -> list[int]:

@@ -1,15 +1,17 @@
 """The place that saved tensors of compiled graphs may go to, as the choice sees it.
 
-Responsible for what transfers cost beside computing again. Not responsible for where the place is
-(:mod:`memfit.places`) nor for measuring it (:mod:`memfit.costs`).
+Responsible for how fast it is beside the device that computes. Not responsible for where the place
+is (:mod:`memfit.places`), for measuring it (:mod:`memfit.costs`), or for what transfers cost a step
+(:mod:`memfit.compiled.waiting`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from memfit.compiled.rates import NOMINAL, Rates, rounded
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,28 +21,32 @@ class Place:
     Attributes:
         write_bytes_per_second: How fast they go.
         read_bytes_per_second: How fast they come back.
+        rates: How fast the device computes meanwhile.
     """
 
     write_bytes_per_second: float
     read_bytes_per_second: float
+    rates: Rates = NOMINAL
 
     @staticmethod
-    def of(offer: Mapping[str, Any]) -> Place:
+    def of(offer: Mapping[str, Any], profile: Mapping[str, Any]) -> Place:
         """A place by its rates, rounded to powers of two.
-
-        They are measured anew in every process; decisions, and with them what is found in the
-        caches of compiled code, should not change with noise.
 
         Args:
             offer: An ``Offer`` of the engine.
+            profile: A ``DeviceProfile`` of the engine; empty where only op times are known.
         """
-        rates = (offer["write_bytes_per_second"], offer["read_bytes_per_second"])
-        return Place(*(2.0 ** round(math.log2(rate)) for rate in rates))
+        return Place(
+            rounded(offer["write_bytes_per_second"]),
+            rounded(offer["read_bytes_per_second"]),
+            Rates.of(profile) if profile.get("flops_per_second") else NOMINAL,
+        )
 
-    def seconds(self, size_bytes: int) -> float:
-        """Time that so many bytes take to go and to come back, if nothing hides it.
-
-        Args:
-            size_bytes: The bytes.
-        """
-        return size_bytes / self.write_bytes_per_second + size_bytes / self.read_bytes_per_second
+    def offer(self) -> dict[str, Any]:
+        """The place as an ``Offer`` of the engine, which plans by its rates alone."""
+        return {
+            "tier": "disk",
+            "folder": "",
+            "write_bytes_per_second": self.write_bytes_per_second,
+            "read_bytes_per_second": self.read_bytes_per_second,
+        }

@@ -3,9 +3,9 @@
 Responsible for the choice: the engine's planner decides first, on the graph as a trace; where it
 reaches no further, decisions from kept boundaries do (:mod:`memfit.compiled.chains`), and what room
 they leave is given back to whatever saves the most time. Where a place is named, saved tensors go
-there instead if that is quicker, or if nothing else reaches the target. Every decision is judged by
-the peak of the schedule it leads to, never by bytes saved. Not responsible for what a decision
-means (:mod:`memfit.compiled.schedule`).
+there instead, or some of them, where that is quicker or nothing else reaches the target. Every
+decision is judged by the peak of the schedule it leads to, never by bytes saved. Not responsible
+for what a decision means (:mod:`memfit.compiled.schedule`).
 
 No clock and no random number enters: the same graph and target give the same decision, in every
 process.
@@ -21,6 +21,7 @@ from memfit.compiled import as_trace, away, chains
 from memfit.compiled.joint import Joint, Op
 from memfit.compiled.nominal import costs
 from memfit.compiled.place import Place
+from memfit.compiled.rates import NOMINAL
 from memfit.compiled.schedule import (
     KEEP_ALL,
     Decision,
@@ -28,9 +29,13 @@ from memfit.compiled.schedule import (
     fused_peak_bytes,
     schedule,
 )
+from memfit.compiled.waiting import lost_seconds
 
 _CORRECTIONS = 5
 """Times the engine is asked again for less, where its answer is above the target."""
+
+_CORRECTIONS_WITH_PLACE = 2
+"""The same where it may also have tensors elsewhere, which it answers more slowly."""
 
 _FEW = 1 / 16
 """Part of a result's bytes that its sources may take more, as statistics of a softmax do."""
@@ -47,7 +52,7 @@ class Chosen:
         decision: What is computed again.
         schedule: The order that follows, with its peaks.
         recomputed_ops: Calls of forward that run again, views not among them.
-        seconds: Nominal time of what runs again and of transfers that nothing hides.
+        seconds: Nominal time of what runs again, and what transfers add.
         graph_seconds: Nominal time of forward and backward with everything kept.
         peak_bytes: Peak of the schedule.
         unplanned_peak_bytes: Peak with everything kept.
@@ -91,7 +96,7 @@ def choose(
     if found[-1].peak_bytes > target_bytes:
         found += search.by_boundaries()
     best = _best(found, target_bytes)
-    return _best([best, *search.elsewhere([found[0], best])], target_bytes)
+    return _best([best, *search.elsewhere(found[0], best)], target_bytes)
 
 
 def _best(found: Sequence[Chosen], target_bytes: int) -> Chosen:
@@ -111,8 +116,9 @@ class _Search:
         self._target = target_bytes
         self._place = place
         self.fused = fused and not any(_is_convolution(op) for op in joint.ops)
-        self._costs = costs(joint)
-        self._graph_seconds = sum(cost.seconds for cost in self._costs)
+        self._costs = costs(joint, NOMINAL if place is None else place.rates)
+        self._seconds = [cost.seconds for cost in self._costs]
+        self._graph_seconds = sum(self._seconds)
         self._unplanned: int | None = None
         self._beside_model = 0
         """How much more the graph takes node by node, with everything kept."""
@@ -123,9 +129,9 @@ class _Search:
         peak = fused_peak_bytes(self._joint, made) if self.fused else made.peak_bytes
         if self._unplanned is None:
             self._unplanned, self._beside_model = peak, made.peak_bytes - peak
-        seconds = sum(self._costs[op].seconds for op in made.recomputed)
-        if self._place is not None:
-            seconds += self._place.seconds(made.away_bytes)
+        seconds = sum(self._seconds[op] for op in made.recomputed)
+        if self._place is not None and made.settled:
+            seconds += lost_seconds(self._joint, made, self._seconds, self._place)
         ops = sum(not self._joint.ops[op].view for op in made.recomputed)
         return Chosen(decision, made, ops, seconds, self._graph_seconds, peak, self._unplanned)
 
@@ -158,9 +164,10 @@ class _Search:
         free = [
             index
             for index in self._joint.droppable()
-            if self._costs[self._joint.storages[index].op].seconds == 0.0
+            if self._seconds[self._joint.storages[index].op] == 0.0
         ]
-        sources = Decision(start.decision.dropped.union(free), start.decision.homes)
+        dropped = start.decision.dropped.union(free)
+        sources = Decision(dropped, start.decision.homes, start.decision.away)
         saved = schedule(self._joint, sources).saved_bytes
         for members in self._groups(set(free) - start.decision.dropped).values():
             results = _without(sources, members)
@@ -192,17 +199,38 @@ class _Search:
                 best = self._keep_most(best, groups[key])
         return best
 
-    def elsewhere(self, starts: Iterable[Chosen]) -> list[Chosen]:
-        """Decisions with as much of what they save elsewhere as the target needs.
+    def elsewhere(self, start: Chosen, best: Chosen) -> list[Chosen]:
+        """Decisions with some of what they save elsewhere.
 
-        The first that forward makes go first: they have the longest to go and to come back.
+        Args:
+            start: Above the target, with nothing computed again that takes time.
+            best: The best decision with everything at home.
         """
         if self._place is None:
             return []
-        return [self._fewest_away(one) for one in starts if one.peak_bytes > self._target]
+        found = [self._fewest_away(one) for one in (start, best) if one.peak_bytes > self._target]
+        return found + self._by_engine_with_place()
+
+    def _by_engine_with_place(self) -> list[Chosen]:
+        """The engine's decisions for both, what is elsewhere as it has it and as few as will do."""
+        asked, found = self._target + self._beside_model, []
+        for _ in range(_CORRECTIONS_WITH_PLACE):
+            made = as_trace.plan(self._joint, self._costs, asked, self._place)
+            home = self.keeping_sources(self.judge(Decision(made.dropped, made.homes)))
+            order = away.candidates(self._joint, home.schedule)
+            leaving = [storage for storage in order if storage in made.away]
+            found += [self.judge(_with_away(home.decision, leaving)), self._fewest_away(home)]
+            beyond = min(one.peak_bytes for one in found[-2:]) - self._target
+            if not 0 < beyond < asked:
+                break
+            asked -= beyond
+        return found
 
     def _fewest_away(self, start: Chosen) -> Chosen:
-        """The decision with the fewest tensors elsewhere that keeps the target, or with all."""
+        """The decision with the fewest tensors elsewhere that keeps the target, or with all.
+
+        The first that forward makes go first: they have the longest to go and to come back.
+        """
         order = away.candidates(self._joint, start.schedule)
         best = self.judge(_with_away(start.decision, order))
         fits, fails = len(order), 0
@@ -247,7 +275,7 @@ class _Search:
 
 
 def _without(decision: Decision, kept: list[int]) -> Decision:
-    return Decision(decision.dropped.difference(kept), decision.homes)
+    return Decision(decision.dropped.difference(kept), decision.homes, decision.away)
 
 
 def _with_away(decision: Decision, leaving: Iterable[int]) -> Decision:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit import _native
-from memfit.compiled.nominal import COSTS
+from memfit.compiled.rates import NOMINAL
 
 STATE_AWAY = "offload_optimizer"
 """The kind of action that keeps the optimizer's state elsewhere."""
@@ -82,7 +82,7 @@ def with_state_away(
     }
     reduced = json.dumps(_optimizer_alone(trace)).encode()
     native = _native.Trace.from_json(reduced, None, 0)
-    plan = json.loads(_native.plan(native, COSTS, json.dumps(asked)))
+    plan = json.loads(_native.plan(native, NOMINAL.cost_source(), json.dumps(asked)))
     action = next((a for a in plan["actions"] if a["kind"] == STATE_AWAY), None)
     if plan["verdict"] != "fits" or action is None:
         return None

@@ -1,0 +1,166 @@
+"""What transfers cost a compiled step, beside the graphs as written run tick by tick."""
+
+import math
+import random
+from collections import deque
+
+import pytest
+import torch
+from graphs import Transformer, run, tokens
+
+from memfit.compiled import away, transfers, waiting
+from memfit.compiled.place import Place
+from memfit.compiled.rates import Rates
+from memfit.compiled.schedule import Decision, schedule
+
+QUICK = Rates((("float32", 1.0),), 1e30)
+"""So fast a memory that copies take no time."""
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave(monkeypatch):
+    monkeypatch.setattr(away, "LEAST_BYTES", 64)
+    monkeypatch.setattr(waiting, "REQUEST_SECONDS", 0.0)
+
+
+def moved(seed):
+    """A transformer's graphs with some tensors elsewhere and some computed again."""
+
+    def decide(joint):
+        draw = random.Random(seed)
+        dropped = frozenset(s for s in joint.droppable() if draw.random() < 0.3)
+        order = away.candidates(joint, schedule(joint, Decision(dropped)))
+        leaving = [s for s in order if draw.random() < 0.7]
+        return Decision(dropped, away=frozenset(leaving))
+
+    torch.manual_seed(0)
+    with transfers.moving(transfers.Transit(_Nowhere())):
+        found = run(Transformer(2, 0.0), tokens(), decide)
+    return found.joints[0], found.schedules[0], found.modules[0]
+
+
+class _Nowhere:
+    """Keeps in memory what is sent: only the graphs matter here."""
+
+    def send(self, source):
+        return _Kept(source.detach().clone())
+
+
+class _Kept:
+    def __init__(self, data):
+        self.data = data
+
+    def settle(self):
+        pass
+
+    def prefetch(self, target):
+        target.copy_(self.data.contiguous().view(-1).view(torch.uint8))
+
+    def wait(self):
+        pass
+
+
+def ticks_of(target):
+    """How long an op takes, by what it is."""
+    name = str(target)
+    return {"mm": 7, "addmm": 5, "bmm": 3}.get(name.split(".")[1] if "." in name else "", 1)
+
+
+class Ticks:
+    """Runs graphs as written, tick by tick, beside a channel that moves one thing at a time."""
+
+    def __init__(self):
+        self.waited = 0
+        self._queue: deque[list] = deque()  # what is asked for: its name and the ticks it takes
+        self._arrived: set[str] = set()
+        self._asked: set[str] = set()
+
+    def run(self, module, ticks_of_bytes):
+        """Run forward or backward; a byte takes so many ticks."""
+        fetches = {node.args[0]: node for node in module.graph.nodes if _is_fetch(node)}
+        for node in module.graph.nodes:
+            name = str(node.target)
+            if node.op != "call_function" or name.startswith("<built-in"):
+                continue
+            if name.startswith("memfit.send_away"):
+                self._ask(node, ticks_of_bytes(node.args[0]))
+            elif name.startswith("memfit.settle"):
+                self._wait(node.args[0])
+            elif name.startswith("memfit.fetch"):
+                for ticket in (node.args[0], *node.args[1]):
+                    self._ask(ticket, ticks_of_bytes(fetches[ticket]))
+                self._wait(node.args[0])
+            else:
+                for _ in range(ticks_of(node.target)):
+                    self._tick()
+
+    def _ask(self, ticket, ticks):
+        name = (_is_placeholder(ticket), ticket.name)
+        if name not in self._asked:
+            self._asked.add(name)
+            self._queue.append([name, ticks])
+
+    def _wait(self, ticket):
+        while (_is_placeholder(ticket), ticket.name) not in self._arrived:
+            self.waited += 1
+            self._tick()
+
+    def _tick(self):
+        if self._queue:
+            self._queue[0][1] -= 1
+            if self._queue[0][1] == 0:
+                self._arrived.add(self._queue.popleft()[0])
+
+
+def tick_by_tick(modules, rate, write, read):
+    """Ticks that computing waits while the graphs run: a slow twin."""
+    ticks = Ticks()
+    for module, slow in zip(modules, (write, read), strict=True):
+        ticks.run(module, lambda node, slow=slow: slow * _bytes(node) // rate)
+    return ticks.waited
+
+
+def _bytes(node):
+    return node.meta["val"].untyped_storage().nbytes()
+
+
+def _is_placeholder(node):
+    """Tickets of forward and of backward may share a name."""
+    return node.op == "placeholder"
+
+
+def _is_fetch(node):
+    return node.op == "call_function" and str(node.target).startswith("memfit.fetch")
+
+
+@pytest.mark.parametrize(("write", "read"), [(1, 1), (2, 3), (40, 1)])
+@pytest.mark.parametrize("seed", range(4))
+def test_waits_are_those_of_the_graphs_tick_by_tick(seed, write, read):
+    joint, made, modules = moved(seed)
+    sizes = [joint.storages[joint.tensors[at.tensor].storage].bytes for at in made.settled]
+    assert len(sizes) > 3
+    rate = math.gcd(*sizes)
+    seconds = [float(ticks_of(op.node.target)) for op in joint.ops]
+    place = Place(rate / write, rate / read, QUICK)
+    found = waiting.lost_seconds(joint, made, seconds, place)
+    assert found == pytest.approx(tick_by_tick(modules, rate, write, read))
+    assert found > 0
+
+
+def test_where_computing_takes_no_time_nothing_is_hidden():
+    joint, made, _ = moved(0)
+    place = Place(100.0, 50.0, QUICK)
+    none = [0.0] * len(joint.ops)
+    found = waiting.lost_seconds(joint, made, none, place)
+    assert found == pytest.approx(made.away_bytes * (1 / 100 + 1 / 50))
+
+
+def test_copies_and_requests_are_never_hidden(monkeypatch):
+    joint, made, _ = moved(0)
+    hour = [3600.0] * len(joint.ops)
+    place = Place(1e15, 1e15, Rates((("float32", 1.0),), 1e6))
+    copies = 4 * made.away_bytes / 1e6
+    assert waiting.lost_seconds(joint, made, hour, place) == pytest.approx(copies, rel=1e-6)
+    monkeypatch.setattr(waiting, "REQUEST_SECONDS", 1.0)
+    requests = 2 * len(made.settled)
+    assert waiting.lost_seconds(joint, made, hour, place) == pytest.approx(copies + requests)
