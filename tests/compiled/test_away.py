@@ -180,6 +180,9 @@ def test_rates_of_a_place_are_rounded_so_that_noise_changes_no_plan():
     one, other = map(Place.of, offers, profiles)
     assert one == other
     assert one == Place(2.0**30, 2.0**31, Rates((("float32", 2.0**37),), 2.0**34))
+    busy = {"flops_per_second": {"bfloat16": 3e9, "float32": 3e9}, "bytes_per_second": 1e9}
+    rates = (("bfloat16", 2.0**31), ("float32", 2.0**37))
+    assert Place.of(offers[0], busy).rates == Rates(rates, 2.0**34)
     assert Place.of(offers[0], {}).rates == NOMINAL
 
 
@@ -237,7 +240,7 @@ def trained(budget, steps=4, **options):
 @pytest.mark.usefixtures("quick_disk")
 def test_a_compiled_step_keeps_its_budget_with_tensors_on_a_disk(tmp_path):
     losses, parameters, plain = trained("200%")
-    budget = plain.report().measured_peak_bytes * 6 // 10
+    budget = plain.report().measured_peak_bytes // 2  # Less than computing again reaches.
     least = tmp_path / "elsewhere"
     least.mkdir()
     found, moved, fitted = trained(budget, offload=least)
@@ -261,7 +264,7 @@ def test_a_compiled_step_keeps_its_budget_with_tensors_on_a_disk(tmp_path):
 @pytest.mark.usefixtures("quick_disk")
 def test_a_failed_write_is_an_error_before_any_update(tmp_path, monkeypatch):
     _, _, plain = trained("200%", steps=3)
-    budget = plain.report().measured_peak_bytes * 6 // 10
+    budget = plain.report().measured_peak_bytes // 2  # Less than computing again reaches.
     _, _, fitted = trained(budget, offload=tmp_path)
     before = [p.detach().clone() for p in fitted.workload.model.parameters()]
 

@@ -159,7 +159,7 @@ def test_copies_and_requests_are_never_hidden(monkeypatch):
     joint, made, _ = moved(0)
     hour = [3600.0] * len(joint.ops)
     place = Place(1e15, 1e15, Rates((("float32", 1.0),), 1e6))
-    copies = 4 * made.away_bytes / 1e6
+    copies = 7 * made.away_bytes / 1e6
     assert waiting.lost_seconds(joint, made, hour, place) == pytest.approx(copies, rel=1e-6)
     monkeypatch.setattr(waiting, "REQUEST_SECONDS", 1.0)
     requests = 2 * len(made.settled)

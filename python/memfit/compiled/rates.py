@@ -44,15 +44,19 @@ class Rates:
 
     @staticmethod
     def of(profile: Mapping[str, Any]) -> Rates:
-        """The rates of a profile, rounded.
+        """The rates of a profile, rounded; not below those of a plain core.
+
+        Where other work ran, far less may have been measured, and transfers would seem to hide
+        behind anything.
 
         Args:
             profile: A ``DeviceProfile`` of the engine.
         """
+        core = dict(NOMINAL.flops_per_second)
         flops = sorted(profile["flops_per_second"].items())
         return Rates(
-            tuple((name, rounded(rate)) for name, rate in flops),
-            rounded(profile["bytes_per_second"]),
+            tuple((name, rounded(max(rate, core.get(name, rate)))) for name, rate in flops),
+            rounded(max(profile["bytes_per_second"], NOMINAL.bytes_per_second)),
         )
 
     def flops(self, dtype: str) -> float:
