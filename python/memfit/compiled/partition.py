@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._functorch.compile_utils import raise_getitems
@@ -130,6 +131,8 @@ class _Rewrite:
         original = self._calls.get(op.node.name, op.node)
         new = self._copy(original, look_up)
         new.meta["autograd_backward"] = True
+        if self._waits_for_a_product(position, sources):
+            self._add_otherwise(new)
         self._made_by[position, op.node.name] = new
         for tensor in op.returns:
             picker = self._joint.tensors[tensor].node
@@ -137,6 +140,38 @@ class _Rewrite:
                 self._made_by[position, picker.name] = self._copy(
                     self._calls.get(picker.name, picker), lambda _: new
                 )
+
+    def _waits_for_a_product(self, position: int, sources: list[int | None]) -> bool:
+        """Whether a call adds a matrix product that ran long before to a tensor of its type."""
+        calls, ops = self._made.calls, self._joint.ops
+        node = ops[calls[position].op].node
+        types = {n.meta["val"].dtype for n in node.args if isinstance(n, fx.Node)}
+        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
+        if not (is_sum and all(isinstance(n, fx.Node) for n in node.args) and len(types) == 1):
+            return False
+        for source in sources:
+            if source is None or calls[source].fetched is not None:
+                continue
+            between = calls[source + 1 : position]
+            if ops[calls[source].op].node.target is torch.ops.aten.mm.default and any(
+                call.fetched is not None or not ops[call.op].view for call in between
+            ):
+                return True
+        return False
+
+    def _add_otherwise(self, node: fx.Node) -> None:
+        """Write a sum of two tensors as a difference, the same bit for bit.
+
+        Inductor makes a product and its sum one op, which runs where the sum is: what the product
+        reads would stay until then, as the gradient of the logits does with tied embeddings.
+        """
+        first, second = node.args
+        assert isinstance(second, fx.Node), "it adds two tensors"
+        with self._new.inserting_before(node):
+            negative = self._new.call_function(torch.ops.aten.neg.default, (second,))
+        negative.meta = {**second.meta, "autograd_backward": True}
+        node.target = torch.ops.aten.sub.Tensor
+        node.args = (first, negative)
 
     def _copy(self, node: fx.Node, look_up: Any) -> fx.Node:
         return self._new.node_copy(node, look_up)
