@@ -145,9 +145,12 @@ class _Rewrite:
         """Whether a call adds a matrix product that ran long before to a tensor of its type."""
         calls, ops = self._made.calls, self._joint.ops
         node = ops[calls[position].op].node
-        types = {n.meta["val"].dtype for n in node.args if isinstance(n, fx.Node)}
-        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
-        if not (is_sum and all(isinstance(n, fx.Node) for n in node.args) and len(types) == 1):
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+            return False
+        # What is added may be a number or a size.
+        values = [n.meta.get("val") if isinstance(n, fx.Node) else None for n in node.args]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(tensors) != len(values) or len({tensor.dtype for tensor in tensors}) != 1:
             return False
         for source in sources:
             if source is None or calls[source].fetched is not None:
