@@ -67,7 +67,7 @@ def ticks_of(target):
 
 
 class Ticks:
-    """Runs graphs as written, tick by tick, beside a channel that moves one thing at a time."""
+    """Runs a graph as written, tick by tick, beside a channel that moves one thing at a time."""
 
     def __init__(self):
         self.waited = 0
@@ -75,33 +75,34 @@ class Ticks:
         self._arrived: set[str] = set()
         self._asked: set[str] = set()
 
-    def run(self, module, ticks_of_bytes):
-        """Run forward or backward; a byte takes so many ticks."""
+    def run(self, module, ticks_to_move):
+        """Run forward or backward, where transfers take so long; the ticks that it waits."""
         fetches = {node.args[0]: node for node in module.graph.nodes if _is_fetch(node)}
         for node in module.graph.nodes:
             name = str(node.target)
             if node.op != "call_function" or name.startswith("<built-in"):
                 continue
             if name.startswith("memfit.send_away"):
-                self._ask(node, ticks_of_bytes(node.args[0]))
+                self._ask(node, ticks_to_move(node.args[0]))
             elif name.startswith("memfit.settle"):
                 self._wait(node.args[0])
             elif name.startswith("memfit.fetch"):
                 for ticket in (node.args[0], *node.args[1]):
-                    self._ask(ticket, ticks_of_bytes(fetches[ticket]))
+                    self._ask(ticket, ticks_to_move(fetches[ticket]))
                 self._wait(node.args[0])
             else:
                 for _ in range(ticks_of(node.target)):
                     self._tick()
+        assert not self._queue, "nothing is under way between forward and backward, or after them"
+        return self.waited
 
     def _ask(self, ticket, ticks):
-        name = (_is_placeholder(ticket), ticket.name)
-        if name not in self._asked:
-            self._asked.add(name)
-            self._queue.append([name, ticks])
+        if ticket.name not in self._asked:
+            self._asked.add(ticket.name)
+            self._queue.append([ticket.name, ticks])
 
     def _wait(self, ticket):
-        while (_is_placeholder(ticket), ticket.name) not in self._arrived:
+        while ticket.name not in self._arrived:
             self.waited += 1
             self._tick()
 
@@ -114,19 +115,14 @@ class Ticks:
 
 def tick_by_tick(modules, rate, write, read):
     """Ticks that computing waits while the graphs run: a slow twin."""
-    ticks = Ticks()
-    for module, slow in zip(modules, (write, read), strict=True):
-        ticks.run(module, lambda node, slow=slow: slow * _bytes(node) // rate)
-    return ticks.waited
+    forward, backward = modules
+    return Ticks().run(forward, lambda node: write * _bytes(node) // rate) + Ticks().run(
+        backward, lambda node: read * _bytes(node) // rate
+    )
 
 
 def _bytes(node):
     return node.meta["val"].untyped_storage().nbytes()
-
-
-def _is_placeholder(node):
-    """Tickets of forward and of backward may share a name."""
-    return node.op == "placeholder"
 
 
 def _is_fetch(node):
