@@ -98,7 +98,9 @@ def make_ticket(placeholder: fx.Node) -> None:
         placeholder: The input, in a graph of its own.
     """
     placeholder.meta["val"] = _ticket(placeholder)
-    placeholder.meta.pop("tensor_meta", None)  # the same once more, of the tensor
+    placeholder.meta.pop(
+        "tensor_meta", None
+    )  # torch's other description of the tensor that came before
 
 
 def fetch(graph: fx.Graph, tensor: fx.Node, ticket: fx.Node, following: list[fx.Node]) -> fx.Node:
