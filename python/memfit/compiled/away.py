@@ -98,9 +98,8 @@ def make_ticket(placeholder: fx.Node) -> None:
         placeholder: The input, in a graph of its own.
     """
     placeholder.meta["val"] = _ticket(placeholder)
-    placeholder.meta.pop(
-        "tensor_meta", None
-    )  # torch's other description of the tensor that came before
+    # What else torch keeps of a value would still describe the tensor.
+    placeholder.meta.pop("tensor_meta", None)
 
 
 def fetch(graph: fx.Graph, tensor: fx.Node, ticket: fx.Node, following: list[fx.Node]) -> fx.Node:
