@@ -38,6 +38,7 @@ def fit(monkeypatch):
         )
         fitted = memfit.fit(workload, budget, compile=True)
         assert isinstance(fitted, CompiledFitted)
+        assert isinstance(fitted, CompiledFitted)
 
         def claim():
             fitted._measured_bytes = takes(fitted._compiled_plan)
@@ -139,3 +140,28 @@ def test_after_corrections_that_do_not_help_the_step_runs_eager(fit):
         report = settle(fitted)
     assert report.corrections == MAX_CORRECTIONS
     assert "above its budget" in report.not_compiled
+
+
+def test_before_it_gives_up_it_tries_the_partition_of_least_peak(fit):
+    plans = []
+
+    def takes(plan):
+        if all(plan is not one for one in plans):
+            plans.append(plan)
+        return plan.budget_bytes * (2 if plan is plans[0] else 1)
+
+    fitted = fit("70%", takes)
+    report = settle(fitted)
+    assert report.corrections == 1
+    assert report.not_compiled == ""
+    first, least = plans
+    assert least.told_bytes < first.told_bytes
+    # However much more is asked for, nothing less is found.
+    assert fitted._cut_for(first.budget_bytes).told_bytes == least.told_bytes
+
+
+def test_where_that_does_not_keep_the_budget_either_the_step_runs_eager(fit):
+    fitted = fit("70%", lambda plan: plan.budget_bytes * 2)
+    with pytest.warns(NotCompiledWarning, match="no tighter partition"):
+        report = settle(fitted)
+    assert report.corrections == 1

@@ -35,9 +35,11 @@ class NotCompiled:
 
     Attributes:
         reason: A clause without its full stop.
+        least_bytes: What the graphs take at least, where that is why.
     """
 
     reason: str
+    least_bytes: int = 0
 
 
 def fit_compiled(
@@ -91,6 +93,9 @@ def fit_compiled(
 
     def replan(beyond_bytes: int) -> CompiledPlan | None:
         made = plan(beyond_bytes)
+        if isinstance(made, NotCompiled) and made.least_bytes > budget_bytes:
+            # What was measured is of another partition: that of least peak may keep the budget yet.
+            made = plan(beyond_bytes - (made.least_bytes - budget_bytes))
         return made if isinstance(made, CompiledPlan) else None
 
     made = plan(0)
@@ -158,7 +163,7 @@ def _plan(
     of_graphs = max(share.peak_bytes for share in shares)
     peak = max(beside.optimizer_peak_bytes, of_graphs + beyond_bytes)
     if peak > budget_bytes:
-        return NotCompiled(f"compiled, the step takes {peak} bytes at least")
+        return NotCompiled(f"compiled, the step takes {peak} bytes at least", least_bytes=peak)
     chosen = [share.chosen for share in shares if share.chosen is not None]
     window_bytes = max((one.schedule.window_bytes for one in chosen), default=0)
     reports = tuple(_report(share, beyond_bytes) for share in shares)

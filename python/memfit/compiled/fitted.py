@@ -137,6 +137,11 @@ class CompiledPlan:
         return int(self.document["planned"]["predicted_peak_bytes"])
 
     @property
+    def told_bytes(self) -> int:
+        """What is told of the graphs, before what was measured is added."""
+        return max(graph.predicted_peak_bytes for graph in self.graphs) - self.beyond_bytes
+
+    @property
     def is_tight(self) -> bool:
         """Whether the graphs add so much that less of it could be worth compiling."""
         return self.added_seconds > _WORTH_COMPILING * self.step_seconds
@@ -163,7 +168,8 @@ class CompiledFitted(Fitted):
             workload: The workload the plan was made for.
             plan: The plan.
             replan: Plans for the same budget, of graphs that take so many bytes beyond what is told
-                of them; ``None`` where none is reached.
+                of them; the plan of least peak where none is reached that way; ``None`` where that
+                does not reach it by what is told of it either.
             eager: Fits the step eager, for the optimizer given, where compiled code turns out not
                 to keep the budget; ``None`` where no eager plan does either.
         """
@@ -273,6 +279,8 @@ class CompiledFitted(Fitted):
         if self._corrections < MAX_CORRECTIONS:
             caution = int(self._corrections * _CAUTION * plan.budget_bytes)
             tighter = self._cut_for(beyond_bytes + caution)
+            if tighter is not None and tighter.told_bytes >= plan.told_bytes:
+                tighter = None
         if tight not in (None, plan) and (tighter is None or not tighter.is_worth(tight)):
             tighter = tight
         if tighter is not None:
