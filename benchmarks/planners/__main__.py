@@ -3,29 +3,32 @@
 Every point is a process of its own: eager; activation checkpointing round every and every second
 block; selective checkpointing that keeps what matrix products return; the SAC MILP of
 `torch.distributed._tools`; `torch.compile` alone and under `activation_memory_budget`; memfit at
-a ladder of budgets and at the peak of every other point. Measured are the peak by allocator
-events, CPU time by interleaved pairs with eager, and gradients against eager.
+a ladder of budgets, and at the peak of every other planner's point that none of its kind undercuts
+in both, step by step in turn with it. Measured are the peak by allocator events, CPU
+time by interleaved pairs with eager, and gradients against eager.
 
     .venv/bin/pip install --requirement benchmarks/planners/requirements.txt
     .venv/bin/python -m benchmarks.planners            # all: hours, how many it says first
     .venv/bin/python -m benchmarks.planners --quick    # small models
     .venv/bin/python -m benchmarks.planners --models vit --skip torch.compile "memfit compiled"
 
-A run that was stopped goes on where it was; `--fresh` begins anew. A run of all methods writes
-benchmarks/results/DATE-planners.json, .md and .png, of some of the models `DATE-planners-MODEL`.
-Exits with 1 where a bar is missed.
+A run that was stopped goes on where it was; `--fresh` begins anew, and `--peers-of RESULTS.json`
+takes the other planners' points from an earlier run: they change with torch alone. A run of all
+methods writes benchmarks/results/DATE-planners.json, .md and .png, of some of the models
+`DATE-planners-MODEL`. Exits with 1 where a bar is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.planners import points
-from benchmarks.planners.judgement import judge
+from benchmarks.planners.judgement import front, is_ours, judge
 from benchmarks.planners.models import MODELS
 from benchmarks.planners.report import document
 from benchmarks.planners.runner import Runner
@@ -43,18 +46,18 @@ def main(arguments: list[str]) -> int:
     if chosen.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     runner = Runner(folder, chosen.pairs, chosen.threads, chosen.jobs)
+    for file in chosen.peers_of:
+        runner.adopt(_peers_in(file))
     start = time.monotonic()
     eager = _start(runner, chosen)
     remaining = _points_of(chosen, eager)
     _print_estimate(runner, remaining, eager)
-    rows = [*eager, *runner.rows(remaining)]
-    ours = [
-        point
-        for model in chosen.models
-        for point in points.ours(model, rows, quick=chosen.quick)
-        if _wanted(point, chosen)
-    ]
-    rows += runner.rows(ours)
+    rows = _with_rounding(runner, [*eager, *runner.rows(remaining)])
+    ours: list[points.Point] = []
+    for model in chosen.models:
+        ours += points.ladder(model, quick=chosen.quick)
+        ours += points.duels(front(row for row in rows if row["model"] == model))
+    rows += runner.rows(point for point in ours if _wanted(point, chosen))
     rows = _with_rounding(runner, rows)
     rows.sort(key=lambda row: (chosen.models.index(row["model"]), _position(row)))
     verdicts = judge(rows)
@@ -87,9 +90,23 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="points at a time")
     parser.add_argument("--fresh", action="store_true", help="forget the points of earlier runs")
     parser.add_argument(
+        "--peers-of", nargs="+", type=Path, default=[], help="results with peers to take over"
+    )
+    parser.add_argument(
         "--folder", type=Path, default=ROOT / "target" / "planners", help="where points are kept"
     )
     return parser.parse_args(arguments)
+
+
+def _peers_in(file: Path) -> list[points.Row]:
+    """The points of other planners in a results file, those that ran."""
+    results = json.loads(file.read_text())
+    here, there = Machine.here().torch, results["machine"]["torch"]
+    if here != there:
+        sys.exit(f"{file}: measured with torch {there}, this is {here}")
+    rows: list[points.Row] = results["rows"]["points"]
+    measured = {"measured": results["machine"]["date"]}
+    return [{**measured, **row} for row in rows if not is_ours(row) and "peak_bytes" in row]
 
 
 def _wanted(point: points.Point, chosen: argparse.Namespace) -> bool:

@@ -160,6 +160,8 @@ def compiled(
         """Until memfit cuts the graphs no further; what it says of them is said of the last."""
         while not fitted.has_settled:
             fitted.step()
+        if fitted.report().not_compiled:
+            raise CannotRunError(fitted.report().not_compiled)
         plan = fitted.plan
         way.predicted_peak_bytes = plan["planned"]["predicted_peak_bytes"]
         way.notes = {

@@ -6,6 +6,7 @@ by allocator events, and for interleaved times. Not responsible for what the met
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.planners.judgement import TIME_BAR
 from benchmarks.planners.models import SEED
 from benchmarks.planners.way import Way, ordinary_step
 from torch import Tensor, nn
@@ -30,13 +32,28 @@ FLOOR = 1e-3
 Gradients = dict[str, Tensor]
 
 
-def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
+MOST = 10
+"""Times as many rounds at most, where the first ones leave open on which side of the bar it is."""
+NEAR = 0.03
+"""How far the median of the first rounds may be off by noise alone."""
+CHANCE = 0.1
+"""How often as many rounds may fall on one side of the bar where both sides are as likely."""
+
+
+def measure(
+    workload: Workload,
+    way: Way,
+    rounds: int,
+    peer: Callable[[], Callable[[], Any]] | None = None,
+) -> dict[str, Any]:
     """Measure one way of running a workload's step.
 
     Args:
         workload: The workload; its optimizer exists and has run no step.
         way: The way.
-        pairs: Interleaved pairs of eager and the method that are timed.
+        rounds: How often eager, the method and the peer run in turn and are timed.
+        peer: Makes the step of another planner, of a workload of its own, once all that needs no
+            other step is measured.
 
     Returns:
         The figures of the row.
@@ -46,11 +63,16 @@ def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
     static = static_tensors(workload, workload.optimizer)  # type: ignore[arg-type]
     batch = [t for t in tree_leaves(workload.batch) if isinstance(t, Tensor)]
     peak = measure_peak(way.step, static)
-    times: tuple[list[float], list[float]] = ([], [])
-    for pair in range(pairs):
-        for which in (0, 1) if pair % 2 == 0 else (1, 0):
-            times[which].append(cpu_seconds((eager, way.step)[which]))
-    ratios = [b / a for a, b in zip(*times, strict=True)]
+    steps = [eager, way.step]
+    if peer is not None:
+        steps.append(peer())
+        for step in steps[1:]:  # What the peer compiled may have made others compile again.
+            step()
+    times = _in_turn(steps, rounds)
+    ratios = [b / a for a, b in zip(times[0], times[1], strict=False)]
+    if peer is not None:
+        besides = _ratios(times)
+        found |= {"beside_ratios": besides, "beside_ratio": statistics.median(besides)}
     return {
         **found,
         "peak_bytes": peak.peak_bytes,
@@ -63,6 +85,47 @@ def measure(workload: Workload, way: Way, pairs: int) -> dict[str, Any]:
         "step_ratios": ratios,
         "step_times": {"eager": times[0], "way": times[1]},
     }
+
+
+def _in_turn(steps: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
+    """CPU seconds of some steps, round by round, forwards and backwards.
+
+    Of three, the last two take more rounds while it is open on which side of the bar they are.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    for first in range(rounds):
+        _round(steps, times, backwards=first % 2 == 1)
+    while len(steps) > 2 and len(times[1]) < MOST * rounds and is_open(_ratios(times)):
+        _round(steps[1:], times[1:], backwards=len(times[1]) % 2 == 1)
+    return times
+
+
+def _round(steps: list[Callable[[], Any]], times: list[list[float]], *, backwards: bool) -> None:
+    order = reversed(range(len(steps))) if backwards else range(len(steps))
+    for which in order:
+        times[which].append(cpu_seconds(steps[which]))
+
+
+def _ratios(times: list[list[float]]) -> list[float]:
+    """The second of the steps over the third."""
+    return [ours / theirs for ours, theirs in zip(*times[1:], strict=True)]
+
+
+def is_open(ratios: list[float]) -> bool:
+    """Whether noise may decide on which side of the bar the median is.
+
+    It does not where all are on one side and their median is far from the bar, nor by the sign
+    test of the median.
+
+    Args:
+        ratios: One of each round.
+    """
+    above = sum(ratio > TIME_BAR for ratio in ratios)
+    fewer = min(above, len(ratios) - above)
+    if fewer == 0 and abs(statistics.median(ratios) - TIME_BAR) >= NEAR:
+        return False
+    tail = sum(math.comb(len(ratios), count) for count in range(fewer + 1))
+    return 2 * tail / 2 ** len(ratios) > CHANCE
 
 
 def numerics(workload: Workload, eager: Callable[[], Any], way: Way) -> dict[str, Any]:

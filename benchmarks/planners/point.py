@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planners import checkpointing, fitted
 from benchmarks.planners.measurement import measure
 from benchmarks.planners.models import build, make_optimizer
+from benchmarks.planners.points import peer_of
 from benchmarks.planners.rounding import rounding
 from benchmarks.planners.way import CannotRunError, Way, ordinary_step
 
@@ -35,13 +38,24 @@ def main(text: str) -> None:
         make_optimizer(workload)
         try:
             way = way_of(spec, workload, folder / stem)
-            row = measure(workload, way, spec["pairs"])
+            peer = partial(_peers_step, spec, folder) if "beside" in spec else None
+            row = measure(workload, way, spec["pairs"], peer)
             row |= way.notes
             row["predicted_peak_bytes"] = way.predicted_peak_bytes
             row["predicted_seconds"] = way.predicted_seconds
         except CannotRunError as reason:
             row = {"refused": str(reason)}
     sys.stdout.write(json.dumps(row) + "\n")
+
+
+def _peers_step(spec: dict[str, Any], folder: Path) -> Callable[[], Any]:
+    """The step of the peer that a specification names beside its own method, run once."""
+    peer = peer_of(spec)
+    workload = build(peer["model"], quick=peer["quick"], dropout=peer.get("dropout", True))
+    make_optimizer(workload)
+    step = way_of(peer, workload, folder).step
+    step()
+    return step
 
 
 def way_of(spec: dict[str, Any], workload: Workload, prepared: Path) -> Way:

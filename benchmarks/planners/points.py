@@ -1,4 +1,4 @@
-"""Which points are measured: peers first, then memfit at a ladder and at every peer's peak.
+"""Which points are measured: peers first, then memfit at a ladder and at the peaks of their front.
 
 Responsible for the list only. A point is a dictionary that JSON can hold: it goes to a process of
 its own and is the key under which its row is kept.
@@ -14,6 +14,9 @@ from memfit.questions import Kind
 Point = dict[str, Any]
 Row = dict[str, Any]
 
+FIELDS = ("model", "quick", "method", "dropout", "options", "beside")
+"""What makes a point; all else in a row was measured."""
+
 LADDER = ("75%", "50%")
 MILP_FRACTIONS = (0.7, None)
 COMPILE_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)
@@ -24,13 +27,11 @@ DROPOUT_BUDGETS = (None, 0.5)
 SHOWN_ON = "vit"
 """The model on which that is shown with eager's random numbers too, with eager as the reference."""
 
-NEAR = 0.02
-"""Peaks of peers that are this near to each other share memfit's point."""
-
 DROPOUT_FREE = frozenset({"resnet50"})
 
 INEXACT = tuple(kind for kind in ("micro_batch", "chunk_loss", "chunk") if kind in get_args(Kind))
 """Kinds of action that change rounding: `allow="exact"` alone would fall back on them."""
+EXACT: dict[str, Any] = {"allow": "exact", "forbid": list(INEXACT)}
 
 METHODS = (
     "eager",
@@ -73,67 +74,58 @@ def peers(model: str, *, quick: bool) -> list[Point]:
     return [{"model": model, "quick": quick, **point} for point in points]
 
 
-def ours(model: str, measured: Iterable[Row], *, quick: bool) -> list[Point]:
-    """The points of memfit: the ladder and the minimum, then the peak of each peer's point.
+def ladder(model: str, *, quick: bool) -> list[Point]:
+    """The points of memfit that ask for a budget of their own: fractions, and the least.
 
     Args:
         model: The model.
-        measured: Rows of the peers.
         quick: Whether the model is the small version.
 
     Returns:
         The points, exact and equivalent, with the optimizer fused and without, eager and compiled.
     """
-    exact: dict[str, Any] = {"allow": "exact", "forbid": list(INEXACT)}
     unfused: dict[str, Any] = {"allow": "exact", "forbid": [*INEXACT, "fuse_optimizer"]}
     loose: dict[str, Any] = {"allow": "equivalent", "forbid": []}
     # In slices at most: micro-batches draw dropout anew, so their gradients cannot be compared.
     whole: dict[str, Any] = {"allow": "equivalent", "forbid": ["micro_batch"]}
-    eager = [{"budget": budget, **exact} for budget in (*LADDER, "minimum")]
+    eager = [{"budget": budget, **EXACT} for budget in (*LADDER, "minimum")]
     eager += [{"budget": budget, **loose} for budget in (LADDER[-1], "minimum")]
     eager += [{"budget": "minimum", **choice} for choice in (whole, unfused)]
-    compiled = [{"budget": "minimum", **exact}]
-    rows = [row for row in measured if row["model"] == model and "peak_bytes" in row]
-    for peak in _distinct(row["peak_bytes"] for row in rows if row["method"] in EAGER_PEERS):
-        eager += [{"budget": str(peak), **choice} for choice in (exact, unfused)]
-    compiled += [
-        {"budget": str(peak), **exact}
-        for peak in _distinct(
-            row["peak_bytes"]
-            for row in rows
-            if row["method"] == "torch.compile" and not row["dropout"]
-        )
-    ]
     points: list[Point] = [{"method": "memfit", "options": options} for options in eager]
-    points += [
-        {"method": "memfit compiled", "dropout": False, "options": {**each, "reference": "eager"}}
-        for each in compiled
-    ]
+    compiled: list[tuple[bool, str]] = [(False, "minimum")]
     if model not in DROPOUT_FREE:
-        unbudgeted = [
-            str(row["peak_bytes"])
-            for row in rows
-            if row["method"] == "torch.compile"
-            and row["dropout"]
-            and row["options"] == {"budget": None, "reference": "compiled"}
-        ]
-        points += [
-            {
-                "method": "memfit compiled",
-                "options": {"budget": budget, "reference": "compiled", **exact},
-            }
-            for budget in (LADDER[-1], *unbudgeted)
-        ]
+        compiled.append((True, LADDER[-1]))
+    points += [_compiled(dropout, budget) for dropout, budget in compiled]
     return [{"model": model, "quick": quick, **point} for point in points]
 
 
-def _distinct(peaks: Iterable[int]) -> list[int]:
-    """The peaks, without those that a smaller one stands near to."""
-    kept: list[int] = []
-    for peak in sorted(peaks):
-        if not kept or peak > kept[-1] * (1 + NEAR):
-            kept.append(peak)
-    return kept
+def duels(front: Iterable[Row]) -> list[Point]:
+    """Memfit within the peak of each peer of a front, in turn with it.
+
+    Args:
+        front: Rows of peers, as :func:`benchmarks.planners.judgement.front` has them.
+
+    Returns:
+        The points; ``beside`` is the peer's.
+    """
+    points = []
+    for peer in front:
+        budget = str(peer["peak_bytes"])
+        point: Point
+        if peer["method"] in COMPILED:
+            point = _compiled(peer["dropout"], budget)
+        else:
+            point = {"method": "memfit", "options": {"budget": budget, **EXACT}}
+        beside = {key: peer[key] for key in FIELDS[2:] if key in peer}
+        points.append({"model": peer["model"], "quick": peer["quick"], **point, "beside": beside})
+    return points
+
+
+def _compiled(dropout: bool, budget: str) -> Point:  # noqa: FBT001 - a field of the point
+    """A compiled point, whose gradients are held against code that draws the same numbers."""
+    reference = "compiled" if dropout else "eager"
+    options = {"budget": budget, "reference": reference, **EXACT}
+    return {"method": "memfit compiled", "dropout": dropout, "options": options}
 
 
 def label(row: Row) -> str:
@@ -159,6 +151,11 @@ def label(row: Row) -> str:
     if row["method"] in COMPILED and row["model"] not in DROPOUT_FREE:
         words.append("dropout on" if row.get("dropout", True) else "dropout off")
     return ", ".join(words)
+
+
+def peer_of(row: Row) -> Point:
+    """The peer that a row of memfit was measured in turn with."""
+    return {"model": row["model"], "quick": row["quick"], **row["beside"]}
 
 
 def shows_randomness(row: Row) -> bool:

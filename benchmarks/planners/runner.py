@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from benchmarks.planners.points import LARGE, Point, Row, label
+from benchmarks.planners.points import FIELDS, LARGE, Point, Row, label, peer_of
 from benchmarks.record import ROOT
 
 TIME_LIMIT_SECONDS = 1800
@@ -60,7 +60,7 @@ class Runner:
 
     def known(self, point: Point) -> bool:
         """Whether a point has been run."""
-        return self._key(point) in self._rows
+        return _key(point) in self._rows
 
     def row(self, point: Point) -> Row:
         """Run a point, or find its row.
@@ -71,7 +71,7 @@ class Runner:
         Returns:
             The point with its figures, or with ``refused`` or ``failed`` and the reason.
         """
-        key = self._key(point)
+        key = _key(point)
         if key not in self._rows:
             start = time.monotonic()
             row = {**point, **self._run(point), "key": key}
@@ -96,9 +96,11 @@ class Runner:
         """How long the processes of some rows ran."""
         return float(sum(row["wall_seconds"] for row in rows))
 
-    def _key(self, point: Point) -> str:
-        pairs = self.pairs_of(point)
-        return json.dumps({**point, "pairs": pairs, "threads": self.threads}, sort_keys=True)
+    def adopt(self, rows: Iterable[Row]) -> None:
+        """Take rows of an earlier run as they are, unless this run has them."""
+        for row in rows:
+            point = {key: row[key] for key in FIELDS if key in row}
+            self._rows.setdefault(_key(point), {**row, "key": _key(point)})
 
     def _run(self, point: Point) -> Row:
         spec = {**point, "pairs": self.pairs_of(point), "folder": str(self.folder)}
@@ -128,6 +130,10 @@ class Runner:
         return {"failed": f"ended with {done.returncode}: {' '.join(said)}"}
 
 
+def _key(point: Point) -> str:
+    return json.dumps(point, sort_keys=True)
+
+
 def _summary(row: Row) -> str:
     """One line of progress."""
     took = f" [{row['wall_seconds']:.0f} s]"
@@ -136,7 +142,10 @@ def _summary(row: Row) -> str:
             return f"{outcome}: {row[outcome]}{took}"
     if "step_ratio" not in row:
         return f"done{took}"
+    beside = ""
+    if "beside" in row:
+        beside = f"{row['beside_ratio']:.3f} x {label(peer_of(row))}, "
     return (
-        f"{row['peak_bytes'] / 2**20:.1f} MiB, {row['step_ratio']:.3f} x, "
+        f"{beside}{row['peak_bytes'] / 2**20:.1f} MiB, {row['step_ratio']:.3f} x, "
         f"gradient error {row['gradient_error']:.1e}{took}"
     )
