@@ -4,18 +4,19 @@ Every point is a process of its own: eager; activation checkpointing round every
 block; selective checkpointing that keeps what matrix products return; the SAC MILP of
 `torch.distributed._tools`; `torch.compile` alone and under `activation_memory_budget`; memfit at
 a ladder of budgets, and at the peak of every other planner's point that none of its kind undercuts
-in both, step by step in turn with it. Measured are the peak by allocator events, CPU
-time by interleaved pairs with eager, and gradients against eager.
+in both, step by step in turn with it. Measured are the peak by allocator events, CPU time by
+interleaved pairs with eager, and gradients against eager.
 
     .venv/bin/pip install --requirement benchmarks/planners/requirements.txt
     .venv/bin/python -m benchmarks.planners            # all: hours, how many it says first
     .venv/bin/python -m benchmarks.planners --quick    # small models
     .venv/bin/python -m benchmarks.planners --models vit --skip torch.compile "memfit compiled"
 
-A run that was stopped goes on where it was; `--fresh` begins anew, and `--peers-of RESULTS.json`
-takes the other planners' points from an earlier run: they change with torch alone. A run of all
-methods writes benchmarks/results/DATE-planners.json, .md and .png, of some of the models
-`DATE-planners-MODEL`. Exits with 1 where a bar is missed.
+A run that was stopped goes on where it was; `--fresh` begins anew. `--peers-of RESULTS.json` takes
+the other planners' points from an earlier run, as they change with torch alone, `--rows-of` all its
+points: so models can be run one by one, and put together at last. A run of all methods writes
+benchmarks/results/DATE-planners.json, .md and .png, of some of the models `DATE-planners-MODEL`.
+Exits with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import json
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.planners import points
@@ -46,8 +48,9 @@ def main(arguments: list[str]) -> int:
     if chosen.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     runner = Runner(folder, chosen.pairs, chosen.threads, chosen.jobs)
-    for file in chosen.peers_of:
-        runner.adopt(_peers_in(file))
+    for file in [*chosen.rows_of, *chosen.peers_of]:
+        rows = _rows_in(file)
+        runner.adopt(rows if file in chosen.rows_of else [r for r in rows if not is_ours(r)])
     start = time.monotonic()
     eager = _start(runner, chosen)
     remaining = _points_of(chosen, eager)
@@ -68,7 +71,7 @@ def main(arguments: list[str]) -> int:
         f"{chosen.threads} threads each, "
         f"{chosen.pairs} pairs of steps a point."
     )
-    page = f"{page}\n\n{spent}"
+    page = f"{page}\n\n{spent}{_earlier(rows)}"
     print(page)
     _write(chosen, folder, rows, [verdict.as_dict() for verdict in verdicts], page)
     return 0 if all(verdict.met for verdict in verdicts) else 1
@@ -90,7 +93,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="points at a time")
     parser.add_argument("--fresh", action="store_true", help="forget the points of earlier runs")
     parser.add_argument(
-        "--peers-of", nargs="+", type=Path, default=[], help="results with peers to take over"
+        "--rows-of", nargs="+", type=Path, default=[], help="results to take all points from"
+    )
+    parser.add_argument(
+        "--peers-of", nargs="+", type=Path, default=[], help="results to take the peers from"
     )
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "target" / "planners", help="where points are kept"
@@ -98,15 +104,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _peers_in(file: Path) -> list[points.Row]:
-    """The points of other planners in a results file, those that ran."""
+def _rows_in(file: Path) -> list[points.Row]:
+    """The points in a results file, those that ran."""
     results = json.loads(file.read_text())
     here, there = Machine.here().torch, results["machine"]["torch"]
     if here != there:
         sys.exit(f"{file}: measured with torch {there}, this is {here}")
-    rows: list[points.Row] = results["rows"]["points"]
     measured = {"measured": results["machine"]["date"]}
-    return [{**measured, **row} for row in rows if not is_ours(row) and "peak_bytes" in row]
+    rows: list[points.Row] = results["rows"]["points"]
+    return [{**measured, **row} for row in rows if "peak_bytes" in row]
+
+
+def _earlier(rows: list[points.Row]) -> str:
+    """How many of the points are of which earlier day."""
+    days = Counter(row["measured"] for row in rows if "measured" in row)
+    return "".join(f" {days[day]} of the points are of {day}." for day in sorted(days))
 
 
 def _wanted(point: points.Point, chosen: argparse.Namespace) -> bool:
