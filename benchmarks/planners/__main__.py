@@ -8,7 +8,7 @@ in both, step by step in turn with it. Measured are the peak by allocator events
 interleaved pairs with eager, and gradients against eager.
 
     .venv/bin/pip install --requirement benchmarks/planners/requirements.txt
-    .venv/bin/python -m benchmarks.planners            # all: hours, how many it says first
+    .venv/bin/python -m benchmarks.planners            # all: hours; it says how many
     .venv/bin/python -m benchmarks.planners --quick    # small models
     .venv/bin/python -m benchmarks.planners --models vit --skip torch.compile "memfit compiled"
 
@@ -38,7 +38,7 @@ from benchmarks.record import RESULTS, ROOT, Machine, write_results
 
 STEPS_BESIDE_PAIRS = 3
 START_SECONDS = 15
-COMPILE_SECONDS = 45
+COMPILE_SECONDS = 75
 
 
 def main(arguments: list[str]) -> int:
@@ -54,13 +54,15 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     eager = _start(runner, chosen)
     remaining = _points_of(chosen, eager)
-    _print_estimate(runner, remaining, eager)
+    _print_estimate(runner, "other planners'", remaining, eager)
     rows = _with_rounding(runner, [*eager, *runner.rows(remaining)])
     ours: list[points.Point] = []
     for model in chosen.models:
         ours += points.ladder(model, quick=chosen.quick)
         ours += points.duels(front(row for row in rows if row["model"] == model))
-    rows += runner.rows(point for point in ours if _wanted(point, chosen))
+    ours = [point for point in ours if _wanted(point, chosen)]
+    _print_estimate(runner, "memfit's", ours, eager)
+    rows += runner.rows(ours)
     rows = _with_rounding(runner, rows)
     rows.sort(key=lambda row: (chosen.models.index(row["model"]), _position(row)))
     verdicts = judge(rows)
@@ -161,18 +163,24 @@ def _points_of(chosen: argparse.Namespace, eager: list[points.Row]) -> list[poin
     ]
 
 
-def _print_estimate(runner: Runner, remaining: list[points.Point], eager: list[points.Row]) -> None:
-    """About how long the rest takes, from eager's steps."""
+def _print_estimate(
+    runner: Runner, whose: str, asked: list[points.Point], eager: list[points.Row]
+) -> None:
+    """About how long points take that are not there yet, from eager's steps."""
+    step_seconds = {row["model"]: row["eager_seconds"] for row in eager}
     seconds = 0.0
-    for row in eager:
-        new = [p for p in remaining if p["model"] == row["model"] and not runner.known(p)]
-        compiled = sum(point["method"] == "torch.compile" for point in new)
-        steps = STEPS_BESIDE_PAIRS + 2 * runner.pairs_of(row)
-        each = START_SECONDS + 1.15 * steps * row["eager_seconds"] / runner.threads
-        # memfit's points are about twice the peers' eager ones, and as many as the compiled.
-        seconds += 3 * (len(new) - compiled) * each + 2 * compiled * (each + COMPILE_SECONDS)
+    for point in asked:
+        if runner.known(point):
+            continue
+        ways = 3 if "beside" in point else 2
+        steps = STEPS_BESIDE_PAIRS + ways * runner.pairs_of(point)
+        seconds += START_SECONDS + 1.15 * steps * step_seconds[point["model"]] / runner.threads
+        # memfit's graphs are often cut, and so compiled, a second time.
+        seconds += COMPILE_SECONDS * {"torch.compile": 1, "memfit compiled": 2}.get(
+            point["method"], 0
+        )
     minutes = seconds / runner.jobs / 60
-    print(f"estimated: {minutes:.0f} minutes", file=sys.stderr, flush=True)
+    print(f"{whose} points, estimated: {minutes:.0f} minutes", file=sys.stderr, flush=True)
 
 
 def _position(row: points.Row) -> tuple[int, float]:
