@@ -15,11 +15,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def raw_bytes(plan):
-    """What is told of a plan's graphs before anything is measured."""
-    return max(graph.predicted_peak_bytes for graph in plan.graphs) - plan.beyond_bytes
-
-
 @pytest.fixture
 def fit(monkeypatch):
     """Fits whose steps run eager and are measured at what `takes` says of a plan."""
@@ -37,7 +32,6 @@ def fit(monkeypatch):
             lambda model, batch: model(batch).square().mean(),
         )
         fitted = memfit.fit(workload, budget, compile=True)
-        assert isinstance(fitted, CompiledFitted)
         assert isinstance(fitted, CompiledFitted)
 
         def claim():
@@ -60,7 +54,7 @@ def settle(fitted, most=20):
 
 
 def test_a_step_far_below_its_budget_is_cut_again_for_more(fit):
-    fitted = fit("70%", lambda plan: raw_bytes(plan) * 3 // 4)
+    fitted = fit("70%", lambda plan: plan.told_bytes * 3 // 4)
     first = fitted._compiled_plan
     assert first.added_seconds > 0
     report = settle(fitted)
@@ -72,7 +66,7 @@ def test_a_step_far_below_its_budget_is_cut_again_for_more(fit):
     assert first.budget_bytes == budget
     assert report.measured_peak_bytes <= budget
     # What was learned is in the prediction: it is less than what is told of the graphs.
-    assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget < raw_bytes(second)
+    assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget < second.told_bytes
 
 
 def test_a_step_just_below_its_budget_is_left_alone(fit):
@@ -101,7 +95,7 @@ def test_what_was_cut_for_more_and_takes_too_much_goes_back(fit):
 
 
 def test_one_correction_is_enough_where_graphs_take_the_same_beyond_what_is_told(fit):
-    fitted = fit("70%", lambda plan: raw_bytes(plan) + plan.budget_bytes // 10)
+    fitted = fit("70%", lambda plan: plan.told_bytes + plan.budget_bytes // 10)
     report = settle(fitted)
     assert report.corrections == 1
     assert report.not_compiled == ""
@@ -129,7 +123,7 @@ def test_each_correction_after_the_first_leaves_more_free_than_was_measured(fit,
     with pytest.warns(NotCompiledWarning):
         settle(fitted)
     budget = fitted._compiled_plan.budget_bytes
-    learned = [budget + 4096 - raw_bytes(cut) for cut in cuts[:MAX_CORRECTIONS]]
+    learned = [budget + 4096 - cut.told_bytes for cut in cuts[:MAX_CORRECTIONS]]
     more = [so - beyond for so, beyond in zip(asked, learned, strict=True)]
     assert more == [0, budget // 100, budget // 50]
 

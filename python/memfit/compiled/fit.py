@@ -93,9 +93,11 @@ def fit_compiled(
 
     def replan(beyond_bytes: int) -> CompiledPlan | None:
         made = plan(beyond_bytes)
-        if isinstance(made, NotCompiled) and made.least_bytes > budget_bytes:
+        if isinstance(made, NotCompiled):
             # What was measured is of another partition: that of least peak may keep the budget yet.
-            made = plan(beyond_bytes - (made.least_bytes - budget_bytes))
+            spare_bytes = budget_bytes - (made.least_bytes - beyond_bytes)
+            if made.least_bytes and spare_bytes >= 0:
+                made = plan(spare_bytes)
         return made if isinstance(made, CompiledPlan) else None
 
     made = plan(0)

@@ -260,10 +260,10 @@ class CompiledFitted(Fitted):
         but by much the same for partitions that are alike.
         """
         plan, measured = self._compiled_plan, self._measured_bytes
-        of_graphs, beyond = max(g.predicted_peak_bytes for g in plan.graphs), plan.beyond_bytes
+        beyond = plan.beyond_bytes
         # Below the peak of an optimizer that takes more, the graphs' own is not known.
-        if measured > plan.peak_bytes or of_graphs == plan.peak_bytes:
-            beyond += measured - of_graphs
+        if measured > plan.peak_bytes or plan.told_bytes + beyond == plan.peak_bytes:
+            beyond = measured - plan.told_bytes
         spare = plan.budget_bytes - measured
         if spare < 0:
             self._correct(beyond)
