@@ -62,8 +62,7 @@ def main(arguments: list[str]) -> int:
         ours += points.duels(front(row for row in rows if row["model"] == model))
     ours = [point for point in ours if _wanted(point, chosen)]
     _print_estimate(runner, "memfit's", ours, eager)
-    rows += runner.rows(ours)
-    rows = _with_rounding(runner, rows)
+    rows += _with_rounding(runner, runner.rows(ours))
     rows.sort(key=lambda row: (chosen.models.index(row["model"]), _position(row)))
     verdicts = judge(rows)
     page = document(rows, verdicts)

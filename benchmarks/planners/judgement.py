@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.planners.points import FIELDS, Row, label, like, shows_randomness
+from benchmarks.planners.points import Row, label, like, method_of, shows_randomness
 
 TIME = "time at a peer's peak"
 TIME_BAR = 1.02
@@ -107,7 +107,7 @@ def front(rows: Iterable[Row]) -> list[Row]:
 
 
 def _is_peer(row: Row) -> bool:
-    return not is_ours(row) and row["method"] not in {"eager", "prepare", "rounding"}
+    return not is_ours(row) and row["method"] != "eager"
 
 
 def _dominating(peer: Row, peers: list[Row]) -> Row:
@@ -142,8 +142,7 @@ def times_at_peers_peaks(model: str, rows: list[Row]) -> Iterable[Verdict]:
     }
     for peer in peers:
         quicker = _dominating(peer, peers)
-        point = {key: quicker[key] for key in FIELDS[2:] if key in quicker}
-        chosen = in_turn.get(json.dumps(point, sort_keys=True))
+        chosen = in_turn.get(json.dumps(method_of(quicker), sort_keys=True))
         if chosen is None or chosen["peak_bytes"] > quicker["peak_bytes"]:
             yield Verdict(
                 TIME,

@@ -1,7 +1,8 @@
 """What is measured of one point, in a process of its own: numerics, peak, paired step times.
 
 Responsible for running eager and the method from one state and comparing gradients, for the peak
-by allocator events, and for interleaved times. Not responsible for what the methods do.
+by allocator events, and for interleaved times, of as many rounds as a verdict takes. Not
+responsible for the verdict, nor for what the methods do.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def duels(front: Iterable[Row]) -> list[Point]:
             point = _compiled(peer["dropout"], budget)
         else:
             point = {"method": "memfit", "options": {"budget": budget, **EXACT}}
-        beside = {key: peer[key] for key in FIELDS[2:] if key in peer}
-        points.append({"model": peer["model"], "quick": peer["quick"], **point, "beside": beside})
+        point |= {"model": peer["model"], "quick": peer["quick"], "beside": method_of(peer)}
+        points.append(point)
     return points
 
 
@@ -151,6 +151,11 @@ def label(row: Row) -> str:
     if row["method"] in COMPILED and row["model"] not in DROPOUT_FREE:
         words.append("dropout on" if row.get("dropout", True) else "dropout off")
     return ", ".join(words)
+
+
+def method_of(row: Row) -> Point:
+    """A row's method and options, without the model it was measured on."""
+    return {key: row[key] for key in FIELDS[2:] if key in row}
 
 
 def peer_of(row: Row) -> Point:
