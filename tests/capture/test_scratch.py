@@ -87,6 +87,28 @@ def test_losses_that_convert_or_copy_what_they_are_given(name):
     assert agree(workload)
 
 
+def wide():
+    """A step whose peak is in its last product, which a processor without tiles packs."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4 * WIDTH))
+    return model.eval(), torch.randn(ROWS, WIDTH)
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_products_of_short_floats(short):
+    assert agree(Workload(*wide(), autocast=short))
+
+
+def test_products_that_may_be_rounded():
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    for precision in ("ieee", "bf16"):  # what one takes is not what the other does
+        products.fp32_precision = precision
+        try:
+            assert agree(Workload(*wide()))
+        finally:
+            products.fp32_precision = before
+
+
 # Inside an encoder layer, autocast works on real tensors and not on fakes.
 @pytest.mark.parametrize(
     ("kind", "autocast"),

@@ -19,6 +19,7 @@ from torch import Tensor
 _PACKETS = frozenset(
     {
         "_adaptive_avg_pool3d_backward",
+        "_addmm_activation",
         "_cdist_backward",
         "_cdist_forward",
         "_chunk_cat",
@@ -155,8 +156,19 @@ _REDUCTIONS = frozenset(
 )
 """Convert what they reduce: floats below 32 bits, integers, and where another type is asked for."""
 
-_MATRIX_PRODUCTS = frozenset({"addbmm", "addmm", "baddbmm", "bmm", "mm"})
-"""Copy a matrix that lies neither by rows nor by columns."""
+_MATRIX_PRODUCTS = frozenset({"addbmm", "addmm", "addmv", "baddbmm", "bmm", "mm", "mv"})
+"""Copy a matrix that lies neither by rows nor by columns, and pack what oneDNN multiplies.
+
+oneDNN multiplies floats of 16 bits where the processor knows them, and those of 32 where they may
+be rounded (``aten/src/ATen/native/mkldnn/Matmul.cpp``). A processor without tiles of its own packs
+the matrices first and sums in 32 bits beside the result.
+"""
+
+_SHORT_FLOATS = frozenset({torch.bfloat16, torch.float16})
+
+_UNROUNDED = frozenset({"ieee", "none"})
+"""Settings of ``torch.backends.mkldnn.matmul.fp32_precision`` that leave floats of 32 bits alone;
+``torch.set_float32_matmul_precision`` sets it too."""
 
 _DENSE = frozenset(
     {
@@ -177,7 +189,6 @@ _DENSE = frozenset(
         "masked_scatter",
         "masked_scatter_backward",
         "max_pool3d_with_indices_backward",
-        "mv",
         "pixel_shuffle",
         "pixel_unshuffle",
         "reflection_pad1d_backward",
@@ -215,7 +226,8 @@ def takes_scratch(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if plain in _ONE_TYPE:
         return _mixes_types(tensors, operands, divides=plain in _DIVISIONS)
     if plain in _MATRIX_PRODUCTS:
-        return not all(_is_by_rows_or_columns(tensor) for tensor in tensors)
+        ordered = all(_is_by_rows_or_columns(tensor) for tensor in tensors)
+        return not ordered or _may_be_packed(tensors)
     return plain in _DENSE and not all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -252,12 +264,19 @@ def _mixes_types(tensors: list[Tensor], operands: tuple[Any, ...], *, divides: b
     return bool(types) and not is_float and (divides or by_float)
 
 
+def _may_be_packed(tensors: list[Tensor]) -> bool:
+    types = {tensor.dtype for tensor in tensors}
+    onednn: Any = torch.backends.mkldnn  # a module in name alone: types do not know its parts
+    rounded = onednn.matmul.fp32_precision not in _UNROUNDED
+    return not types.isdisjoint(_SHORT_FLOATS) or (rounded and torch.float32 in types)
+
+
 def _is_float_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _is_by_rows_or_columns(tensor: Tensor) -> bool:
-    if tensor.dim() < 2:  # noqa: PLR2004 - a bias
+    if tensor.dim() < 2:  # noqa: PLR2004 - a bias, or a vector
         return True
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
     by_rows = column == 1 and row >= max(columns, 1)

@@ -4,7 +4,8 @@ Responsible for probing distinct calls, one at a time, under the profiler. Not r
 knowing which ops are worth it (:mod:`memfit.capture.scratch_ops`).
 
 Scratch is the highest number of bytes alive inside an op, above the larger of what is alive when it
-starts and when it ends. It depends on the number of threads, which the trace therefore states.
+starts and when it ends. It depends on the number of threads, which the trace therefore states, and
+on how far oneDNN may round floats of 32 bits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LARGEST_SHARE = 0.25
 _MARK = "memfit_probe_"
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-_CACHE: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
+_CACHE: dict[tuple[str, tuple[object, ...]], tuple[int, tuple[int, ...]]] = {}
+"""Scratch and sizes of results, by call and settings."""
 
 
 @dataclass(slots=True)
@@ -65,19 +67,20 @@ def probe_scratch(calls: dict[int, Call], result_bytes: dict[int, int]) -> Scrat
         return Scratch(threads=threads)
     found = Scratch(threads=threads)
     limit = int(available_bytes() * LARGEST_SHARE)
+    settings = _settings()
     pending: dict[str, Call] = {}
     skipped: dict[str, int] = {}
     for index, call in calls.items():
-        if (call.key, threads) in _CACHE or call.key in pending:
+        if (call.key, settings) in _CACHE or call.key in pending:
             continue
         # Gradients of a convolution and its layout copies may need as much again as it is given.
         if 2 * (call.argument_bytes + result_bytes.get(index, 0)) > limit:
             skipped[str(call.func)] = skipped.get(str(call.func), 0) + 1
         else:
             pending[call.key] = call
-    failed = _measure(list(pending.values()), threads)
+    failed = _measure(list(pending.values()), settings)
     for index, call in calls.items():
-        size, results = _CACHE.get((call.key, threads), (0, ()))
+        size, results = _CACHE.get((call.key, settings), (0, ()))
         if size > 0:
             found.bytes[index] = size
         if results:
@@ -100,7 +103,14 @@ def available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _measure(calls: list[Call], threads: int) -> set[str]:
+def _settings() -> tuple[object, ...]:
+    """What decides about scratch beside the call."""
+    onednn: Any = torch.backends.mkldnn  # a module in name alone: types do not know its parts
+    roundings = (onednn.matmul, onednn.conv, onednn.rnn)
+    return (torch.get_num_threads(), *(setting.fp32_precision for setting in roundings))
+
+
+def _measure(calls: list[Call], settings: tuple[object, ...]) -> set[str]:
     """Run calls under the profiler and remember their scratch; returns the names that failed."""
     failed: set[str] = set()
     ran: dict[int, tuple[Call, tuple[int, ...]]] = {}
@@ -123,7 +133,7 @@ def _measure(calls: list[Call], threads: int) -> set[str]:
         last = bisect.bisect_right(times, end)
         inside = alive[first : last + 1]
         scratch = max(max(inside) - max(inside[0], inside[-1]), 0)
-        _CACHE[call.key, threads] = (scratch, results)
+        _CACHE[call.key, settings] = (scratch, results)
     return failed
 
 
