@@ -5,7 +5,9 @@ block; selective checkpointing that keeps what matrix products return; the SAC M
 `torch.distributed._tools`; `torch.compile` alone and under `activation_memory_budget`; memfit at
 a ladder of budgets, and at the peak of every other planner's point that none of its kind undercuts
 in both, step by step in turn with it. Measured are the peak by allocator events, CPU time by
-interleaved pairs with eager, and gradients against eager.
+interleaved pairs with eager, and gradients against eager. Predicted step times are judged at the
+speed of the machine when it was profiled: eager's by steps right afterwards, a plan's by eager's
+steps beside it.
 
     .venv/bin/pip install --requirement benchmarks/planners/requirements.txt
     .venv/bin/python -m benchmarks.planners            # all: hours; it says how many
@@ -36,6 +38,8 @@ from benchmarks.planners.report import document
 from benchmarks.planners.runner import Runner
 from benchmarks.record import RESULTS, ROOT, Machine, write_results
 
+PROFILED = ("predicted_seconds", "profiled_step_seconds")
+"""Of a model that was prepared: eager's step as its profile has it, and as measured after it."""
 STEPS_BESIDE_PAIRS = 3
 START_SECONDS = 15
 COMPILE_SECONDS = 75
@@ -134,7 +138,8 @@ def _start(runner: Runner, chosen: argparse.Namespace) -> list[points.Row]:
         prepared = runner.row({**point, "method": "prepare"})
         if "failed" in prepared:
             sys.exit(f"{model}: {prepared['failed']}")
-        rows.append(runner.row({**point, "method": "eager"}))
+        profiled = {key: prepared[key] for key in PROFILED if key in prepared}
+        rows.append({**runner.row({**point, "method": "eager"}), **profiled})
     return rows
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planners.compiled import draw_as, unbudgeted
-from benchmarks.planners.way import CannotRunError, Way
+from benchmarks.planners.models import make_optimizer
+from benchmarks.planners.way import CannotRunError, Way, ordinary_step
 
 import memfit
 from memfit import _native, costs
@@ -22,9 +24,13 @@ from memfit.capture.alternatives import with_alternatives
 from memfit.compiled.fitted import CompiledFitted
 from memfit.errors import NotCompiledWarning
 from memfit.fitted import Fitted
+from memfit.measure.step_time import cpu_seconds
 
 MINIMUM_ATTEMPTS = 4
 """Budgets tried for the least compiled peak: each refusal names the next."""
+
+STEPS_AFTER_PROFILE = 5
+"""Ordinary steps that a profile is held against."""
 
 LEAST_SECONDS = 30.0
 """How long the lowest peak is looked for, as with ``memfit plan --time-limit 30``."""
@@ -39,15 +45,23 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
         stem: Name of the files.
 
     Returns:
-        Seconds of either, and the least peak of each kind of plan.
+        Seconds of either; of a step as predicted from the times and as measured right afterwards.
     """
     capture_seconds, trace = _timed(lambda: _captured(workload))
     profile_seconds, op_times = _timed(lambda: costs.profiled(workload, trace.native))
     trace.save(folder / f"{stem}.memfit")
     (folder / f"{stem}.costs.json").write_text(op_times)
+    make_optimizer(workload)
+    step = ordinary_step(workload)
+    step()
+    profiled_step_seconds = statistics.median(cpu_seconds(step) for _ in range(STEPS_AFTER_PROFILE))
+    unbounded = json.dumps({"budget": "1000000GiB"})
+    plan = json.loads(_native.plan(trace.native, op_times, unbounded, None))
     return {
         "capture_seconds": capture_seconds,
         "profile_seconds": profile_seconds,
+        "predicted_seconds": plan["unplanned"]["predicted_step_seconds"],
+        "profiled_step_seconds": profiled_step_seconds,
         "ops": len(json.loads(trace.json())["ops"]),
     }
 

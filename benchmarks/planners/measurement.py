@@ -7,7 +7,6 @@ responsible for the verdict, nor for what the methods do.
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.planners.judgement import TIME_BAR
+from benchmarks.planners.judgement import is_open
 from benchmarks.planners.models import SEED
 from benchmarks.planners.way import Way, ordinary_step
 from torch import Tensor, nn
@@ -33,12 +32,10 @@ FLOOR = 1e-3
 Gradients = dict[str, Tensor]
 
 
+LEAST_SECONDS = 20.0
+"""Of every step at least: what a machine shared with others is slow at stays so for seconds."""
 MOST = 10
-"""Times as many rounds at most, where the first ones leave open on which side of the bar it is."""
-NEAR = 0.03
-"""How far the median of the first rounds may be off by noise alone."""
-CHANCE = 0.1
-"""How often as many rounds may fall on one side of the bar where both sides are as likely."""
+"""Times as many rounds as asked for at most, for that and where a verdict is open."""
 
 
 def measure(
@@ -52,7 +49,7 @@ def measure(
     Args:
         workload: The workload; its optimizer exists and has run no step.
         way: The way.
-        rounds: How often eager, the method and the peer run in turn and are timed.
+        rounds: How often eager, the method and the peer run in turn and are timed, at least.
         peer: Makes the step of another planner, of a workload of its own, once all that needs no
             other step is measured.
 
@@ -94,9 +91,14 @@ def _in_turn(steps: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
     Of three, the last two take more rounds while it is open on which side of the bar they are.
     """
     times: list[list[float]] = [[] for _ in steps]
-    for first in range(rounds):
-        _round(steps, times, backwards=first % 2 == 1)
-    while len(steps) > 2 and len(times[1]) < MOST * rounds and is_open(_ratios(times)):
+    most = MOST * rounds
+
+    def is_short() -> bool:
+        return len(times[1]) < rounds or sum(times[1]) < LEAST_SECONDS
+
+    while len(times[1]) < most and is_short():
+        _round(steps, times, backwards=len(times[1]) % 2 == 1)
+    while len(steps) > 2 and len(times[1]) < most and is_open(_ratios(times)):
         _round(steps[1:], times[1:], backwards=len(times[1]) % 2 == 1)
     return times
 
@@ -110,23 +112,6 @@ def _round(steps: list[Callable[[], Any]], times: list[list[float]], *, backward
 def _ratios(times: list[list[float]]) -> list[float]:
     """The second of the steps over the third."""
     return [ours / theirs for ours, theirs in zip(*times[1:], strict=True)]
-
-
-def is_open(ratios: list[float]) -> bool:
-    """Whether noise may decide on which side of the bar the median is.
-
-    It does not where all are on one side and their median is far from the bar, nor by the sign
-    test of the median.
-
-    Args:
-        ratios: One of each round.
-    """
-    above = sum(ratio > TIME_BAR for ratio in ratios)
-    fewer = min(above, len(ratios) - above)
-    if fewer == 0 and abs(statistics.median(ratios) - TIME_BAR) >= NEAR:
-        return False
-    tail = sum(math.comb(len(ratios), count) for count in range(fewer + 1))
-    return 2 * tail / 2 ** len(ratios) > CHANCE
 
 
 def numerics(workload: Workload, eager: Callable[[], Any], way: Way) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.planners.judgement import Verdict, redraws, right
+from benchmarks.planners.judgement import Verdict, measured_seconds, redraws, right
 from benchmarks.planners.points import Row, label
 
 POINTS_HEADER = (
@@ -60,7 +60,7 @@ def point_line(row: Row) -> str:
 
 def _figures(row: Row) -> list[str]:
     peak, predicted_peak = row["peak_bytes"], row.get("predicted_peak_bytes")
-    predicted, seconds = row.get("predicted_seconds"), row["step_seconds"]
+    predicted = row.get("predicted_seconds")
     planning = row.get("plan_seconds")
     return [
         mib(peak),
@@ -70,7 +70,7 @@ def _figures(row: Row) -> list[str]:
         ""
         if predicted_peak is None
         else f"{mib(predicted_peak)} ({predicted_peak / peak - 1:+.1%})",
-        "" if predicted is None else f"{predicted:.2f} of {seconds:.2f} s",
+        "" if predicted is None else f"{predicted:.2f} of {measured_seconds(row):.2f} s",
         _compiling(row) if planning is None else f"{planning:.2f} s",
     ]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.planners import points
-from benchmarks.planners.judgement import front, times_at_peers_peaks
-from benchmarks.planners.measurement import is_open
+from benchmarks.planners.judgement import front, is_open, predicted_times, times_at_peers_peaks
 
 Row = dict[str, Any]
 MODEL = {"model": "vit", "quick": False, "dropout": False, "bitwise": False, "floor_bytes": 10}
@@ -89,3 +88,17 @@ def test_a_median_is_open_until_noise_cannot_decide_it() -> None:
     # Of ten, one on the other side is less than one in ten by chance, and three are not.
     assert not is_open([1.0] * 9 + [1.1])
     assert is_open([1.0] * 7 + [1.1] * 3)
+
+
+def test_steps_are_predicted_at_the_speed_that_eager_has_beside_them() -> None:
+    eager = {**ALONE, "method": "eager", "options": {}}
+    eager |= {"predicted_seconds": 2.1, "profiled_step_seconds": 2.0}
+    plan = _ours(ALONE, 1.0) | {"predicted_seconds": 2.2, "predicted_eager_seconds": 2.0}
+
+    # Of 2.0 s by the profile, in turn with a step that takes as long: 10 % too much, however slow.
+    (verdict,) = predicted_times("vit", [eager, plan | {"step_seconds": 3.0}])
+    assert verdict.value is not None
+    assert abs(verdict.value - 0.1) < 1e-12
+    # A profile that was wrong itself is held against steps, not against what was planned with it.
+    (verdict,) = predicted_times("vit", [eager | {"profiled_step_seconds": 1.4}, plan])
+    assert (verdict.value, verdict.met) == (2.1 / 1.4 - 1, False)
