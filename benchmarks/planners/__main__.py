@@ -16,9 +16,10 @@ steps beside it.
 
 A run that was stopped goes on where it was; `--fresh` begins anew. `--peers-of RESULTS.json` takes
 the other planners' points from an earlier run, as they change with torch alone, `--rows-of` all its
-points: so models can be run one by one, and put together at last. A run of all methods writes
-benchmarks/results/DATE-planners.json, .md and .png, of some of the models `DATE-planners-MODEL`.
-Exits with 1 where a bar is missed.
+points: so models can be run one by one, a large one's eager and compiled methods too, and put
+together at last. A run of all methods writes benchmarks/results/DATE-planners.json, .md and .png,
+of some of the models `DATE-planners-MODEL`, of all eager or all compiled methods that with
+`-eager` or `-compiled`. Exits with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -199,14 +200,14 @@ def _write(
     verdicts: list[dict[str, object]],
     page: str,
 ) -> None:
-    """The results where all methods were run on full models; the picture alone of any other run."""
+    """The results of full models by every method of a kind; the picture alone of any other run."""
     from benchmarks.planners.plot import draw  # needs matplotlib
 
     machine = Machine.here()
-    whole = not chosen.quick and not chosen.skip
-    whole = whole and set(chosen.methods) == set(points.METHODS[1:])
-    is_all = set(chosen.models) == set(MODELS)
-    name = "planners" if is_all else "-".join(["planners", *chosen.models])
+    kind = points.kind_of(set(chosen.methods) - set(chosen.skip))
+    whole = kind is not None and not chosen.quick
+    models = [] if set(chosen.models) == set(MODELS) else chosen.models
+    name = "-".join(["planners", *models, *([kind] if kind else [])])
     picture = (RESULTS if whole else folder) / f"{machine.date}-{name}.png"
     draw(rows, picture, machine.sentence())
     print(picture, file=sys.stderr)

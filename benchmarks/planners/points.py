@@ -52,6 +52,20 @@ def like(row: Row) -> tuple[str, bool]:
     return "compiled" if row["method"] in COMPILED else "eager", row.get("dropout", True)
 
 
+def kind_of(methods: set[str]) -> str | None:
+    """What a run of some methods, eager beside them, is a whole run of.
+
+    Returns:
+        ``""`` of all, ``"eager"`` or ``"compiled"`` of one kind; ``None`` if it leaves some out.
+    """
+    every = set(METHODS[1:])
+    compiled = set(COMPILED)
+    for kind, whole in {"": every, "eager": every - compiled, "compiled": compiled}.items():
+        if methods == whole:
+            return kind
+    return None
+
+
 def peers(model: str, *, quick: bool) -> list[Point]:
     """Every point of every other planner."""
     points: list[Point] = [{"method": method} for method in EAGER_PEERS[:3]]

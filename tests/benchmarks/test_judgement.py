@@ -102,3 +102,13 @@ def test_steps_are_predicted_at_the_speed_that_eager_has_beside_them() -> None:
     # A profile that was wrong itself is held against steps, not against what was planned with it.
     (verdict,) = predicted_times("vit", [eager | {"profiled_step_seconds": 1.4}, plan])
     assert (verdict.value, verdict.met) == (2.1 / 1.4 - 1, False)
+
+
+def test_only_all_methods_of_a_kind_make_a_whole_run() -> None:
+    every = set(points.METHODS) - {"eager"}
+
+    assert points.kind_of(every) == ""
+    assert points.kind_of(every - set(points.COMPILED)) == "eager"
+    assert points.kind_of({"torch.compile", "memfit compiled"}) == "compiled"
+    for less in ({"torch.compile"}, every - {"selective"}, set()):
+        assert points.kind_of(less) is None
