@@ -32,7 +32,7 @@ from memfit.apply.offload_parameters import (
     ParametersElsewhere,
     bring_parameters_home,
 )
-from memfit.apply.optimizer import OneByOne, OptimizerInBackward, refuse_pre_hooks
+from memfit.apply.optimizer import OptimizerInBackward, refuse_pre_hooks
 from memfit.apply.remat import Rematerialiser
 from memfit.apply.tiers import open_tier
 from memfit.capture.weightless import require_weights
@@ -374,19 +374,10 @@ class Fitted:
             away = actions.parameters
             actions.state.step(away.update_of if away is not None else contextlib.nullcontext)
         elif actions.parameters is not None:
-            self._update_one_by_one(self.optimizer, actions.parameters)
+            refuse_pre_hooks(self.optimizer, "offload_parameters")
+            actions.parameters.update_all(self.optimizer).finish()
         else:
             self.optimizer.step()
-
-    def _update_one_by_one(self, optimizer: Optimizer, away: ParametersElsewhere) -> None:
-        refuse_pre_hooks(optimizer, "offload_parameters")
-        one_by_one = OneByOne(optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in away.ordered(held):
-            if parameter.grad is not None:
-                with away.update_of(parameter):
-                    one_by_one.update(parameter)
-        one_by_one.finish()
 
     def place_state(self) -> None:
         """Have the optimizer's state and the parameters where the plan wants them between steps.

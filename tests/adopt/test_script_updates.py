@@ -51,8 +51,10 @@ def test_a_scripts_optimizer_steps_with_its_state_on_a_disk(tmp_path: Path):
     ran = inline(tmp_path / "with", "24MiB", STATEFUL, offload=str(tmp_path / "disk"))
     (loop,) = ran.loops
     assert_within_budget(loop)
-    (action,) = loop["plan"]["actions"]
-    assert (action["kind"], action["count"]) == ("offload_optimizer", 8)
+    # Parameters may go too, where that makes room for more state ahead of its use.
+    counts = {action["kind"]: action["count"] for action in loop["plan"]["actions"]}
+    assert counts["offload_optimizer"] == 8
+    assert counts.keys() <= {"offload_optimizer", "offload_parameters"}
     assert "8 parameters with optimizer state elsewhere" in ran.stderr
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 5)
     # Rounding up what the script holds besides is all that the prediction is above the truth.

@@ -515,7 +515,7 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "BYTES")]
     pub(crate) budget: Option<String>,
 
-    /// Offload activations and optimizer state to files in this folder, or to the host's memory (`host`, for scripts on CUDA)
+    /// Offload activations, optimizer state and parameters to files in this folder, or to the host's memory (`host`, for scripts on CUDA)
     ///
     /// Where it pays, by the place's speed, which is measured when the first step is planned. Files have no name: nothing is left after the run.
     #[arg(long, value_name = "FOLDER|host", requires = "budget")]

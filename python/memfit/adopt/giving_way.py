@@ -41,21 +41,21 @@ class GivingWay:
         self,
         plans: Sequence[PlannedStep],
         outside_bytes: int,
-        send_state: Callable[[Plan], None],
+        place: Callable[[Plan], None],
     ) -> None:
         """Answer a request to shrink, or try to have more again.
 
         Args:
             plans: The loop's plans, at least one; they are changed in place.
             outside_bytes: What the script holds besides its steps.
-            send_state: Has the optimizer's state where a plan wants it.
+            place: Has the optimizer's state and the parameters where a plan wants them.
 
         Raises:
-            OffloadError: State that has to go could not be written; nothing was given back.
+            OffloadError: What has to go could not be written; nothing was given back.
         """
         asked = self._room.asked()
         if asked is not None:
-            self._make_room(plans, asked, outside_bytes, send_state)
+            self._make_room(plans, asked, outside_bytes, place)
         elif any(planned.wider is not None for planned in plans):
             self._grow(plans)
 
@@ -64,7 +64,7 @@ class GivingWay:
         plans: Sequence[PlannedStep],
         tensors: int,
         outside: int,
-        send_state: Callable[[Plan], None],
+        place: Callable[[Plan], None],
     ) -> None:
         made = [
             planned.step.plan(
@@ -77,7 +77,7 @@ class GivingWay:
             self._room.decline()
             return
         for plan in made:
-            send_state(plan)  # before anything is given back
+            place(plan)  # before anything is given back
         for planned, plan in zip(plans, made, strict=True):
             planned.wider = planned.wider or planned.plan
             planned.plan, planned.outside_bytes, planned.fitted = plan, outside, None

@@ -12,6 +12,7 @@ strongly, go when another loop begins.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,16 +24,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.adopt.elsewhere import KINDS, Directions, Elsewhere
 from memfit.adopt.giving_way import GivingWay
 from memfit.adopt.nesting import occupied
 from memfit.adopt.observed import Observation
 from memfit.adopt.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.adopt.planning import RecordedStep
 from memfit.adopt.room import Room
-from memfit.adopt.updates import KIND, ScriptUpdates
 from memfit.answers import Plan
 from memfit.apply.away_state import bring_home, in_memory
-from memfit.apply.offload_optimizer import StateDirections
+from memfit.apply.offload_parameters import bring_parameters_home
+from memfit.barrier import owner_of, without_barrier
 from memfit.errors import MemfitError
 from memfit.fitted import Fitted
 from memfit.tracking import cpu
@@ -171,7 +173,8 @@ class Loop:
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recordings = 0
-        self._updates: ScriptUpdates | None = None
+        self._parameters_stay = False
+        self._elsewhere: Elsewhere | None = None
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
@@ -186,33 +189,49 @@ class Loop:
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
 
+    def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
+        """What a backward runs inside that may use parameters of an earlier pass."""
+        away = self._elsewhere
+        return contextlib.nullcontext() if away is None else away.running()
+
+    def bring_home(self) -> None:
+        """Have all parameters in memory until the next planned pass; none is under way.
+
+        Raises:
+            OffloadError: One did not come back as it went.
+        """
+        root = self._root()
+        if root is not None:
+            bring_parameters_home(root)
+
     def rest(self) -> None:
         """Let go of the model until the next pass."""
         for planned in self.plans:
             planned.fitted = None
-        self._updates = None
+        self._elsewhere = None
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step: make its updates, if its state is elsewhere.
+        """The optimizer is about to step: make its updates, if they need what is elsewhere.
 
         Raises:
-            OffloadError: State did not come back as it went.
+            OffloadError: State or a parameter did not come back as it went.
         """
-        updates = self._updates
-        if updates is not None and updates.optimizer is optimizer and not _hooked(optimizer):
-            updates.step_begins()
+        away = self._elsewhere
+        if away is not None and away.optimizer is optimizer and not _hooked(optimizer):
+            away.step_begins()
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
-        if self._updates is not None:
-            self._updates.step_ended()
+        if self._elsewhere is not None:
+            self._elsewhere.step_ended()
 
     def refuse(self, reason: str) -> None:
-        """Plan nothing from here on."""
+        """Plan nothing from here on; no planned pass is under way."""
         self.refusal = self.refusal or reason
         self._room.whole()  # nobody knows what its steps take
         self._pending = None
         self.rest()
+        self.bring_home()
 
     def begin(self, inputs: Any, optimizers: Iterable[Optimizer]) -> Pass:
         """Begin a pass; the model is about to be called.
@@ -232,17 +251,18 @@ class Loop:
         if self._must_observe(key):
             return self._observe(key, inputs, own)
         try:
-            if self._updates is not None:
-                self._updates.send_all()  # first: what is elsewhere is not held besides
+            if self._elsewhere is not None:
+                self._elsewhere.place()  # first: what is elsewhere is not held besides
+                self._leave_views(self._elsewhere.viewed())
             outside = self._outside_bytes(inputs, own)
             if self._pending is not None:
                 self._plan_pending(outside)
             self._giving_way.between_steps(
-                self.plans, outside, lambda plan: self._send_state(plan, own)
+                self.plans, outside, lambda plan: self._keep_elsewhere(plan, own)
             )
             planned = self._nearest(key)
             self._make_room(planned, outside)
-            self._send_state(planned.plan, own)
+            self._keep_elsewhere(planned.plan, own)
         except MemfitError as error:
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
@@ -258,14 +278,15 @@ class Loop:
         self._room.whole()
         for optimizer in optimizers:
             bring_home(optimizer)
-        self._updates = None
+        self.bring_home()
+        self._elsewhere = None
         return ObservedPass(self.device, self._model(), inputs, optimizers)
 
     def _run_planned(self, key: Key, planned: PlannedStep) -> Pass:
         if planned.fitted is None:
             workload = Workload(model=self._model(), batch=None, loss=_script_loss)
             plan = planned.plan.as_dict()
-            within = [action for action in plan["actions"] if action["kind"] != KIND]
+            within = [action for action in plan["actions"] if action["kind"] not in KINDS]
             planned.fitted = Fitted(workload, {**plan, "actions": within}, warn=False)
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
 
@@ -277,25 +298,51 @@ class Loop:
                 planned.left = []
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
 
-        return PlannedPass(self.device, planned.fitted, planned.root_calls, forward_ended)
+        away = self._elsewhere
+        return PlannedPass(
+            self.device,
+            planned.fitted,
+            planned.root_calls,
+            forward_ended,
+            contextlib.nullcontext() if away is None else away.running(),
+        )
 
-    def _send_state(self, plan: Plan, optimizers: list[Optimizer]) -> None:
-        """Have the optimizer's state where the plan wants it before the model is called.
+    def _keep_elsewhere(self, plan: Plan, optimizers: list[Optimizer]) -> None:
+        """Have the optimizer's state and the parameters where the plan wants them in a pass.
 
         Raises:
             OffloadError: Some of it could not be written, and is at home.
         """
-        actions = plan.as_dict()["actions"]
-        action = next((action for action in actions if action["kind"] == KIND), None)
-        if action is None or len(optimizers) != 1:
-            self._updates = None
+        directions = Directions.of(plan)
+        if directions is None or len(optimizers) != 1:
+            self._elsewhere = None
+            self.bring_home()
             return
         (optimizer,) = optimizers
-        directions = StateDirections.read(action[KIND])
-        held = self._updates
+        held = self._elsewhere
         if held is None or (held.optimizer, held.directions) != (optimizer, directions):
-            held = self._updates = ScriptUpdates(optimizer, self._model(), directions)
-        held.send_all()
+            held = self._elsewhere = Elsewhere(optimizer, self._model(), directions)
+        held.place()
+
+    def _leave_views(self, names: list[str]) -> None:
+        """Plan for parameters in memory once the script keeps views of some that were elsewhere.
+
+        It may read them at any moment, and nothing tells of that.
+        """
+        if not names:
+            return
+        self._parameters_stay = True
+        self._elsewhere = None
+        self.bring_home()
+        self.notes[f"parameters stay in memory: the script keeps a view of `{names[0]}`"] = None
+        for planned in self.plans:
+            planned.step.keep_parameters()
+            outside, passes = planned.outside_bytes, planned.passes
+            within = self._room.within(self._budget)
+            planned.plan = planned.step.plan(within, outside, min(passes, outside))
+            planned.wider = planned.fitted = None
+            self._on_plan(self, planned.plan)
+        self.replans += 1
 
     def finish(self, running: ObservedPass, inputs_key: Key, optimizers: list[Optimizer]) -> None:
         """Take over what an observed pass recorded; planned when the next one begins.
@@ -341,6 +388,8 @@ class Loop:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         step = RecordedStep(observation, type(self._model()).__name__, self._place)
+        if self._parameters_stay:
+            step.keep_parameters()
         if step.not_offloaded:
             self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
         made = step.plan(self._room.within(self._budget), outside)
@@ -400,12 +449,15 @@ class Loop:
             states = [dict(in_memory(state)) for state in optimizer.state.values()]
             tensors.extend(tree_leaves(states))
         known = {}
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.device == self.device:
-                storage = tensor.untyped_storage()
-                # What cannot be resized is memory of a file or another process: not counted.
-                if self.device.type == "cuda" or storage.resizable():
-                    known[storage.data_ptr()] = storage.nbytes()
+        with without_barrier():
+            for tensor in tensors:
+                if isinstance(tensor, Tensor) and tensor.device == self.device:
+                    storage = tensor.untyped_storage()
+                    # What cannot be resized is memory of a file or another process: not counted.
+                    is_counted = self.device.type == "cuda" or storage.resizable()
+                    # To ask for an address of memory that was let go would end the process.
+                    if is_counted and storage.nbytes() > 0:
+                        known[storage.data_ptr()] = storage.nbytes()
         live = (
             int(torch.cuda.memory_allocated(self.device))
             if self.device.type == "cuda"
@@ -453,7 +505,7 @@ def _module_refusal(module: nn.Module) -> str:
 
 
 def _parameter_refusal(name: str, parameter: nn.Parameter, device: torch.device) -> str:
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) is not nn.Parameter and owner_of(parameter) is None:
         return f"its parameter `{name}` is a `{type(parameter).__name__}`"
     if parameter.device != device:
         return f"its parameters are on `{device}` and on `{parameter.device}`"

@@ -32,6 +32,7 @@ from memfit.apply.records import require_unchanged, version_of
 from memfit.capture.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.stage import batch_entries
 from memfit.capture.step import Roles
+from memfit.fixed import is_fixed, viewed
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -234,6 +235,8 @@ class StepRecording:
             if parameter.grad is not None:
                 self._note(self._roles.gradients, parameter.grad)
         self._note_state(optimizers)
+        for kept in viewed(self._root.parameters()):
+            self._note(self._roles.fixed, kept)
         state_stays = refusal(self._root, optimizers)
         if state_stays is None:
             self._roles.updates = updates_of(optimizers[0], ledger.seen)
@@ -259,6 +262,8 @@ class StepRecording:
         roles = self._roles
         for name, parameter in self._root.named_parameters():
             self._name(roles.parameters, parameter, name)
+            if is_fixed(parameter):
+                self._note(roles.fixed, parameter)
             if parameter.grad is not None:
                 self._name(roles.gradients, parameter.grad, "")
         for name, buffer in self._root.named_buffers():

@@ -17,6 +17,7 @@ import torch
 
 from memfit import _native
 from memfit._native import gpu_profile
+from memfit.adopt.elsewhere import PARAMETERS
 from memfit.adopt.observed import Observation
 from memfit.adopt.updates import temporaries_bytes
 from memfit.answers import Plan, Trace
@@ -27,7 +28,7 @@ from memfit.errors import MemfitError
 from memfit.places import HOST
 from memfit.profiles import usable
 
-_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch", "offload_parameters"]
+_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
 """What needs a step that is memfit's own."""
 
 OUTSIDE = "outside the step"
@@ -66,6 +67,7 @@ class RecordedStep:
             gradients=roles.gradients,
             names=roles.names,
             updates=roles.updates,
+            fixed=roles.fixed,
             fused_optimizer_refusal="the script calls the optimizer",
             per_parameter_refusal=observation.state_stays,
         )
@@ -77,6 +79,9 @@ class RecordedStep:
         self._costs = json.dumps(costs)
         profile = costs.get("profile") or {}
         self._offer: dict[str, Any] | None = None
+        # Who updates parameters without an optimizer is not seen to do it.
+        by_hand = [] if observation.optimizer else [PARAMETERS]
+        self._forbidden = [*_NOT_THE_SCRIPTS, *by_hand]
         self.not_offloaded = ""
         if place is not None:
             try:
@@ -87,6 +92,11 @@ class RecordedStep:
         most = temporaries_bytes(self._json)
         for update in self._json["updates"]:
             update["temporary_bytes"] = most
+
+    def keep_parameters(self) -> None:
+        """Have the model's parameters stay in memory in plans from now on."""
+        if PARAMETERS not in self._forbidden:
+            self._forbidden.append(PARAMETERS)
 
     def plan(
         self,
@@ -128,7 +138,7 @@ class RecordedStep:
         trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
         request = {
             "budget": str(budget),
-            "forbid": _NOT_THE_SCRIPTS,
+            "forbid": self._forbidden,
             "offload": self._offer,
         }
         return Plan(_native.plan(trace.native, self._costs, json.dumps(request), time_limit))

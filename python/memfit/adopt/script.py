@@ -11,6 +11,7 @@ without an optimizer (the script updates parameters itself) ends with the next c
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ _EFFECTS = {
     "remat": "tensors computed again in backward",
     "offload": "tensors kept elsewhere until backward",
     "offload_optimizer": "parameters with optimizer state elsewhere",
+    "offload_parameters": "parameters elsewhere but for those about to be used",
 }
 
 
@@ -71,6 +73,7 @@ class AdoptedScript:
         self._loops: list[Loop] = []
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._in_backward = contextlib.ExitStack()
         self._stepping = 0
         self._refusal = ""
 
@@ -116,17 +119,20 @@ class AdoptedScript:
 
     def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
         """End the forward of the pass."""
+        for loop in self._loops:
+            self._in_backward.enter_context(loop.elsewhere_in_use())
         current = self._current
         if current is None:
             return
         if creates_graph or not accumulates:
-            self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
             self._end_pass()
+            self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
             return
         current.running.backward_begins()
 
     def backward_ended(self) -> None:
         """Go on with the pass."""
+        self._in_backward.close()
         if self._current is not None and not self._current.running.in_forward:
             self._current.running.backward_ended()
 
@@ -182,6 +188,7 @@ class AdoptedScript:
             if loop.is_of(root):
                 return loop
         for other in self._loops:
+            other.bring_home()  # graphs that it made may be used by the new one
             other.rest()
         loop = Loop(root, self._budget, self._room, self._planned, self._place)
         self._loops.append(loop)
@@ -228,7 +235,11 @@ class AdoptedScript:
         if not self._refusal:
             self._refusal = reason
             self._say(f"the script runs unplanned: {reason}")
+            self._in_backward.close()
             self._end_pass()
+            for loop in self._loops:
+                loop.rest()
+                loop.bring_home()
 
     def _planned(self, loop: Loop, plan: Plan) -> None:
         self._say(_found(loop, plan))

@@ -1,19 +1,11 @@
-"""The script's own optimizer step, taken parameter by parameter with its state elsewhere.
+"""What a recorded step says of its updates.
 
-Responsible for what a recorded step says of its updates, and for standing in for the updates of
-``optimizer.step()``. Not responsible for where the state goes and comes
-(:mod:`memfit.apply.offload_optimizer`) nor for seeing that the script steps
-(:mod:`memfit.adopt.signals`).
-
-The script calls the optimizer; torch's hooks tell of it before and after. Before, all updates are
-made; until after, the optimizer lists no parameter. So the step that the script called finds
-nothing to do, and whoever watches the optimizer sees one step, as ever. Where a step is not stood
-in for (it has a closure, say), the optimizer reads its state, and what is read is at home.
+Responsible for which of them can run parameter by parameter, with what they hold and move. Not
+responsible for running them so (:mod:`memfit.adopt.elsewhere`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memfit.apply.offload_optimizer import StateDirections, StateElsewhere
 from memfit.capture.emit import Update
 from memfit.capture.optimizer_updates import shared_state, unknown_optimizer
-
-KIND = "offload_optimizer"
-"""The kind of action that keeps state elsewhere."""
 
 
 def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -93,49 +81,3 @@ def temporaries_bytes(trace: Mapping[str, Any]) -> int:
         alive += change[index]
         most = max(most, alive + ops[index]["workspace_bytes"])
     return most
-
-
-class ScriptUpdates:
-    """Keeps the state of the script's optimizer elsewhere between its steps."""
-
-    def __init__(self, optimizer: Optimizer, root: nn.Module, directions: StateDirections) -> None:
-        """Make the place ready; nothing goes before :meth:`send_all`.
-
-        Args:
-            optimizer: The script's optimizer.
-            root: The model.
-            directions: What the plan says.
-
-        Raises:
-            UsageError: The optimizer cannot run parameter by parameter.
-            OffloadError: The folder cannot be used.
-        """
-        self.optimizer = optimizer
-        self.directions = directions
-        self._state = StateElsewhere(optimizer, root, directions)
-        self._over_nothing: contextlib.ExitStack | None = None
-
-    def send_all(self) -> None:
-        """Have everything go that is at home.
-
-        Raises:
-            OffloadError: Some of it cannot be written. It is at home, and whole.
-        """
-        self._state.send_all()
-
-    def step_begins(self) -> None:
-        """Make all updates, and leave nothing to the step that the script has called.
-
-        Raises:
-            OffloadError: State did not come back as it went.
-        """
-        self.step_ended()
-        updated = self._state.update_all()
-        self._over_nothing = contextlib.ExitStack()
-        self._over_nothing.enter_context(updated.over_nothing())
-
-    def step_ended(self) -> None:
-        """The step that the script has called is over: its optimizer is as it was."""
-        over_nothing, self._over_nothing = self._over_nothing, None
-        if over_nothing is not None:
-            over_nothing.close()

@@ -27,15 +27,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
+from memfit.apply.optimizer import OneByOne
 from memfit.apply.pinned import bytes_of
 from memfit.apply.tiers import open_tier
 from memfit.barrier import Barrier, owner_of, without_barrier
 from memfit.errors import OffloadError, UsageError
-from memfit.fixed import is_fixed
+from memfit.fixed import is_fixed, viewed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from os import PathLike
+
+    from torch.optim import Optimizer
 
     from memfit.apply.tiers import Parcel, Tier
 
@@ -244,11 +247,31 @@ class ParametersElsewhere:
         """
         self.hand_over(())
 
+    def viewed(self) -> list[str]:
+        """Names of those whose memory others see too, by now; see :func:`memfit.fixed.viewed`.
+
+        Raises:
+            OffloadError: One did not come back as it went.
+        """
+        placed = self._placed
+        if placed is None:
+            return []
+        for item in placed.items:  # who transfers it has its memory as well
+            self._try(item.settle)
+            if item.is_coming:
+                self._have(item)
+        with without_barrier():
+            found = {id(parameter) for parameter in viewed(self._model.parameters())}
+        return [item.name for item in placed.items if id(item.tensors[0]) in found]
+
     # In a step
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Run a step inside this: every op finds the parameters that it uses."""
+        if self._is_running:
+            yield
+            return
         placed = self._placed
         assert placed is not None, "placed before"
         with self._down(placed), UseWatch(partial(self._use, placed)):
@@ -268,7 +291,23 @@ class ParametersElsewhere:
             self._before_write(item)
             self._try(lambda: item.send(self.tier))
 
-    def ordered(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def update_all(self, optimizer: Optimizer) -> OneByOne:
+        """All updates of one step of an optimizer, which is still to be finished.
+
+        Args:
+            optimizer: Its state is in memory.
+
+        Raises:
+            OffloadError: A parameter did not come back as it went.
+        """
+        one_by_one = OneByOne(optimizer)
+        for parameter in self._ordered(p for g in optimizer.param_groups for p in g["params"]):
+            if parameter.grad is not None:
+                with self.update_of(parameter):
+                    one_by_one.update(parameter)
+        return one_by_one
+
+    def _ordered(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Parameters in the order of their updates: as the plan uses them last."""
         placed = self._placed
         last = {place: turn for turn, place in enumerate(self._directions.order)}
@@ -284,7 +323,7 @@ class ParametersElsewhere:
     def _use(self, placed: _Place, storages: list[int], *, is_written: bool) -> None:
         """An op is about to use what is in some storages."""
         numbers = [placed.by_storage[s] for s in storages if s in placed.by_storage]
-        if not numbers:
+        if not numbers or self._placed is not placed:
             return
         self._carry_out(placed, placed.room.need(numbers))
         for number in numbers:
@@ -380,7 +419,8 @@ class ParametersElsewhere:
             yield
         finally:
             self._is_running = False
-            placed.barrier.put_up()
+            if self._placed is placed:  # else somebody else has them by now
+                placed.barrier.put_up()
 
     def _take_over(self) -> list[_Item]:
         """Take over what another plan for the same model keeps elsewhere."""
