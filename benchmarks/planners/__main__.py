@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
         f"The points ran for {runner.wall_seconds(rows) / 60:.0f} minutes, "
         f"this call for {(time.monotonic() - start) / 60:.0f}; {chosen.jobs} at a time, "
         f"{chosen.threads} threads each, "
-        f"{chosen.pairs} pairs of steps a point."
+        f"{chosen.pairs} pairs of steps a point; the C library kept what was freed."
     )
     page = f"{page}\n\n{spent}{_earlier(rows)}"
     print(page)
