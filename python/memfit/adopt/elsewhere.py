@@ -1,6 +1,6 @@
 """What of the script's model and optimizer is elsewhere: optimizer state, and parameters.
 
-Responsible for having both where a plan wants them before a pass, for what a pass runs inside, and
+Responsible for having both where a plan wants them before a pass, for what uses parameters, and
 for standing in for the updates of the script's own ``optimizer.step()``. Not responsible for where
 they go and come (:mod:`memfit.apply.offload_optimizer`, :mod:`memfit.apply.offload_parameters`) nor
 for seeing that the script steps (:mod:`memfit.adopt.signals`).
@@ -116,7 +116,7 @@ class Elsewhere:
         return [] if self._parameters is None else self._parameters.viewed()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """What a pass runs inside, from the model's call to the optimizer's end."""
+        """What uses parameters runs inside: a call of a model, a backward, an update."""
         return contextlib.nullcontext() if self._parameters is None else self._parameters.running()
 
     def step_begins(self) -> None:

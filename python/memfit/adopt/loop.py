@@ -190,12 +190,12 @@ class Loop:
         ]
 
     def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
-        """What a backward runs inside that may use parameters of an earlier pass."""
+        """What may use parameters that are elsewhere runs inside this."""
         away = self._elsewhere
         return contextlib.nullcontext() if away is None else away.running()
 
     def bring_home(self) -> None:
-        """Have all parameters in memory until the next planned pass; none is under way.
+        """Have all parameters in memory until the next planned pass; nothing uses them meanwhile.
 
         Raises:
             OffloadError: One did not come back as it went.
@@ -226,7 +226,7 @@ class Loop:
             self._elsewhere.step_ended()
 
     def refuse(self, reason: str) -> None:
-        """Plan nothing from here on; no planned pass is under way."""
+        """Plan nothing from here on; nothing that uses parameters is under way."""
         self.refusal = self.refusal or reason
         self._room.whole()  # nobody knows what its steps take
         self._pending = None
@@ -298,14 +298,7 @@ class Loop:
                 planned.left = []
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
 
-        away = self._elsewhere
-        return PlannedPass(
-            self.device,
-            planned.fitted,
-            planned.root_calls,
-            forward_ended,
-            contextlib.nullcontext() if away is None else away.running(),
-        )
+        return PlannedPass(self.device, planned.fitted, planned.root_calls, forward_ended)
 
     def _keep_elsewhere(self, plan: Plan, optimizers: list[Optimizer]) -> None:
         """Have the optimizer's state and the parameters where the plan wants them in a pass.

@@ -133,7 +133,6 @@ class PlannedPass(Pass):
         fitted: Fitted,
         root_calls: int,
         on_forward_end: Callable[[str], None],
-        around: contextlib.AbstractContextManager[None],
     ) -> None:
         """Begin the planned forward.
 
@@ -142,21 +141,13 @@ class PlannedPass(Pass):
             fitted: Carries out the plan.
             root_calls: Calls of the model in the step that was planned.
             on_forward_end: Told when forward is over, with a sentence where it left the plan.
-            around: What all of it runs inside.
         """
         super().__init__(device)
         self._fitted = fitted
         self._expected_calls = root_calls
         self._on_forward_end = on_forward_end
-        self._around = contextlib.ExitStack()
-        self._around.enter_context(around)
-        self._outer_nesting = Nesting()
         self._forward: contextlib.AbstractContextManager[None] | None = fitted.forward()
-        try:
-            self._forward.__enter__()
-        except BaseException:
-            self._around.close()
-            raise
+        self._forward.__enter__()
         self._nesting = Nesting()
 
     def continues(self) -> bool:
@@ -169,10 +160,8 @@ class PlannedPass(Pass):
         super().backward_begins()
 
     def end(self) -> int:
-        """End the planned forward, if backward never began, and what all of it ran inside."""
+        """End the planned forward, if backward never began."""
         self._leave()
-        with self._outer_nesting.cleared():
-            self._around.close()
         return super().end()
 
     def _leave(self) -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.adopt.loop import Key, Loop
+from memfit.adopt.nesting import Nesting
 from memfit.adopt.passes import ObservedPass, Pass
 from memfit.adopt.room import Room
 from memfit.adopt.signals import Signals
@@ -51,6 +52,36 @@ class _Running:
         self.running = running
 
 
+class _Uses:
+    """Calls of models and backwards under way, one inside another.
+
+    Only inside these are parameters let go that the loops keep elsewhere. In between, whoever uses
+    one has it in memory for good: a script that saves its model must find all of it.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[contextlib.ExitStack, Nesting]] = []
+
+    def begin(self, loops: list[Loop]) -> None:
+        """One begins."""
+        entered = contextlib.ExitStack()
+        for loop in loops:
+            entered.enter_context(loop.elsewhere_in_use())
+        self._entered.append((entered, Nesting()))
+
+    def end(self) -> None:
+        """The one that began last is over."""
+        if self._entered:
+            entered, nesting = self._entered.pop()
+            with nesting.cleared():
+                entered.close()
+
+    def end_all(self) -> None:
+        """All are taken to be over."""
+        while self._entered:
+            self.end()
+
+
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
 
@@ -73,7 +104,7 @@ class AdoptedScript:
         self._loops: list[Loop] = []
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._in_backward = contextlib.ExitStack()
+        self._uses = _Uses()
         self._stepping = 0
         self._refusal = ""
 
@@ -84,7 +115,15 @@ class AdoptedScript:
     # What the script does
 
     def called(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a pass, or go on with one."""
+        """Begin a pass, or go on with one; until it returns, what is elsewhere is in use."""
+        self._pass_of(root, args, kwargs)
+        self._uses.begin(self._loops)
+
+    def returned(self) -> None:
+        """The model has returned, or raised."""
+        self._uses.end()
+
+    def _pass_of(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_autograd_node() is not None or torch._C._is_tracing():
             return  # a user's checkpoint, or TorchScript looking at the model
         if next(root.parameters(), None) is None:
@@ -118,9 +157,11 @@ class AdoptedScript:
         self._end_pass()
 
     def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
-        """End the forward of the pass."""
-        for loop in self._loops:
-            self._in_backward.enter_context(loop.elsewhere_in_use())
+        """End the forward of the pass; until backward has run, what is elsewhere is in use."""
+        self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
+        self._uses.begin(self._loops)
+
+    def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
         current = self._current
         if current is None:
             return
@@ -132,7 +173,7 @@ class AdoptedScript:
 
     def backward_ended(self) -> None:
         """Go on with the pass."""
-        self._in_backward.close()
+        self._uses.end()
         if self._current is not None and not self._current.running.in_forward:
             self._current.running.backward_ended()
 
@@ -235,7 +276,7 @@ class AdoptedScript:
         if not self._refusal:
             self._refusal = reason
             self._say(f"the script runs unplanned: {reason}")
-            self._in_backward.close()
+            self._uses.end_all()
             self._end_pass()
             for loop in self._loops:
                 loop.rest()

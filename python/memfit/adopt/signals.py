@@ -33,6 +33,9 @@ class Listener(Protocol):
     def failed(self) -> None:
         """It raised."""
 
+    def returned(self) -> None:
+        """It is over, after :meth:`failed` if it raised."""
+
     def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
         """Autograd's engine is about to run: for leaves' gradients, or for given inputs."""
 
@@ -121,6 +124,7 @@ class Signals:
                 raise
             finally:
                 self._inside = False
+                self._tell(listener.returned)
 
         return call
 
