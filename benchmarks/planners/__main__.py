@@ -16,10 +16,11 @@ steps beside it.
 
 A run that was stopped goes on where it was; `--fresh` begins anew. `--peers-of RESULTS.json` takes
 the other planners' points from an earlier run, as they change with torch alone, `--rows-of` all its
-points: so models can be run one by one, a large one's eager and compiled methods too, and put
-together at last. A run of all methods writes benchmarks/results/DATE-planners.json, .md and .png,
-of some of the models `DATE-planners-MODEL`, of all eager or all compiled methods that with
-`-eager` or `-compiled`. Exits with 1 where a bar is missed.
+points but those of methods `--again`: so models can be run one by one, a large one's eager and
+compiled methods too, and put together at last. A run of all methods writes
+benchmarks/results/DATE-planners.json, .md and .png, of some of the models `DATE-planners-MODEL`, of
+all eager or all compiled methods that with `-eager` or `-compiled`. Exits with 1 where a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def main(arguments: list[str]) -> int:
     if chosen.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     runner = Runner(folder, chosen.pairs, chosen.threads, chosen.jobs)
-    for file in [*chosen.rows_of, *chosen.peers_of]:
-        rows = _rows_in(file)
-        runner.adopt(rows if file in chosen.rows_of else [r for r in rows if not is_ours(r)])
+    for file in chosen.rows_of:
+        runner.adopt(row for row in _rows_in(file) if row["method"] not in chosen.again)
+    for file in chosen.peers_of:
+        runner.adopt(row for row in _rows_in(file) if not is_ours(row))
     start = time.monotonic()
     eager = _start(runner, chosen)
     remaining = _points_of(chosen, eager)
@@ -100,6 +102,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="forget the points of earlier runs")
     parser.add_argument(
         "--rows-of", nargs="+", type=Path, default=[], help="results to take all points from"
+    )
+    parser.add_argument(
+        "--again", nargs="+", choices=points.METHODS, default=[], help="methods to run all the same"
     )
     parser.add_argument(
         "--peers-of", nargs="+", type=Path, default=[], help="results to take the peers from"
