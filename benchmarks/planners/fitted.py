@@ -48,6 +48,7 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
         Seconds of either; of a step as predicted from the times and as measured right afterwards.
     """
     capture_seconds, trace = _timed(lambda: _captured(workload))
+    costs.profiled(workload, trace.native)  # the process's memory settles in its first steps
     profile_seconds, op_times = _timed(lambda: costs.profiled(workload, trace.native))
     trace.save(folder / f"{stem}.memfit")
     (folder / f"{stem}.costs.json").write_text(op_times)

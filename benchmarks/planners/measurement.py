@@ -92,6 +92,8 @@ def _in_turn(steps: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
     """
     times: list[list[float]] = [[] for _ in steps]
     most = MOST * rounds
+    for step in steps:  # memory that was another's before takes a step to settle
+        step()
 
     def is_short() -> bool:
         return len(times[1]) < rounds or sum(times[1]) < LEAST_SECONDS
