@@ -31,7 +31,8 @@ from memfit.apply.offload_parameters import (
     bring_parameters_home,
 )
 
-STATE, PARAMETERS = KINDS = ("offload_optimizer", "offload_parameters")
+PARAMETERS = "offload_parameters"
+KINDS = ("offload_optimizer", PARAMETERS)
 """The kinds of action that keep something elsewhere between the script's steps."""
 
 
