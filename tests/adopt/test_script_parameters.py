@@ -20,6 +20,20 @@ DEEP = """
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
 """
 
+SGD = (
+    DEEP
+    + """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        loss = model(torch.randn(16, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+"""
+)
+
 
 def offloaded(tmp_path: Path, code: str, budget: str = "15MiB") -> Ran:
     """A script that ran with a disk, which is empty after it."""
@@ -85,14 +99,10 @@ def test_a_script_evaluates_averages_and_changes_parameters_between_steps(tmp_pa
 def test_a_view_that_is_taken_later_has_something_behind_it(tmp_path: Path):
     ran = offloaded(
         tmp_path,
-        DEEP
+        SGD
         + """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
-        loss = model(torch.randn(16, 512)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train()
         if step == 2:
             kept = [p.data for p in model.parameters()]
         if step > 2:
@@ -182,22 +192,17 @@ def test_where_parameters_cannot_be_written_the_script_goes_on_unplanned(tmp_pat
     """The disk is full from the third step on: those that are there come back."""
     ran = offloaded(
         tmp_path,
-        DEEP
+        SGD
         + """
     from memfit.apply.tiers import DiskTier
     from memfit.errors import OffloadError
     send = DiskTier.send
     def full(tier, tensor):
         raise OffloadError("No space left on device")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         if step == 2:
             DiskTier.send = full
-        loss = model(torch.randn(16, 512)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(repr(loss.item()))
+        train()
     torch.save(model.state_dict(), "end.pt")
     """,
     )
