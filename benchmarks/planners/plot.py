@@ -6,6 +6,7 @@ colour vision tell apart; every method has a mark of its own besides.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import matplotlib as mpl
 mpl.use("agg")
 import matplotlib.pyplot as plt
 from benchmarks.planners.judgement import apart, is_ours, redraws, right
-from benchmarks.planners.points import Row, shows_randomness
+from benchmarks.planners.points import Row, method_of, peer_of, shows_randomness
 from matplotlib.lines import Line2D
 
 INK, QUIET, GRID = "#222222", "#666666", "#e3e3e3"
@@ -63,6 +64,7 @@ def draw(rows: Sequence[Row], path: Path, caption: str) -> None:
         path: The PNG.
         caption: One line below the panels.
     """
+    rows = measured_in_turn(rows)
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = min(3, len(models) + 1)
     lines = -(-(len(models) + 1) // columns)
@@ -81,6 +83,29 @@ def draw(rows: Sequence[Row], path: Path, caption: str) -> None:
     figure.supxlabel(caption, fontsize=9, color=QUIET)
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)
+
+
+def measured_in_turn(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each peer's step time as it was in turn with memfit's, where it was.
+
+    Args:
+        rows: The rows of a run, the peers' perhaps from another day and processor.
+    """
+    times = {
+        _name(peer_of(row)): row["step_ratio"] / row["beside_ratio"]
+        for row in rows
+        if "beside_ratio" in row
+    }
+    return [
+        {**row, "step_ratio": times.get(_name(row), row["step_ratio"])}
+        if "step_ratio" in row
+        else row
+        for row in rows
+    ]
+
+
+def _name(row: Row) -> str:
+    return json.dumps({"model": row["model"], **method_of(row)}, sort_keys=True)
 
 
 def _drawn(row: Row) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from benchmarks.planners import points
 from benchmarks.planners.judgement import front, is_open, predicted_times, times_at_peers_peaks
 
@@ -112,3 +113,13 @@ def test_only_all_methods_of_a_kind_make_a_whole_run() -> None:
     assert points.kind_of({"torch.compile", "memfit compiled"}) == "compiled"
     for less in ({"torch.compile"}, every - {"selective"}, set()):
         assert points.kind_of(less) is None
+
+
+def test_a_picture_has_peers_where_they_were_in_turn_with_memfit() -> None:
+    plot = pytest.importorskip("benchmarks.planners.plot", reason="needs matplotlib")
+    ours = {**_ours(ALONE, 0.8), "step_ratio": 1.2}
+
+    alone, slow, same = plot.measured_in_turn([ALONE, SLOW, ours])
+
+    assert abs(alone["step_ratio"] - 1.5) < 1e-12
+    assert (slow, same) == (SLOW, ours)
