@@ -1,5 +1,7 @@
 """What a compiled plan learns from the step that is measured, by steps that claim to take a lot."""
 
+import gc
+
 import pytest
 import torch
 from graphs import Layers
@@ -24,7 +26,7 @@ def fit(monkeypatch):
         adopt(self, plan)
         self._compiled = self.workload.loss
 
-    def made(budget, takes):
+    def made(budget, takes=None):
         torch.manual_seed(0)
         workload = memfit.Workload(
             nn.Sequential(Layers(), Layers()),
@@ -38,7 +40,8 @@ def fit(monkeypatch):
             fitted._measured_bytes = takes(fitted._compiled_plan)
             return False
 
-        monkeypatch.setattr(fitted, "_counts", claim)
+        if takes is not None:
+            monkeypatch.setattr(fitted, "_counts", claim)
         return fitted
 
     monkeypatch.setattr(CompiledFitted, "_adopt", adopt_eager)
@@ -67,6 +70,25 @@ def test_a_step_far_below_its_budget_is_cut_again_for_more(fit):
     assert report.measured_peak_bytes <= budget
     # What was learned is in the prediction: it is less than what is told of the graphs.
     assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget < second.told_bytes
+
+
+def test_garbage_that_a_step_collects_does_not_hide_its_peak(fit):
+    tidy, untidy = fit("100%"), fit("100%")
+    loss = untidy.workload.loss
+
+    def collecting(model, batch):
+        gc.collect()
+        return loss(model, batch)
+
+    untidy._compiled = collecting
+    for fitted in (tidy, untidy):
+        fitted.step()
+    cycle = [torch.empty(16 << 20)]
+    cycle.append(cycle)
+    del cycle
+    untidy.step()
+    tidy.step()
+    assert untidy.report().measured_peak_bytes == tidy.report().measured_peak_bytes > 0
 
 
 def test_a_step_just_below_its_budget_is_left_alone(fit):

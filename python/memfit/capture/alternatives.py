@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from memfit._native import Trace
 from memfit.apply.in_slices import InSlices
-from memfit.capture.fake import fake_stage, no_collection, preserved_random_state
+from memfit.capture.fake import fake_stage, preserved_random_state
 from memfit.capture.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
+from memfit.collection import no_collection
 from memfit.errors import MemfitError
 
 if TYPE_CHECKING:

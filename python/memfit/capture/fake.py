@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import logging
 import random
 import sys
@@ -145,18 +144,6 @@ def ordinary_tensors() -> Iterator[None]:
         logger.setLevel(level)
         if patched:
             module.is_fake_tensor = original  # type: ignore[union-attr]
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the cycle collector from ending lives at moments of its own choice."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _never(_tensor: Any) -> bool:

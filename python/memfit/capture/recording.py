@@ -17,7 +17,6 @@ from memfit.capture.emit import Reduction, StepFacts, loss_reduction, trace_json
 from memfit.capture.fake import (
     fake_stage,
     initialise_optimizer,
-    no_collection,
     ordinary_tensors,
     preserved_random_state,
     set_batch,
@@ -33,6 +32,7 @@ from memfit.capture.stage import Stage
 from memfit.capture.step import StepRunner
 from memfit.capture.weightless import require_weights
 from memfit.capture.workspace import probe_scratch
+from memfit.collection import no_collection
 from memfit.errors import CaptureError, WorkloadError
 from memfit.workload import Workload, batch_size
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.apply.tiers import open_tier
+from memfit.collection import collected_before
 from memfit.compiled import said_once
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.recording import own_code
@@ -236,16 +237,21 @@ class CompiledFitted(Fitted):
         if not usual or self._steps_of_plan != 1 or not self._counts():
             result = super().step(batch)
         else:
-            static = static_tensors(self.workload, self.optimizer)
-            static_bytes = storage_bytes([*static, *_tensors(batch)])
-            before, window = _native.counted_bytes(), cpu.Window()
-            result = super().step(batch)
-            reading = window.close()
-            if reading is not None:
-                self._measured_bytes = static_bytes + reading.peak_bytes - before
+            result = self._measured_step(batch)
         self._steps_of_plan += usual
         if self._steps_of_plan == _MEASURED_STEP and self._measured_bytes > 0:
             self._learn()
+        return result
+
+    def _measured_step(self, batch: Any) -> Any:
+        static = static_tensors(self.workload, self.optimizer)
+        static_bytes = storage_bytes([*static, *_tensors(batch)])
+        with collected_before():
+            before, window = _native.counted_bytes(), cpu.Window()
+            result = super().step(batch)
+            reading = window.close()
+        if reading is not None:
+            self._measured_bytes = static_bytes + reading.peak_bytes - before
         return result
 
     def _counts(self) -> bool:

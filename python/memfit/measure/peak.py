@@ -8,7 +8,6 @@ Resident set size is never used: the C library keeps freed pages.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.apply.away_state import in_memory
 from memfit.barrier import owner_of, without_barrier
+from memfit.collection import collected_before
 from memfit.workload import Workload
 
 
@@ -80,16 +80,10 @@ def measure_peak(call: Callable[[], Any], static: Iterable[Tensor]) -> Measured:
     """
     static = list(static)
     cuda = next((t.device for t in static if t.device.type == "cuda"), None)
-    gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collected_before():
         if cuda is not None:
             return _cuda_peak(call, cuda)
         return _cpu_peak(call, static)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _cuda_peak(call: Callable[[], Any], device: torch.device) -> Measured:
