@@ -249,7 +249,7 @@ impl Costs {
     }
 
     /// Times of another way of running the step, from times of its ops: an op that both have takes the same
-    /// time; any other takes it by its work, at the rate of the ops of its module or else of the step.
+    /// time; any other takes it by its work, at the rate of the ops of its name or else of the step.
     #[must_use]
     pub fn carried_over(&self, from: &Trace, to: &Trace) -> Self {
         Self {

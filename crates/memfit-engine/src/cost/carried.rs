@@ -45,51 +45,74 @@ struct Rate {
     seconds: f64,
 }
 
-/// Rates of a timed step.
-#[derive(Debug, Default)]
-struct Rates {
-    /// Of ops that compute, by their longest dimension: a slice of a product over many classes keeps it.
-    compute: BTreeMap<u64, Rate>,
-    all_compute: Rate,
-    moving: Rate,
+impl Rate {
+    fn add(&mut self, work: f64, seconds: f64) {
+        self.work += work;
+        self.seconds += seconds;
+    }
+
+    /// Seconds of so much work; `None` where none was timed.
+    fn seconds(self, work: f64) -> Option<f64> {
+        (self.work > 0.0).then(|| work * self.seconds / self.work)
+    }
 }
 
-impl Rates {
-    fn add(&mut self, trace: &Trace, op: &Op, seconds: f64) {
+/// Rates of a timed step.
+#[derive(Debug, Default)]
+struct Rates<'t> {
+    /// Of ops that compute, by longest dimension and name: a slice of a product over many classes keeps it.
+    compute: BTreeMap<(u64, &'t str), Rate>,
+    compute_by_longest: BTreeMap<u64, Rate>,
+    all_compute: Rate,
+    /// Of ops that move bytes, by name: one that draws random numbers is no copy.
+    moving: BTreeMap<&'t str, Rate>,
+    all_moving: Rate,
+    /// By the number of ops that do next to nothing: views, and what moves little.
+    dispatch: Rate,
+}
+
+impl<'t> Rates<'t> {
+    fn add(&mut self, trace: &'t Trace, op: &Op, seconds: f64) {
+        let (name, work) = (trace.string(op.name), work_of(op));
         if op.flops > 0 {
-            let work = work_of(op);
-            for rate in [
-                self.compute.entry(longest(trace, op)).or_default(),
-                &mut self.all_compute,
-            ] {
-                rate.work += work;
-                rate.seconds += seconds;
-            }
-        } else if !op.view && op.moved_bytes.0 > SMALL {
-            self.moving.work += work_of(op);
-            self.moving.seconds += seconds;
+            let longest = longest(trace, op);
+            let alike = self.compute.entry((longest, name));
+            alike.or_default().add(work, seconds);
+            let near = self.compute_by_longest.entry(longest);
+            near.or_default().add(work, seconds);
+            self.all_compute.add(work, seconds);
+        } else if is_slight(op) {
+            self.dispatch.add(1.0, seconds);
+        } else {
+            self.moving.entry(name).or_default().add(work, seconds);
+            self.all_moving.add(work, seconds);
         }
     }
 
     fn seconds(&self, trace: &Trace, op: &Op) -> f64 {
-        if op.view {
-            return 0.0;
+        let dispatch = self.dispatch.seconds(1.0).unwrap_or(0.0);
+        if is_slight(op) {
+            return dispatch;
         }
+        let name = trace.string(op.name);
         let rate = if op.flops > 0 {
-            let own = self.compute.get(&longest(trace, op));
-            own.copied().unwrap_or(self.all_compute)
+            let longest = longest(trace, op);
+            let alike = self.compute.get(&(longest, name));
+            let near = alike.or_else(|| self.compute_by_longest.get(&longest));
+            near.copied().unwrap_or(self.all_compute)
         } else {
-            self.moving
+            let alike = self.moving.get(name);
+            alike.copied().unwrap_or(self.all_moving)
         };
-        if rate.work > 0.0 {
-            work_of(op) * rate.seconds / rate.work
-        } else {
-            0.0
-        }
+        rate.seconds(work_of(op)).unwrap_or(0.0).max(dispatch)
     }
 }
 
-/// Ops that move less say more about dispatch than about a rate.
+/// Whether an op says more about dispatch than about a rate.
+fn is_slight(op: &Op) -> bool {
+    op.flops == 0 && (op.view || op.moved_bytes.0 <= SMALL)
+}
+
 const SMALL: u64 = 1 << 16;
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
@@ -143,6 +166,34 @@ mod tests {
         assert_eq!(times.len(), 6);
         assert!(times[..4].iter().all(|time| (time - 2.0).abs() < 1e-12));
         assert!((times[5] - 0.5).abs() < 1e-12);
+    }
+
+    /// Random numbers and a sum of some tensors of so many rows each, then views of them.
+    fn moves(parts: u64) -> Trace {
+        let mut builder = Builder::new(8);
+        for _ in 0..parts {
+            let shape = [(8 << 10) / parts, 16];
+            let input = builder.allocation(&shape, crate::trace::Category::Input, 0);
+            let drawn = builder.op("aten.bernoulli.default", Phase::Forward, &[input], &shape);
+            let sum = builder.op("aten.add.Tensor", Phase::Forward, &[drawn, input], &shape);
+            builder.op("aten.view.default", Phase::Forward, &[sum], &shape);
+            builder.trace.ops.last_mut().unwrap().view = true;
+        }
+        builder.finish()
+    }
+
+    #[test]
+    fn each_kind_of_op_keeps_its_rate_and_a_view_its_dispatch() {
+        let (whole, parts) = (moves(1), moves(2));
+        let times = seconds(&whole, &[6.0, 1.0, 0.01], &parts);
+        assert_eq!(times, [3.0, 0.5, 0.01].repeat(2));
+    }
+
+    #[test]
+    fn what_moves_next_to_nothing_takes_what_dispatch_takes() {
+        let (whole, parts) = (moves(1), moves(1 << 10));
+        let times = seconds(&whole, &[6.0, 1.0, 0.01], &parts);
+        assert_eq!(times, [0.01; 3].repeat(1 << 10));
     }
 
     #[test]
