@@ -11,7 +11,7 @@
 
 use super::events::Event;
 use super::model::{Slot, StepModel};
-use super::state::{Hold, State, reset};
+use super::state::{Doing, Hold, State, reset};
 use super::transfers::Transfer;
 use super::treatment::Treatment;
 use crate::bytes::Bytes;
@@ -143,7 +143,7 @@ impl<'m> Evaluator<'m> {
 
     /// What the sweep found so far.
     pub(super) fn found(&self) -> Evaluation {
-        let (position, replay) = self.state.peak_at.unwrap_or((0, None));
+        let (position, doing) = self.state.peak_at.unwrap_or_default();
         let index = |i| OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
         Evaluation {
             peak_bytes: Bytes(if self.state.valid {
@@ -153,7 +153,10 @@ impl<'m> Evaluator<'m> {
             }),
             moment: Moment {
                 position: index(position),
-                replay: replay.map(index),
+                replay: match doing {
+                    Doing::Replay(op) => Some(index(op)),
+                    Doing::Op | Doing::Updates => None,
+                },
             },
             valid: self.state.valid,
         }
@@ -189,13 +192,13 @@ impl<'m> Evaluator<'m> {
     /// What is alive where the sweep stands, which is at its peak, largest first, ties by index.
     pub(super) fn holdings(&self, treatments: &[Treatment]) -> Vec<Holding> {
         let (model, state) = (self.model, &self.state);
-        let (position, replay) = state.peak_at.unwrap_or((0, None));
+        let (position, doing) = state.peak_at.unwrap_or_default();
         let mut holdings = Vec::new();
         for (i, &bytes) in model.bytes.iter().enumerate() {
             let occupied = |&slot: &usize| !treatments[i].is_keep() && state.occupies(slot);
             let copies = model.slots_of(i).filter(occupied).count() as u64;
             let fixed = |&(start, stop): &(usize, usize)| {
-                start < position + usize::from(replay.is_none()) && position < stop
+                start < position + usize::from(doing == Doing::Op) && position < stop
             };
             let grounded = model.fixed_ranges[i].iter().any(fixed);
             let holders = *state.holders.peek(i);
@@ -370,9 +373,9 @@ impl<'m> Evaluator<'m> {
                     }
                 }
             },
-            Event::Update { height } => state.observe(height, position, None),
+            Event::Update { height } => state.observe(height, position, Doing::Updates),
             Event::Run { highest, .. } => {
-                state.observe(model.ground[highest], highest, None);
+                state.observe(model.ground[highest], highest, Doing::Op);
                 if position < model.forward_end {
                     state.record(model, treatments, position);
                 }

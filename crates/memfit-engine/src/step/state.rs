@@ -68,6 +68,18 @@ pub(super) struct RecordState {
     pub(super) output_refs: u32,
 }
 
+/// What a step is at when a sweep looks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Doing {
+    /// The op of the position; what starts there is alive.
+    #[default]
+    Op,
+    /// Before that op, another of forward again.
+    Replay(usize),
+    /// Before that op, updates one by one.
+    Updates,
+}
+
 /// A look at the height, as it was seen.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Look {
@@ -79,7 +91,7 @@ pub(super) struct Look {
     pub(super) replays: u32,
     /// Transfers in the section up to it.
     pub(super) transfers: u32,
-    pub(super) at: (usize, Option<usize>),
+    pub(super) at: (usize, Doing),
 }
 
 #[derive(Debug, Default, Clone)]
@@ -94,7 +106,7 @@ pub(super) struct State {
     pub(super) closure: Vec<usize>,
     pub(super) in_closure: Vec<bool>,
     pub(super) peak: u64,
-    pub(super) peak_at: Option<(usize, Option<usize>)>,
+    pub(super) peak_at: Option<(usize, Doing)>,
     /// Number of looks at the height so far, at the peak, and at which to stop.
     pub(super) tick: u64,
     pub(super) peak_tick: u64,
@@ -188,7 +200,7 @@ impl State {
     }
 
     #[inline]
-    pub(super) fn observe(&mut self, extra: u64, position: usize, replay: Option<usize>) {
+    pub(super) fn observe(&mut self, extra: u64, position: usize, doing: Doing) {
         self.tick += 1;
         let height = self.live.saturating_add(extra);
         if let Some(looks) = &mut self.looks {
@@ -198,12 +210,12 @@ impl State {
                 event: self.event as u32,
                 replays: (self.replayed.len() - self.replays_before) as u32,
                 transfers: (self.traffic.transfers.len() - self.transfers_before) as u32,
-                at: (position, replay),
+                at: (position, doing),
             });
         }
         if height > self.peak {
             self.peak = height;
-            self.peak_at = Some((position, replay));
+            self.peak_at = Some((position, doing));
             self.peak_tick = self.tick;
             if height > self.limit {
                 self.stop_tick = self.tick;
@@ -440,7 +452,7 @@ impl State {
         }
         let ground = model.ground_between.get(position).copied().unwrap_or(0);
         let extra = made.saturating_add(record.workspace).saturating_add(ground);
-        self.observe(extra, position, Some(op));
+        self.observe(extra, position, Doing::Replay(op));
         for &slot in &record.makes {
             let allocation = model.slots[slot].allocation;
             if !treatments[allocation].is_drop() {

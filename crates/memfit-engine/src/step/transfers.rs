@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use super::evaluate::Change;
 use super::model::{StepModel, op_index};
-use super::state::{Hold, State};
+use super::state::{Doing, Hold, State};
 use super::treatment::Treatment;
 use crate::trace::{AllocationId, OpIndex};
 
@@ -282,6 +282,7 @@ impl State {
         self.live = self.live.saturating_add(bytes);
         self.note(|at| Change::Made { at, slot, bytes });
         let ground = model.ground_between.get(position).copied().unwrap_or(0);
-        self.observe(ground, position, Some(model.slots[slot].maker));
+        let maker = model.slots[slot].maker;
+        self.observe(ground, position, Doing::Replay(maker));
     }
 }
