@@ -69,6 +69,9 @@ def main(arguments: list[str]) -> int:
         ours += points.duels(front(row for row in rows if row["model"] == model))
     ours = [point for point in ours if _wanted(point, chosen)]
     _print_estimate(runner, "memfit's", ours, eager)
+    for row in eager:
+        if any(_needs_trace(runner, point) for point in ours if point["model"] == row["model"]):
+            _prepared(runner, row)
     rows += _with_rounding(runner, runner.rows(ours))
     rows.sort(key=lambda row: (chosen.models.index(row["model"]), _position(row)))
     verdicts = judge(rows)
@@ -116,14 +119,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _rows_in(file: Path) -> list[points.Row]:
-    """The points in a results file, those that ran."""
+    """The points in a results file, those that ran or were refused."""
     results = json.loads(file.read_text())
     here, there = Machine.here().torch, results["machine"]["torch"]
     if here != there:
         sys.exit(f"{file}: measured with torch {there}, this is {here}")
     measured = {"measured": results["machine"]["date"]}
     rows: list[points.Row] = results["rows"]["points"]
-    return [{**measured, **row} for row in rows if "peak_bytes" in row]
+    return [{**measured, **row} for row in rows if "peak_bytes" in row or "refused" in row]
 
 
 def _earlier(rows: list[points.Row]) -> str:
@@ -137,31 +140,41 @@ def _wanted(point: points.Point, chosen: argparse.Namespace) -> bool:
 
 
 def _start(runner: Runner, chosen: argparse.Namespace) -> list[points.Row]:
-    """Capture and profile every model, and measure eager."""
+    """Capture and profile every model, unless results say what that gave, and measure eager."""
     rows = []
     for model in chosen.models:
-        point = {"model": model, "quick": chosen.quick}
-        prepared = runner.row({**point, "method": "prepare"})
-        if "failed" in prepared:
-            sys.exit(f"{model}: {prepared['failed']}")
-        profiled = {key: prepared[key] for key in PROFILED if key in prepared}
-        rows.append({**runner.row({**point, "method": "eager"}), **profiled})
+        row = runner.row({"model": model, "quick": chosen.quick, "method": "eager"})
+        if not all(key in row for key in PROFILED):
+            prepared = _prepared(runner, row)
+            row = {**row, **{key: prepared[key] for key in PROFILED if key in prepared}}
+        rows.append(row)
     return rows
+
+
+def _prepared(runner: Runner, row: points.Row) -> points.Row:
+    """Trace and op times of a model, for all of memfit's points of it that are run."""
+    prepared = runner.row({"model": row["model"], "quick": row["quick"], "method": "prepare"})
+    if "failed" in prepared:
+        sys.exit(f"{row['model']}: {prepared['failed']}")
+    return prepared
 
 
 def _with_rounding(runner: Runner, rows: list[points.Row]) -> list[points.Row]:
     """The rows, each with what rounding alone does to its model's gradients."""
-    models = {row["model"]: row["quick"] for row in rows}
-    rounded = {
-        model: runner.row({"model": model, "quick": quick, "method": "rounding"})
-        for model, quick in models.items()
-    }
-    known = {
-        model: {"rounding_error": row["rounding_error"]}
-        for model, row in rounded.items()
-        if "rounding_error" in row
-    }
-    return [{**row, **known.get(row["model"], {})} for row in rows]
+    known = {row["model"]: row for row in rows if "rounding_error" in row}
+    for row in rows:
+        if row["model"] not in known:
+            point = {"model": row["model"], "quick": row["quick"], "method": "rounding"}
+            known[row["model"]] = runner.row(point)
+    return [{**_rounding_of(known[row["model"]]), **row} for row in rows]
+
+
+def _rounding_of(row: points.Row) -> points.Row:
+    return {key: row[key] for key in ("rounding_error",) if key in row}
+
+
+def _needs_trace(runner: Runner, point: points.Point) -> bool:
+    return point["method"] == "memfit" and not runner.known(point)
 
 
 def _points_of(chosen: argparse.Namespace, eager: list[points.Row]) -> list[points.Point]:

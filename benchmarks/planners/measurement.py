@@ -36,6 +36,10 @@ LEAST_SECONDS = 20.0
 """Of every step at least: what a machine shared with others is slow at stays so for seconds."""
 MOST = 10
 """Times as many rounds as asked for at most, for that and where a verdict is open."""
+SCATTER = 0.1
+"""Rounds whose ratios differ by more are too few for a median: which of them was disturbed?"""
+ROUNDS_OF_SCATTER = 5
+"""As many are then run at least."""
 
 
 def measure(
@@ -96,7 +100,10 @@ def _in_turn(steps: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
         step()
 
     def is_short() -> bool:
-        return len(times[1]) < rounds or sum(times[1]) < LEAST_SECONDS
+        taken = len(times[1])
+        if taken < rounds or sum(times[1]) < LEAST_SECONDS:
+            return True
+        return taken < ROUNDS_OF_SCATTER and _scatter(times[0], times[1]) > SCATTER
 
     while len(times[1]) < most and is_short():
         _round(steps, times, backwards=len(times[1]) % 2 == 1)
@@ -109,6 +116,12 @@ def _round(steps: list[Callable[[], Any]], times: list[list[float]], *, backward
     order = reversed(range(len(steps))) if backwards else range(len(steps))
     for which in order:
         times[which].append(cpu_seconds(steps[which]))
+
+
+def _scatter(eager: list[float], way: list[float]) -> float:
+    """How far apart the ratios of the rounds are."""
+    ratios = [ours / theirs for theirs, ours in zip(eager, way, strict=True)]
+    return max(ratios) / min(ratios) - 1
 
 
 def _ratios(times: list[list[float]]) -> list[float]:
