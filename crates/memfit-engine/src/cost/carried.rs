@@ -113,6 +113,7 @@ fn is_slight(op: &Op) -> bool {
     op.flops == 0 && (op.view || op.moved_bytes.0 <= SMALL)
 }
 
+/// Most bytes that an op without FLOPs moves to be one.
 const SMALL: u64 = 1 << 16;
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]

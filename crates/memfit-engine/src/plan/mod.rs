@@ -378,7 +378,7 @@ pub struct Plan {
     pub arena: Option<Arena>,
     /// Planned over unplanned step time.
     pub predicted_step_ratio: f64,
-    /// No allowed plan within the budget can be faster than this ratio.
+    /// No allowed plan within the budget can be faster than this ratio; 1 where none was found to fit.
     pub lower_bound_ratio: f64,
     /// Where the costs come from: `roofline (...)` or `profile (...)`.
     pub cost_source: String,

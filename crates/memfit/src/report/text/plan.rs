@@ -85,10 +85,13 @@ fn estimates(document: &PlanDocument) -> Table {
         "Step time".to_owned(),
         words::ratio(1.0),
         words::ratio(plan.predicted_step_ratio),
-        format!(
-            "at least {} under this budget",
-            words::ratio(plan.lower_bound_ratio)
-        ),
+        match document.verdict {
+            Verdict::Fits => format!(
+                "at least {} under this budget",
+                words::ratio(plan.lower_bound_ratio)
+            ),
+            Verdict::DoesNotFit => "of the plan of lowest peak".to_owned(),
+        },
     ]);
     table.row([
         "Lowest peak".to_owned(),
@@ -340,6 +343,9 @@ mod tests {
         document.budget_bytes = Bytes(2 << 30);
         document.next_class = None;
         let text = plan(&document, Palette::PLAIN);
+        // There is no plan to be at least as slow as anything.
+        assert!(text.contains("1.15 x  of the plan of lowest peak\n"));
+        assert!(!text.contains("under this budget"));
         let answer = text.split("\n\n").last().unwrap_or_default();
         insta::assert_snapshot!(answer, @r"
         DOES NOT FIT: the smallest peak found is 2.54 GiB, 553.0 MiB over what the budget allows
