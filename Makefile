@@ -11,12 +11,17 @@ CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 
+# Another torch than that of requirements.txt, with what the tests need, in an environment of its own.
+TORCH ?= 2.10.0
+OTHER := .venv-torch-$(TORCH)
+TESTS ?= tests
+
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml
 
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help venv demo test test-rust test-python examples lint lint-rust lint-python format docs clean
+.PHONY: help venv demo test test-rust test-python test-torch examples lint lint-rust lint-python format docs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +39,9 @@ test-rust: $(INSTALLED)
 
 test-python: venv
 	$(BIN)/python -m pytest
+
+test-torch: $(OTHER)/.memfit ## Run the Python tests against another torch: make test-torch TORCH=2.12.1
+	$(OTHER)/bin/python -m pytest $(TESTS)
 
 examples: venv ## Verify all examples at three budgets and write the table of results
 	$(BIN)/python benchmarks/examples.py
@@ -92,3 +100,20 @@ $(BUILT): pyproject.toml $(RUST_SOURCES) $(INSTALLED)
 	@touch $@.begun  # What changes while it builds is newer than the stamp, and built next time.
 	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
 	@mv $@.begun $@
+
+$(OTHER)/.installed: requirements.txt $(CREATED)
+	@$(BIN)/python -m venv $(OTHER)
+	@grep -vE '^torch(vision)?==' requirements.txt > $(OTHER)/requirements.txt
+	@$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH) torchvision --requirement $(OTHER)/requirements.txt \
+	    2> $(OTHER)/pip.log || { \
+	    echo "torch $(TORCH) cannot be installed: $$(grep ERROR $(OTHER)/pip.log | tail -1)" >&2; \
+	    rm -rf $(OTHER); exit 1; \
+	}
+	@touch $@
+
+# The wheel as a user gets it; what cargo built for .venv is not built again.
+$(OTHER)/.memfit: $(OTHER)/.installed $(BUILT) $(shell find python -name '*.py')
+	@rm -rf $(OTHER)/wheel
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin build --release --quiet --out $(OTHER)/wheel
+	@$(OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall $(OTHER)/wheel/memfit-*.whl
+	@touch $@

@@ -1,9 +1,11 @@
-"""What all tests share: the `gpu` marker, few threads, and a small heap to search."""
+"""What all tests share: markers for what is not everywhere, few threads, a small heap to search."""
 
 import gc
 
 import pytest
 import torch
+
+from memfit.torch_versions import offloaded_parameters_refusal
 
 torch.set_num_threads(2)
 
@@ -16,10 +18,11 @@ def _heap_of_its_own():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, and say so."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device on this machine")
+    """Skip tests that need what is not here, and say so."""
+    lacking = {"offloads_parameters": offloaded_parameters_refusal()}
+    if not torch.cuda.is_available():
+        lacking["gpu"] = "no CUDA device on this machine"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for marker, reason in lacking.items():
+            if reason is not None and marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -31,12 +31,14 @@ from memfit.errors import (
     PoolError,
     RecoveryWarning,
     SnapshotError,
+    TorchVersionWarning,
     TraceFileError,
     UsageError,
     WorkloadError,
 )
 from memfit.leases import Lease, lease
 from memfit.snapshots import explain
+from memfit.torch_required import require_torch
 
 if TYPE_CHECKING:
     from memfit.capture.weightless import weightless
@@ -75,6 +77,7 @@ __all__ = [
     "Prediction",
     "RecoveryWarning",
     "SnapshotError",
+    "TorchVersionWarning",
     "Trace",
     "TraceFileError",
     "UsageError",
@@ -115,6 +118,8 @@ _HOMES = {
     "weightless": "memfit.capture.weightless",
 }
 
+_WITHOUT_TORCH = frozenset({"memfit.placement"})
+
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use."""
@@ -122,6 +127,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         message = f"module `memfit` has no attribute `{name}`"
         raise AttributeError(message)
+    if home not in _WITHOUT_TORCH:
+        require_torch()
     return getattr(import_module(home), name)
 
 

@@ -255,6 +255,10 @@ class DivergenceWarning(UserWarning):
     """The running model left the recorded step; tensors are kept instead of dropped."""
 
 
+class TorchVersionWarning(UserWarning):
+    """The installed torch is newer than those memfit was tested with, or one of several."""
+
+
 class NotCompiledWarning(UserWarning):
     """A step that was asked to be compiled runs eager, or runs compiled above its budget."""
 

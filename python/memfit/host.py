@@ -21,7 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from memfit import torch_versions
 from memfit.errors import CaptureError, DoesNotFit, LeaseError, MemfitError, WorkloadError
+from memfit.torch_required import require_torch
 
 if TYPE_CHECKING:
     from memfit.workload import Workload
@@ -56,7 +58,7 @@ class Host:
             target: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
             settings: Arguments of the function.
         """
-        with _user_output():
+        with _torch():
             import_module("memfit.capture")  # so that the capture's time holds no imports
             self._built = (target, settings, _lightest(target, settings))
 
@@ -78,7 +80,7 @@ class Host:
         Returns:
             The encoded trace.
         """
-        with _user_output():
+        with _torch():
             from memfit.capture import capture
             from memfit.capture.weightless import WeightsNeededError
             from memfit.target import workload_factory
@@ -105,7 +107,7 @@ class Host:
         Returns:
             The encoded trace with what came of it.
         """
-        with _user_output():
+        with _torch():
             from memfit._native import Trace
             from memfit.capture.alternatives import with_alternatives
 
@@ -123,7 +125,7 @@ class Host:
         Returns:
             A cost source as JSON.
         """
-        with _user_output():
+        with _torch():
             from memfit._native import Trace
             from memfit.costs import profiled
             from memfit.target import workload_factory
@@ -140,7 +142,7 @@ class Host:
         Returns:
             A device profile as JSON.
         """
-        with _user_output():
+        with _torch():
             from memfit.costs import device_profile
 
             return json.dumps(device_profile(device_kind, file))
@@ -156,7 +158,7 @@ class Host:
         Returns:
             An offer of the engine as JSON.
         """
-        with _user_output():
+        with _torch():
             from memfit.costs import offer
 
             known = json.loads(profile) if profile else {}
@@ -170,6 +172,7 @@ class Host:
         """
         from memfit.besides import expected
 
+        require_torch(_warn)
         return expected(device)
 
     def profile_path(self, device_kind: str) -> Path:
@@ -197,7 +200,7 @@ class Host:
         """
         # Read when torch is imported; see `memfit.measure.curves`.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        with _user_output():
+        with _torch():
             from memfit.profiles import make
 
             found = make(device_kind, seconds=seconds, folder=folder)
@@ -214,7 +217,7 @@ class Host:
         Returns:
             The comparison as JSON.
         """
-        with _user_output():
+        with _torch():
             from memfit.target import workload_factory
             from memfit.verify import verify
 
@@ -240,14 +243,20 @@ class Host:
         Returns:
             The comparison as JSON, or why the step runs eager.
         """
-        with _user_output():
+        with _torch():
             from memfit._native import Trace
-            from memfit.compiled.verify import verify_compiled
+            from memfit.compiled import toolchain
             from memfit.target import workload_factory
+
+            recorded = json.loads(Trace.decode(trace).json())
+            missing = toolchain.missing(recorded["meta"]["device_kind"])
+            if missing is not None:
+                return json.dumps({"not_compiled": missing})
+            from memfit.compiled.verify import verify_compiled
 
             found = verify_compiled(
                 workload_factory(target, settings),
-                json.loads(Trace.decode(trace).json()),
+                recorded,
                 budget_bytes,
                 json.loads(request_json),
             )
@@ -291,6 +300,9 @@ class Host:
         from memfit.adopt.room import Wish
         from memfit.tracking import watched
 
+        # A script that needs no torch runs without it; one that does says so itself.
+        if budget is not None or torch_versions.installed():
+            require_torch(_warn)
         found = watched.run(
             command,
             is_module=is_module,
@@ -356,11 +368,22 @@ def _lightest(target: str, settings: Settings) -> Workload:
 
 
 @contextlib.contextmanager
-def _user_output() -> Iterator[None]:
-    """Send what user code prints to standard error: standard output is for the report."""
+def _torch() -> Iterator[None]:
+    """Have a torch that memfit supports, and what user code prints on standard error.
+
+    Standard output is for the report.
+
+    Raises:
+        UsageError: There is no such torch.
+    """
+    require_torch(_warn)
     os.environ.setdefault(_PROFILER_LOG, "99")
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def _warn(remark: str) -> None:
+    sys.stderr.write(f"warning: {remark}\n")
 
 
 def _own_traceback(error: BaseException) -> str:

@@ -349,6 +349,11 @@ def _compiled(
     eager: Callable[[Any], Fitted] | None,
 ) -> Fitted | str:
     """The workload fitted under ``torch.compile``, or why it cannot be."""
+    from memfit.compiled import toolchain
+
+    missing = toolchain.missing(_meta(recorded)["device_kind"])
+    if missing is not None:
+        return missing
     from memfit.compiled.fit import fit_compiled
 
     request = {

@@ -12,6 +12,8 @@ from torch import nn
 
 from memfit.fixed import viewed
 
+pytestmark = pytest.mark.offloads_parameters
+
 DEEP = """
     import torch
     from torch import nn

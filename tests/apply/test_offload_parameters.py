@@ -25,6 +25,8 @@ from memfit.measure.peak import storage_bytes
 from memfit.verify import verify
 from memfit.workload import Workload
 
+pytestmark = pytest.mark.offloads_parameters
+
 WIDTH, LAYERS = 64, 6
 WEIGHT = 4 * WIDTH * WIDTH
 NOTHING = {"actions": []}

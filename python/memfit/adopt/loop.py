@@ -37,6 +37,7 @@ from memfit.apply.offload_parameters import bring_parameters_home
 from memfit.barrier import owner_of, without_barrier
 from memfit.errors import MemfitError
 from memfit.fitted import Fitted
+from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.tracking import cpu
 from memfit.workload import Workload
 
@@ -385,6 +386,8 @@ class Loop:
             step.keep_parameters()
         if step.not_offloaded:
             self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
+        elif self._place is not None and (why := offloaded_parameters_refusal()) is not None:
+            self.notes[f"parameters are not offloaded: {why}"] = None
         made = step.plan(self._room.within(self._budget), outside)
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes

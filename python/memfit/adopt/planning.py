@@ -27,6 +27,7 @@ from memfit.costs import offer
 from memfit.errors import MemfitError
 from memfit.places import HOST
 from memfit.profiles import usable
+from memfit.torch_versions import offloaded_parameters_refusal
 
 _NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
 """What needs a step that is memfit's own."""
@@ -70,6 +71,7 @@ class RecordedStep:
             fixed=roles.fixed,
             fused_optimizer_refusal="the script calls the optimizer",
             per_parameter_refusal=observation.state_stays,
+            offloaded_parameters_refusal=offloaded_parameters_refusal(),
         )
         if observation.device_kind == "cpu":
             facts.workspace = {i: size for i, size in enumerate(recorder.scratch) if size > 0}

@@ -33,6 +33,7 @@ from memfit.apply.tiers import open_tier
 from memfit.barrier import Barrier, owner_of, without_barrier
 from memfit.errors import OffloadError, UsageError
 from memfit.fixed import is_fixed, viewed
+from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -118,15 +119,14 @@ class _Item:
 
     def make(self) -> Tensor:
         """Have memory for it, as a tensor of bytes."""
-        torch._C._clear_storage_data_ptr_access_error_msg(self.storage._cdata)
+        allow_reads(self.storage)
         self.storage.resize_(self.size_bytes)
         return bytes_of(self.tensors[0])
 
     def let_go(self) -> None:
         """Let its memory go. Whoever shares the storage gets an error in place of a wrong byte."""
         self.storage.resize_(0)
-        message = f"the parameter `{self.name}` is elsewhere, by memfit's plan"
-        torch._C._set_storage_data_ptr_access_error_msg(self.storage._cdata, message)
+        forbid_reads(self.storage, f"the parameter `{self.name}` is elsewhere, by memfit's plan")
 
     def send(self, tier: Tier) -> None:
         """Begin to write it.
@@ -203,9 +203,13 @@ class ParametersElsewhere:
             folder: Where to, instead of where the plan says.
 
         Raises:
-            UsageError: There is no such tier, or memory of a parameter cannot be let go.
+            UsageError: This torch cannot, there is no such tier, or memory of a parameter cannot be
+                let go.
             OffloadError: The folder cannot be used.
         """
+        if (why := offloaded_parameters_refusal()) is not None:
+            message = f"the plan offloads parameters: {why}\nhint: plan again with this torch"
+            raise UsageError(message)
         window_bytes = max(directions.ahead_bytes, 1)
         self.tier: Tier = open_tier(directions.tier, window_bytes, folder or directions.folder)
         self._model = model

@@ -63,6 +63,7 @@ class StepFacts:
         loss: Value of the loss, or ``None``.
         fused_optimizer_refusal: Why the optimizer cannot run inside backward.
         per_parameter_refusal: Why it cannot run parameter by parameter after backward.
+        offloaded_parameters_refusal: Why parameters cannot be offloaded with this torch.
         probe_threads: Threads that the workspace probes ran with.
         notes: Things the reader should know.
         workspace: Scratch bytes by op index.
@@ -86,6 +87,7 @@ class StepFacts:
     loss: int | None = None
     fused_optimizer_refusal: str | None = None
     per_parameter_refusal: str | None = None
+    offloaded_parameters_refusal: str | None = None
     probe_threads: int = 0
     notes: list[str] = field(default_factory=list)
     workspace: dict[int, int] = field(default_factory=dict)
@@ -189,6 +191,7 @@ def _meta(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
         "probe_threads": facts.probe_threads,
         "fused_optimizer_refusal": facts.fused_optimizer_refusal,
         "per_parameter_refusal": facts.per_parameter_refusal,
+        "offloaded_parameters_refusal": facts.offloaded_parameters_refusal,
         "loss_reduction": loss_reduction(recorder, facts).kind,
         "fixed_parameters": sorted(facts.fixed),
         "notes": [*recorder.notes, *facts.notes],

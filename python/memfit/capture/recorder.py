@@ -44,6 +44,7 @@ from memfit.capture.schema import OpFacts, draws_random_numbers, facts_of, reduc
 from memfit.capture.scratch_ops import takes_scratch
 from memfit.capture.shadow import Shadows, UnknownValueError
 from memfit.capture.source_line import SourceLines
+from memfit.capture.view_replays import ViewReplays
 from memfit.errors import CaptureError, UsageError
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -149,6 +150,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scratch_calls: dict[int, Call] = {}
         self.shadows = Shadows(self.ledger)
         self.failure: str | None = None
+        self._view_replays = ViewReplays()
         self._fake_mode = fake_mode
         self._own_parameters = own_parameters
         self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
@@ -175,6 +177,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unpacked, self.saved.unpacked = self.saved.unpacked, None
         if func is _DETACH and id(args[0]) == unpacked:
             return func(*args, **kwargs)
+        if self._view_replays.is_next(func, args):
+            out = func(*args, **kwargs)
+            self._view_replays.ran(out)
+            return out
         ledger = self.ledger
         index = ledger.now
         if self._fake_mode is not None and not facts.lift:
@@ -197,6 +203,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ledger.now = index
             raise
         self._write_down(index, func, facts, args, kwargs, read, reads, out)
+        if facts.written and self._fake_mode is not None:
+            self._view_replays.expect(written_tensors(facts, args, kwargs), read_tensors)
         return out
 
     def _run(

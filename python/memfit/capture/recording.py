@@ -34,6 +34,7 @@ from memfit.capture.weightless import require_weights
 from memfit.capture.workspace import probe_scratch
 from memfit.collection import no_collection
 from memfit.errors import CaptureError, WorkloadError
+from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.workload import Workload, batch_size
 
 
@@ -277,6 +278,7 @@ def _record(
         loss=roles.loss,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
         per_parameter_refusal=per_parameter_refusal(stage),
+        offloaded_parameters_refusal=offloaded_parameters_refusal(),
     )
     if probe and stage.device == "cpu":
         scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from memfit.capture.call_shape import Call
+from memfit.torch_versions import profiled_memory
 
 LARGEST_SHARE = 0.25
 """A probe is skipped when its tensors take more than this share of the available memory."""
@@ -116,10 +117,9 @@ def _measure(calls: list[Call], settings: tuple[object, ...]) -> set[str]:
     ran: dict[int, tuple[Call, tuple[int, ...]]] = {}
     if not calls:
         return failed
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
     with (
         torch.enable_grad(),  # an RNN without it leaves no state for its backward
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+        profiled_memory() as profiled,
     ):
         for number, call in enumerate(calls):
             try:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from memfit import _native
 from memfit.compiled.joint import Joint, Op
@@ -22,6 +21,7 @@ from memfit.compiled.nominal import Cost
 from memfit.compiled.place import Place
 from memfit.compiled.rates import NOMINAL
 from memfit.compiled.schedule import Decision
+from memfit.torch_versions import size_hint
 
 FORBIDDEN = (
     "fuse_optimizer",
@@ -173,7 +173,7 @@ class _Writer:
         shape: list[int] = []
         dtype = "float32"
         if isinstance(value, torch.Tensor):
-            shape = [int(optimization_hint(s, fallback=1)) for s in value.shape]
+            shape = [size_hint(s, 1) for s in value.shape]
             dtype = str(value.dtype).removeprefix("torch.")
         return {
             "allocation": tensor.storage,

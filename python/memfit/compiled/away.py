@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._library.custom_ops import CustomOpDef
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensor
 
 from memfit.compiled import transfers
 from memfit.compiled.joint import Joint
 from memfit.compiled.schedule import Schedule
+from memfit.torch_versions import is_dense
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer takes some tens of microseconds whatever its size."""
@@ -48,8 +48,7 @@ def _is_whole(value: object, storage_bytes: int) -> bool:
     extents = (*value.size(), *value.stride())
     if not all(isinstance(extent, int) for extent in extents):
         return False
-    dense = bool(is_non_overlapping_and_dense_or_false(value))
-    return dense and value.numel() * value.element_size() == storage_bytes
+    return is_dense(value) and value.numel() * value.element_size() == storage_bytes
 
 
 def write_forward(joint: Joint, made: Schedule, forward: fx.GraphModule) -> None:

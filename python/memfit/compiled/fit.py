@@ -1,8 +1,9 @@
 """From a workload and a budget to a compiled step, or to the reason why not.
 
-Responsible for the order of questions: can Inductor compile here, is the step one that compiles,
-which graphs has it, does a division of the budget fit. Not responsible for the answers (the other
-files of this package) nor for the eager plan that is used instead (:mod:`memfit.questions`).
+Responsible for the order of questions: is the step one that compiles, which graphs has it, does a
+division of the budget fit. Not responsible for the answers (the other files of this package), nor
+for the eager plan that is used instead (:mod:`memfit.questions`). Whether Inductor can compile here
+was asked before (:mod:`memfit.compiled.toolchain`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.compiled import toolchain
 from memfit.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
 from memfit.compiled.partitioner import Partitioner
 from memfit.compiled.place import Place
@@ -62,7 +62,7 @@ def fit_compiled(
     Returns:
         The fitted workload, or why it cannot run compiled under that budget.
     """
-    reason = _refusal(workload, request) or toolchain.missing(trace["meta"]["device_kind"])
+    reason = _refusal(workload, request)
     if reason is not None:
         return NotCompiled(reason)
     at_home = beside_graphs(trace)

@@ -19,24 +19,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.utils import (
-    _is_fwd_seed_offset,
-    _is_primal,
-    _is_tangent,
-    is_with_effects,
-)
+from torch._functorch._aot_autograd.utils import is_with_effects
 from torch._functorch.partitioners import (
     _has_tag_is_backward,
     _is_backward_state,
     _must_be_in_backward,
     _must_be_in_forward,
-    is_rng_op,
 )
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from memfit.compiled.fusion import Loop, loop_of
+from memfit.torch_versions import is_forward_seed_offset, is_primal, is_tangent, size_hint
 
 _UNKNOWN_SIZE = 4096
 """Stands for a size that has no hint, as in torch's own partitioner."""
@@ -217,7 +211,7 @@ def read(module: fx.GraphModule, num_forward_outputs: int) -> Joint | Unsupporte
 def _unsupported(node: fx.Node) -> str | None:
     if is_with_effects(node):
         return f"`{node.name}` is ordered by an effect token"
-    if _is_backward_state(node) or _is_fwd_seed_offset(node):
+    if _is_backward_state(node) or is_forward_seed_offset(node):
         return f"the graph takes `{node.name}`, which ties backward to forward"
     if node.op in {"call_module", "call_method"}:
         return f"`{node.name}` is a `{node.op}`"
@@ -236,7 +230,7 @@ def bytes_of(value: Any) -> int:
 
 
 def _numel_of(value: Any) -> int:
-    return int(optimization_hint(value.numel(), fallback=_UNKNOWN_SIZE))
+    return size_hint(value.numel(), _UNKNOWN_SIZE)
 
 
 class _Reader:
@@ -288,7 +282,7 @@ class _Reader:
                 joint.symbols.append(node)
             return
         size = bytes_of(value)
-        if _is_tangent(node):
+        if is_tangent(node):
             joint.tangent_bytes += size
         else:
             joint.input_bytes += size
@@ -364,7 +358,7 @@ def _after_tangents(module: fx.GraphModule) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            if _is_tangent(node):
+            if is_tangent(node):
                 found.add(node)
         elif node.op == "call_function" and (
             _has_tag_is_backward(node)
@@ -445,9 +439,22 @@ def _replayable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target._schema.is_mutable or is_rng_op(node) or target.namespace in _COLLECTIVES:
+    if target._schema.is_mutable or _is_random(node) or target.namespace in _COLLECTIVES:
         return False
     return not node.is_impure(impure_random=False)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers; attention does only where its dropout is not 0."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return bool(node.kwargs.get("dropout_p", given) != 0.0)
+    return True
 
 
 def _flops(node: fx.Node) -> int:
@@ -471,7 +478,7 @@ def _flops(node: fx.Node) -> int:
 
 def _with_hints(value: torch.Tensor) -> torch.Tensor:
     """A meta tensor of the sizes that a symbolic one most likely has."""
-    sizes = [int(optimization_hint(s, fallback=_UNKNOWN_SIZE)) for s in value.shape]
+    sizes = [size_hint(s, _UNKNOWN_SIZE) for s in value.shape]
     return torch.empty(sizes, dtype=value.dtype, device="meta")
 
 
@@ -481,4 +488,4 @@ def primals(module: fx.GraphModule) -> list[fx.Node]:
     Args:
         module: A joint graph.
     """
-    return [n for n in module.graph.find_nodes(op="placeholder") if _is_primal(n)]
+    return [n for n in module.graph.find_nodes(op="placeholder") if is_primal(n)]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._functorch.compile_utils import raise_getitems
 from torch._functorch.partitioners import (
     _extract_fwd_bwd_modules,
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.compiled import away
 from memfit.compiled.joint import Joint, primals
 from memfit.compiled.schedule import Schedule
+from memfit.torch_versions import is_tangent
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -45,7 +45,7 @@ def partition(
     """
     inputs = primals(joint.module)
     tensors = [joint.tensors[t].node for t in (*made.inputs, *made.saved)]
-    saved = [n for n in tensors if not _is_tangent(n)]
+    saved = [n for n in tensors if not is_tangent(n)]
     symbols = list(dict.fromkeys(joint.symbols))
     forward, backward = _extract_fwd_bwd_modules(
         joint.module,

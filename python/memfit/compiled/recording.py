@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import get_inputs_devices
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
-from torch._inductor import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from memfit.compiled import said_once
 from memfit.compiled.joint import Joint, bytes_of, read
 from memfit.compiled.partition import Modules, partition
 from memfit.compiled.partitioner import signature
 from memfit.compiled.schedule import Decision, schedule
+from memfit.torch_versions import run_joint_passes
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,11 +119,9 @@ class _Recorder:
         static_lifetime_input_indices: list[int] | None = None,
         **_: Any,
     ) -> Modules:
-        devices = get_inputs_devices(joint_inputs, gm)
+        tensors = (i for i in tree_leaves(joint_inputs) if isinstance(i, Tensor))
         with V.set_fake_mode(detect_fake_mode(joint_inputs)):
-            gm = compile_fx._recursive_joint_graph_passes(
-                gm, skip_invoke_subgraph=True, input_device=next(iter(devices))
-            )
+            gm = run_joint_passes(gm, next((t.device for t in tensors), None))
         name = signature(gm, num_fwd_outputs)
         gm.graph.eliminate_dead_code()
         joint = read(gm, num_fwd_outputs)

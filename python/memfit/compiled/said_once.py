@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
-import torch._dynamo.config as dynamo
+from memfit.torch_versions import ignoring_loggers
 
 _ONCE = "_once"
 
@@ -19,8 +19,4 @@ _ONCE = "_once"
 def left_out() -> contextlib.AbstractContextManager[None]:
     """While it lasts, dynamo traces past them."""
     once = {method for name, method in vars(logging.Logger).items() if name.endswith(_ONCE)}
-    ignored = {*dynamo.ignore_logging_functions, *once}
-    context: contextlib.AbstractContextManager[None] = dynamo.patch(
-        ignore_logging_functions=ignored
-    )
-    return context
+    return ignoring_loggers(once)

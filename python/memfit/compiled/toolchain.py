@@ -1,10 +1,12 @@
 """Whether Inductor can compile on this machine.
 
-Responsible for the reasons it cannot, before anything is compiled. Not responsible for what to do
-then: :mod:`memfit.compiled.fit` runs the eager plan.
+Responsible for the reasons it cannot, before anything is compiled or imported that needs it. Not
+responsible for what to do then: who asks runs the eager plan.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
 
 
 def missing(device_kind: str) -> str | None:
@@ -21,7 +23,11 @@ def missing(device_kind: str) -> str | None:
     except ImportError as error:
         return f"this torch has no Inductor: {error}"
     if not hasattr(config, "custom_partitioner_fn"):
-        return "this torch's Inductor takes no partitioner: it needs torch 2.9 or later"
+        return "this torch's Inductor takes no partitioner: it needs torch 2.10 or later"
+    try:
+        import_module("memfit.compiled.fit")
+    except ImportError as error:
+        return f"compiled plans do not know this torch: {error}"
     try:
         cpp_builder.get_cpp_compiler()
     except (exc.InvalidCxxCompiler, RuntimeError) as error:

@@ -8,7 +8,6 @@ Resident set size is never used: the C library keeps freed pages.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.away_state import in_memory
 from memfit.barrier import owner_of, without_barrier
 from memfit.collection import collected_before
+from memfit.torch_versions import profiled_memory
 from memfit.workload import Workload
 
 
@@ -103,11 +103,8 @@ _MOST_CALLS = 4
 
 
 def _cpu_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
     known = _places(static)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiled:
+    with profiled_memory() as profiled:
         if any(owner_of(tensor) is not None for tensor in static):
             for _ in range(_MOST_CALLS):
                 call()

@@ -81,6 +81,9 @@ pub(super) fn offload_parameters(trace: &Trace, request: &PlanRequest) -> Option
     if request.own_loop {
         return Some("the step is run by the user's own loop".to_owned());
     }
+    if let Some(reason) = &trace.meta.offloaded_parameters_refusal {
+        return Some(reason.clone());
+    }
     // Without an optimizer nothing needs all parameters at once.
     let optimizer = (!trace.meta.optimizer.is_empty()).then_some(&trace.meta.per_parameter_refusal);
     if let Some(Some(reason)) = optimizer {

@@ -132,6 +132,9 @@ pub struct Meta {
     /// Why the optimizer step cannot run parameter by parameter once all gradients are there; absent when it can.
     #[serde(default = "unknown_optimizer")]
     pub per_parameter_refusal: Option<String>,
+    /// Why parameters cannot be offloaded with the torch that captured the step; absent when they can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offloaded_parameters_refusal: Option<String>,
     /// Batch size at which workspaces were probed; 0 when it is `batch`.
     #[serde(default)]
     pub probed_batch: u64,

@@ -26,6 +26,7 @@ impl Builder {
             probed_batch: 0,
             fused_optimizer_refusal: None,
             per_parameter_refusal: None,
+            offloaded_parameters_refusal: None,
             loss_reduction: "mean".into(),
             fixed_parameters: Vec::new(),
             notes: Vec::new(),

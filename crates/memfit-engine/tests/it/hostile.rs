@@ -176,6 +176,7 @@ prop_compose! {
                 probed_batch: 3,
                 fused_optimizer_refusal: None,
             per_parameter_refusal: None,
+            offloaded_parameters_refusal: None,
                 loss_reduction: "mean".into(),
                 fixed_parameters: Vec::new(),
                 notes: Vec::new(),

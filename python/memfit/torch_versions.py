@@ -1,0 +1,284 @@
+"""The range of torch versions that memfit supports, and everything that differs within it.
+
+Responsible for saying which torch Python would import, whether memfit can work with it, and for
+each private name and behaviour of torch that one supported version has and another has not.
+Everything else that memfit takes from behind torch's underscores is the same throughout the range;
+``tests/torch_versions`` lists it and looks it up. Not responsible for raising: who needs torch asks
+:mod:`memfit.torch_required`.
+
+Imports nothing of memfit, and torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.machinery import PathFinder
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+OLDEST = (2, 10)
+"""First minor version of torch that memfit supports."""
+
+NEWEST = (2, 15)
+"""Last minor version of torch that memfit was tested with."""
+
+OFFLOADED_PARAMETERS_SINCE = (2, 12)
+"""First version that turns a read through a stale view of an emptied storage into an error: before
+it, nothing takes torch's message off a storage again (``torch/csrc/Module.cpp``,
+``_clear_storage_data_ptr_access_error_msg``), and without the message such a read crashes."""
+
+Version = tuple[int, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Installed:
+    """A torch on Python's path.
+
+    Attributes:
+        version: Its full version, as ``torch.__version__`` has it.
+        folder: Folder of the package.
+    """
+
+    version: str
+    folder: Path
+
+
+def installed() -> list[Installed]:
+    """Each torch on Python's path, the one that ``import torch`` takes first.
+
+    Reads the version beside the package instead of importing it, which takes seconds.
+    """
+    loaded = sys.modules.get("torch")
+    found = [] if loaded is None else [_of(Path(str(loaded.__file__)).parent)]
+    for entry in dict.fromkeys(sys.path):
+        spec = PathFinder.find_spec("torch", [entry or "."])
+        if spec is not None and spec.origin is not None:
+            found.append(_of(Path(spec.origin).parent))
+    return list({torch.folder: torch for torch in found if torch is not None}.values())
+
+
+def _of(folder: Path) -> Installed | None:
+    """The torch in a folder; ``None`` where there is something else by that name."""
+    with contextlib.suppress(OSError):
+        text = (folder / "version.py").read_text(encoding="utf-8")
+        if match := re.search(r"^__version__ *= *['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return Installed(match.group(1), folder.resolve())
+    return None
+
+
+def minor(version: str) -> Version | None:
+    """Major and minor version of a version as text; ``None`` where it has none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return None if match is None else (int(match.group(1)), int(match.group(2)))
+
+
+def refusal() -> str | None:
+    """Why memfit cannot work with the installed torch, as a sentence; ``None`` where it can."""
+    found = installed()
+    if not found:
+        return "memfit needs torch, which is not installed: `pip install torch`"
+    here = minor(found[0].version)
+    if here is None or here < OLDEST:
+        return (
+            f"{_own_name()} supports torch {_said(OLDEST)} to {_said(NEWEST)}; "
+            f"this is {found[0].version}"
+        )
+    return None
+
+
+def remarks() -> list[str]:
+    """What a person should know of the installed torch although memfit works with it."""
+    found = installed()
+    if not found:
+        return []
+    said = []
+    if (minor(found[0].version) or OLDEST) > NEWEST:
+        said.append(
+            f"torch {found[0].version} is newer than {_said(NEWEST)}, the last that "
+            f"{_own_name()} was tested with"
+        )
+    if len(found) > 1:
+        others = ", ".join(f"{torch.version} in `{torch.folder}`" for torch in found[1:])
+        said.append(
+            f"two torches are on the path: {found[0].version} in `{found[0].folder}` is used, "
+            f"{others} is not"
+        )
+    return said
+
+
+def offloaded_parameters_refusal() -> str | None:
+    """Why parameters cannot be offloaded with this torch; ``None`` where they can."""
+    import torch
+
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        return None
+    since = _said(OFFLOADED_PARAMETERS_SINCE)
+    return f"it needs torch {since} or later; this is {torch.__version__}"
+
+
+def forbid_reads(storage: torch.UntypedStorage, message: str) -> None:
+    """Make a read of a storage that lost its memory an error with a message."""
+    import torch
+
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def allow_reads(storage: torch.UntypedStorage) -> None:
+    """Take back :func:`forbid_reads`. Only where :func:`offloaded_parameters_refusal` is none."""
+    import torch
+
+    torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
+NAMES = {
+    "is_primal": (
+        "torch._functorch._aot_autograd.utils:_is_primal",  # 2.11 on
+        "torch._functorch.partitioners:_is_primal",
+    ),
+    "is_tangent": (
+        "torch._functorch._aot_autograd.utils:_is_tangent",
+        "torch._functorch.partitioners:_is_tangent",
+    ),
+    "is_forward_seed_offset": (
+        "torch._functorch._aot_autograd.utils:_is_fwd_seed_offset",
+        "torch._functorch.partitioners:_is_fwd_seed_offset",
+    ),
+    "is_dense": (
+        "torch._prims_common:is_non_overlapping_and_dense_or_false",
+        "torch._prims_common:is_non_overlapping_and_dense",
+    ),
+    "size_hint": (
+        "torch.fx.experimental.symbolic_shapes:optimization_hint",
+        "torch.fx.experimental.symbolic_shapes:size_hint",
+    ),
+}
+"""Functions that torch renamed or moved within the range, by what memfit calls them: where each is
+to be found, the newest place first."""
+
+
+@cache
+def function(name: str) -> Callable[..., Any]:
+    """A function of torch by memfit's name for it.
+
+    Args:
+        name: A key of :data:`NAMES`.
+
+    Raises:
+        ImportError: This torch has it in none of the known places.
+    """
+    for place in NAMES[name]:
+        module, _, attribute = place.partition(":")
+        with contextlib.suppress(ImportError, AttributeError):
+            return cast("Callable[..., Any]", getattr(import_module(module), attribute))
+    places = ", ".join(f"`{place.replace(':', '.')}`" for place in NAMES[name])
+    raise ImportError(f"this torch has none of {places}, which memfit needs")
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Whether a placeholder of a joint graph is an input of forward."""
+    return bool(function("is_primal")(node))
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of a joint graph is the gradient of an output."""
+    return bool(function("is_tangent")(node))
+
+
+def is_forward_seed_offset(node: fx.Node) -> bool:
+    """Whether a placeholder of a joint graph is the random state of forward."""
+    return bool(function("is_forward_seed_offset")(node))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills its extent without holes or overlaps."""
+    return bool(function("is_dense")(tensor))
+
+
+def size_hint(size: int | torch.SymInt, fallback: int) -> int:
+    """The number that stands for a size: the one it was traced with, or the fallback."""
+    hint = function("size_hint")
+    if "fallback" in signature(hint).parameters:
+        return int(hint(size, fallback=fallback))
+    known = hint(size, allow_none=True)
+    return fallback if known is None else int(known)
+
+
+def run_joint_passes(module: fx.GraphModule, device: torch.device | None) -> fx.GraphModule:
+    """Run Inductor's passes over a joint graph, those over its invoked subgraphs left out.
+
+    Args:
+        module: The graph; changed in place where torch does so.
+        device: Device of its inputs.
+    """
+    from torch._inductor import compile_fx
+
+    passes = compile_fx._recursive_joint_graph_passes
+    takes_device = "input_device" in signature(passes).parameters  # 2.11 on
+    extra = {"input_device": device} if takes_device else {}
+    returned: Any = passes(module, skip_invoke_subgraph=True, **extra)
+    return module if returned is None else cast("fx.GraphModule", returned)
+
+
+@contextlib.contextmanager
+def profiled_memory() -> Iterator[Any]:
+    """Profile what is allocated on the CPU, without a word on standard error or by a warning.
+
+    Up to 2.12 each profile warns that its events go with the next one, unless it turns all of them
+    into Python objects at its end, which takes longer than what is profiled.
+
+    Yields:
+        Torch's profile; its events are there when it has ended.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(Warning: )?Profiler clears events")
+        found: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        found.__enter__()
+    try:
+        yield found
+    finally:
+        found.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def ignoring_loggers(functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
+    """Let dynamo trace past calls of logging functions.
+
+    Args:
+        functions: Functions to pass by, next to those of dynamo's own setting.
+    """
+    import torch._dynamo.config as dynamo
+
+    current = hasattr(dynamo, "ignore_logging_functions")
+    name = "ignore_logging_functions" if current else "ignore_logger_methods"
+    with dynamo.patch({name: {*getattr(dynamo, name), *functions}}):
+        yield
+
+
+def _said(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+@cache
+def _own_name() -> str:
+    try:
+        version = importlib.metadata.version("memfit")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "memfit"
+    return f"memfit {'.'.join(version.split('.')[:2])}"
