@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.to
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help venv demo test test-rust test-python test-torch examples lint lint-rust lint-python format docs clean
+.PHONY: help venv demo test test-rust test-python test-torch examples gpu wheel lint lint-rust lint-python format docs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,14 @@ test-torch: $(OTHER)/.memfit ## Run the Python tests against another torch: make
 
 examples: venv ## Verify all examples at three budgets and write the table of results
 	$(BIN)/python benchmarks/examples.py
+
+wheel: venv ## Build the wheel into dist/
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin build --release --quiet --out dist
+
+# Depends on nothing: the machine has its own torch, and no way to fetch anything.
+gpu: ## Prove what only a GPU can (WHEEL=, PIECES=, OUT=, MINUTES=, DEVICE=; benchmarks/gpu/README.md)
+	@python3 -m benchmarks.gpu $(PIECES) --wheel $(or $(WHEEL),newest) --device $(or $(DEVICE),cuda) \
+	    --minutes $(or $(MINUTES),8) $(if $(OUT),--out $(OUT)) $(if $(MODELS),--models $(MODELS))
 
 lint: lint-rust lint-python ## Check format, lints, types, the stub, the Rust documentation
 
