@@ -21,7 +21,7 @@ RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.to
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help venv demo test test-rust test-python test-torch examples gpu wheel lint lint-rust lint-python format docs clean
+.PHONY: help venv demo test test-rust test-python install-torch test-torch examples gpu wheel lint lint-rust lint-python format docs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,8 @@ test-rust: $(INSTALLED)
 
 test-python: venv
 	$(BIN)/python -m pytest
+
+install-torch: $(OTHER)/.installed # What test-torch needs, without memfit.
 
 test-torch: $(OTHER)/.memfit ## Run the Python tests against another torch: make test-torch TORCH=2.12.1
 	$(OTHER)/bin/python -m pytest $(TESTS)
