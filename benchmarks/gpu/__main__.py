@@ -13,6 +13,7 @@ there is no GPU; 1 where one was missed, or a piece did not come to its end; 2 f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ GRACE_SECONDS = 30.0
 
 _HAS_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 _NO_GPU = 3
+_DRIVER = (Path("/proc/driver/nvidia"), Path("/dev/nvidia0"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,9 +117,17 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _has_gpu() -> bool:
-    done = subprocess.run([sys.executable, "-c", _HAS_GPU], check=False)
-    if done.returncode not in (0, _NO_GPU):
-        message = f"`{sys.executable}` has no torch: run this with the interpreter that has it"
+    """Whether torch sees a GPU.
+
+    Raises:
+        ValueError: There is a GPU, and no torch to see it with.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _HAS_GPU], capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, _NO_GPU) and any(path.exists() for path in _DRIVER):
+        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        message = f"`{sys.executable}` cannot ask torch for the GPU that is here: {said}"
         raise ValueError(message)
     return done.returncode == 0
 
@@ -154,9 +164,9 @@ def _piece(
     except subprocess.TimeoutExpired:
         return "it did not end when its time was over"
     finally:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # also what a piece left behind
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
     print(f"{piece}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return f"it ended with exit code {code}" if code else ""
 

@@ -16,6 +16,12 @@ from benchmarks.gpu.results import Document
 TITLES = {
     "tests": "Tests that need a GPU",
     "peaks": "Predicted peaks and plans",
+    "offload": "Offloading to the host's memory",
+    "park": "Parking and pools",
+    "guard": "The guard",
+    "allocator": "The simulated allocator",
+    "compiled": "Compiled steps",
+    "costs": "Step times",
 }
 
 

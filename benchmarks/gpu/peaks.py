@@ -232,7 +232,7 @@ def checkpointed(case: Case, kind: str) -> Iterator[Row]:
     inside = memfit.Workload(
         model=workload.model,
         batch=workload.batch,
-        loss=partial(_autocast_loss, workload),
+        loss=partial(loss_of, workload),
         optimizer=workload.optimizer,
     )
     step = wrapped(inside, [(block, None) for block in chosen]).step
@@ -247,15 +247,15 @@ def checkpointed(case: Case, kind: str) -> Iterator[Row]:
     yield {"times": {name: asdict(found) for name, found in times.items()}}
 
 
-def _autocast_loss(workload: memfit.Workload, model: Any, batch: Any) -> Any:
-    """The loss as a fitted step computes it."""
+def loss_of(workload: memfit.Workload, model: Any, batch: Any) -> Any:
+    """The loss of a workload under its autocast, as a fitted step computes it."""
     import torch
 
+    assert workload.loss is not None
     if workload.autocast is None:
-        return workload.loss(model, batch)  # type: ignore[misc]
-    place = next(model.parameters()).device.type
-    with torch.autocast(place, workload.autocast):
-        return workload.loss(model, batch)  # type: ignore[misc]
+        return workload.loss(model, batch)
+    with torch.autocast(next(model.parameters()).device.type, workload.autocast):
+        return workload.loss(model, batch)
 
 
 def page(document: Document) -> list[str]:

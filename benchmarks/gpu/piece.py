@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.results import Document, Results
 
-PIECES = ("tests", "peaks")
+PIECES = ("tests", "peaks", "offload", "park", "guard", "allocator", "compiled", "costs")
 """In the order in which they run; each is a module of its name."""
 
 
@@ -63,9 +63,13 @@ def collect(results: Results, name: str, figures: Iterable[dict[str, Any]]) -> b
     began = time.monotonic()
     ended = True
     for found in figures:
+        if "out_of_time" in found:
+            results.leave_out(name, found["out_of_time"])
+            ended = False
+            break
         results.put(name, found)
         ended = ended and "failed" not in found
-    state = "" if ended else "  FAILED"
+    state = "" if ended else ", not to its end"
     print(f"  {name}: {time.monotonic() - began:.0f} s{state}", file=sys.stderr, flush=True)
     return ended
 
