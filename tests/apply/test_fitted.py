@@ -10,9 +10,11 @@ import torch
 from handmade import record
 from torch import nn
 
+import memfit
 from memfit.apply.remat import Rematerialiser
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.fitted import MAX_REPLANS, Fitted
+from memfit.measure import measure_peak, static_tensors
 from memfit.workload import Workload
 
 NOTHING = {"actions": []}
@@ -294,3 +296,47 @@ def test_a_rematerialiser_warns_once_only():
             with remat.forward():
                 square(load.model, load.batch).backward()
     assert len([w for w in caught if w.category is DivergenceWarning]) == 1
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.words = nn.Embedding(50, 32)
+        self.layers = kind(32, 32, num_layers=2, batch_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x):
+        return self.head(self.layers(self.words(x))[0])
+
+
+def recurrent(kind):
+    torch.manual_seed(0)
+    return Workload(
+        Recurrent(kind),
+        torch.randint(0, 50, (16, 24)),
+        lambda m, b: nn.functional.cross_entropy(m(b).flatten(0, 1), b.flatten()),
+        torch.optim.SGD,
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
+def test_recurrent_layers_in_an_own_loop_are_where_the_plan_expects_them(kind):
+    """oneDNN's layers return a workspace of a size that fakes do not know."""
+    peak = memfit.predict(recurrent(kind)).predicted_peak_bytes
+    fitted = memfit.fit(recurrent(kind), budget=int(0.9 * peak), own_loop=True)
+    workload = fitted.workload
+    ordinary = recurrent(kind)
+
+    def forward_and_backward():
+        with fitted.forward():
+            loss = workload.loss(workload.model, workload.batch)
+        loss.backward()
+
+    forward_and_backward()  # a warning is an error: the model never leaves the recorded step
+    ordinary.loss(ordinary.model, ordinary.batch).backward()
+    for ours, theirs in zip(workload.model.parameters(), ordinary.model.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    workload.model.zero_grad(set_to_none=True)
+    measured = measure_peak(forward_and_backward, static_tensors(workload, None))
+    assert measured.peak_bytes <= int(0.9 * peak)
+    assert fitted.report().replayed_ops > 0

@@ -152,6 +152,18 @@ class Ledger:
             self.value_bytes.append(elements * tensor.itemsize)
         return found
 
+    def give_elements(self, value: int) -> None:
+        """Let a value that a fake made without elements have all that its allocation holds.
+
+        Args:
+            value: The value.
+        """
+        allocation, version, offset, shape, _, dtype = self.values[value]
+        count = self.bytes[allocation] // dtype.itemsize
+        if 0 in shape and count > 0:
+            self.values[value] = (allocation, version, offset, (count,), (1,), dtype)
+            self.value_bytes[value] = count * dtype.itemsize
+
     def made_and_held(self, but: set[int]) -> list[weakref.ref[Any]]:
         """Storages, weakly, that ops of the step made and something still holds.
 

@@ -301,7 +301,8 @@ def _result_bytes(recorder: Recorder) -> dict[int, int]:
 def _correct_results(recorder: Recorder, results: dict[int, tuple[int, ...]]) -> None:
     """Take over the true sizes of storages that fakes know too little about.
 
-    An opaque workspace is one, and a loss that lies in the memory of what it sums.
+    An opaque workspace is one, which fakes give no element, and a loss that lies in the memory of
+    what it sums.
     """
     ledger = recorder.ledger
     for index, sizes in results.items():
@@ -312,3 +313,4 @@ def _correct_results(recorder: Recorder, results: dict[int, tuple[int, ...]]) ->
             allocation = ledger.values[value][0]
             if ledger.producer[allocation] == index:
                 ledger.bytes[allocation] = size
+                ledger.give_elements(value)
