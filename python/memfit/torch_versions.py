@@ -233,6 +233,28 @@ def run_joint_passes(module: fx.GraphModule, device: torch.device | None) -> fx.
     return module if returned is None else cast("fx.GraphModule", returned)
 
 
+def group_norm_laid_out(
+    result: tuple[torch.Tensor, ...], given: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What ``native_group_norm`` returns on fakes, in the memory format of the real kernel.
+
+    On a CPU the kernel keeps its input's (``aten/src/ATen/native/group_norm.cpp``); the fakes of
+    2.14 return a contiguous tensor.
+
+    Args:
+        result: What it returned on fakes.
+        given: Its input.
+    """
+    import torch
+
+    last = torch.channels_last
+    is_image = given.ndim == 4  # noqa: PLR2004 - batch, channels, height, width
+    keeps = is_image and given.is_contiguous(memory_format=last)
+    if given.device.type != "cpu" or not keeps or result[0].is_contiguous(memory_format=last):
+        return result
+    return (result[0].contiguous(memory_format=last), *result[1:])
+
+
 @contextlib.contextmanager
 def profiled_memory() -> Iterator[Any]:
     """Profile what is allocated on the CPU, without a word on standard error or by a warning.

@@ -136,3 +136,20 @@ def test_a_model_that_writes_to_views_keeps_its_budget():
     measured = measure_peak(fitted.step, static_tensors(fitted.workload, fitted.optimizer))
     assert measured.peak_bytes == plan.planned.predicted_peak_bytes
     assert fitted.report().replayed_ops > 0
+
+
+def test_a_group_norm_keeps_its_inputs_memory_format():
+    """The fakes of torch 2.14 forget it, and convolutions behind it take other scratch."""
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.GroupNorm(4, 32), nn.SiLU(), nn.Conv2d(32, 8, 3))
+    model = model.to(memory_format=torch.channels_last)
+    trace = record(
+        memfit.Workload(model, torch.randn(2, 3, 8, 8), lambda m, b: m(b).mean()), probe=False
+    )
+    (norm,) = (
+        op
+        for op in trace["ops"]
+        if trace["strings"][op["name"]] == "aten.native_group_norm.default"
+    )
+    strides = trace["values"][norm["outputs"][0]]["stride"]
+    with torch.no_grad():
+        assert strides == list(model[:2](torch.randn(2, 3, 8, 8)).stride())

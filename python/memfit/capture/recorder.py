@@ -46,12 +46,14 @@ from memfit.capture.shadow import Shadows, UnknownValueError
 from memfit.capture.source_line import SourceLines
 from memfit.capture.view_replays import ViewReplays
 from memfit.errors import CaptureError, UsageError
+from memfit.torch_versions import group_norm_laid_out
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 _DETACH = torch.ops.aten.detach.default
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
+_GROUP_NORM = torch.ops.aten.native_group_norm.default
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 _FAKE_FAILURES = (
@@ -229,7 +231,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except UnknownValueError:
                 pass  # the fake op says what it cannot know
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            return group_norm_laid_out(out, args[0]) if func is _GROUP_NORM else out
         except _FAKE_FAILURES as error:
             self.failure = (
                 f"`{facts.name}` in `{self.modules.path or 'the model'}` needs values that only a "
