@@ -366,6 +366,9 @@ impl Host for NoHost {
     fn besides(&mut self, _: &str) -> Result<u64, HostError> {
         no()
     }
+    fn examine(&mut self, _: Option<&str>) -> Result<String, HostError> {
+        no()
+    }
     fn profile_path(&mut self, _: &str) -> Result<PathBuf, HostError> {
         no()
     }

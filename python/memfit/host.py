@@ -175,6 +175,21 @@ class Host:
         require_torch(_warn)
         return expected(device)
 
+    def examine(self, offload: str | None) -> str:
+        """Say what is installed here and which features work with it.
+
+        Args:
+            offload: Folder, or ``host``, whose speed for what is offloaded is measured.
+
+        Returns:
+            The facts as JSON, also where there is no torch, or one that memfit does not support.
+        """
+        from memfit import doctor
+
+        os.environ.setdefault(_PROFILER_LOG, "99")
+        with contextlib.redirect_stdout(sys.stderr):
+            return json.dumps(doctor.examine(offload))
+
     def profile_path(self, device_kind: str) -> Path:
         """Where the calibrated profile of this machine's device is kept.
 

@@ -47,7 +47,7 @@ def identity(device_kind: str) -> dict[str, Any]:
     """
     import torch
 
-    name = torch.cuda.get_device_name() if device_kind == "cuda" else _processor()
+    name = torch.cuda.get_device_name() if device_kind == "cuda" else processor()
     return {
         "device_kind": device_kind,
         "device_name": name,
@@ -56,7 +56,7 @@ def identity(device_kind: str) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's own name, and how many of its cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:

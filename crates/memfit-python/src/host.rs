@@ -134,6 +134,10 @@ impl Host for PythonHost {
         self.ask(|host| host.call_method1("besides", (device,))?.extract())
     }
 
+    fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError> {
+        self.ask(|host| host.call_method1("examine", (offload,))?.extract())
+    }
+
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
         self.ask(|host| host.call_method1("profile_path", (device_kind,))?.extract())
     }

@@ -45,11 +45,12 @@ Examples:
   memfit ps                                             who holds what, and who waits
   memfit top                                            the same, with devices and processes, live
   memfit devices --fit examples/gpt2.py:build           which device has room for a step
+  memfit doctor                                         what works here, what does not, and why
 
 Exit codes:
   0    it fits, or the work is done
   1    it does not fit, no placement was found, `verify` found a difference or an overshoot, or
-       `explain` an OOM or a leak
+       `explain` an OOM or a leak, or `doctor` that memfit does not work here
   2    wrong use or bad input
   75   `memfit run`: the broker had no room, and the script was not run
   101  a bug in memfit
@@ -227,6 +228,17 @@ First those that wait for memory, then those that lease, each by what they use; 
 orders stand on the screen. Without a broker it shows devices and processes. Memory of GPUs is as
 NVML tells, host memory of a process is its own: neither files nor shared pages.")]
     Top(TopArguments),
+
+    /// Say what is installed, which features work here, and why the others do not
+    #[command(after_help = "\
+Examples:
+  memfit doctor
+  memfit doctor --offload /scratch               also how fast files in this folder are
+  memfit doctor --format json                    the same for programs, and for reports of bugs
+
+Trains a tiny model within a budget and compares what was predicted with what was measured.
+All of it takes some seconds. The exit code is 1 when that fails; the last line then says what to do.")]
+    Doctor(DoctorArguments),
 
     /// Print what is in a saved trace or plan
     #[command(after_help = "\
@@ -577,6 +589,17 @@ pub(crate) struct RunLeaseArguments {
     /// Lease nothing, though a broker runs
     #[arg(long, conflicts_with_all = ["wait", "device"])]
     pub(crate) no_lease: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArguments {
+    /// Also measure how fast this folder, or the host's memory (`host`, for steps on CUDA), is for offloading
+    #[arg(long, value_name = "FOLDER|host")]
+    pub(crate) offload: Option<String>,
+
+    /// Where the broker listens [default: the variable `MEMFIT_BROKER`, or memfit/broker.sock in the user's runtime folder]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -149,6 +149,11 @@ pub fn rooms(socket: &Path) -> Result<Vec<Room>, LeaseError> {
         Err(LeaseError::Socket(SocketError::NoBroker(_))) => None,
         Err(error) => return Err(error),
     };
+    Ok(rooms_beside(status.as_ref()))
+}
+
+/// The memories of this machine with what a broker of this status still has of each.
+pub(crate) fn rooms_beside(status: Option<&Status>) -> Vec<Room> {
     let mut found = vec![host()];
     found.extend(gpus().unwrap_or_default().into_iter().map(|gpu| Room {
         device: gpu.device,
@@ -157,7 +162,7 @@ pub fn rooms(socket: &Path) -> Result<Vec<Room>, LeaseError> {
         free_bytes: Some(gpu.total_bytes.saturating_sub(gpu.used_bytes)),
         ..Room::default()
     }));
-    Ok(with_broker(found, status.as_ref()))
+    with_broker(found, status)
 }
 
 fn host() -> Room {

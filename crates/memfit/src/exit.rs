@@ -9,7 +9,7 @@ pub enum Exit {
     /// It fits, or the work is done.
     Done,
     /// The answer is no: the step does not fit, `verify` found a difference or an overshoot, or `explain`
-    /// found an OOM or a leak.
+    /// found an OOM or a leak, or `doctor` that memfit does not work here.
     No,
     /// Wrong use, bad input, a failing workload, a file that cannot be read or written.
     Usage,

@@ -133,6 +133,15 @@ pub trait Host {
     /// There is no such device, or torch is not there.
     fn besides(&mut self, device: &str) -> Result<u64, HostError>;
 
+    /// Says what is installed, and which features work with it, as JSON; torch is looked at, not needed.
+    ///
+    /// `offload` is a place whose speed is measured, a folder or `host`.
+    ///
+    /// # Errors
+    ///
+    /// A bug in memfit: what is wrong with the machine is part of the answer.
+    fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError>;
+
     /// Where the calibrated profile of this machine's device is kept.
     ///
     /// # Errors

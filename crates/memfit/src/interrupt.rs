@@ -111,6 +111,9 @@ mod tests {
         fn besides(&mut self, _: &str) -> Result<u64, HostError> {
             unreachable!()
         }
+        fn examine(&mut self, _: Option<&str>) -> Result<String, HostError> {
+            unreachable!()
+        }
         fn profile_path(&mut self, _: &str) -> Result<std::path::PathBuf, HostError> {
             unreachable!()
         }

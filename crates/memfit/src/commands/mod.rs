@@ -4,6 +4,7 @@ mod broker;
 mod calibrate;
 mod completions;
 mod devices;
+mod doctor;
 mod explain;
 mod man;
 mod pareto;
@@ -34,6 +35,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Broker(arguments) => broker::run(arguments, session),
         Command::Ps(arguments) => ps::run(arguments, session),
         Command::Devices(arguments) => devices::run(arguments, session),
+        Command::Doctor(arguments) => doctor::run(arguments, session),
         Command::Top(arguments) => top::run(arguments, session),
         Command::Show(arguments) => show::run(arguments, session),
         Command::Explain(arguments) => explain::run(arguments, session),

@@ -86,10 +86,7 @@ pub(crate) fn own_user() -> u32 {
 ///
 /// It cannot be made, belongs to another, or is open to others.
 pub(crate) fn private_folder(socket: &Path) -> Result<PathBuf, SocketError> {
-    let folder = socket
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new(".")).to_owned();
+    let folder = folder_of(socket);
     match fs::DirBuilder::new().mode(0o700).create(&folder) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -113,6 +110,30 @@ pub(crate) fn private_folder(socket: &Path) -> Result<PathBuf, SocketError> {
         return Err(SocketError::Open { path: folder, mode });
     }
     Ok(folder)
+}
+
+/// Why no broker could listen at a path, found without making anything.
+///
+/// # Errors
+///
+/// As [`private_folder`] and [`check_path`], or the folder cannot be made.
+pub(crate) fn check_place(socket: &Path) -> Result<(), SocketError> {
+    let folder = folder_of(socket);
+    if folder.exists() {
+        private_folder(socket)?;
+        return check_path(socket).map(drop);
+    }
+    let parent = folder.parent().filter(|path| !path.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    let may_write = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    rustix::fs::access(parent, may_write).map_err(|error| system(parent, error.into()))
+}
+
+fn folder_of(socket: &Path) -> PathBuf {
+    let folder = socket
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new(".")).to_owned()
 }
 
 /// What may stand at the socket's path: nothing, or a socket of our own.

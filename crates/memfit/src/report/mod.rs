@@ -2,10 +2,11 @@
 //!
 //! `document.rs` holds the structs; they are the JSON contract, and the text is printed from them and
 //! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code, `compiled.rs` those of
-//! compiled steps.
+//! compiled steps, `doctor.rs` those of `memfit doctor`.
 
 pub(crate) mod calibration;
 pub(crate) mod compiled;
+pub(crate) mod doctor;
 pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod calibrate;
+mod doctor;
 mod explain;
 mod files;
 mod html;

@@ -41,6 +41,8 @@ pub(crate) struct FakeHost {
     pub(crate) summary: Option<Value>,
     pub(crate) calibration_seen: Option<Calibration>,
     pub(crate) cache: Option<PathBuf>,
+    /// What is said to be installed, if not the sample.
+    pub(crate) examined: Option<Value>,
 }
 
 impl Default for FakeHost {
@@ -59,6 +61,7 @@ impl Default for FakeHost {
             summary: None,
             calibration_seen: None,
             cache: None,
+            examined: None,
         }
     }
 }
@@ -122,6 +125,17 @@ impl Host for FakeHost {
 
     fn besides(&mut self, _: &str) -> Result<u64, HostError> {
         Ok(1 << 20)
+    }
+
+    fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError> {
+        let mut examined = self.examined.clone().unwrap_or_else(sample::examined);
+        if let Some(place) = offload {
+            examined["offload"] = json!({
+                "place": place, "write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9,
+                "why_not": null,
+            });
+        }
+        Ok(examined.to_string())
     }
 
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {

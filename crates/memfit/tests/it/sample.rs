@@ -192,3 +192,39 @@ pub(crate) fn run(script: &str) -> Value {
         "oom": null, "snapshot": null, "notes": [],
     })
 }
+
+/// What the Python side says of a machine without a GPU where all else works.
+pub(crate) fn examined() -> Value {
+    let no_driver = "torch is built for CUDA 13.2, and there is no NVIDIA driver here";
+    json!({
+        "package_folder": "/home/user/venv/memfit",
+        "python_version": "3.12.4", "python_path": "/home/user/venv/bin/python",
+        "system": "Linux 6.8.0, x86_64", "glibc_version": "2.39", "processor": "a processor, 8 cores",
+        "torch": {
+            "version": "2.15.0+cu132", "folder": "/home/user/venv/torch", "cuda_version": "13.2",
+            "rocm_version": null, "others": [], "has_onednn": true, "has_distributed": true,
+        },
+        "torch_refusal": null,
+        "cuda": { "why_not": no_driver, "devices": [] },
+        "tools": [
+            { "name": "C++ compiler", "version": "g++ 13.2.0", "path": "/usr/bin/g++", "why_not": null },
+            { "name": "Triton", "version": "3.9.0", "path": null, "why_not": null },
+        ],
+        "trials": {
+            "run": null, "guard": null, "track": null, "offload_activations": null,
+            "offload_optimizer": null, "offload_parameters": null, "park": null,
+            "compile_cpu": null, "compile_cuda": no_driver,
+        },
+        "profiles": [
+            { "device_kind": "cpu", "path": "/home/user/.cache/memfit/cpu.json",
+              "calibrated": "2026-01-02", "age_days": 3, "is_used": true, "why_not": null },
+            { "device_kind": "cuda", "path": "/home/user/.cache/memfit/cuda.json",
+              "calibrated": null, "age_days": null, "is_used": false, "why_not": null },
+        ],
+        "folders": [
+            { "purpose": "profiles that are kept", "path": "/home/user/.cache/memfit", "why_not": null },
+            { "purpose": "offloaded tensors, by default", "path": "/tmp", "why_not": null },
+        ],
+        "offload": null, "missing_names": [], "remarks": [], "next_step": null,
+    })
+}

@@ -2,8 +2,9 @@
 
 use memfit_engine::bytes::Bytes;
 
+use crate::device::Room;
 use crate::printer::Palette;
-use crate::report::sharing::{DeviceRoom, DevicesDocument};
+use crate::report::sharing::DevicesDocument;
 use crate::report::table::{Align, Table};
 use crate::report::words;
 
@@ -11,14 +12,8 @@ use crate::report::words;
 pub(crate) fn devices(document: &DevicesDocument, palette: Palette) -> String {
     use Align::{Left, Right};
     let Some(target) = &document.target else {
-        let columns = [Left, Right, Right, Right, Right, Left];
-        let mut table =
-            Table::new(&columns).header(["device", "total", "free", "grantable", "room", ""]);
-        for device in &document.devices {
-            let [name, total, free, grantable, room, maker] = cells(device);
-            table.row([name, total, free, grantable, room, maker]);
-        }
-        return table.render(0, palette);
+        let rooms = document.devices.iter().map(|device| &device.room);
+        return self::rooms(rooms).render(0, palette);
     };
     let columns = [Left, Right, Right, Right, Right, Right, Left, Left];
     let mut table = Table::new(&columns).header([
@@ -32,7 +27,7 @@ pub(crate) fn devices(document: &DevicesDocument, palette: Palette) -> String {
         "",
     ]);
     for device in &document.devices {
-        let [name, total, free, grantable, room, maker] = cells(device);
+        let [name, total, free, grantable, room, maker] = cells(&device.room);
         let verdict = match device.fits {
             None => "-",
             Some(true) => "fits",
@@ -59,8 +54,19 @@ pub(crate) fn devices(document: &DevicesDocument, palette: Palette) -> String {
     text
 }
 
-fn cells(device: &DeviceRoom) -> [String; 6] {
-    let room = &device.room;
+/// What each memory has, whatever a step needs.
+pub(super) fn rooms<'a>(rooms: impl Iterator<Item = &'a Room>) -> Table {
+    use Align::{Left, Right};
+    let columns = [Left, Right, Right, Right, Right, Left];
+    let mut table =
+        Table::new(&columns).header(["device", "total", "free", "grantable", "room", ""]);
+    for room in rooms {
+        table.row(cells(room));
+    }
+    table
+}
+
+fn cells(room: &Room) -> [String; 6] {
     [
         room.device.clone(),
         told(room.total_bytes),
@@ -79,7 +85,7 @@ fn told(bytes: Option<u64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Room;
+    use crate::report::sharing::DeviceRoom;
 
     fn room(device: &str, free: u64, granted: Option<u64>) -> Room {
         Room {

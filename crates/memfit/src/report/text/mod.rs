@@ -5,6 +5,7 @@
 
 mod calibration;
 mod devices;
+mod doctor;
 mod explanation;
 mod front;
 mod placement;
@@ -18,6 +19,7 @@ mod verify;
 
 pub(crate) use calibration::calibration;
 pub(crate) use devices::devices;
+pub(crate) use doctor::doctor;
 pub(crate) use explanation::explanation;
 pub(crate) use front::front;
 pub(crate) use placement::placement;
