@@ -16,7 +16,11 @@ TORCH ?= 2.10.0
 OTHER := .venv-torch-$(TORCH)
 TESTS ?= tests
 
+# The wheel of this tree, as users get it; .venv and other torches install it.
+WHEEL_BUILT := dist/.built
+
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml
+PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi')
 
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
@@ -48,8 +52,11 @@ test-torch: $(OTHER)/.memfit ## Run the Python tests against another torch: make
 examples: venv ## Verify all examples at three budgets and write the table of results
 	$(BIN)/python benchmarks/examples.py
 
-wheel: venv ## Build the wheel into dist/
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin build --release --quiet --out dist
+wheel: $(WHEEL_BUILT) ## Build the wheel into dist/ and check what it asks of a system
+	@$(BIN)/auditwheel show dist/memfit-*.whl | grep 'platform tag: "manylinux_2_28_' || { \
+	    echo 'the wheel asks for a newer system than its name says:' >&2; \
+	    $(BIN)/auditwheel show dist/memfit-*.whl >&2; exit 1; \
+	}
 
 # Depends on nothing: the machine has its own torch, and no way to fetch anything.
 gpu: ## Prove what only a GPU can (WHEEL=, PIECES=, OUT=, MINUTES=, DEVICE=; benchmarks/gpu/README.md)
@@ -105,10 +112,22 @@ $(INSTALLED): requirements.txt $(CREATED)
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
 	@touch $@
 
-# Installed as a wheel in place: an edited Python file counts at once, edited Rust after `make venv`.
+# zig links it against the glibc that torch's own wheels ask for (manylinux_2_28), whatever is installed here.
+$(WHEEL_BUILT): pyproject.toml $(RUST_SOURCES) $(PYTHON_SOURCES) $(INSTALLED)
+	@mkdir -p $(@D) && rm -f $(@D)/memfit-*.whl && touch $@.begun
+	PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV=$(abspath $(VENV)) \
+	    $(BIN)/maturin build --release --zig --compatibility manylinux_2_28 --quiet --out $(@D)
+	@mv $@.begun $@  # What changes while it builds is newer than the stamp, and built next time.
+
+# The wheel's native half with the Python of this tree: an edited Python file counts at once, edited Rust after
+# `make venv`.
 $(BUILT): pyproject.toml $(RUST_SOURCES) $(INSTALLED)
-	@touch $@.begun  # What changes while it builds is newer than the stamp, and built next time.
-	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet
+	@touch $@.begun
+	@$(MAKE) --no-print-directory $(WHEEL_BUILT)
+	@$(BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/memfit-*.whl
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') && \
+	    mv $$site/memfit/_native.abi3.so python/memfit/ && rm -rf $$site/memfit && \
+	    echo $(abspath python) > $$site/memfit.pth
 	@mv $@.begun $@
 
 $(OTHER)/.installed: requirements.txt $(CREATED)
@@ -121,9 +140,6 @@ $(OTHER)/.installed: requirements.txt $(CREATED)
 	}
 	@touch $@
 
-# The wheel as a user gets it; what cargo built for .venv is not built again.
-$(OTHER)/.memfit: $(OTHER)/.installed $(BUILT) $(shell find python -name '*.py')
-	@rm -rf $(OTHER)/wheel
-	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin build --release --quiet --out $(OTHER)/wheel
-	@$(OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall $(OTHER)/wheel/memfit-*.whl
+$(OTHER)/.memfit: $(OTHER)/.installed $(WHEEL_BUILT)
+	@$(OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/memfit-*.whl
 	@touch $@
