@@ -390,8 +390,9 @@ def park(
 ) -> ParkedModel:
     """Park a model: its parameters and module buffers leave the memory until it is woken.
 
-    Woken, every tensor is the same object at the same address with the same bits. Any use of a
-    parked model is a :class:`memfit.ParkError`. For a model that was parked before, this parks it
+    Woken, every tensor is the same object with the same bits. The first parking moves tensors into
+    memory that can be given back; from then on their addresses never change. Any use of a parked
+    model is a :class:`memfit.ParkError`. For a model that was parked before, this parks it
     again and returns the same object; the other arguments do not matter then. Only where the
     optimizer has come to hold state that is not known yet, the model is closed and parked anew.
 
