@@ -217,6 +217,24 @@ def size_hint(size: int | torch.SymInt, fallback: int) -> int:
     return fallback if known is None else int(known)
 
 
+def flop_formulas() -> dict[Any, Callable[..., Any]]:
+    """How many floating-point operations a call takes, by operator, as torch counts them.
+
+    Up to 2.13 torch has no formula for attention on a CPU, which takes those of the GPU's.
+    """
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    on_cpu = {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            aten._scaled_dot_product_flash_attention_backward
+        ),
+    }
+    return {**{cpu: flop_registry[gpu] for cpu, gpu in on_cpu.items()}, **flop_registry}
+
+
 def run_joint_passes(module: fx.GraphModule, device: torch.device | None) -> fx.GraphModule:
     """Run Inductor's passes over a joint graph, those over its invoked subgraphs left out.
 

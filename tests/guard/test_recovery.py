@@ -337,6 +337,7 @@ def test_a_guard_goes_with_whole_eager_steps_only():
             memfit.fit(workload(net), "100%", guard=True, **choice)
 
 
+@pytest.mark.offloads_parameters
 def test_a_budget_below_the_model_itself_is_held_with_its_parameters_elsewhere(tmp_path):
     seen = alone(
         f"""

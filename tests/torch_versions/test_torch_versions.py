@@ -47,6 +47,16 @@ def test_attention_draws_only_with_dropout():
     ]
 
 
+def test_attention_on_a_cpu_has_its_operations_counted():
+    formulas = torch_versions.flop_formulas()
+    aten = torch.ops.aten
+    q = torch.zeros(2, 4, 8, 16)
+    forward = formulas[aten._scaled_dot_product_flash_attention_for_cpu](q, q, q, out_val=q)
+    assert forward == 2 * 2 * (2 * 4 * 8 * 8 * 16)
+    backward = formulas[aten._scaled_dot_product_flash_attention_for_cpu_backward]
+    assert backward(q, q, q, q, out_val=q) > forward
+
+
 def fake_torch(folder: Path, version: str) -> Path:
     """A folder with a package that calls itself torch."""
     package = folder / "torch"

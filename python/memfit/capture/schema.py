@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
+
+from memfit.torch_versions import flop_formulas
+
+_FLOPS = flop_formulas()
 
 SKIPPED_NAMESPACES = frozenset({"prim", "profiler"})
 """Namespaces that never do work: attribute queries and profiler marks."""
@@ -145,7 +148,7 @@ def _read_schema(func: Any) -> OpFacts:
         dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
         uninitialised=func.overloadpacket.__name__ in _UNINITIALISED,
         reduction_argument=_LOSS_REDUCTIONS.get(name, -1),
-        flops=flop_registry.get(func.overloadpacket),
+        flops=_FLOPS.get(func.overloadpacket),
     )
 
 

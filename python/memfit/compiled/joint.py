@@ -27,10 +27,17 @@ from torch._functorch.partitioners import (
     _must_be_in_forward,
 )
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from memfit.compiled.fusion import Loop, loop_of
-from memfit.torch_versions import is_forward_seed_offset, is_primal, is_tangent, size_hint
+from memfit.torch_versions import (
+    flop_formulas,
+    is_forward_seed_offset,
+    is_primal,
+    is_tangent,
+    size_hint,
+)
+
+_FLOPS = flop_formulas()
 
 _UNKNOWN_SIZE = 4096
 """Stands for a size that has no hint, as in torch's own partitioner."""
@@ -460,7 +467,7 @@ def _is_random(node: fx.Node) -> bool:
 def _flops(node: fx.Node) -> int:
     """Floating-point operations of a call, as torch's counter has them."""
     packet = getattr(node.target, "_overloadpacket", None)
-    formula = flop_registry.get(packet)
+    formula = _FLOPS.get(packet)
     if formula is None:
         return 0
 

@@ -31,6 +31,8 @@ from torch.nn.functional import conv2d, scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from memfit.torch_versions import flop_formulas
+
 Call = Callable[[], Any]
 
 _MATRICES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (64, 256, 512, 1024, 2048, 4096, 8192)}
@@ -263,6 +265,7 @@ _OPERATORS: dict[str, Callable[[Tensor], _Aten]] = {
 
 def _flops(call: Call) -> int:
     counter = FlopCounterMode(display=False)
+    counter.flop_registry.update(flop_formulas())
     with counter:
         call()
     return int(counter.get_total_flops())
