@@ -10,6 +10,7 @@ from torch._inductor.async_compile import AsyncCompile
 import memfit
 from memfit.compiled import toolchain
 from memfit.compiled.fusion import Kind, Loop, Result, Running, lives, most
+from memfit.torch_versions import NEWEST, minor
 
 needs_compiler = pytest.mark.skipif(
     toolchain.missing("cpu") is not None, reason=f"{toolchain.missing('cpu')}"
@@ -111,7 +112,13 @@ def _kernels_that_do_nothing(monkeypatch):
     ("build", "fraction", "error"),
     [
         (of_layers, None, 0.06),
-        (of_layers, 0.6, 0.06),
+        pytest.param(
+            *(of_layers, 0.6, 0.06),
+            marks=pytest.mark.xfail(
+                (minor(torch.__version__) or NEWEST) < (2, 15),
+                reason="Inductor before 2.15 keeps one tensor longer than is told (128 KiB)",
+            ),
+        ),
         (of_transformer, 0.6, 0.06),
         (of_tied, None, 0.001),
         (of_tied, 0.7, 0.001),

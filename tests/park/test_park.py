@@ -460,6 +460,7 @@ def test_a_file_that_holds_no_weights_is_refused(spill, tmp_path):
     assert caught.value.reason == "source"
 
 
+@pytest.mark.offloads_parameters
 def test_a_model_whose_parameters_a_plan_keeps_elsewhere_is_refused(park, tmp_path):
     """Looking for their bytes without asking the plan would end the process."""
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
