@@ -232,7 +232,7 @@ def test_a_guarded_gpu_step_is_recovered():
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
     limit = memfit.guard("64GiB", device="cuda")
-    peak = int(memfit.predict(work).peak_bytes)
+    peak = int(memfit.predict(work).predicted_peak_bytes)
     fitted = memfit.fit(work, limit.in_use_bytes + int(peak * 1.3), guard=True)
     ballast = torch.empty(peak // 2, dtype=torch.uint8, device="cuda")
     with pytest.warns(memfit.RecoveryWarning):
