@@ -6,15 +6,11 @@
 pub mod allocator;
 pub mod bytes;
 pub mod cost;
-pub mod curve;
-pub mod devices;
 pub mod explain;
-pub mod lease;
 pub mod placement;
 pub mod plan;
-pub mod pool;
 pub mod predict;
-pub mod reserved;
+pub mod share;
 pub mod snapshot;
 pub mod step;
 pub mod timeline;

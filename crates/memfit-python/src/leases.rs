@@ -41,7 +41,7 @@ pub(crate) fn rooms(py: Python<'_>) -> PyResult<String> {
 /// What a process takes on a GPU besides tensors, as predictions have it.
 #[pyfunction]
 pub(crate) const fn context_bytes() -> u64 {
-    memfit_engine::devices::CONTEXT_BYTES.0
+    memfit_engine::cost::devices::CONTEXT_BYTES.0
 }
 
 /// A connection to the broker; one line of work.

@@ -37,8 +37,8 @@ mod _native {
     use std::time::{Duration, Instant};
 
     use memfit_engine::bytes::{Budget, Bytes};
+    use memfit_engine::cost::devices;
     use memfit_engine::cost::{CostSource, DeviceProfile};
-    use memfit_engine::devices;
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::placement::{self, Goal};
     use memfit_engine::plan::{self, Front, FrontRequest, Plan, PlanError, PlanRequest, TimeLimit};

@@ -5,7 +5,9 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::pool::{Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Ticket};
+use memfit_engine::share::pool::{
+    Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Ticket,
+};
 use pyo3::prelude::*;
 use serde_json::json;
 

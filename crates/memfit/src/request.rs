@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 
 use memfit_engine::bytes::Budget;
-use memfit_engine::devices::{self, Device};
+use memfit_engine::cost::devices::{self, Device};
 use memfit_engine::plan::{ActionKind, Class, PlanRequest};
 
 use crate::args::{ClassChoice, DeviceChoice, KindChoice, PlanChoiceArguments, TargetArguments};

@@ -2,6 +2,6 @@
 
 Responsible, by file: ``pool.py`` the pool and its threads, ``device.py`` which device it is of,
 ``activations.py`` what a call takes besides the model, ``leased.py`` a budget that follows a lease.
-Not responsible for who is in memory (``crates/memfit-engine/src/pool``), nor for moving a model out
-and in (:mod:`memfit.parking`).
+Not responsible for who is in memory (``crates/memfit-engine/src/share/pool``), nor for moving a
+model out and in (:mod:`memfit.parking`).
 """

@@ -1,7 +1,7 @@
 """The pool: many models, one budget, any number of threads.
 
 Responsible for waiting and waking threads and for doing what the engine decides. Not responsible
-for the decisions (``crates/memfit-engine/src/pool``).
+for the decisions (``crates/memfit-engine/src/share/pool``).
 
 Whoever waits for a model does the work that is due meanwhile: there is no thread of the pool's own,
 and nothing is moved unless somebody waits for it, be it another process that needs bytes of the

@@ -1,13 +1,13 @@
 //! Whether the caching allocator lets a plan run.
 //!
 //! Responsible for asking the simulated allocator about a candidate on CUDA: requests that fit may still be
-//! refused, because free memory lies in pieces. Not responsible for the simulation ([`crate::reserved`]) nor
+//! refused, because free memory lies in pieces. Not responsible for the simulation ([`crate::predict::reserved`]) nor
 //! for what to do about a refusal (`outer.rs`).
 
 use super::{Action, ActionKind, Class};
 use crate::allocator::Settings;
 use crate::bytes::Bytes;
-use crate::reserved::{EXPANDABLE, Requests, Reserved};
+use crate::predict::reserved::{EXPANDABLE, Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{StepModel, Treatment, Variant};
 use crate::trace::Trace;

@@ -23,7 +23,7 @@ use super::{
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
 use crate::predict;
-use crate::reserved::Reserved;
+use crate::predict::reserved::Reserved;
 use crate::trace::{SCHEMA_VERSION, Trace};
 
 /// What a user asks for.

@@ -43,7 +43,7 @@ pub use validate::InvalidPlan;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
-use crate::reserved::Reserved;
+use crate::predict::reserved::Reserved;
 use crate::trace::{Chunk, OpIndex};
 
 /// What a user asks for.

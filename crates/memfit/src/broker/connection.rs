@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
-use memfit_engine::lease::ClientId;
+use memfit_engine::share::lease::ClientId;
 use serde_json::json;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;

@@ -1,7 +1,7 @@
 //! Devices by name, as clients know them, and by place, as the machine does.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::lease::{Claims, Device, Lease, LeaseId, Machine, Refusal};
+use memfit_engine::share::lease::{Claims, Device, Lease, LeaseId, Machine, Refusal};
 
 use super::server::refused;
 use crate::lease::protocol::{Amounts, Held, Reason, Refused};

@@ -1,6 +1,6 @@
 //! Carrying out what the machine decided: written down, told, counted, logged.
 
-use memfit_engine::lease::{Claims, ClientId, Effect, End, Lease, LeaseId, RequestId};
+use memfit_engine::share::lease::{Claims, ClientId, Effect, End, Lease, LeaseId, RequestId};
 use serde_json::json;
 
 use super::journal::LeaseEntry;

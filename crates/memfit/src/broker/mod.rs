@@ -1,7 +1,7 @@
 //! The broker: leases for all processes of one user, over a Unix socket.
 //!
 //! Responsible for clients, liveness, the state that survives a restart, the log and the metrics. Not responsible for who gets
-//! what: `memfit_engine::lease` decides, and the broker is the only one that asks it.
+//! what: `memfit_engine::share::lease` decides, and the broker is the only one that asks it.
 //!
 //! One thread. Each message is carried through to the end (decided, written down, answered) before the
 //! next one, so there is one order of events, and no lock. A client that does not read stops only itself, and
@@ -36,7 +36,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::lease::ClientId;
+use memfit_engine::share::lease::ClientId;
 use serde_json::json;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::lease::{Device, Event};
+use memfit_engine::share::lease::{Device, Event};
 
 use super::pressure;
 use super::server::Server;

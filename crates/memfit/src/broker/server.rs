@@ -1,14 +1,14 @@
 //! The broker's one state: the machine, the names around it, and who is connected.
 //!
 //! Responsible for carrying a client's request to the machine and the effects to the clients, after they are
-//! written down. Not responsible for any rule about memory (`memfit_engine::lease`) nor for waiting on
+//! written down. Not responsible for any rule about memory (`memfit_engine::share::lease`) nor for waiting on
 //! sockets (`connection.rs`).
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Instant;
 
-use memfit_engine::lease::{
+use memfit_engine::share::lease::{
     Ask, ClientId, Event, LeaseId, Machine, Millis, Presented, Priority, RequestId, Revision, Wait,
 };
 use serde_json::json;
@@ -347,7 +347,7 @@ impl Server {
         &self,
         request: u64,
         amounts: &Amounts,
-    ) -> Result<memfit_engine::lease::Claims, Answer> {
+    ) -> Result<memfit_engine::share::lease::Claims, Answer> {
         let claims = self.devices.claims(amounts);
         claims.map_err(|refused| Answer::Refuse(request, refused))
     }

@@ -9,7 +9,7 @@ use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::lease::{
+use memfit_engine::share::lease::{
     Claims, ClientId, LeaseId, Machine, Millis, Priority, Record, RestoreError, Revision, Settings,
 };
 use rustix::fs::{FlockOperation, flock};

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use memfit_engine::lease::Millis;
+use memfit_engine::share::lease::Millis;
 
 use super::pressure;
 use super::process::milliseconds;

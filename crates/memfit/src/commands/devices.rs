@@ -1,7 +1,7 @@
 //! `memfit devices`: the memories of this machine, and which of them has room for a step.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::devices::CONTEXT_BYTES;
+use memfit_engine::cost::devices::CONTEXT_BYTES;
 use memfit_engine::predict::PredictRequest;
 
 use crate::args::{DevicesArguments, Format, TargetArguments};

@@ -1,7 +1,7 @@
 //! What client and broker say to each other: one JSON document a line.
 //!
 //! Responsible for the shapes and limits of messages. Not responsible for sockets, nor for what a
-//! request means ([`memfit_engine::lease`]).
+//! request means ([`memfit_engine::share::lease`]).
 //!
 //! The client speaks first, with `hello`. A line that cannot be read ends the connection after one
 //! `error`; a request that cannot be granted is answered with `refused` and changes nothing. Sizes

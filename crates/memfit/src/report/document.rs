@@ -9,8 +9,8 @@ use memfit_engine::placement::{self, Status};
 use memfit_engine::plan::{
     ActionKind, Arena, Bottleneck, Class, Front, NextClass, Plan, Refusal, StopReason, Verdict,
 };
+use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::predict::{Breakdown, Prediction};
-use memfit_engine::reserved::Reserved;
 use memfit_engine::trace::{Category, Coupling, Phase, Trace};
 use serde::{Deserialize, Serialize};
 

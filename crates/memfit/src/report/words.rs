@@ -5,7 +5,7 @@
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{ActionKind, Class, StopReason};
-use memfit_engine::reserved::Reserved;
+use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::trace::{Category, Phase};
 
 pub(crate) const fn phase(phase: Phase) -> &'static str {

@@ -8,7 +8,7 @@
 use std::fmt::Write as _;
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::devices;
+use memfit_engine::cost::devices;
 use memfit_engine::plan::{Class, Front, FrontPoint};
 
 use super::axis::{Axis, unit};

@@ -7,7 +7,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cost::CostError;
+use crate::cost::error::CostError;
 
 /// One measured size.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

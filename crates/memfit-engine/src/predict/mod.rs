@@ -3,14 +3,16 @@
 //! Responsible for the peak and its interval, the breakdown at the peak, the timeline, the largest batch
 //! and the devices it fits on. Pure: a trace in, a [`Prediction`] out.
 
+pub mod reserved;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::Settings;
 use crate::bytes::{Budget, BudgetError, Bytes};
-use crate::devices;
-use crate::reserved::{Requests, Reserved};
+use crate::cost::devices;
+use crate::predict::reserved::{Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{Evaluator, Holding, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};

@@ -20,7 +20,7 @@ pub(super) struct OnDevice {
 
 impl Machine {
     /// A pool without models, of a device: its allocator keeps what calls took until a
-    /// [`Job::Release`](crate::pool::Job::Release), and parked models have copies in the host's memory, of no
+    /// [`Job::Release`](crate::share::pool::Job::Release), and parked models have copies in the host's memory, of no
     /// more than `host` bytes together.
     #[must_use]
     pub fn on_device(budget: Bytes, host: Bytes) -> Self {

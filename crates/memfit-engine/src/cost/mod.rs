@@ -8,12 +8,17 @@
 //! profiled step has the seconds of every op. Ratios of these times are what a plan needs.
 
 mod carried;
+pub mod curve;
+pub mod devices;
+mod error;
+
+pub use error::CostError;
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::curve::Curve;
+use crate::cost::curve::Curve;
 use crate::trace::{Op, Phase, Trace};
 
 /// Name in [`DeviceProfile::flops_per_second`] for float32 convolutions on CUDA, which use TF32 tensor cores
@@ -149,35 +154,6 @@ pub enum CostSource {
         /// Indexed like [`Trace::ops`].
         op_seconds: Vec<f64>,
     },
-}
-
-/// Why op times cannot be used.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum CostError {
-    /// The profile was taken of another trace.
-    #[error(
-        "the profile has {found} op times, the trace has {wanted} ops: profile this trace again"
-    )]
-    OtherTrace {
-        /// Number of op times.
-        found: usize,
-        /// Number of ops.
-        wanted: usize,
-    },
-    /// A rate or time is not a positive, finite number.
-    #[error("`{what}` of the cost source is {value}, which is not a positive number")]
-    NotPositive {
-        /// Which number.
-        what: String,
-        /// Its value.
-        value: f64,
-    },
-    /// A curve without points.
-    #[error("`{0}` of the cost source has no points")]
-    NoPoints(String),
-    /// A curve whose work does not grow from point to point.
-    #[error("the points of `{0}` of the cost source do not ascend")]
-    NotAscending(String),
 }
 
 /// Seconds per op of one trace.
@@ -421,7 +397,7 @@ fn update_rate(trace: &Trace, op_seconds: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::curve::Point;
+    use crate::cost::curve::Point;
     use crate::trace::sample;
 
     pub(crate) fn profile() -> DeviceProfile {
