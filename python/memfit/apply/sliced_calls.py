@@ -2,8 +2,8 @@
 
 Responsible for the life of one forward: cutting what the plan's modules are given, and putting what
 they return together. Not responsible for the proof that a call may be cut (the engine's
-``plan/rows.rs``), nor for which slices are saved, dropped or computed again: to the rest of memfit
-each slice's ops are ops like any other.
+``plan/technique/chunk/row_proof.rs``), nor for which slices are saved, dropped or computed again:
+to the rest of memfit each slice's ops are ops like any other.
 
 A module's own hooks run once, with whole tensors; those of modules inside it, once for each slice.
 """

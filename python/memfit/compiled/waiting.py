@@ -4,9 +4,10 @@ Responsible for the time that transfers add to a schedule: what they take from t
 computes, and the waits where computing is ahead of them. Not responsible for which tensors leave
 (:mod:`memfit.compiled.search`) or where graphs wait (:mod:`memfit.compiled.schedule`).
 
-The model is that of the engine for eager steps (``crates/memfit-engine/src/plan/transfers.rs``):
-one transfer at a time, in the order they are asked for. On a device without memory of its own the
-same cores compute and copy, so each byte also costs what they do with it.
+The model is that of the engine for eager steps
+(``crates/memfit-engine/src/plan/search/transfers.rs``): one transfer at a time, in the order they
+are asked for. On a device without memory of its own the same cores compute and copy, so each byte
+also costs what they do with it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 //! The choice, written into a plan.
 //!
 //! Responsible for the check before anything is written, and for each action with its count, its bytes and what the
-//! executor needs. Not responsible for choosing (`outer.rs`) nor for addressing allocations (`emit.rs`).
+//! executor needs. Not responsible for choosing (`choose.rs`) nor for addressing allocations
+//! (`technique/addresses.rs`).
 
-use super::alternatives::Sliced;
-use super::outer::{Outcome, PlanError, Planner};
-use super::problem::{Candidate, Problem};
+use super::context::{Outcome, PlanError, Planner, Sliced};
+use super::search::problem::{Candidate, Problem};
+use super::technique::addresses::directions;
+use super::technique::offload_parameters::replays;
 use super::validate::{InvalidPlan, validate};
 use super::{
     Action, ActionKind, Class, Dropped, Estimate, OffloadOptimizer, OffloadParameters, Plan, arena,
-    emit, rooms,
 };
 use crate::bytes::Bytes;
 use crate::predict;
@@ -77,7 +78,7 @@ impl Planner<'_> {
         let allowed = self.allowed();
         let costs = self.step_of(outcome).map_or(self.costs, |step| &step.costs);
         let problem = Problem::new(&outcome.trace, outcome.variant, costs, allowed);
-        let directions = emit::directions(&problem, treatments, allowed.offer);
+        let directions = directions(&problem, treatments, allowed.offer);
         let of = |kind, moved: &[Dropped]| Action {
             count: moved.len() as u64,
             bytes: moved.iter().map(|moved| moved.bytes).sum(),
@@ -151,7 +152,7 @@ impl Planner<'_> {
         let passes = Passes {
             variant,
             pieces: outcome.pieces,
-            replays: &rooms::replays(trace, variant, treatments),
+            replays: &replays(trace, variant, treatments),
         };
         let order = away.order(trace, passes).into_iter();
         let place = |id: AllocationId| u32::try_from(items.binary_search(&id).ok()?).ok();

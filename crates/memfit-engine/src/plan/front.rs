@@ -1,7 +1,7 @@
 //! Step time against peak over all budgets: the Pareto front.
 //!
 //! Responsible for which budgets are planned, for what of it is on the front, and for what is shown to be out of
-//! reach. Not responsible for any single plan (`outer.rs`): every point is what [`plan`] answers at its budget.
+//! reach. Not responsible for any single plan (`choose.rs`): every point is what [`plan`] answers at its budget.
 //!
 //! Two sweeps, one for each class: a plan of a stricter class is worth something even where a looser one is faster.
 //! A sweep starts with budgets at equal distances between the smallest peak and the unplanned one. Between two
@@ -16,9 +16,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
+use super::technique::chunk::alternatives::why_none;
+use super::technique::micro_batch;
 use super::{
     ActionKind, Class, Estimate, Offer, Plan, PlanError, PlanRequest, Refusal, StopReason, Verdict,
-    alternatives, plan, refusal,
+    plan,
 };
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
@@ -299,8 +301,8 @@ impl Fronts<'_> {
     /// Is there any action that is not exact? Every such kind has its word here.
     fn has_equivalent(&self) -> bool {
         let request = self.plan_request(Class::Equivalent, Bytes::ZERO);
-        refusal::micro_batch(self.trace, &request).is_none()
-            || alternatives::why_none(self.trace, &request).is_none()
+        micro_batch::refusal(self.trace, &request).is_none()
+            || why_none(self.trace, &request).is_none()
     }
 
     fn sweep(&self, allow: Class) -> Result<Sweep, PlanError> {

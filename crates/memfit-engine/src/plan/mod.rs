@@ -1,43 +1,28 @@
 //! What to do so that a step fits, and the promise that comes with it.
 //!
-//! Responsible for the plan's types (this file), the search (`search.rs`), the outer choices
-//! (`outer.rs`, `alternatives.rs`), the front over all budgets (`front.rs`), the lower bound (`bound.rs`) and the check every plan passes before anyone sees it
-//! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it
-//! out (the Python package).
+//! Responsible for the plan's types (this file), for the choice among techniques (`choose.rs`, `combinations.rs`,
+//! `technique/`), the search within one combination of them (`search/`), the lower bound (`bound/`), the front over
+//! all budgets (`front.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for
+//! what a plan does to memory ([`crate::step`]) or for carrying it out (the Python package).
 
 mod actions;
-mod allocator;
-mod alternatives;
 mod arena;
-mod blocks;
-mod bottom;
+mod bottleneck;
 mod bound;
-#[cfg(test)]
-mod brute_force;
-mod chunks;
-mod emit;
-mod explain;
+mod choose;
+mod combinations;
+mod context;
 mod front;
-mod improve;
-mod min_cut;
-mod moves;
-mod outer;
-mod patience;
-mod problem;
-mod refusal;
-mod relaxation;
-mod rooms;
-mod rows;
 mod search;
-mod transfers;
+mod technique;
 mod validate;
-mod variants;
 
-pub use chunks::{chunks, wants_alternatives};
+pub use choose::{plan, plan_within};
+pub use context::PlanError;
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, PointAction, front};
-pub use outer::{PlanError, plan, plan_within};
-pub use patience::TimeLimit;
-pub use transfers::Offer;
+pub use search::limits::TimeLimit;
+pub use search::transfers::Offer;
+pub use technique::chunk::candidates::{chunks, wants_alternatives};
 pub use validate::InvalidPlan;
 
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,7 @@
 //!
 //! Responsible for the order of updates where the optimizer runs per parameter, and for the moments at which
 //! state that is elsewhere otherwise comes and goes. Part of laying a step out (`events.rs` sums the bytes,
-//! `lives.rs` writes them out one by one, `plan/transfers.rs` asks what they cost); not responsible for gradients.
+//! `lives.rs` writes them out one by one, `plan/search/transfers.rs` asks what they cost); not responsible for gradients.
 
 use std::collections::VecDeque;
 

@@ -2,7 +2,7 @@
 //!
 //! Responsible for the types, and for what an alternative must have in common with its trace. Not
 //! responsible for which alternatives are worth a capture ([`crate::plan::chunks`]) nor for choosing
-//! one (`plan/alternatives.rs`).
+//! one (`plan/technique/chunk/alternatives.rs`).
 //!
 //! Slices change which ops run, so their memory is not derived from the plain trace: the step is captured
 //! once more with its slices, and that trace is as good as any.

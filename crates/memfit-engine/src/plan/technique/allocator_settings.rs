@@ -2,11 +2,11 @@
 //!
 //! Responsible for asking the simulated allocator about a candidate on CUDA: requests that fit may still be
 //! refused, because free memory lies in pieces. Not responsible for the simulation ([`crate::predict::reserved`]) nor
-//! for what to do about a refusal (`outer.rs`).
+//! for what to do about a refusal (`choose.rs`).
 
-use super::{Action, ActionKind, Class};
 use crate::allocator::Settings;
 use crate::bytes::Bytes;
+use crate::plan::{Action, ActionKind, Class};
 use crate::predict::reserved::{EXPANDABLE, Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{StepModel, Treatment, Variant};
@@ -14,7 +14,7 @@ use crate::trace::Trace;
 
 /// What the allocator says about a candidate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(in crate::plan) enum Answer {
     /// Not a CUDA step: memory comes from the system, without segments.
     NotAsked,
     /// It runs, under these settings, which hold so many bytes less than the defaults.
@@ -24,7 +24,7 @@ pub(super) enum Answer {
 }
 
 /// Asks about the step with `dropped[allocation]` on a device with `cap` bytes for it.
-pub(super) fn ask(
+pub(in crate::plan) fn ask(
     trace: &Trace,
     variant: Variant,
     dropped: &[Treatment],
@@ -52,7 +52,7 @@ pub(super) fn ask(
 }
 
 /// The action that goes with an answer, if one does.
-pub(super) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
+pub(in crate::plan) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
     (!reserved.settings.is_empty()).then(|| Action {
         count: 1,
         bytes: less,

@@ -12,9 +12,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Tier;
 use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
+use crate::plan::Tier;
 use crate::step::{Transfer, UpdateTurn, Variant, update_turns};
 use crate::trace::{AllocationId, OpIndex, ParameterUpdate, Trace};
 
@@ -58,7 +58,7 @@ const REQUEST_SECONDS: f64 = 5e-5;
 
 /// Transfers of one step in time.
 #[derive(Debug, Clone)]
-pub(super) struct Schedule {
+pub(in crate::plan) struct Schedule {
     offer: Offer,
     /// Seconds that the device which computes loses for each byte that moves.
     copy_seconds_per_byte: f64,
@@ -70,7 +70,7 @@ pub(super) struct Schedule {
 
 impl Schedule {
     /// For the ops of a trace.
-    pub(super) fn new(trace: &Trace, offer: Offer, costs: &Costs) -> Self {
+    pub(in crate::plan) fn new(trace: &Trace, offer: Offer, costs: &Costs) -> Self {
         // A copy reads and writes each byte.
         let copy = if trace.meta.device_kind == "cpu" {
             costs.copy_seconds(1.0)
@@ -102,7 +102,7 @@ impl Schedule {
     }
 
     /// Seconds that `transfers`, in the order they happen, add to the step.
-    pub(super) fn seconds(
+    pub(in crate::plan) fn seconds(
         &mut self,
         transfers: &[Transfer],
         bytes_of: impl Fn(AllocationId) -> Bytes,
@@ -111,7 +111,7 @@ impl Schedule {
     }
 
     /// Seconds that the transfers of passes add to a step whose passes begin so many seconds after each other.
-    pub(super) fn seconds_of_passes(
+    pub(in crate::plan) fn seconds_of_passes(
         &mut self,
         passes: &[Vec<Transfer>],
         pass_seconds: f64,
@@ -159,7 +159,7 @@ impl Schedule {
 
     /// Seconds that moving the optimizer's state adds to a step whose updates take `update_seconds` in all. Each
     /// update takes of that by the bytes it moves; the transfers of activations are not looked at.
-    pub(super) fn state_seconds(
+    pub(in crate::plan) fn state_seconds(
         &self,
         trace: &Trace,
         variant: Variant,

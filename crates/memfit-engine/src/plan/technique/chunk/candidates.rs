@@ -2,12 +2,12 @@
 //!
 //! Responsible for finding a loss over many classes whose logits come straight from a linear layer, and module
 //! calls that widen rows they treat one by one; and for the slice counts worth a capture each. Not responsible
-//! for the proof that a call treats rows one by one (`rows.rs`), nor for what a step in slices does to memory:
+//! for the proof that a call treats rows one by one (`row_proof.rs`), nor for what a step in slices does to memory:
 //! that is captured, and what turns out not to run in slices is no alternative.
 
-use super::rows::by_rows;
-use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
+use super::row_proof::by_rows;
 use crate::bytes::Bytes;
+use crate::plan::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::predict;
 use crate::trace::{
     CallChunk, Category, Chunk, LossChunk, Op, OpIndex, Phase, Region, Trace, ValueId,

@@ -3,14 +3,15 @@
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
-use super::bound::bound;
-use super::patience::Share;
+use super::limits::Share;
 use super::problem::{Allowed, Problem, Scorer};
-use super::relaxation::Relaxation;
 use super::search::search;
-use super::{Offer, Tier};
+use super::transfers::Offer;
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
+use crate::plan::Tier;
+use crate::plan::bound::bound::bound;
+use crate::plan::bound::relaxation::Relaxation;
 use crate::step::{Evaluator, Treatment, Variant, random};
 use crate::trace::{AllocationId, Trace};
 

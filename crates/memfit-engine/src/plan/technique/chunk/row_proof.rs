@@ -1,7 +1,7 @@
 //! Which module calls treat the rows of their input one by one.
 //!
 //! Responsible for the proof that a call may run on some rows at a time. Not responsible for which calls are
-//! worth that (`chunks.rs`).
+//! worth that (`candidates.rs`).
 //!
 //! # The proof
 //!
@@ -31,13 +31,13 @@ use crate::trace::{AllocationId, Category, Op, Region, Trace, ValueId};
 
 /// A call that may run on some rows at a time.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ByRows {
+pub(in crate::plan) struct ByRows {
     /// What it takes.
-    pub(super) input: ValueId,
+    pub(in crate::plan) input: ValueId,
     /// What it returns.
-    pub(super) output: ValueId,
+    pub(in crate::plan) output: ValueId,
     /// Whether it draws random numbers: in slices it draws others.
-    pub(super) draws: bool,
+    pub(in crate::plan) draws: bool,
 }
 
 /// Proves that a call treats rows one by one.

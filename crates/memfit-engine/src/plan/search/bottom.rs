@@ -17,7 +17,7 @@ const ESCAPES: usize = 6;
 
 impl Search<'_> {
     /// The lowest of the bottoms, after polishing the few lowest.
-    pub(super) fn lowest(&mut self, mut bottoms: Vec<Candidate>) -> Candidate {
+    pub(in crate::plan) fn lowest(&mut self, mut bottoms: Vec<Candidate>) -> Candidate {
         bottoms.sort_by_key(|bottom| bottom.evaluation.peak_bytes);
         let polished = bottoms
             .iter()
@@ -131,7 +131,7 @@ impl Search<'_> {
 
     /// Ways to treat some allocations otherwise at once: all where there is a place to store and the problem is
     /// small, else the flip.
-    pub(super) fn ways(
+    pub(in crate::plan) fn ways(
         &self,
         at: &Candidate,
         ids: &[AllocationId],
@@ -207,7 +207,7 @@ fn exchange(treatments: &mut [Treatment], changes: &[(AllocationId, Treatment)])
 }
 
 /// Each candidate with one it is computed from; in small problems, with any other.
-pub(super) fn pairs(problem: &Problem<'_>) -> Vec<(AllocationId, AllocationId)> {
+pub(in crate::plan) fn pairs(problem: &Problem<'_>) -> Vec<(AllocationId, AllocationId)> {
     let candidates = &problem.candidates;
     let mut pairs = Vec::new();
     for (i, &id) in candidates.iter().enumerate() {
@@ -227,12 +227,12 @@ mod tests {
     use proptest::strategy::{Strategy, ValueTree};
     use proptest::test_runner::TestRunner;
 
-    use super::super::bound::bound;
     use super::super::search::search;
     use super::*;
     use crate::cost::{CostSource, Costs};
-    use crate::plan::patience::Share;
-    use crate::plan::problem::Allowed;
+    use crate::plan::bound::bound::bound;
+    use crate::plan::search::limits::Share;
+    use crate::plan::search::problem::Allowed;
     use crate::step::{Variant, random};
 
     #[test]

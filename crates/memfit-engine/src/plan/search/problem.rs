@@ -12,17 +12,17 @@ use crate::trace::{AllocationId, Meta, Op, OpIndex, Trace};
 
 /// Which treatments the request allows.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Allowed<'r> {
+pub(in crate::plan) struct Allowed<'r> {
     /// Computing again.
-    pub(super) remat: bool,
+    pub(in crate::plan) remat: bool,
     /// Storing, and where.
-    pub(super) offer: Option<&'r Offer>,
+    pub(in crate::plan) offer: Option<&'r Offer>,
 }
 
 impl Allowed<'_> {
     /// Computing again only.
     #[cfg(test)]
-    pub(super) const REMAT: Self = Self {
+    pub(in crate::plan) const REMAT: Self = Self {
         remat: true,
         offer: None,
     };
@@ -43,24 +43,24 @@ fn replay_seconds(meta: &Meta) -> f64 {
 
 /// The inner problem. Everything is indexed like the trace.
 #[derive(Debug)]
-pub(super) struct Problem<'t> {
-    pub(super) trace: &'t Trace,
-    pub(super) model: StepModel,
+pub(in crate::plan) struct Problem<'t> {
+    pub(in crate::plan) trace: &'t Trace,
+    pub(in crate::plan) model: StepModel,
     /// Seconds to run each op of forward again.
-    pub(super) op_seconds: Vec<f64>,
+    pub(in crate::plan) op_seconds: Vec<f64>,
     /// Position at which backward first asks for an allocation; `usize::MAX` when it never does.
-    pub(super) first_unpack: Vec<usize>,
+    pub(in crate::plan) first_unpack: Vec<usize>,
     /// Position at which autograd lets go of an allocation for good; 0 when it never saved it.
     last_release: Vec<usize>,
     /// What the makers of each allocation read, see [`StepModel::inputs`].
-    pub(super) inputs: Vec<Vec<AllocationId>>,
+    pub(in crate::plan) inputs: Vec<Vec<AllocationId>>,
     /// Lowest version of an allocation that backward asks for; `usize::MAX` when it asks for none.
     needed_versions: Vec<usize>,
     /// What may be treated and is worth a thought: it is saved, or read by something that may be dropped.
-    pub(super) candidates: Vec<AllocationId>,
+    pub(in crate::plan) candidates: Vec<AllocationId>,
     may_remat: bool,
     /// Transfers in time; absent where nothing may be stored.
-    pub(super) schedule: Option<Schedule>,
+    pub(in crate::plan) schedule: Option<Schedule>,
     /// Repeated blocks, the coarsest kind first.
     pub(super) blocks: Vec<Blocks>,
     /// Per position: the op of forward whose value backward asked for last.
@@ -68,7 +68,7 @@ pub(super) struct Problem<'t> {
 }
 
 impl<'t> Problem<'t> {
-    pub(super) fn new(
+    pub(in crate::plan) fn new(
         trace: &'t Trace,
         variant: Variant,
         costs: &Costs,
@@ -113,7 +113,7 @@ impl<'t> Problem<'t> {
             askers: askers(trace),
         };
         problem.candidates = problem.worth_a_thought();
-        problem.blocks = blocks::kinds(&problem);
+        problem.blocks = blocks::kinds(trace, &problem.candidates);
         problem
     }
 
@@ -142,7 +142,7 @@ impl<'t> Problem<'t> {
     }
 
     /// May it be computed again?
-    pub(super) fn may_drop(&self, id: AllocationId) -> bool {
+    pub(in crate::plan) fn may_drop(&self, id: AllocationId) -> bool {
         self.may_remat && self.model.is_droppable(id)
     }
 
@@ -163,7 +163,7 @@ impl<'t> Problem<'t> {
     }
 
     /// The end of the block that makes an allocation, where that may be its home.
-    pub(super) fn home(&self, id: AllocationId) -> Option<OpIndex> {
+    pub(in crate::plan) fn home(&self, id: AllocationId) -> Option<OpIndex> {
         let maker = self.model.makers(id).next()?;
         let home = self.blocks.first()?.home(maker)?;
         self.may_have_home(id, home).then_some(home)
@@ -177,7 +177,10 @@ impl<'t> Problem<'t> {
     }
 
     /// Everything that may be done to an allocation.
-    pub(super) fn treatments(&self, id: AllocationId) -> impl Iterator<Item = Treatment> + use<> {
+    pub(in crate::plan) fn treatments(
+        &self,
+        id: AllocationId,
+    ) -> impl Iterator<Item = Treatment> + use<> {
         let home = self.home(id);
         let drop = self.may_drop(id).then_some(Treatment::DROP);
         let store = self.may_store(id).then_some(Treatment::STORE);
@@ -198,7 +201,7 @@ impl<'t> Problem<'t> {
 
     /// The ops during which autograd alone holds an allocation, so that dropping it frees it: after its
     /// forward life, before backward first asks for it.
-    pub(super) fn away(&self, id: AllocationId) -> Option<(usize, usize)> {
+    pub(in crate::plan) fn away(&self, id: AllocationId) -> Option<(usize, usize)> {
         let forward_end = self.op_seconds.len();
         let natural = &self.trace.allocations[id.index()].natural;
         let forward_life = natural
@@ -210,12 +213,15 @@ impl<'t> Problem<'t> {
     }
 
     /// Does backward ask for it?
-    pub(super) fn is_asked_for(&self, id: AllocationId) -> bool {
+    pub(in crate::plan) fn is_asked_for(&self, id: AllocationId) -> bool {
         self.first_unpack[id.index()] != usize::MAX
     }
 
     /// The ops that must run again if an allocation is dropped, at least.
-    pub(super) fn needed_makers(&self, id: AllocationId) -> impl Iterator<Item = OpIndex> + '_ {
+    pub(in crate::plan) fn needed_makers(
+        &self,
+        id: AllocationId,
+    ) -> impl Iterator<Item = OpIndex> + '_ {
         self.model
             .makers(id)
             .take(self.needed_versions[id.index()].saturating_add(1))
@@ -237,7 +243,7 @@ impl<'t> Problem<'t> {
     }
 
     /// Seconds that storing one allocation costs however well it hides; infinite where it may not be stored.
-    pub(super) fn least_store_seconds(&self, id: AllocationId) -> f64 {
+    pub(in crate::plan) fn least_store_seconds(&self, id: AllocationId) -> f64 {
         match &self.schedule {
             Some(schedule) if self.may_store(id) => schedule.least_seconds(self.model.bytes(id)),
             _ => f64::INFINITY,
@@ -298,26 +304,26 @@ fn askers(trace: &Trace) -> Vec<usize> {
 
 /// What is done to each allocation, and what it leads to.
 #[derive(Debug, Clone)]
-pub(super) struct Candidate {
-    pub(super) treatments: Vec<Treatment>,
-    pub(super) evaluation: Evaluation,
+pub(in crate::plan) struct Candidate {
+    pub(in crate::plan) treatments: Vec<Treatment>,
+    pub(in crate::plan) evaluation: Evaluation,
     /// Seconds that it adds to the step: replays, and waits for what is stored.
-    pub(super) added_seconds: f64,
+    pub(in crate::plan) added_seconds: f64,
 }
 
 /// Evaluates candidates and counts how many.
 #[derive(Debug)]
-pub(super) struct Scorer<'p> {
-    pub(super) problem: &'p Problem<'p>,
-    pub(super) evaluator: IncrementalEvaluator<'p>,
+pub(in crate::plan) struct Scorer<'p> {
+    pub(in crate::plan) problem: &'p Problem<'p>,
+    pub(in crate::plan) evaluator: IncrementalEvaluator<'p>,
     schedule: Option<Schedule>,
-    pub(super) evaluations: u64,
+    pub(in crate::plan) evaluations: u64,
     /// Events of their sweeps, those that were known included, and replays.
     pub(super) events: u64,
 }
 
 impl<'p> Scorer<'p> {
-    pub(super) fn new(problem: &'p Problem<'p>) -> Self {
+    pub(in crate::plan) fn new(problem: &'p Problem<'p>) -> Self {
         Self {
             problem,
             evaluator: IncrementalEvaluator::new(&problem.model),

@@ -2,23 +2,18 @@
 //!
 //! Responsible for op times of a step in slices, for trying each captured alternative with the inner search,
 //! jointly with the other outer choices, and for why there is none. Not responsible for which alternatives
-//! are captured (`chunks.rs`) nor for choosing among what comes out (`outer.rs`).
+//! are captured (`candidates.rs`) nor for choosing among what comes out (`choose.rs`).
 
-use super::outer::{Outcome, Planner};
-use super::patience::Share;
-use super::{ActionKind, PlanRequest, chunks};
+use super::candidates;
 use crate::cost::{CostError, CostSource, Costs};
-use crate::trace::{Alternative, Trace};
-
-/// An alternative and what its ops cost.
-pub(super) struct Sliced<'t> {
-    pub(super) alternative: &'t Alternative,
-    pub(super) costs: Costs,
-}
+use crate::plan::context::{Outcome, Planner, Sliced};
+use crate::plan::search::limits::Share;
+use crate::plan::{ActionKind, PlanRequest};
+use crate::trace::Trace;
 
 /// Every alternative with its op times. Those of a profiled step are known op by op: an op that both steps
 /// have takes the same time, the others take theirs by their work.
-pub(super) fn sliced<'t>(
+pub(in crate::plan) fn sliced<'t>(
     trace: &'t Trace,
     source: &CostSource,
     costs: &Costs,
@@ -38,7 +33,7 @@ pub(super) fn sliced<'t>(
 }
 
 /// Why something, or all, cannot run in slices; `None` when what is worth it can.
-pub(super) fn why_none(trace: &Trace, request: &PlanRequest) -> Option<String> {
+pub(in crate::plan) fn why_none(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.forbid.contains(&ActionKind::Chunk) {
         return Some("forbidden by the request".to_owned());
     }
@@ -49,12 +44,12 @@ pub(super) fn why_none(trace: &Trace, request: &PlanRequest) -> Option<String> {
             (_, reason) => Some(reason.to_owned()),
         };
     }
-    let reason = chunks::chunks(trace).err();
+    let reason = candidates::chunks(trace).err();
     Some(reason.unwrap_or_else(|| "the step was not captured in slices".to_owned()))
 }
 
 /// Every alternative, solved: alone, and the one with the smallest slices on pieces of the batch too.
-pub(super) fn outcomes(
+pub(in crate::plan) fn outcomes(
     planner: &Planner<'_>,
     share: Share<'_>,
     mut best_seconds: f64,
@@ -90,11 +85,11 @@ pub(super) fn outcomes(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Class, Verdict, plan, wants_alternatives};
     use super::*;
     use crate::bytes::Bytes;
+    use crate::plan::{Class, Verdict, plan, wants_alternatives};
     use crate::predict;
-    use crate::trace::{Alternatives, Chunk, LossChunk, sample};
+    use crate::trace::{Alternative, Alternatives, Chunk, LossChunk, sample};
 
     fn request(budget: u64, allow: Class) -> PlanRequest {
         PlanRequest {

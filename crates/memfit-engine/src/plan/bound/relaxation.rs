@@ -25,8 +25,8 @@
 use std::collections::BTreeMap;
 
 use super::min_cut::{Network, UNBOUNDED};
-use super::problem::Problem;
 use crate::bytes::Bytes;
+use crate::plan::search::problem::Problem;
 use crate::step::Treatment;
 use crate::trace::{AllocationId, OpIndex};
 
@@ -38,7 +38,7 @@ const PRICES: usize = 14;
 const UNITS: f64 = 1e15;
 
 /// The relaxation at one op.
-pub(super) struct Relaxation<'p> {
+pub(in crate::plan) struct Relaxation<'p> {
     problem: &'p Problem<'p>,
     network: Network,
     source: u32,
@@ -71,9 +71,9 @@ struct Value {
 
 /// A choice at the op.
 #[derive(Debug, Clone)]
-pub(super) struct Choice {
+pub(in crate::plan) struct Choice {
     /// What is computed again or stored.
-    pub(super) treatments: Vec<(AllocationId, Treatment)>,
+    pub(in crate::plan) treatments: Vec<(AllocationId, Treatment)>,
     seconds: f64,
     /// Bytes held, those that are there whatever the plan included.
     held: f64,
@@ -81,16 +81,16 @@ pub(super) struct Choice {
 
 /// What the relaxation says.
 #[derive(Debug)]
-pub(super) struct Relaxed {
+pub(in crate::plan) struct Relaxed {
     /// No plan within the target replays for less.
-    pub(super) added_seconds: f64,
+    pub(in crate::plan) added_seconds: f64,
     /// The choices on either side of the best price: above the target, and within it if any is.
-    pub(super) choices: Vec<Choice>,
+    pub(in crate::plan) choices: Vec<Choice>,
 }
 
 impl<'p> Relaxation<'p> {
     /// At `op`, where the step with nothing dropped holds `height`.
-    pub(super) fn new(problem: &'p Problem<'p>, op: usize, height: Bytes) -> Self {
+    pub(in crate::plan) fn new(problem: &'p Problem<'p>, op: usize, height: Bytes) -> Self {
         let mut network = Network::default();
         let (source, sink) = (network.add_node(), network.add_node());
         let seconds: f64 = problem.op_seconds.iter().sum();
@@ -178,7 +178,7 @@ impl<'p> Relaxation<'p> {
     }
 
     /// The best bound over all prices, and the choices that are best at it.
-    pub(super) fn solve(&mut self, target: Bytes) -> Relaxed {
+    pub(in crate::plan) fn solve(&mut self, target: Bytes) -> Relaxed {
         let room = target.as_f64() - self.fixed;
         let asked = |id: &&AllocationId| self.away[id.index()] && self.problem.is_asked_for(**id);
         let needed = self.problem.candidates.iter().filter(asked);

@@ -7,9 +7,9 @@
 //! bounds the time from below, and the worst `i` is the bound. Pins, replay temporaries and the replays
 //! that a replay needs are ignored, which only lowers it.
 
-use super::problem::Problem;
 use super::relaxation::{Relaxation, Relaxed};
 use crate::bytes::Bytes;
+use crate::plan::search::problem::Problem;
 use crate::step::{Evaluator, Treatment};
 use crate::trace::{AllocationId, OpIndex};
 
@@ -22,13 +22,13 @@ const SPREAD: usize = 64;
 
 /// The bound for one problem.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Bound {
+pub(in crate::plan) struct Bound {
     /// Least seconds that any plan within the target adds; infinite when there is none.
-    pub(super) added_seconds: f64,
+    pub(in crate::plan) added_seconds: f64,
     /// No plan has a lower peak.
-    pub(super) peak_bytes: Bytes,
+    pub(in crate::plan) peak_bytes: Bytes,
     /// What is best at one of the worst moments, for the target or somewhat less.
-    pub(super) choices: Vec<Vec<(AllocationId, Treatment)>>,
+    pub(in crate::plan) choices: Vec<Vec<(AllocationId, Treatment)>>,
 }
 
 /// An allocation that could be freed over a stretch of the step.
@@ -40,7 +40,7 @@ struct Freeable {
     until: usize,
 }
 
-pub(super) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
+pub(in crate::plan) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
     let none = vec![Treatment::Keep; problem.trace.allocations.len()];
     let heights = Evaluator::new(&problem.model).timeline(&none);
     let mut freeable = freeable(problem);
@@ -158,7 +158,7 @@ fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
 mod tests {
     use super::*;
     use crate::cost::{CostSource, Costs};
-    use crate::plan::problem::Allowed;
+    use crate::plan::search::problem::Allowed;
     use crate::step::Variant;
     use crate::trace::sample;
 

@@ -2,13 +2,16 @@
 //!
 //! Responsible for: the optimizer inside backward or not, its state elsewhere or not, how much may be on its way at
 //! once, and into how many pieces the batch is cut. Not responsible for how much room parameters have
-//! (`rooms.rs`), for solving a combination or for choosing (`outer.rs`), nor for what may be done at all (`refusal.rs`).
+//! (`technique/offload_parameters.rs`), for solving a combination (`context.rs`) or for choosing (`choose.rs`), nor for
+//! what may be done at all (`technique/`).
 
-use super::outer::{Outcome, Planner};
-use super::patience::Share;
-use super::problem::Allowed;
-use super::transfers::Schedule;
-use super::{ActionKind, Offer, refusal};
+use super::ActionKind;
+use super::context::{Outcome, Planner};
+use super::search::limits::Share;
+use super::search::problem::Allowed;
+use super::search::transfers::{Offer, Schedule};
+use super::technique::offload_optimizer::LEAST_STATE;
+use super::technique::{fuse_optimizer, micro_batch, offload, offload_optimizer};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Passes, StateAway, StepModel, Variant};
@@ -16,9 +19,6 @@ use crate::trace::{AllocationId, Phase, Trace};
 
 /// Divisors of the batch tried as number of pieces.
 const MOST_DIVISORS: usize = 6;
-
-/// Smaller state stays in memory: fetching it would take longer than it is worth.
-pub(super) const LEAST_STATE: Bytes = Bytes(4096);
 
 impl Planner<'_> {
     /// The combinations that leave the batch whole.
@@ -61,7 +61,7 @@ impl Planner<'_> {
 
     /// Some variants with every number of pieces that the batch can be cut into.
     pub(super) fn in_pieces(&self, variants: &[Variant]) -> Vec<(Variant, u64)> {
-        let counts = refusal::piece_counts(self.trace).take(MOST_DIVISORS);
+        let counts = micro_batch::piece_counts(self.trace).take(MOST_DIVISORS);
         let tries = counts.flat_map(|pieces| variants.iter().map(move |&it| (it, pieces)));
         tries.collect()
     }
@@ -70,7 +70,7 @@ impl Planner<'_> {
     /// there are windows for both activations and state, they are wide together and narrow together.
     fn variants(&self) -> Vec<Variant> {
         let (windows, states) = (self.windows(), self.states_away());
-        let may_fuse = refusal::fuse_optimizer(self.trace, self.request).is_none();
+        let may_fuse = fuse_optimizer::refusal(self.trace, self.request).is_none();
         let mut variants = Vec::new();
         for width in 0..windows.len().max(states.len()) {
             let window_bytes = windows[width.min(windows.len() - 1)];
@@ -133,13 +133,13 @@ impl Planner<'_> {
     /// The place for activations, if they may be offloaded.
     pub(super) fn offer(&self) -> Option<&Offer> {
         let offer = self.request.offload.as_ref();
-        offer.filter(|_| refusal::offload(self.request).is_none())
+        offer.filter(|_| offload::refusal(self.request).is_none())
     }
 
     /// The place for optimizer state, if it may be offloaded.
     pub(super) fn state_offer(&self) -> Option<&Offer> {
         let offer = self.request.offload.as_ref();
-        offer.filter(|_| refusal::offload_optimizer(self.trace, self.request).is_none())
+        offer.filter(|_| offload_optimizer::refusal(self.trace, self.request).is_none())
     }
 
     pub(super) fn allowed(&self) -> Allowed<'_> {

@@ -1,81 +1,27 @@
-//! The outer choices, solved: what a step costs under each combination of them, and which is best.
+//! The choices of a plan, and the best of them.
 //!
-//! Responsible for trying each combination (`variants.rs`) with the inner search, for choosing among them, and
-//! for what the next class would gain. Not responsible for what to do with each allocation (`search.rs`), for what
-//! may be done at all (`refusal.rs`), nor for writing the choice down (`actions.rs`).
+//! Responsible for the order in which combinations are tried (`combinations.rs`), for choosing among what they
+//! come to, and for what the next class would gain. Not responsible for what one combination comes to
+//! (`context.rs`), for what may be done at all (`technique/`), nor for writing the choice down (`actions.rs`).
 
-use super::allocator::{self, Answer};
-use super::alternatives::{self, Sliced};
-use super::bound::{Bound, bound};
-use super::patience::{Share, TimeLimit};
-use super::problem::{Candidate, Problem};
-use super::search::{Found, nothing_done, search};
-use super::validate::InvalidPlan;
+use super::bottleneck;
+use super::context::{Outcome, PlanError, Planner};
+use super::search::limits::{Share, TimeLimit};
+use super::search::problem::Candidate;
+use super::technique::allocator_settings::{self, Answer};
+use super::technique::chunk::alternatives;
+use super::technique::{
+    fuse_optimizer, micro_batch, offload, offload_optimizer, offload_parameters,
+};
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason, Verdict,
-    actions, arena, explain, refusal,
+    actions, arena,
 };
-use crate::bytes::{Budget, BudgetError, Bytes};
-use crate::cost::{CostError, CostSource, Costs};
+use crate::bytes::{Budget, Bytes};
+use crate::cost::{CostSource, Costs};
 use crate::predict;
-use crate::step::{Passes, Treatment, Variant};
-use crate::trace::{Category, SCHEMA_VERSION, Trace};
-
-/// Why there is no plan.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum PlanError {
-    /// The budget cannot be read.
-    #[error(transparent)]
-    Budget(#[from] BudgetError),
-    /// The op times cannot be used.
-    #[error(transparent)]
-    Cost(#[from] CostError),
-    /// The plan failed its check: a bug in memfit.
-    #[error("internal error: {0}; please report this with the saved trace")]
-    Invalid(#[from] InvalidPlan),
-}
-
-/// One combination of outer choices, solved.
-pub(super) struct Outcome {
-    pub(super) trace: Trace,
-    pub(super) variant: Variant,
-    pub(super) pieces: u64,
-    /// Index of the alternative that it runs, see [`Planner::sliced`].
-    pub(super) sliced: Option<usize>,
-    pub(super) best: Option<Candidate>,
-    lowest: Candidate,
-    bound: Bound,
-    /// Seconds of the step without replays and waits for activations.
-    base_seconds: f64,
-    evaluations: u64,
-    limited: Option<StopReason>,
-    near: bool,
-}
-
-impl Outcome {
-    pub(super) fn class(&self) -> Class {
-        if self.pieces > 1 || self.sliced.is_some() {
-            Class::Equivalent
-        } else {
-            Class::Exact
-        }
-    }
-
-    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
-    pub(super) fn seconds(&self, candidate: &Candidate) -> f64 {
-        self.base_seconds + candidate.added_seconds * self.pieces as f64
-    }
-
-    /// Of its fastest plan that fits, if there is one.
-    pub(super) fn best_seconds(&self) -> Option<f64> {
-        Some(self.seconds(self.best.as_ref()?))
-    }
-
-    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
-    fn bound_seconds(&self) -> f64 {
-        self.base_seconds + self.bound.added_seconds * self.pieces as f64
-    }
-}
+use crate::step::{Treatment, Variant};
+use crate::trace::{SCHEMA_VERSION, Trace};
 
 /// Plans a step.
 ///
@@ -141,47 +87,32 @@ enum Ran {
     No,
 }
 
-#[derive(Clone, Copy)]
-pub(super) struct Planner<'t> {
-    pub(super) trace: &'t Trace,
-    pub(super) costs: &'t Costs,
-    /// The step in slices.
-    pub(super) sliced: &'t [Sliced<'t>],
-    pub(super) request: &'t PlanRequest,
-    /// What the requests of a plan must stay within.
-    pub(super) target: Bytes,
-    /// What the device gives, at least `target`.
-    pub(super) cap: Bytes,
-    pub(super) unplanned_peak: Bytes,
-    pub(super) share: Share<'t>,
-}
-
 impl Planner<'_> {
     fn empty_plan(&self, budget: Bytes, margin: Bytes) -> Plan {
         let unplanned = Estimate {
             predicted_peak_bytes: self.unplanned_peak,
             predicted_step_seconds: self.costs.step_seconds(),
         };
-        let fuse = refusal::fuse_optimizer(self.trace, self.request);
-        let pieces = refusal::micro_batch(self.trace, self.request);
+        let fuse = fuse_optimizer::refusal(self.trace, self.request);
+        let pieces = micro_batch::refusal(self.trace, self.request);
         let refusal = |kind, reason: Option<String>| reason.map(|reason| Refusal { kind, reason });
         let refusals = [
             refusal(ActionKind::FuseOptimizer, fuse),
             refusal(ActionKind::MicroBatch, pieces),
-            refusal(ActionKind::Offload, refusal::offload(self.request)),
+            refusal(ActionKind::Offload, offload::refusal(self.request)),
             refusal(
                 ActionKind::OffloadOptimizer,
-                refusal::offload_optimizer(self.trace, self.request),
+                offload_optimizer::refusal(self.trace, self.request),
             ),
             refusal(
                 ActionKind::OffloadParameters,
-                refusal::offload_parameters(self.trace, self.request),
+                offload_parameters::refusal(self.trace, self.request),
             ),
         ];
         Plan {
             schema_version: SCHEMA_VERSION,
             target: self.trace.meta.target.clone(),
-            trace_digest: explain::digest(self.trace),
+            trace_digest: bottleneck::digest(self.trace),
             batch: self.trace.meta.batch,
             budget_bytes: budget,
             margin_bytes: margin,
@@ -264,7 +195,11 @@ impl Planner<'_> {
             self.explain_infeasible(plan, &outcomes);
         }
         let (bottom, lowest) = lowest_of(&outcomes);
-        plan.bottleneck = Some(explain::bottleneck(&bottom.trace, bottom.variant, lowest));
+        plan.bottleneck = Some(bottleneck::bottleneck(
+            &bottom.trace,
+            bottom.variant,
+            lowest,
+        ));
         plan.next_class = self.next_class(plan, &next);
         Ok(ran)
     }
@@ -278,10 +213,11 @@ impl Planner<'_> {
         dropped: &[Treatment],
     ) -> Ran {
         let may_set = !self.request.forbid.contains(&ActionKind::AllocatorSettings);
-        match allocator::ask(trace, variant, dropped, self.cap, may_set) {
+        match allocator_settings::ask(trace, variant, dropped, self.cap, may_set) {
             Answer::NotAsked => Ran::Yes,
             Answer::Runs(reserved, less) => {
-                plan.actions.extend(allocator::action(&reserved, less));
+                plan.actions
+                    .extend(allocator_settings::action(&reserved, less));
                 plan.reserved = Some(reserved);
                 Ran::Yes
             }
@@ -305,74 +241,6 @@ impl Planner<'_> {
         lowest(&outcomes).evaluation.peak_bytes
     }
 
-    fn outcome(
-        &self,
-        variant: Variant,
-        pieces: u64,
-        share: Share<'_>,
-        best_seconds: f64,
-    ) -> Outcome {
-        let trace = self.piece(pieces);
-        let costs = if pieces > 1 {
-            self.costs.scaled(self.trace, &trace)
-        } else {
-            self.costs.clone()
-        };
-        let allowed = self.allowed();
-        let problem = Problem::new(&trace, variant, &costs, allowed);
-        let bound = bound(&problem, self.cap);
-        let base_seconds = self.base_seconds(&costs, &trace, variant, pieces);
-        #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
-        let worth = (best_seconds - base_seconds) / pieces as f64;
-        let Found {
-            best,
-            lowest,
-            evaluations,
-            limited,
-            near,
-        } = if allowed.remat || allowed.offer.is_some() {
-            search(&problem, self.target, &bound, worth, share)
-        } else {
-            nothing_done(&problem, self.target)
-        };
-        drop(problem);
-        let once = Passes {
-            variant,
-            pieces,
-            replays: &[],
-        };
-        let counted = |best| self.with_replayed_parameters(&costs, &trace, once, best);
-        let best = best.map(counted);
-        Outcome {
-            trace,
-            variant,
-            pieces,
-            sliced: None,
-            best,
-            lowest,
-            bound,
-            base_seconds,
-            evaluations,
-            limited,
-            near,
-        }
-    }
-
-    /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it.
-    pub(super) fn piece(&self, pieces: u64) -> Trace {
-        if pieces <= 1 {
-            return self.trace.alone();
-        }
-        let scaled = self.trace.at_batch(self.trace.meta.batch / pieces);
-        let mut piece = scaled.unwrap_or_else(|_| self.trace.alone());
-        for (part, full) in piece.allocations.iter_mut().zip(&self.trace.allocations) {
-            if full.category == Category::Input {
-                part.bytes = full.bytes;
-            }
-        }
-        piece
-    }
-
     /// The exact combinations. One that its bound shows to be slower than one before is not searched for
     /// its fastest plan.
     fn exact(&self) -> Vec<Outcome> {
@@ -393,28 +261,6 @@ impl Planner<'_> {
         outcomes
     }
 
-    pub(super) fn may_cut_batch(&self) -> bool {
-        refusal::micro_batch(self.trace, self.request).is_none()
-    }
-
-    pub(super) fn outcomes(
-        &self,
-        tries: &[(Variant, u64)],
-        share: Share<'_>,
-        mut best_seconds: f64,
-    ) -> Vec<Outcome> {
-        let mut outcomes = Vec::new();
-        for (number, &(variant, pieces)) in tries.iter().enumerate() {
-            let share = share.part(number, tries.len());
-            let outcome = self.outcome(variant, pieces, share, best_seconds);
-            if let Some(best) = &outcome.best {
-                best_seconds = best_seconds.min(outcome.seconds(best));
-            }
-            outcomes.push(outcome);
-        }
-        outcomes
-    }
-
     fn explain_infeasible(&self, plan: &mut Plan, outcomes: &[Outcome]) {
         let least = outcomes
             .iter()
@@ -429,7 +275,7 @@ impl Planner<'_> {
         let away = self.state_away(Bytes::ZERO);
         let parameters = self.narrowest_room();
         let note =
-            explain::standing_note(self.trace, (away, parameters), self.cap, plan.budget_bytes);
+            bottleneck::standing_note(self.trace, (away, parameters), self.cap, plan.budget_bytes);
         plan.notes.extend(note);
     }
 

@@ -4,7 +4,7 @@
 //! limit is on work, so that the answer is the same on every machine; with one, a clock decides that the caller reads:
 //! the engine has none. Not responsible for what is worth the work.
 
-use super::StopReason;
+use crate::plan::StopReason;
 
 /// Events one inner search may ask for; a candidate asks for each event of the model at most once, whether it has to be
 /// swept or is known from the candidate before.
@@ -32,7 +32,7 @@ impl std::fmt::Debug for TimeLimit<'_> {
 
 /// What one search may spend.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Share<'a> {
+pub(in crate::plan) struct Share<'a> {
     events: u64,
     glance: bool,
     /// The limit, and the part of its time at whose start and end this share begins and ends.
@@ -41,14 +41,14 @@ pub(super) struct Share<'a> {
 
 impl<'a> Share<'a> {
     /// All there is.
-    pub(super) const FULL: Self = Self {
+    pub(in crate::plan) const FULL: Self = Self {
         events: EVENTS,
         glance: false,
         time: None,
     };
 
     /// A quarter: the answer only tells what another class would gain.
-    pub(super) const fn glance(self) -> Self {
+    pub(in crate::plan) const fn glance(self) -> Self {
         Self {
             events: self.events / 4,
             glance: true,
@@ -57,7 +57,7 @@ impl<'a> Share<'a> {
     }
 
     /// Within a time limit, if there is one: all of its time.
-    pub(super) fn within(limit: Option<TimeLimit<'a>>) -> Self {
+    pub(in crate::plan) fn within(limit: Option<TimeLimit<'a>>) -> Self {
         let Some(limit) = limit else {
             return Self::FULL;
         };
@@ -77,7 +77,7 @@ impl<'a> Share<'a> {
     /// One of `count` equal parts of the time, of which the last may use what the others left. All have all of
     /// the events.
     #[expect(clippy::cast_precision_loss, reason = "a handful of parts")]
-    pub(super) fn part(self, number: usize, count: usize) -> Self {
+    pub(in crate::plan) fn part(self, number: usize, count: usize) -> Self {
         let time = self.time.map(|(limit, from, until)| {
             let width = (until - from) / count.max(1) as f64;
             let end = from + width * (number + 1) as f64;
@@ -87,7 +87,7 @@ impl<'a> Share<'a> {
     }
 
     /// From one part of the time to another.
-    pub(super) fn between(self, from: f64, until: f64) -> Self {
+    pub(in crate::plan) fn between(self, from: f64, until: f64) -> Self {
         let time = self.time.map(|(limit, ..)| (limit, from, until));
         Self { time, ..self }
     }

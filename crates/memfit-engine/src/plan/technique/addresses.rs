@@ -5,21 +5,22 @@
 
 use std::collections::BTreeMap;
 
-use super::problem::Problem;
-use super::{ActiveRegion, Dropped, Offer, Offload, Remat};
+use crate::plan::search::problem::Problem;
+use crate::plan::search::transfers::Offer;
+use crate::plan::{ActiveRegion, Dropped, Offload, Remat};
 use crate::step::Treatment;
 use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// What the executor needs for a set of treatments.
-pub(super) struct Directions {
+pub(in crate::plan) struct Directions {
     /// To compute again; absent where nothing is.
-    pub(super) remat: Option<Remat>,
+    pub(in crate::plan) remat: Option<Remat>,
     /// To offload; absent where nothing is.
-    pub(super) offload: Option<Offload>,
+    pub(in crate::plan) offload: Option<Offload>,
 }
 
 /// The directions for `treatments`.
-pub(super) fn directions(
+pub(in crate::plan) fn directions(
     problem: &Problem<'_>,
     treatments: &[Treatment],
     offer: Option<&Offer>,

@@ -13,7 +13,7 @@ pub(super) const UNBOUNDED: u64 = u64::MAX / 4;
 
 /// A directed network. Edges come in pairs: `e ^ 1` is the reverse of `e`.
 #[derive(Debug, Default)]
-pub(super) struct Network {
+pub(in crate::plan) struct Network {
     /// Edges that leave each node.
     leaving: Vec<Vec<u32>>,
     to: Vec<u32>,
@@ -45,7 +45,7 @@ impl Network {
     }
 
     /// Gives an edge another capacity, which holds from the next [`Network::clear`] on.
-    pub(super) fn set(&mut self, edge: u32, capacity: u64) {
+    pub(in crate::plan) fn set(&mut self, edge: u32, capacity: u64) {
         self.capacity[edge as usize / 2] = capacity;
     }
 

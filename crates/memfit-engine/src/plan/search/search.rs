@@ -6,10 +6,10 @@
 //!
 //! # How
 //!
-//! 1. *Starts*: what is best at one moment (`relaxation.rs`), for the target and for somewhat less, as
+//! 1. *Starts*: what is best at one moment (`bound/relaxation.rs`), for the target and for somewhat less, as
 //!    replays need room too; nothing dropped; everything without floating-point work dropped; everything dropped;
-//!    everything but some boundaries of repeated blocks (`blocks.rs`) dropped, with and without homes; as much stored
-//!    as hides behind computing, and everything.
+//!    everything but some boundaries of repeated blocks (`block_starts.rs`) dropped, with and without homes; as much
+//!    stored as hides behind computing, and everything.
 //! 2. *Descend* from each: find the peak, take what autograd alone holds there, do what frees the most
 //!    bytes per second: store it, or drop it with and without recomputing its inputs instead of pinning them, or let
 //!    what is there too early pass; several at once while the target is far. Repeat until it is met or nothing at
@@ -22,12 +22,12 @@
 //!
 //! Deterministic without a time limit: ties go to the lower index, and the limit counts evaluations, not seconds.
 
-use super::StopReason;
-use super::blocks;
-use super::bound::Bound;
-use super::patience::Share;
+use super::block_starts;
+use super::limits::Share;
 use super::problem::{Candidate, Problem, Scorer};
 use crate::bytes::Bytes;
+use crate::plan::StopReason;
+use crate::plan::bound::bound::Bound;
 use crate::step::Treatment;
 use crate::trace::AllocationId;
 
@@ -41,22 +41,22 @@ pub(super) const SMALL_PROBLEM: usize = 32;
 
 /// What an inner search found.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(in crate::plan) struct Found {
     /// The fastest candidate within the target, if any.
-    pub(super) best: Option<Candidate>,
+    pub(in crate::plan) best: Option<Candidate>,
     /// The candidate with the smallest peak.
-    pub(super) lowest: Candidate,
+    pub(in crate::plan) lowest: Candidate,
     /// Evaluations spent.
-    pub(super) evaluations: u64,
+    pub(in crate::plan) evaluations: u64,
     /// The limit that was reached, if one was.
-    pub(super) limited: Option<StopReason>,
+    pub(in crate::plan) limited: Option<StopReason>,
     /// The best is so near the bound that the search ended.
-    pub(super) near: bool,
+    pub(in crate::plan) near: bool,
 }
 
 /// `least` is the bound for the target. Where it shows that no plan adds less than `worth` seconds,
 /// only the bottom is looked for; in a `glance` not even that.
-pub(super) fn search(
+pub(in crate::plan) fn search(
     problem: &Problem<'_>,
     target: Bytes,
     least: &Bound,
@@ -94,7 +94,7 @@ pub(super) fn search(
 }
 
 /// What there is where nothing may be done to any allocation.
-pub(super) fn nothing_done(problem: &Problem<'_>, target: Bytes) -> Found {
+pub(in crate::plan) fn nothing_done(problem: &Problem<'_>, target: Bytes) -> Found {
     let mut scorer = Scorer::new(problem);
     let only = scorer.score(vec![Treatment::Keep; problem.trace.allocations.len()]);
     let best = (only.evaluation.peak_bytes <= target).then(|| only.clone());
@@ -107,22 +107,22 @@ pub(super) fn nothing_done(problem: &Problem<'_>, target: Bytes) -> Found {
     }
 }
 
-pub(super) fn faster(a: &Candidate, b: &Candidate) -> bool {
+pub(in crate::plan) fn faster(a: &Candidate, b: &Candidate) -> bool {
     let by_time = a.added_seconds.total_cmp(&b.added_seconds);
     by_time
         .then(a.evaluation.peak_bytes.cmp(&b.evaluation.peak_bytes))
         .is_lt()
 }
 
-pub(super) fn lower(a: &Candidate, b: &Candidate) -> bool {
+pub(in crate::plan) fn lower(a: &Candidate, b: &Candidate) -> bool {
     let by_peak = a.evaluation.peak_bytes.cmp(&b.evaluation.peak_bytes);
     by_peak
         .then(a.added_seconds.total_cmp(&b.added_seconds))
         .is_lt()
 }
 
-pub(super) struct Search<'p> {
-    pub(super) problem: &'p Problem<'p>,
+pub(in crate::plan) struct Search<'p> {
+    pub(in crate::plan) problem: &'p Problem<'p>,
     pub(super) scorer: Scorer<'p>,
     share: Share<'p>,
     /// The part of the share that may be spent by now.
@@ -132,7 +132,7 @@ pub(super) struct Search<'p> {
 }
 
 impl<'p> Search<'p> {
-    pub(super) fn new(problem: &'p Problem<'p>, share: Share<'p>) -> Self {
+    pub(in crate::plan) fn new(problem: &'p Problem<'p>, share: Share<'p>) -> Self {
         Self {
             problem,
             scorer: Scorer::new(problem),
@@ -213,7 +213,7 @@ impl<'p> Search<'p> {
         self.share.spent(self.scorer.events, self.allowed).is_some()
     }
 
-    pub(super) fn nothing(&self) -> Vec<Treatment> {
+    pub(in crate::plan) fn nothing(&self) -> Vec<Treatment> {
         vec![Treatment::Keep; self.problem.trace.allocations.len()]
     }
 
@@ -230,10 +230,10 @@ impl<'p> Search<'p> {
         let mut sets = vec![self.nothing(), cheap, everything];
         sets.extend(self.stores());
         for (number, blocks) in problem.blocks.iter().enumerate() {
-            sets.extend(blocks::starts(problem, blocks, false));
+            sets.extend(block_starts::starts(problem, blocks, false));
             // One kind of block is enough to be at home in.
             if number == 0 {
-                sets.extend(blocks::starts(problem, blocks, true));
+                sets.extend(block_starts::starts(problem, blocks, true));
             }
         }
         let mut starts: Vec<Candidate> = Vec::new();
@@ -301,7 +301,7 @@ impl<'p> Search<'p> {
     }
 
     /// What is not simply kept.
-    pub(super) fn treated(&self, at: &Candidate) -> Vec<AllocationId> {
+    pub(in crate::plan) fn treated(&self, at: &Candidate) -> Vec<AllocationId> {
         let candidates = self.problem.candidates.iter().copied();
         candidates
             .filter(|id| !at.treatments[id.index()].is_keep())

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::Bottleneck;
-use super::problem::Candidate;
+use super::search::problem::Candidate;
 use crate::bytes::Bytes;
 use crate::step::{Evaluator, ParametersAway, StateAway, StepModel, Variant};
 use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};

@@ -1,15 +1,16 @@
-//! Parameters elsewhere: how much room they may have, with what else, and what moving them costs.
+//! Parameters elsewhere: whether they may go, how much room they may have, with what else, and what moving them costs.
 //!
-//! Responsible for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
+//! Responsible for the words where they have to stay, for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
 //! of parameters add, those for what runs again included. Not responsible for which parameters go or when they
 //! move (`step/parameters.rs`, `step/room.rs`).
 
-use super::outer::Planner;
-use super::problem::Candidate;
-use super::transfers::Schedule;
-use super::{Offer, refusal};
+use super::fuse_optimizer;
 use crate::bytes::Bytes;
 use crate::cost::Costs;
+use crate::plan::context::Planner;
+use crate::plan::search::problem::Candidate;
+use crate::plan::search::transfers::{Offer, Schedule};
+use crate::plan::{ActionKind, PlanRequest};
 use crate::step::{Evaluator, ParametersAway, Passes, Replay, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, Phase, Trace};
 
@@ -19,16 +20,52 @@ pub(super) const LEAST_PARAMETER: Bytes = Bytes(16_384);
 /// Rooms that are tried, in quarters of all parameters that may go; and the smallest that will do.
 const ROOMS: [u64; 3] = [3, 2, 1];
 
+/// Why parameters cannot be offloaded to the place that was named; `None` when they can, or none was.
+pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    request.offload.as_ref()?;
+    if request.forbid.contains(&ActionKind::OffloadParameters) {
+        return Some("forbidden by the request".to_owned());
+    }
+    if request.own_loop {
+        return Some("the step is run by the user's own loop".to_owned());
+    }
+    if let Some(reason) = &trace.meta.offloaded_parameters_refusal {
+        return Some(reason.clone());
+    }
+    // Without an optimizer nothing needs all parameters at once.
+    let optimizer = (!trace.meta.optimizer.is_empty()).then_some(&trace.meta.per_parameter_refusal);
+    if let Some(Some(reason)) = optimizer {
+        return Some(reason.clone());
+    }
+    let away = ParametersAway {
+        room_bytes: Bytes::ZERO,
+        ahead_bytes: Bytes::ZERO,
+        least_bytes: LEAST_PARAMETER,
+    };
+    if away.of(trace).next().is_some() {
+        return None;
+    }
+    let mut fixed = trace.meta.fixed_parameters.iter();
+    let is_large = |id: &AllocationId| trace.allocations[id.index()].bytes >= LEAST_PARAMETER;
+    Some(if fixed.any(is_large) {
+        "the parameters lie in memory that cannot be let go, of a file that was loaded or mapped, an array or a \
+         parkable model, or shared with other processes: copies could (`p.data = p.data.clone()`)"
+            .to_owned()
+    } else {
+        format!("the model has no parameter of {LEAST_PARAMETER} or more")
+    })
+}
+
 impl Planner<'_> {
     /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case those
     /// that leave the least in memory, in backward and after it: what none of them reaches, nothing does.
-    pub(super) fn with_rooms(
+    pub(in crate::plan) fn with_rooms(
         &self,
         rooms: &[ParametersAway],
         best_seconds: f64,
     ) -> impl Iterator<Item = (Variant, u64)> {
         let (windows, states) = (self.windows(), self.states_away());
-        let may_fuse = refusal::fuse_optimizer(self.trace, self.request).is_none();
+        let may_fuse = fuse_optimizer::refusal(self.trace, self.request).is_none();
         let narrow = rooms.len().saturating_sub(1);
         let mut variants = Vec::new();
         for (number, &room) in rooms.iter().enumerate() {
@@ -63,7 +100,7 @@ impl Planner<'_> {
     }
 
     /// Parameters elsewhere, from the largest room to the smallest; nothing where they have to stay.
-    pub(super) fn parameters_away(&self) -> Vec<ParametersAway> {
+    pub(in crate::plan) fn parameters_away(&self) -> Vec<ParametersAway> {
         let Some(narrow) = self.narrowest_room() else {
             return Vec::new();
         };
@@ -78,7 +115,7 @@ impl Planner<'_> {
         let rooms = quarters.into_iter().filter(|&room| room > next);
         let once = Passes {
             variant: Variant {
-                fuse_optimizer: refusal::fuse_optimizer(self.trace, self.request).is_none(),
+                fuse_optimizer: fuse_optimizer::refusal(self.trace, self.request).is_none(),
                 offload_parameters: Some(narrow),
                 ..Variant::default()
             },
@@ -97,7 +134,7 @@ impl Planner<'_> {
     }
 
     /// Parameters elsewhere in the smallest room that will do; `None` where they have to stay.
-    pub(super) fn narrowest_room(&self) -> Option<ParametersAway> {
+    pub(in crate::plan) fn narrowest_room(&self) -> Option<ParametersAway> {
         self.parameters_offer()?;
         let away = ParametersAway {
             room_bytes: Bytes::ZERO,
@@ -114,7 +151,7 @@ impl Planner<'_> {
 
     /// Combinations of pieces with parameters elsewhere, in the largest room and in the smallest: those that may be
     /// faster than what there is, and in any case the one that leaves the least in memory.
-    pub(super) fn pieces_with_rooms(
+    pub(in crate::plan) fn pieces_with_rooms(
         &self,
         rooms: &[ParametersAway],
         variant: Variant,
@@ -143,13 +180,13 @@ impl Planner<'_> {
     }
 
     /// The place for parameters, if they may be offloaded.
-    pub(super) fn parameters_offer(&self) -> Option<&Offer> {
+    pub(in crate::plan) fn parameters_offer(&self) -> Option<&Offer> {
         let offer = self.request.offload.as_ref();
-        offer.filter(|_| refusal::offload_parameters(self.trace, self.request).is_none())
+        offer.filter(|_| refusal(self.trace, self.request).is_none())
     }
 
     /// Seconds that moving parameters adds to a step; nothing where they stay.
-    pub(super) fn parameter_seconds(
+    pub(in crate::plan) fn parameter_seconds(
         &self,
         costs: &Costs,
         trace: &Trace,
@@ -168,7 +205,7 @@ impl Planner<'_> {
     /// Counts, in what a candidate adds to each pass, the parameters that come for what runs again. The search does
     /// without: it would have to lay the room out for every candidate.
     #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
-    pub(super) fn with_replayed_parameters(
+    pub(in crate::plan) fn with_replayed_parameters(
         &self,
         costs: &Costs,
         trace: &Trace,
@@ -190,17 +227,21 @@ impl Planner<'_> {
 }
 
 /// What runs again in backward.
-pub(super) fn replays(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Vec<Replay> {
+pub(in crate::plan) fn replays(
+    trace: &Trace,
+    variant: Variant,
+    treatments: &[Treatment],
+) -> Vec<Replay> {
     let model = StepModel::new(trace, variant);
     Evaluator::new(&model).replays(treatments)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::patience::Share;
-    use super::super::{PlanRequest, Tier};
     use super::*;
     use crate::cost::CostSource;
+    use crate::plan::Tier;
+    use crate::plan::search::limits::Share;
     use crate::trace::Category;
     use crate::trace::sample::Builder;
 

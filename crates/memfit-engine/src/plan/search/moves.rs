@@ -15,8 +15,8 @@ const MOVE_PATIENCE: usize = 24;
 const MOVES_AT_ONCE: usize = 48;
 
 /// A way to free bytes at the peak, and an estimate of its worth.
-pub(super) struct Move {
-    pub(super) changes: Vec<(AllocationId, Treatment)>,
+pub(in crate::plan) struct Move {
+    pub(in crate::plan) changes: Vec<(AllocationId, Treatment)>,
     /// Bytes freed at the peak, less what is pinned anew there.
     bytes: f64,
     bytes_per_second: f64,
@@ -88,7 +88,11 @@ impl Search<'_> {
     }
 
     /// What could go at the peak, best estimate first.
-    pub(super) fn moves(&mut self, at: &Candidate, tabu: Option<AllocationId>) -> Vec<Move> {
+    pub(in crate::plan) fn moves(
+        &mut self,
+        at: &Candidate,
+        tabu: Option<AllocationId>,
+    ) -> Vec<Move> {
         let holdings = self.scorer.evaluator.holdings_at_peak(&at.treatments);
         let position = at.evaluation.moment.position.index();
         let mut present = vec![Presence::default(); at.treatments.len()];

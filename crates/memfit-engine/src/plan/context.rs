@@ -1,0 +1,186 @@
+//! What a plan is chosen by, and one combination of outer choices solved.
+//!
+//! Responsible for what every combination is tried with (the step, its costs, the request, the limits) and for what
+//! one comes to under the inner search. Not responsible for which combinations there are (`combinations.rs`), for
+//! the inner search (`search/`), nor for choosing (`choose.rs`).
+
+use super::bound::bound::{Bound, bound};
+use super::search::limits::Share;
+use super::search::problem::{Candidate, Problem};
+use super::search::search::{Found, nothing_done, search};
+use super::technique::micro_batch;
+use super::validate::InvalidPlan;
+use super::{Class, PlanRequest, StopReason};
+use crate::bytes::{BudgetError, Bytes};
+use crate::cost::{CostError, Costs};
+use crate::step::{Passes, Variant};
+use crate::trace::{Alternative, Category, Trace};
+
+/// Why there is no plan.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// The budget cannot be read.
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
+    /// The op times cannot be used.
+    #[error(transparent)]
+    Cost(#[from] CostError),
+    /// The plan failed its check: a bug in memfit.
+    #[error("internal error: {0}; please report this with the saved trace")]
+    Invalid(#[from] InvalidPlan),
+}
+
+/// One combination of outer choices, solved.
+pub(super) struct Outcome {
+    pub(super) trace: Trace,
+    pub(super) variant: Variant,
+    pub(super) pieces: u64,
+    /// Index of the alternative that it runs, see [`Planner::sliced`].
+    pub(super) sliced: Option<usize>,
+    pub(super) best: Option<Candidate>,
+    pub(super) lowest: Candidate,
+    pub(super) bound: Bound,
+    /// Seconds of the step without replays and waits for activations.
+    base_seconds: f64,
+    pub(super) evaluations: u64,
+    pub(super) limited: Option<StopReason>,
+    pub(super) near: bool,
+}
+
+impl Outcome {
+    pub(super) fn class(&self) -> Class {
+        if self.pieces > 1 || self.sliced.is_some() {
+            Class::Equivalent
+        } else {
+            Class::Exact
+        }
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    pub(super) fn seconds(&self, candidate: &Candidate) -> f64 {
+        self.base_seconds + candidate.added_seconds * self.pieces as f64
+    }
+
+    /// Of its fastest plan that fits, if there is one.
+    pub(super) fn best_seconds(&self) -> Option<f64> {
+        Some(self.seconds(self.best.as_ref()?))
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    pub(super) fn bound_seconds(&self) -> f64 {
+        self.base_seconds + self.bound.added_seconds * self.pieces as f64
+    }
+}
+
+/// An alternative and what its ops cost.
+pub(super) struct Sliced<'t> {
+    pub(super) alternative: &'t Alternative,
+    pub(super) costs: Costs,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Planner<'t> {
+    pub(super) trace: &'t Trace,
+    pub(super) costs: &'t Costs,
+    /// The step in slices.
+    pub(super) sliced: &'t [Sliced<'t>],
+    pub(super) request: &'t PlanRequest,
+    /// What the requests of a plan must stay within.
+    pub(super) target: Bytes,
+    /// What the device gives, at least `target`.
+    pub(super) cap: Bytes,
+    pub(super) unplanned_peak: Bytes,
+    pub(super) share: Share<'t>,
+}
+
+impl Planner<'_> {
+    fn outcome(
+        &self,
+        variant: Variant,
+        pieces: u64,
+        share: Share<'_>,
+        best_seconds: f64,
+    ) -> Outcome {
+        let trace = self.piece(pieces);
+        let costs = if pieces > 1 {
+            self.costs.scaled(self.trace, &trace)
+        } else {
+            self.costs.clone()
+        };
+        let allowed = self.allowed();
+        let problem = Problem::new(&trace, variant, &costs, allowed);
+        let bound = bound(&problem, self.cap);
+        let base_seconds = self.base_seconds(&costs, &trace, variant, pieces);
+        #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+        let worth = (best_seconds - base_seconds) / pieces as f64;
+        let Found {
+            best,
+            lowest,
+            evaluations,
+            limited,
+            near,
+        } = if allowed.remat || allowed.offer.is_some() {
+            search(&problem, self.target, &bound, worth, share)
+        } else {
+            nothing_done(&problem, self.target)
+        };
+        drop(problem);
+        let once = Passes {
+            variant,
+            pieces,
+            replays: &[],
+        };
+        let counted = |best| self.with_replayed_parameters(&costs, &trace, once, best);
+        let best = best.map(counted);
+        Outcome {
+            trace,
+            variant,
+            pieces,
+            sliced: None,
+            best,
+            lowest,
+            bound,
+            base_seconds,
+            evaluations,
+            limited,
+            near,
+        }
+    }
+
+    /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it.
+    pub(super) fn piece(&self, pieces: u64) -> Trace {
+        if pieces <= 1 {
+            return self.trace.alone();
+        }
+        let scaled = self.trace.at_batch(self.trace.meta.batch / pieces);
+        let mut piece = scaled.unwrap_or_else(|_| self.trace.alone());
+        for (part, full) in piece.allocations.iter_mut().zip(&self.trace.allocations) {
+            if full.category == Category::Input {
+                part.bytes = full.bytes;
+            }
+        }
+        piece
+    }
+
+    pub(super) fn may_cut_batch(&self) -> bool {
+        micro_batch::refusal(self.trace, self.request).is_none()
+    }
+
+    pub(super) fn outcomes(
+        &self,
+        tries: &[(Variant, u64)],
+        share: Share<'_>,
+        mut best_seconds: f64,
+    ) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        for (number, &(variant, pieces)) in tries.iter().enumerate() {
+            let share = share.part(number, tries.len());
+            let outcome = self.outcome(variant, pieces, share, best_seconds);
+            if let Some(best) = &outcome.best {
+                best_seconds = best_seconds.min(outcome.seconds(best));
+            }
+            outcomes.push(outcome);
+        }
+        outcomes
+    }
+}
