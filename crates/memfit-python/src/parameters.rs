@@ -2,7 +2,7 @@
 //!
 //! Responsible for conversion, as the rest of the binding.
 
-use memfit_engine::step::room;
+use memfit_engine::step::offload::room;
 use pyo3::prelude::*;
 
 /// Which parameters are in memory. Items are places in the list of sizes.

@@ -9,10 +9,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::evaluate::{Change, Evaluator};
-use super::model::StepModel;
-use super::treatment::Treatment;
-use super::updates::{UpdateTurn, update_turns};
+use super::layout::model::StepModel;
+use super::layout::treatment::Treatment;
+use super::offload::updates::{UpdateTurn, update_turns};
+use super::sweep::change::Change;
+use super::sweep::evaluate::Evaluator;
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, Category, Trace};
 

@@ -7,28 +7,21 @@
 //!
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
 
-mod column;
-mod evaluate;
-mod events;
-mod incremental;
+mod layout;
 pub mod lives;
-mod model;
 pub mod naive;
-mod parameters;
+pub mod offload;
 #[cfg(test)]
 pub(crate) mod random;
-pub mod room;
-mod state;
-mod storable;
-mod transfers;
-mod treatment;
-mod updates;
+mod sweep;
+mod variant;
 
-pub use evaluate::{Evaluation, Evaluator, Holding, Moment, Replay};
-pub use incremental::IncrementalEvaluator;
-pub use model::{StepModel, Undroppable, Variant};
-pub use parameters::{ParametersAway, Passes};
-pub use storable::Unstorable;
-pub use transfers::Transfer;
-pub use treatment::Treatment;
-pub use updates::{StateAway, UpdateTurn, update_turns};
+pub use layout::model::{StepModel, Undroppable};
+pub use layout::treatment::{Treatment, Unstorable};
+pub use offload::parameters::Passes;
+pub use offload::updates::{UpdateTurn, update_turns};
+pub use sweep::change::{Moment, Replay};
+pub use sweep::evaluate::{Evaluation, Evaluator, Holding};
+pub use sweep::incremental::IncrementalEvaluator;
+pub use sweep::traffic::Transfer;
+pub use variant::{ParametersAway, StateAway, Variant};

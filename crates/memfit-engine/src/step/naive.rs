@@ -2,7 +2,7 @@
 //!
 //! Responsible for evaluating a transformed trace straight from the trace and the definition in
 //! `docs/concepts/transformed-trace.md`. At every moment it recomputes from nothing what is reachable.
-//! Shares no code and no data structure with `model.rs` and `evaluate.rs`; every plan passes it.
+//! Shares no code and no data structure with `layout/` and `sweep/`; every plan passes it.
 //!
 //! Quadratic: a step of some thousand ops takes a fraction of a second. What cannot be alive for hundreds of
 //! ops around is not asked about there; that is all the cleverness.

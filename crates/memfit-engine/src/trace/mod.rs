@@ -73,6 +73,10 @@ index_type!(
     OpIndex
 );
 
+pub(crate) fn op_index(index: usize) -> OpIndex {
+    OpIndex(u32::try_from(index).unwrap_or(u32::MAX))
+}
+
 /// One recorded step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trace {

@@ -1,8 +1,8 @@
 //! Parameters elsewhere: whether they may go, how much room they may have, with what else, and what moving them costs.
 //!
-//! Responsible for the words where they have to stay, for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
-//! of parameters add, those for what runs again included. Not responsible for which parameters go or when they
-//! move (`step/parameters.rs`, `step/room.rs`).
+//! Responsible for the words where they have to stay, for which rooms are tried, beside which other outer choices, and
+//! for the seconds that a plan's transfers of parameters add, those for what runs again included. Not responsible for
+//! which parameters go or when they move (`step/offload/`).
 
 use super::fuse_optimizer;
 use crate::bytes::Bytes;

@@ -6,7 +6,7 @@
 
 /// Values by index.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Column<T> {
+pub(in crate::step) struct Column<T> {
     values: Vec<Stamped<T>>,
     is_watched: bool,
     /// Number of the section.
@@ -45,7 +45,7 @@ impl<T: Copy + Default> Column<T> {
 
     /// For what the sweep reads or changes.
     #[inline]
-    pub(super) fn at(&mut self, index: usize) -> &mut T {
+    pub(in crate::step) fn at(&mut self, index: usize) -> &mut T {
         let stamped = &mut self.values[index];
         if self.is_watched && stamped.stamp != self.stamp {
             stamped.stamp = self.stamp;
@@ -56,7 +56,7 @@ impl<T: Copy + Default> Column<T> {
 
     /// What the section does depends on this.
     #[inline]
-    pub(super) fn touch(&mut self, index: usize) {
+    pub(in crate::step) fn touch(&mut self, index: usize) {
         if self.is_watched {
             self.at(index);
         }
@@ -69,13 +69,13 @@ impl<T: Copy + Default> Column<T> {
     }
 
     #[inline]
-    pub(super) fn set(&mut self, index: u32, value: T) {
+    pub(in crate::step) fn set(&mut self, index: u32, value: T) {
         self.values[index as usize].value = value;
     }
 
     /// What the section touched, with the values before it.
     #[inline]
-    pub(super) fn touched(&self) -> &[(u32, T)] {
+    pub(in crate::step) fn touched(&self) -> &[(u32, T)] {
         &self.touched
     }
 }

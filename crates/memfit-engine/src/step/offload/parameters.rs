@@ -1,26 +1,15 @@
 //! Parameters elsewhere: which they are, in which order a step uses them, and what moves for that.
 //!
 //! Responsible for what `docs/concepts/transformed-trace.md` says under "Parameters elsewhere". What is in memory at
-//! which use is [`super::room`]'s. Not responsible for the peak: the room counts throughout (`events.rs`).
+//! which use is [`super::room`]'s. Not responsible for the peak: the room counts throughout (`layout/events.rs`).
 
-use super::evaluate::Replay;
-use super::model::Variant;
 use super::room::{Move, Room};
-use super::transfers::Transfer;
 use super::updates::{UpdateTurn, update_turns, updates_end};
 use crate::bytes::Bytes;
+use crate::step::sweep::change::Replay;
+use crate::step::sweep::traffic::Transfer;
+use crate::step::variant::{ParametersAway, Variant};
 use crate::trace::{AllocationId, Category, Op, OpIndex, Phase, Trace};
-
-/// Parameters that are elsewhere but for a room in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ParametersAway {
-    /// Most bytes of them in memory, or on their way, at a time.
-    pub room_bytes: Bytes,
-    /// Most of those that are on their way, or came ahead and are not used yet.
-    pub ahead_bytes: Bytes,
-    /// Smallest parameter that goes away.
-    pub least_bytes: Bytes,
-}
 
 /// How a step runs, as far as it matters when parameters are used.
 #[derive(Debug, Clone, Copy)]

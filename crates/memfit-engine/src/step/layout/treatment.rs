@@ -1,7 +1,7 @@
 //! What a plan does with one allocation.
 //!
-//! Responsible for the type that every evaluation takes, one for each allocation of a trace. Which
-//! treatments an allocation may get is for the model to say ([`super::StepModel`]).
+//! Responsible for the type that every evaluation takes, one for each allocation of a trace, and for the reasons
+//! against a store. Which treatments an allocation may get is for the model to say ([`crate::step::StepModel`]).
 
 use crate::trace::OpIndex;
 
@@ -85,7 +85,22 @@ impl Treatment {
     }
 
     /// Does a request for what op `asker` made let it pass?
-    pub(super) const fn passes(self, asker: usize) -> bool {
+    pub(in crate::step) const fn passes(self, asker: usize) -> bool {
         self.home().index() <= asker
     }
+}
+
+/// Why an allocation cannot be stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unstorable {
+    /// It holds no bytes.
+    Empty,
+    /// It was not created in forward.
+    NotForward,
+    /// Autograd does not save it, or not in forward only.
+    NotSaved,
+    /// It is alive to the end of the step.
+    Output,
+    /// It is written to after autograd saved it.
+    Overwritten,
 }

@@ -18,12 +18,12 @@
 
 use super::column::Column;
 use super::evaluate::{Evaluation, Evaluator, Holding};
-use super::events::Event;
-use super::model::StepModel;
 use super::state::{Holders, Look, RecordState, SlotState, State};
-use super::transfers::{Lines, Touched, Transfer};
-use super::treatment::Treatment;
+use super::traffic::{Lines, Touched, Transfer};
 use crate::bytes::Bytes;
+use crate::step::layout::event::Event;
+use crate::step::layout::model::StepModel;
+use crate::step::layout::treatment::Treatment;
 use crate::trace::OpIndex;
 
 /// Sections of a step: the bits of a [`Sections`].
@@ -554,7 +554,7 @@ impl<'m> IncrementalEvaluator<'m> {
 
     /// Sections swept for the last answer.
     #[cfg(test)]
-    pub(super) fn sections_swept(&self) -> (usize, usize) {
+    pub(in crate::step) fn sections_swept(&self) -> (usize, usize) {
         (self.last.sections.len(), SECTIONS)
     }
 

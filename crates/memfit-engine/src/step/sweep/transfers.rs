@@ -3,138 +3,12 @@
 //! Responsible for the queue of what is on its way out, for fetches, for what is fetched ahead, and for
 //! the list of it all. Part of the sweep (`evaluate.rs`); who refers to what is counted in `state.rs`.
 
-use std::collections::VecDeque;
-
-use super::evaluate::Change;
-use super::model::{StepModel, op_index};
+use super::change::Change;
 use super::state::{Doing, Hold, State};
-use super::treatment::Treatment;
-use crate::trace::{AllocationId, OpIndex};
-
-/// One thing that happened to a stored allocation, at a position.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transfer {
-    /// Its write began.
-    Out {
-        /// Position.
-        at: OpIndex,
-        /// What is written.
-        allocation: AllocationId,
-    },
-    /// Its write must have ended: the step waits for it here.
-    Settled {
-        /// Position.
-        at: OpIndex,
-        /// What was written.
-        allocation: AllocationId,
-    },
-    /// It is fetched, and waited for at once.
-    Fetch {
-        /// Position.
-        at: OpIndex,
-        /// What is fetched.
-        allocation: AllocationId,
-    },
-    /// Its fetch begins, before anything asks for it.
-    Ahead {
-        /// Position.
-        at: OpIndex,
-        /// What is fetched.
-        allocation: AllocationId,
-    },
-    /// It was fetched ahead and is asked for: the step waits for its fetch here.
-    Asked {
-        /// Position.
-        at: OpIndex,
-        /// What was fetched.
-        allocation: AllocationId,
-    },
-}
-
-/// What a sweep knows of stored allocations. Empty and idle where there are none.
-#[derive(Debug, Default, Clone)]
-pub(super) struct Traffic {
-    window: u64,
-    lines: Lines,
-    /// The section at hand looked at one of the two: what it does depends on it.
-    pub(super) touched: Touched,
-    /// The request asked for a stored allocation.
-    asked: bool,
-    /// Slots that the request must fetch or wait for.
-    pub(super) wanted: Vec<usize>,
-    pub(super) transfers: Vec<Transfer>,
-}
-
-/// What is on its way at a moment.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub(super) struct Lines {
-    pub(super) out: Outgoing,
-    pub(super) ahead: Ahead,
-}
-
-/// Allocations whose write has not settled, the oldest first.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub(super) struct Outgoing {
-    queue: VecDeque<usize>,
-    bytes: u64,
-}
-
-/// What was fetched ahead and has not been asked for.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Ahead {
-    bytes: u64,
-    /// Place in the order of fetches: what is before it is there, or nothing refers to it.
-    next: usize,
-}
-
-/// Which of the [`Lines`].
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Touched {
-    pub(super) out: bool,
-    pub(super) ahead: bool,
-}
-
-impl Traffic {
-    pub(super) fn begin(&mut self, model: &StepModel) {
-        self.transfers.clear();
-        self.wanted.clear();
-        self.asked = false;
-        self.window = model.variant.window_bytes.0;
-        self.lines.out.queue.clear();
-        self.lines.out.bytes = 0;
-        self.lines.ahead = Ahead::default();
-    }
-
-    /// What is on its way, for comparing and repeating.
-    pub(super) const fn lines(&self) -> &Lines {
-        &self.lines
-    }
-
-    /// To set it to what it is elsewhere.
-    pub(super) const fn lines_mut(&mut self) -> &mut Lines {
-        &mut self.lines
-    }
-
-    fn out(&mut self) -> &mut Outgoing {
-        self.touched.out = true;
-        &mut self.lines.out
-    }
-
-    fn ahead(&mut self) -> &mut Ahead {
-        self.touched.ahead = true;
-        &mut self.lines.ahead
-    }
-
-    /// What was fetched ahead leaves the window.
-    pub(super) fn leave_window(&mut self, bytes: u64) {
-        let ahead = self.ahead();
-        ahead.bytes = ahead.bytes.saturating_sub(bytes);
-    }
-}
-
-fn id(allocation: usize) -> AllocationId {
-    AllocationId(u32::try_from(allocation).unwrap_or(u32::MAX))
-}
+use super::traffic::{Transfer, id};
+use crate::step::layout::model::StepModel;
+use crate::step::layout::treatment::Treatment;
+use crate::trace::op_index;
 
 impl State {
     /// A request needs this slot: by its token, or by a record that runs for it.
@@ -183,7 +57,7 @@ impl State {
         out.bytes = out.bytes.saturating_add(bytes);
     }
 
-    pub(super) fn settle_all(&mut self, model: &StepModel, position: usize) {
+    pub(in crate::step) fn settle_all(&mut self, model: &StepModel, position: usize) {
         while self.settle_oldest(model, position) {}
     }
 
@@ -203,7 +77,7 @@ impl State {
     }
 
     /// Serves one slot that a request wants: waits for it if it was fetched ahead, fetches it otherwise.
-    pub(super) fn fetch(
+    pub(in crate::step) fn fetch(
         &mut self,
         model: &StepModel,
         treatments: &[Treatment],
@@ -238,7 +112,7 @@ impl State {
     }
 
     /// After a request that asked for a stored allocation: fetches the next ones as far as the window goes.
-    pub(super) fn fetch_ahead(
+    pub(in crate::step) fn fetch_ahead(
         &mut self,
         model: &StepModel,
         treatments: &[Treatment],

@@ -4,25 +4,25 @@
 //! reference does, and for replays. Part of the sweep: `evaluate.rs` says when, this file what happens;
 //! `transfers.rs` does the same for stored allocations.
 
+use super::change::Change;
 use super::column::Column;
-use super::evaluate::Change;
-use super::model::{Slot, StepModel};
-use super::transfers::Traffic;
-use super::treatment::Treatment;
+use super::traffic::Traffic;
+use crate::step::layout::model::{Slot, StepModel};
+use crate::step::layout::treatment::Treatment;
 
 /// What holds an allocation as forward made it, counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Holders {
-    pub(super) natural: u32,
-    pub(super) saved: u32,
-    pub(super) pins: u32,
+pub(in crate::step) struct Holders {
+    pub(in crate::step) natural: u32,
+    pub(in crate::step) saved: u32,
+    pub(in crate::step) pins: u32,
     /// Its write began.
-    pub(super) sent: bool,
+    pub(in crate::step) sent: bool,
 }
 
 impl Holders {
     #[inline]
-    pub(super) const fn any(self) -> bool {
+    pub(in crate::step) const fn any(self) -> bool {
         self.natural + self.saved + self.pins > 0
     }
 
@@ -42,15 +42,15 @@ impl Holders {
     reason = "facts that are independent of each other"
 )]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct SlotState {
+pub(in crate::step) struct SlotState {
     /// References to it: its tensor in forward if it is dropped, tokens, records that read it.
     pub(super) refs: u32,
     /// Records of this request that have yet to read it while it passes, and whether it is there.
     pub(super) readers: u32,
-    pub(super) passing: bool,
-    pub(super) materialised: bool,
+    pub(in crate::step) passing: bool,
+    pub(in crate::step) materialised: bool,
     /// Its storage became that of the next version.
-    pub(super) stolen: bool,
+    pub(in crate::step) stolen: bool,
     /// Its tensor, or a later version of it, is alive in forward.
     pub(super) original: bool,
     /// It was fetched ahead, and nothing asked for it yet.
@@ -61,7 +61,7 @@ pub(super) struct SlotState {
 
 /// The record of an op.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct RecordState {
+pub(in crate::step) struct RecordState {
     /// It exists and has not been replayed.
     pub(super) pending: bool,
     /// References to its outputs while it is pending.
@@ -70,7 +70,7 @@ pub(super) struct RecordState {
 
 /// What a step is at when a sweep looks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Doing {
+pub(in crate::step) enum Doing {
     /// The op of the position; what starts there is alive.
     #[default]
     Op,
@@ -82,57 +82,57 @@ pub(super) enum Doing {
 
 /// A look at the height, as it was seen.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Look {
+pub(in crate::step) struct Look {
     /// Above what was alive when the section began; below it where negative.
-    pub(super) height: i64,
+    pub(in crate::step) height: i64,
     /// The event that looked.
-    pub(super) event: u32,
+    pub(in crate::step) event: u32,
     /// Ops replayed in the section up to it.
-    pub(super) replays: u32,
+    pub(in crate::step) replays: u32,
     /// Transfers in the section up to it.
-    pub(super) transfers: u32,
-    pub(super) at: (usize, Doing),
+    pub(in crate::step) transfers: u32,
+    pub(in crate::step) at: (usize, Doing),
 }
 
 #[derive(Debug, Default, Clone)]
-pub(super) struct State {
-    pub(super) live: u64,
+pub(in crate::step) struct State {
+    pub(in crate::step) live: u64,
     pub(super) holders: Column<Holders>,
-    pub(super) slots: Column<SlotState>,
-    pub(super) records: Column<RecordState>,
+    pub(in crate::step) slots: Column<SlotState>,
+    pub(in crate::step) records: Column<RecordState>,
     /// Slots that lose one reference each when [`State::drain`] runs.
     pub(super) stack: Vec<usize>,
     /// Ops to replay, and whether each op is among them.
     pub(super) closure: Vec<usize>,
     pub(super) in_closure: Vec<bool>,
-    pub(super) peak: u64,
+    pub(in crate::step) peak: u64,
     pub(super) peak_at: Option<(usize, Doing)>,
     /// Number of looks at the height so far, at the peak, and at which to stop.
     pub(super) tick: u64,
     pub(super) peak_tick: u64,
     pub(super) stop_tick: u64,
     /// Height above which the sweep stops.
-    pub(super) limit: u64,
-    pub(super) valid: bool,
+    pub(in crate::step) limit: u64,
+    pub(in crate::step) valid: bool,
     /// Some allocation has a home.
     pub(super) has_homes: bool,
-    pub(super) traffic: Traffic,
+    pub(in crate::step) traffic: Traffic,
     /// Ops replayed, in order.
-    pub(super) replayed: Vec<usize>,
+    pub(in crate::step) replayed: Vec<usize>,
     /// While a section is watched: its looks, what was alive when it began, and the event that is being applied.
-    pub(super) looks: Option<Vec<Look>>,
+    pub(in crate::step) looks: Option<Vec<Look>>,
     pub(super) live_before: u64,
     pub(super) replays_before: usize,
     pub(super) transfers_before: usize,
-    pub(super) event: usize,
+    pub(in crate::step) event: usize,
     /// What changes, when someone asked; and the event that is being applied.
     pub(super) log: Option<Vec<Change>>,
-    pub(super) at: (usize, u8),
+    pub(in crate::step) at: (usize, u8),
 }
 
 /// What holds an allocation as forward made it.
 #[derive(Clone, Copy)]
-pub(super) enum Hold {
+pub(in crate::step) enum Hold {
     Natural,
     Saved,
     Pin,
@@ -154,7 +154,11 @@ impl State {
 
     /// What is done to an allocation; what the sweep does from here depends on it.
     #[inline]
-    pub(super) fn treatment(&mut self, treatments: &[Treatment], allocation: usize) -> Treatment {
+    pub(in crate::step) fn treatment(
+        &mut self,
+        treatments: &[Treatment],
+        allocation: usize,
+    ) -> Treatment {
         self.holders.touch(allocation);
         treatments[allocation]
     }
@@ -175,7 +179,7 @@ impl State {
     }
 
     #[inline]
-    pub(super) fn hold(&mut self, model: &StepModel, allocation: usize, by: Hold) {
+    pub(in crate::step) fn hold(&mut self, model: &StepModel, allocation: usize, by: Hold) {
         let holders = self.holders.at(allocation);
         let is_first = !holders.any();
         *holders.count(by) += 1;
@@ -224,7 +228,12 @@ impl State {
     }
 
     /// The op has run in forward: if it made a dropped slot, its record starts to exist.
-    pub(super) fn record(&mut self, model: &StepModel, treatments: &[Treatment], op: usize) {
+    pub(in crate::step) fn record(
+        &mut self,
+        model: &StepModel,
+        treatments: &[Treatment],
+        op: usize,
+    ) {
         let record = &model.records[op];
         let mut outputs = 0;
         for &slot in &record.makes {
@@ -428,7 +437,7 @@ impl State {
     }
 
     /// Runs the record of `op` for a request for what `asker` made.
-    pub(super) fn replay(
+    pub(in crate::step) fn replay(
         &mut self,
         model: &StepModel,
         treatments: &[Treatment],

@@ -6,61 +6,10 @@
 
 use std::collections::BTreeSet;
 
-use super::model::{StepModel, op_index};
-use super::updates::{UpdateTurn, update_turns, updates_end};
-use crate::trace::{Category, OpIndex, Trace};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Event {
-    /// Autograd packs saved tensor `.0`.
-    Pack(usize),
-    /// Forward is over, and what it saved is packed: every write elsewhere settles.
-    ForwardEnd,
-    /// Natural range ends: allocation, and for a range that backward opened the slot it holds.
-    End {
-        allocation: usize,
-        slot: Option<usize>,
-    },
-    /// The node of saved tensor `.0` lets go.
-    Release(usize),
-    /// Updates one by one, of which the highest reaches `height` above what may be dropped.
-    Update { height: u64 },
-    /// Backward asks for saved tensor `.0`.
-    Unpack(usize),
-    /// Natural range starts.
-    Start {
-        allocation: usize,
-        slot: Option<usize>,
-    },
-    /// Ops from here to before `until` run with no other event; `highest` is the one of most ground.
-    Run { until: usize, highest: usize },
-}
-
-impl Event {
-    /// Does a sweep look at the height when it applies this?
-    pub(super) const fn looks(self) -> bool {
-        matches!(
-            self,
-            Self::Update { .. } | Self::Unpack(_) | Self::Run { .. }
-        )
-    }
-
-    /// Order within one position. Packs come first, so that a value handed from a variable to autograd
-    /// is never without a holder; ends and releases before unpacks, as autograd frees a node's tensors
-    /// before the next node asks for its own; updates between the two, as `AccumulateGrad` nodes run
-    /// before any other that is ready.
-    pub(super) const fn rank(self) -> u8 {
-        match self {
-            Self::Pack(_) | Self::ForwardEnd => 0,
-            Self::End { .. } => 1,
-            Self::Release(_) => 2,
-            Self::Update { .. } => 3,
-            Self::Unpack(_) => 4,
-            Self::Start { .. } => 5,
-            Self::Run { .. } => 6,
-        }
-    }
-}
+use super::event::Event;
+use super::model::StepModel;
+use crate::step::offload::updates::{UpdateTurn, update_turns, updates_end};
+use crate::trace::{Category, OpIndex, Trace, op_index};
 
 impl StepModel {
     pub(super) fn lay_out_events(&mut self, trace: &Trace) {

@@ -8,57 +8,33 @@
 //! are summed per op once (the *ground*), and ops between two events that matter collapse into one
 //! stretch of which only the highest counts.
 
-use super::events::Event;
-use super::parameters::ParametersAway;
-use super::storable::Unstorable;
-use super::updates::StateAway;
+use super::event::Event;
+use super::treatment::Unstorable;
 use crate::bytes::Bytes;
-use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace};
-
-/// The global choices that change the events themselves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Variant {
-    /// The optimizer runs per parameter inside backward and frees each gradient.
-    pub fuse_optimizer: bool,
-    /// Gradients of earlier micro-batches are alive throughout.
-    pub accumulate: bool,
-    /// Most bytes of stored allocations on their way out, and most fetched ahead. With none, every write
-    /// settles before the pack returns, and nothing is fetched ahead.
-    pub window_bytes: Bytes,
-    /// The optimizer runs per parameter, and state is in memory only around its update.
-    pub offload_optimizer: Option<StateAway>,
-    /// The optimizer runs per parameter, and parameters are elsewhere but for a room in memory.
-    pub offload_parameters: Option<ParametersAway>,
-}
-
-impl Variant {
-    /// Does the optimizer run per parameter, its own phase being empty?
-    pub(super) const fn updates_one_by_one(self) -> bool {
-        self.fuse_optimizer || self.offload_optimizer.is_some() || self.offload_parameters.is_some()
-    }
-}
+use crate::step::variant::Variant;
+use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace, op_index};
 
 /// A version of an allocation: the unit that is recomputed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Slot {
-    pub(super) allocation: usize,
+pub(in crate::step) struct Slot {
+    pub(in crate::step) allocation: usize,
     /// The op that makes it: the producer for version 0, otherwise the op that writes in place.
-    pub(super) maker: usize,
+    pub(in crate::step) maker: usize,
 }
 
 /// What a record of a forward op would hold.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Record {
+pub(in crate::step) struct Record {
     /// Mobile allocations read, distinct, with the slot where the allocation was made in forward.
-    pub(super) reads: Vec<(usize, Option<usize>)>,
+    pub(in crate::step) reads: Vec<(usize, Option<usize>)>,
     /// Slots it makes.
-    pub(super) makes: Vec<usize>,
+    pub(in crate::step) makes: Vec<usize>,
     /// The slot it takes to its next version, when it writes in place.
-    pub(super) takes: Option<usize>,
+    pub(in crate::step) takes: Option<usize>,
     /// Scratch while it runs.
-    pub(super) workspace: u64,
+    pub(in crate::step) workspace: u64,
     /// Position from which a replay would read a parameter already updated.
-    pub(super) stale_from: usize,
+    pub(in crate::step) stale_from: usize,
 }
 
 /// Why an allocation cannot be dropped.
@@ -79,32 +55,32 @@ pub enum Undroppable {
 pub struct StepModel {
     /// The global choices it was laid out for.
     pub variant: Variant,
-    pub(super) bytes: Vec<u64>,
+    pub(in crate::step) bytes: Vec<u64>,
     pub(super) undroppable: Vec<Option<Undroppable>>,
     pub(super) unstorable: Vec<Option<Unstorable>>,
     /// Storable allocations in the order in which backward first asks for them.
-    pub(super) fetch_order: Vec<usize>,
-    pub(super) slots: Vec<Slot>,
+    pub(in crate::step) fetch_order: Vec<usize>,
+    pub(in crate::step) slots: Vec<Slot>,
     /// Slots of each allocation, half-open: consecutive versions.
     slots_of: Vec<(u32, u32)>,
-    pub(super) records: Vec<Record>,
+    pub(in crate::step) records: Vec<Record>,
     /// Sorted by position, then by [`Event::rank`].
-    pub(super) events: Vec<(usize, Event)>,
+    pub(in crate::step) events: Vec<(usize, Event)>,
     /// Per saved tensor: allocation, and slot when it was made in forward.
-    pub(super) saved: Vec<(usize, Option<usize>)>,
+    pub(in crate::step) saved: Vec<(usize, Option<usize>)>,
     /// Per allocation: last op in forward or backward that writes to it in place.
-    pub(super) last_write: Vec<Option<usize>>,
+    pub(in crate::step) last_write: Vec<Option<usize>>,
     /// Some plan changes when it is alive: it may be dropped or stored, or be pinned by what is dropped.
-    pub(super) mobile: Vec<bool>,
+    pub(in crate::step) mobile: Vec<bool>,
     /// Per op: bytes of everything else while it runs, its workspace included.
-    pub(super) ground: Vec<u64>,
+    pub(in crate::step) ground: Vec<u64>,
     /// Per position: bytes of everything else just before the op, after what ends there.
-    pub(super) ground_between: Vec<u64>,
+    pub(in crate::step) ground_between: Vec<u64>,
     /// What everything else is alive in, for reports: ranges per allocation.
-    pub(super) fixed_ranges: Vec<Vec<(usize, usize)>>,
-    pub(super) forward_end: usize,
+    pub(in crate::step) fixed_ranges: Vec<Vec<(usize, usize)>>,
+    pub(in crate::step) forward_end: usize,
     /// Parameters that are elsewhere hold so much all the time.
-    pub(super) room_bytes: u64,
+    pub(in crate::step) room_bytes: u64,
 }
 
 impl StepModel {
@@ -215,12 +191,12 @@ impl StepModel {
         })
     }
 
-    pub(super) fn slots_of(&self, allocation: usize) -> std::ops::Range<usize> {
+    pub(in crate::step) fn slots_of(&self, allocation: usize) -> std::ops::Range<usize> {
         let (start, end) = self.slots_of[allocation];
         start as usize..end as usize
     }
 
-    pub(super) fn slot(&self, allocation: usize, version: u32) -> Option<usize> {
+    pub(in crate::step) fn slot(&self, allocation: usize, version: u32) -> Option<usize> {
         let slots = self.slots_of(allocation);
         let slot = slots.start + version as usize;
         (slot < slots.end).then_some(slot)
@@ -371,10 +347,6 @@ impl StepModel {
             record.reads.retain(|&(read, _)| mobile[read]);
         }
     }
-}
-
-pub(super) fn op_index(index: usize) -> OpIndex {
-    OpIndex(u32::try_from(index).unwrap_or(u32::MAX))
 }
 
 fn produced<'a>(

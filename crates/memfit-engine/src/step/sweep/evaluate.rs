@@ -9,31 +9,14 @@
 //! `live` is the sum over kept mobile allocations with a holder, plus materialised slots with a reference;
 //! the model's ground is added at each look. Checked against `naive.rs` on random traces.
 
-use super::events::Event;
-use super::model::{Slot, StepModel};
+use super::change::{Change, Moment, Replay};
 use super::state::{Doing, Hold, State, reset};
-use super::transfers::Transfer;
-use super::treatment::Treatment;
+use super::traffic::Transfer;
 use crate::bytes::Bytes;
+use crate::step::layout::event::Event;
+use crate::step::layout::model::{Slot, StepModel};
+use crate::step::layout::treatment::Treatment;
 use crate::trace::{AllocationId, OpIndex};
-
-/// When something happens: at a position, and within it at a replayed op, if at one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Moment {
-    /// The op that runs, or the op before which the replay runs.
-    pub position: OpIndex,
-    /// The forward op being replayed there, or the one that made what is fetched there.
-    pub replay: Option<OpIndex>,
-}
-
-/// A forward op that runs again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Replay {
-    /// The op before which it does.
-    pub at: OpIndex,
-    /// The forward op.
-    pub op: OpIndex,
-}
 
 /// What one sweep found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,50 +47,11 @@ pub struct Holding {
     pub materialised: bool,
 }
 
-/// One change of what is alive, as a sweep goes along.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Change {
-    /// A kept allocation got its first holder.
-    Held { at: (usize, u8), allocation: usize },
-    /// It lost its last.
-    LetGo { at: (usize, u8), allocation: usize },
-    /// A replay made a version that something waits for.
-    Made {
-        at: (usize, u8),
-        slot: usize,
-        bytes: u64,
-    },
-    /// A replay wrote in place: the storage of slot `from` is now that of the next.
-    Passed { at: (usize, u8), from: usize },
-    /// A version that a replay made went.
-    Gone {
-        at: (usize, u8),
-        slot: usize,
-        bytes: u64,
-    },
-    /// A replay's outputs that nothing waits for, and its workspace.
-    Scratch { at: (usize, u8), bytes: u64 },
-}
-
-impl Change {
-    /// Position, and rank of the event within it.
-    pub(super) const fn at(&self) -> (usize, u8) {
-        match *self {
-            Self::Held { at, .. }
-            | Self::LetGo { at, .. }
-            | Self::Made { at, .. }
-            | Self::Passed { at, .. }
-            | Self::Gone { at, .. }
-            | Self::Scratch { at, .. } => at,
-        }
-    }
-}
-
 /// Sweeps one model; keeps its scratch memory between calls.
 #[derive(Debug)]
 pub struct Evaluator<'m> {
-    pub(super) model: &'m StepModel,
-    pub(super) state: State,
+    pub(in crate::step) model: &'m StepModel,
+    pub(in crate::step) state: State,
     /// Events the last sweep touched.
     swept: usize,
 }
@@ -142,7 +86,7 @@ impl<'m> Evaluator<'m> {
     }
 
     /// What the sweep found so far.
-    pub(super) fn found(&self) -> Evaluation {
+    pub(in crate::step) fn found(&self) -> Evaluation {
         let (position, doing) = self.state.peak_at.unwrap_or_default();
         let index = |i| OpIndex(u32::try_from(i).unwrap_or(u32::MAX));
         Evaluation {
@@ -190,7 +134,7 @@ impl<'m> Evaluator<'m> {
     }
 
     /// What is alive where the sweep stands, which is at its peak, largest first, ties by index.
-    pub(super) fn holdings(&self, treatments: &[Treatment]) -> Vec<Holding> {
+    pub(in crate::step) fn holdings(&self, treatments: &[Treatment]) -> Vec<Holding> {
         let (model, state) = (self.model, &self.state);
         let (position, doing) = state.peak_at.unwrap_or_default();
         let mut holdings = Vec::new();
@@ -235,7 +179,7 @@ impl<'m> Evaluator<'m> {
     }
 
     /// All changes of a sweep in order; `None` when the treatments are not valid.
-    pub(super) fn changes(&mut self, treatments: &[Treatment]) -> Option<Vec<Change>> {
+    pub(in crate::step) fn changes(&mut self, treatments: &[Treatment]) -> Option<Vec<Change>> {
         self.begin(treatments);
         self.state.log = Some(Vec::new());
         for &(position, event) in &self.model.events {

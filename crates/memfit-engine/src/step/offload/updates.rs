@@ -1,23 +1,14 @@
 //! Updates one by one: in which order they come, and what of the optimizer's state is there meanwhile.
 //!
 //! Responsible for the order of updates where the optimizer runs per parameter, and for the moments at which
-//! state that is elsewhere otherwise comes and goes. Part of laying a step out (`events.rs` sums the bytes,
+//! state that is elsewhere otherwise comes and goes. Part of laying a step out (`layout/events.rs` sums the bytes,
 //! `lives.rs` writes them out one by one, `plan/search/transfers.rs` asks what they cost); not responsible for gradients.
 
 use std::collections::VecDeque;
 
-use super::model::{Variant, op_index};
 use crate::bytes::Bytes;
-use crate::trace::{AllocationId, Category, OpIndex, ParameterUpdate, Phase, Trace};
-
-/// State that is elsewhere between updates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StateAway {
-    /// Most bytes fetched ahead of their update, and most on their way out.
-    pub window_bytes: Bytes,
-    /// Smallest allocation that goes away.
-    pub least_bytes: Bytes,
-}
+use crate::step::variant::{StateAway, Variant};
+use crate::trace::{AllocationId, Category, OpIndex, ParameterUpdate, Phase, Trace, op_index};
 
 impl StateAway {
     /// The state of an update that is away.
@@ -104,7 +95,7 @@ pub fn update_turns(trace: &Trace, variant: Variant) -> Vec<(OpIndex, UpdateTurn
 
 /// Where the ops of a step end whose updates come one by one: where its optimizer first touches a parameter or
 /// its state. What comes before, such as clipping, runs as recorded.
-pub(super) fn updates_end(trace: &Trace, variant: Variant) -> usize {
+pub(in crate::step) fn updates_end(trace: &Trace, variant: Variant) -> usize {
     let is_optimizer = |op: &crate::trace::Op| op.phase == Phase::Optimizer;
     let ops = &trace.ops;
     let begin = ops.iter().position(is_optimizer).unwrap_or(ops.len());

@@ -5,23 +5,8 @@
 //! allocation alone is concerned. Not responsible for what a record may read, which the sweep checks.
 
 use super::model::StepModel;
-use super::treatment::Treatment;
+use super::treatment::{Treatment, Unstorable};
 use crate::trace::{AllocationId, OpIndex, Trace};
-
-/// Why an allocation cannot be stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unstorable {
-    /// It holds no bytes.
-    Empty,
-    /// It was not created in forward.
-    NotForward,
-    /// Autograd does not save it, or not in forward only.
-    NotSaved,
-    /// It is alive to the end of the step.
-    Output,
-    /// It is written to after autograd saved it.
-    Overwritten,
-}
 
 impl StepModel {
     /// May this allocation be stored, as far as it alone is concerned?
@@ -56,7 +41,7 @@ impl StepModel {
     }
 
     /// Does the page allow this treatment of this allocation?
-    pub(super) fn allows(&self, allocation: usize, treatment: Treatment) -> bool {
+    pub(in crate::step) fn allows(&self, allocation: usize, treatment: Treatment) -> bool {
         let refused = match treatment {
             Treatment::Keep => return true,
             Treatment::Drop { .. } => self.undroppable[allocation].is_some(),
@@ -76,7 +61,7 @@ impl StepModel {
     }
 
     /// The version that a stored allocation is written and fetched at.
-    pub(super) fn last_slot(&self, allocation: usize) -> Option<usize> {
+    pub(in crate::step) fn last_slot(&self, allocation: usize) -> Option<usize> {
         let slots = self.slots_of(allocation);
         slots.end.checked_sub(1).filter(|_| !slots.is_empty())
     }
