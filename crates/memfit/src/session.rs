@@ -19,7 +19,7 @@ use crate::interrupt::interruptible;
 use crate::printer::Printer;
 use crate::progress::Progress;
 use crate::report::compiled::CompiledAnswer;
-use crate::report::document::Measurement;
+use crate::report::measured::Measurement;
 use crate::report::words;
 use crate::request::{LiveTarget, PlanChoice, Target};
 

@@ -24,6 +24,7 @@ mod pool;
 mod private;
 mod release;
 pub mod replay;
+mod request;
 mod restore;
 pub mod rounding;
 mod settings;

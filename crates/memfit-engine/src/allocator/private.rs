@@ -4,7 +4,7 @@
 //! them and for serving others from them as a last resort.
 
 use super::pool::{LARGE_POOL, Pool, SMALL_POOL};
-use super::simulator::Request;
+use super::request::Request;
 use super::{Simulator, rounding};
 
 /// A pool that requests go to instead of the default one.

@@ -5,8 +5,9 @@
 //! (`release_cached_blocks`).
 
 use super::pool::{LARGE_POOL, SMALL_POOL};
+use super::request::Request;
 use super::settings::UNLIMITED;
-use super::{Simulator, simulator::Request};
+use super::simulator::Simulator;
 use crate::snapshot::Action;
 
 impl Simulator {

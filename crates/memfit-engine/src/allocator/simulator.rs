@@ -14,22 +14,13 @@ use super::block::{Block, Blocks, NONE};
 use super::expandable::ExpandableSegment;
 use super::pool::Pool;
 use super::private::{PrivatePool, Redirection};
+use super::request::Request;
 use super::streams::StreamQueue;
 use super::{
     BlockId, Device, FreeOrder, OutOfMemory, Settings, Statistics, TraceEvent, driver::Driver,
     rounding,
 };
 use crate::snapshot::Action;
-
-/// A request on its way through the attempts.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Request {
-    pub(super) block_bytes: u64,
-    pub(super) segment_bytes: u64,
-    pub(super) pool: u32,
-    pub(super) stream: u32,
-    pub(super) is_expandable: bool,
-}
 
 /// PyTorch's CUDA caching allocator of one device.
 ///

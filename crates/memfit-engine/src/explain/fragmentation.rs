@@ -11,7 +11,8 @@
 //!
 //! A segment is *pinned* when more than half of it is inactive although blocks are in it.
 
-use super::history::{Allocation, History};
+use super::history::History;
+use super::life::Allocation;
 use super::moment::{self, Filled};
 use super::owners::{Category, Judge};
 use crate::bytes::Bytes;

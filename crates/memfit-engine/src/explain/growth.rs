@@ -12,7 +12,8 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{Allocation, History, NEVER};
+use super::history::History;
+use super::life::{Allocation, NEVER};
 use super::owners::{Category, Judge};
 use super::sites::{Phase, Sites};
 use super::steps::{MIN_BOUNDARIES, Steps};

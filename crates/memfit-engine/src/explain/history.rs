@@ -20,58 +20,13 @@
 
 use std::collections::HashMap;
 
+use super::life::{Allocation, NEVER, Problems};
 use super::regions::{Region, Regions};
 use super::sizes::{self, Rounding};
-use crate::snapshot::{
-    Action, BlockState, DeviceRecord, Event, PoolIndex, Problem, StackIndex, TextIndex,
-};
-
-/// A state that never comes: the end of what is alive when the snapshot is taken.
-pub const NEVER: u32 = u32::MAX;
+use crate::snapshot::{Action, BlockState, DeviceRecord, Event, Problem, StackIndex, TextIndex};
 
 /// No allocation.
 const NONE: u32 = u32::MAX;
-
-/// Problems told one by one; the rest is counted.
-const MAX_PROBLEMS: usize = 100;
-
-/// One allocation and its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Allocation {
-    /// Where it starts.
-    pub address: u64,
-    /// Bytes of its block.
-    pub size: u64,
-    /// Bytes asked for.
-    pub requested_size: u64,
-    /// First state in which it is alive; 0 when it was so before recording.
-    pub start: u32,
-    /// First state in which its tensor has let go; 0 when that was before recording, [`NEVER`] when it has
-    /// not.
-    pub let_go: u32,
-    /// First state in which its block is free; [`NEVER`] when it is not.
-    pub end: u32,
-    /// Who asked for it.
-    pub stack: StackIndex,
-    /// What the profiler or the user called it.
-    pub label: TextIndex,
-    /// Private pool.
-    pub pool: PoolIndex,
-}
-
-impl Allocation {
-    /// Whether a tensor holds it at a state: it counts as allocated.
-    #[must_use]
-    pub const fn is_allocated_at(&self, state: u32) -> bool {
-        self.start <= state && state < self.let_go
-    }
-
-    /// Whether its block is not free at a state: it counts as active.
-    #[must_use]
-    pub const fn is_active_at(&self, state: u32) -> bool {
-        self.start <= state && state < self.end
-    }
-}
 
 /// Every allocation of a device, and its segments over time.
 #[derive(Debug, Clone)]
@@ -101,7 +56,11 @@ impl History {
         let mut problems = rollback.problems;
         // Walking backwards finds the last first.
         problems.all.reverse();
-        history.uncertain_bytes = sizes::resolve(&mut history, device, rounding, &mut problems);
+        let (lives, of_events) = (&mut history.allocations, &history.allocation_of_event);
+        let of_event = |position| allocation_in(of_events, position);
+        let first = &history.first_regions;
+        history.uncertain_bytes =
+            sizes::resolve(lives, of_event, first, device, rounding, &mut problems);
         history.problems = problems.told();
         history
     }
@@ -109,8 +68,7 @@ impl History {
     /// The allocation an event is about.
     #[must_use]
     pub fn of_event(&self, position: usize) -> Option<usize> {
-        let index = *self.allocation_of_event.get(position)?;
-        (index != NONE).then_some(index as usize)
+        allocation_in(&self.allocation_of_event, position)
     }
 
     /// The number of states: one more than events.
@@ -132,45 +90,10 @@ impl History {
     }
 }
 
-/// Contradictions, each with the event that shows it.
-#[derive(Debug)]
-pub(super) struct Problems {
-    device: u32,
-    all: Vec<Problem>,
-    untold: u64,
-}
-
-impl Problems {
-    pub(super) const fn new(device: u32) -> Self {
-        Self {
-            device,
-            all: Vec::new(),
-            untold: 0,
-        }
-    }
-
-    pub(super) fn add(&mut self, position: Option<usize>, what: impl FnOnce() -> String) {
-        if self.all.len() < MAX_PROBLEMS {
-            self.all.push(Problem {
-                device: Some(self.device),
-                event: position.map(|position| position as u64),
-                what: what(),
-            });
-        } else {
-            self.untold += 1;
-        }
-    }
-
-    fn told(mut self) -> Vec<Problem> {
-        if self.untold > 0 {
-            self.all.push(Problem {
-                device: Some(self.device),
-                event: None,
-                what: format!("{} more events contradict the others", self.untold),
-            });
-        }
-        self.all
-    }
+/// The allocation an event is about, by position of the event.
+fn allocation_in(of_events: &[u32], position: usize) -> Option<usize> {
+    let index = *of_events.get(position)?;
+    (index != NONE).then_some(index as usize)
 }
 
 /// The state of the device while time runs backwards.

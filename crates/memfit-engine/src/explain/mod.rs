@@ -8,6 +8,7 @@ mod document;
 mod fragmentation;
 mod growth;
 mod history;
+mod life;
 mod moment;
 mod oom;
 mod owners;
@@ -23,7 +24,8 @@ pub use document::{
 };
 pub use fragmentation::{Fragmentation, PinnedSegment, PinningBlock, Verdict};
 pub use growth::{Growth, Pattern};
-pub use history::{Allocation, History, NEVER};
+pub use history::History;
+pub use life::{Allocation, NEVER};
 pub use oom::{Cause, OutOfMemory, Parts};
 pub use owners::{Category, Evidence, Judge, Owner, Runs};
 pub use peak::{Highest, Peaks, Totals, event_of, totals};

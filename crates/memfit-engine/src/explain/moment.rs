@@ -3,7 +3,8 @@
 //! Responsible for putting blocks into their segments and for measuring the gaps. Not responsible for
 //! judging them (`fragmentation.rs`, `oom.rs`).
 
-use super::history::{Allocation, History};
+use super::history::History;
+use super::life::Allocation;
 use super::regions::{Region, Regions};
 use crate::snapshot::{Action, DeviceRecord};
 

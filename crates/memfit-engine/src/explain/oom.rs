@@ -205,7 +205,7 @@ impl Refusal<'_> {
         if self.largest_gap(true) >= self.need {
             return true;
         }
-        let held = |block: &super::history::Allocation| block.is_allocated_at(self.state);
+        let held = |block: &super::life::Allocation| block.is_allocated_at(self.state);
         let emptied = self
             .filled
             .iter()

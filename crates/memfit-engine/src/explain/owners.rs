@@ -31,7 +31,8 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{Allocation, History, NEVER};
+use super::history::History;
+use super::life::{Allocation, NEVER};
 use super::peak::event_of;
 use super::sites::{BEFORE_RECORDING, NO_STACK, Phase, Sites};
 use crate::bytes::Bytes;

@@ -14,7 +14,8 @@
 //! The three peaks may lie at different events. *The* peak is that of allocated bytes: what is said of
 //! owners and fragmentation is said of that moment.
 
-use super::history::{History, NEVER};
+use super::history::History;
+use super::life::NEVER;
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord};
 

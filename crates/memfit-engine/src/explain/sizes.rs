@@ -28,7 +28,7 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{Allocation, History, Problems};
+use super::life::{Allocation, Problems};
 use super::regions::{Region, Regions};
 use crate::snapshot::{Action, DeviceRecord, Event};
 
@@ -455,9 +455,12 @@ fn outside(allocation: &Allocation, problems: &mut Problems) {
     });
 }
 
-/// Fills in the sizes that are 0; returns the bytes in doubt.
+/// Fills in the sizes that are 0; returns the bytes in doubt. `of_event` says which allocation an event is about, by
+/// position of the event.
 pub(super) fn resolve(
-    history: &mut History,
+    allocations: &mut [Allocation],
+    of_event: impl Fn(usize) -> Option<usize>,
+    first_regions: &Regions,
     device: &DeviceRecord,
     rounding: &Rounding,
     problems: &mut Problems,
@@ -467,14 +470,14 @@ pub(super) fn resolve(
         rounding,
         doubt: 0,
     };
-    layout.open(&history.first_regions, &mut history.allocations, problems);
+    layout.open(first_regions, allocations, problems);
     for (position, event) in device.events.iter().enumerate() {
         let fine = match event.action {
-            Action::Alloc => match history.of_event(position) {
-                Some(index) => layout.allocate(&event, index, &mut history.allocations),
+            Action::Alloc => match of_event(position) {
+                Some(index) => layout.allocate(&event, index, allocations),
                 None => true,
             },
-            Action::FreeCompleted => match history.of_event(position) {
+            Action::FreeCompleted => match of_event(position) {
                 Some(index) => layout.free(event.address, index),
                 None => true,
             },
@@ -495,7 +498,7 @@ pub(super) fn resolve(
         }
     }
     // What no region held, and what contradicts: the request, rounded.
-    for allocation in &mut history.allocations {
+    for allocation in allocations {
         if allocation.size == 0 {
             allocation.size = rounding.round(allocation.requested_size);
         }

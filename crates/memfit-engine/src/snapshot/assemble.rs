@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 use super::check::check;
 use super::collect::{Collection, Slot};
 use super::error::SnapshotError;
+use super::problems::Problems;
 use super::value::Value;
 use super::words;
-use super::{Annotation, DeviceRecord, Problem, Snapshot};
+use super::{Annotation, DeviceRecord, Snapshot};
 
 /// Makes a snapshot of a pickle's value.
 pub(super) fn assemble(
@@ -287,61 +288,4 @@ fn setting(collection: &mut Collection, value: Value) -> String {
     // Taken, so that a dict that stands under many keys is written once.
     drop(collection.take_body(container));
     format!("[{}]", pairs.join(","))
-}
-
-/// Problems, no more than are shown.
-#[derive(Default)]
-pub(super) struct Problems {
-    shown: Vec<Problem>,
-    count: u64,
-}
-
-impl Problems {
-    fn of_whole(&mut self, what: String) {
-        self.add(Problem {
-            device: None,
-            event: None,
-            what,
-        });
-    }
-
-    fn of_device(&mut self, device: u32, what: String) {
-        self.add(Problem {
-            device: Some(device),
-            event: None,
-            what,
-        });
-    }
-
-    fn of_events(&mut self, device: u32, faults: Vec<(u64, String)>, count: u64) {
-        let shown = faults.len() as u64;
-        for (event, what) in faults {
-            self.add(Problem {
-                device: Some(device),
-                event: Some(event),
-                what,
-            });
-        }
-        self.count += count - shown;
-    }
-
-    pub(super) fn add(&mut self, problem: Problem) {
-        self.count += 1;
-        if self.shown.len() < super::MOST_PROBLEMS {
-            self.shown.push(problem);
-        }
-    }
-
-    pub(super) fn finish(mut self) -> Vec<Problem> {
-        let rest = self.count - self.shown.len() as u64;
-        if rest > 0 {
-            let what = format!("{rest} more problems are not listed");
-            self.shown.push(Problem {
-                device: None,
-                event: None,
-                what,
-            });
-        }
-        self.shown
-    }
 }

@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 
-use super::assemble::Problems;
+use super::problems::Problems;
 use super::{Action, DeviceRecord, Event, Problem};
 
 /// Adds what contradicts itself in the events of a device.

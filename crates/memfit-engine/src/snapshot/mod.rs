@@ -18,6 +18,7 @@ mod collect;
 mod error;
 mod intern;
 mod pickle;
+mod problems;
 mod read;
 mod recognise;
 mod rows;

@@ -3,8 +3,9 @@
 use memfit_engine::bytes::Bytes;
 use memfit_engine::share::lease::{Claims, Device, Lease, LeaseId, Machine, Refusal};
 
-use super::server::refused;
-use crate::lease::protocol::{Amounts, Held, Reason, Refused};
+use super::refusal::refused;
+use crate::lease::amounts::Amounts;
+use crate::lease::protocol::{Held, Reason, Refused};
 
 /// The names, in the machine's order.
 #[derive(Debug, Clone)]

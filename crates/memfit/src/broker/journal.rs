@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::process::Process;
-use crate::lease::protocol::Amounts;
+use crate::lease::amounts::Amounts;
 
 /// Version of the file.
 const SCHEMA: u32 = 1;

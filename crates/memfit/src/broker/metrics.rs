@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
+use super::counters::metrics;
 use super::server::Server;
 
 /// Longest request.
@@ -55,7 +56,7 @@ async fn answer(mut stream: TcpStream, server: &RefCell<Server>) -> std::io::Res
     }
     let is_scrape = request.starts_with(b"GET /metrics ") || request.starts_with(b"GET /metrics?");
     let (status, body) = if is_scrape {
-        ("200 OK", server.borrow_mut().metrics())
+        ("200 OK", numbers(&mut server.borrow_mut()))
     } else {
         (
             "404 Not Found",
@@ -70,4 +71,8 @@ async fn answer(mut stream: TcpStream, server: &RefCell<Server>) -> std::io::Res
     stream.write_all(head.as_bytes()).await?;
     stream.write_all(body.as_bytes()).await?;
     stream.shutdown().await
+}
+
+fn numbers(server: &mut Server) -> String {
+    metrics(&server.status(), server.clients.len(), server.counters)
 }

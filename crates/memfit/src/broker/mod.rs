@@ -22,6 +22,7 @@ mod occupancy;
 mod outbox;
 pub(crate) mod pressure;
 mod process;
+mod refusal;
 mod server;
 mod start;
 mod status;

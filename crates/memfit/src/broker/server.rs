@@ -20,10 +20,10 @@ use super::journal::{ClientEntry, Journal};
 use super::log::Log;
 use super::outbox::Outbox;
 use super::process::{Process, milliseconds};
+use super::refusal::refused;
 use super::usage::Usage;
-use crate::lease::protocol::{
-    Amounts, NAME_BYTES, Reason, Refused, Reply, Request, Resume, VERSION,
-};
+use crate::lease::amounts::Amounts;
+use crate::lease::protocol::{NAME_BYTES, Reason, Refused, Reply, Request, Resume, VERSION};
 
 /// Leases and requests of one client.
 const MOST_LEASES: usize = 256;
@@ -505,17 +505,5 @@ fn wait(now: Millis, milliseconds: Option<u64>) -> Wait {
         None => Wait::Forever,
         Some(0) => Wait::No,
         Some(milliseconds) => Wait::Until(now.after(milliseconds)),
-    }
-}
-
-/// A refusal without numbers.
-pub(super) fn refused(reason: Reason, message: String) -> Refused {
-    Refused {
-        reason,
-        message,
-        device: None,
-        asked_bytes: None,
-        largest_bytes: None,
-        revision: None,
     }
 }

@@ -20,7 +20,8 @@ use crate::lease::{Client, LeaseError, SocketError, usual_path};
 use crate::report::doctor::{
     BrokerFacts, DoctorDocument, Examined, MainJob, SCHEMA_VERSION, Stage, features,
 };
-use crate::report::document::{MeasuredStep, StepFacts};
+use crate::report::document::StepFacts;
+use crate::report::measured::MeasuredStep;
 use crate::report::{json, text};
 use crate::request::{LiveTarget, PlanChoice, Target};
 use crate::session::Session;

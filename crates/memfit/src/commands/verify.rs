@@ -7,8 +7,9 @@ use crate::error::Failure;
 use crate::exit::Exit;
 use crate::report::compiled::{CompiledAnswer, CompiledMeasurement};
 use crate::report::document::{
-    MeasuredStep, Measurement, PlanDocument, PlanSummary, SCHEMA_VERSION, StepFacts, VerifyDocument,
+    PlanDocument, PlanSummary, SCHEMA_VERSION, StepFacts, VerifyDocument,
 };
+use crate::report::measured::{MeasuredStep, Measurement};
 use crate::report::{json, text};
 use crate::request::{PlanChoice, Target};
 use crate::session::{Planned, Session};

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::amounts::Amounts;
 use super::line::{Line, Outcome};
-use super::protocol::{Amounts, Cause, Held, Reason, Refused, Reply, Request};
+use super::protocol::{Cause, Held, Reason, Refused, Reply, Request};
 use super::socket::SocketError;
 use super::status::Status;
 

@@ -16,8 +16,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::LeaseError;
+use super::amounts::Amounts;
 use super::frame::Lines;
-use super::protocol::{Amounts, Cause, Held, REPLY_BYTES, Reply, Request, Resume, VERSION};
+use super::protocol::{Cause, Held, REPLY_BYTES, Reply, Request, Resume, VERSION};
 use super::socket::connect;
 
 /// First pause before another try to connect; each is twice as long as the one before.

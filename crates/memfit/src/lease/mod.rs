@@ -2,6 +2,7 @@
 //!
 //! Responsible for the protocol, the socket and the client. Not responsible for granting (`broker/`).
 
+pub mod amounts;
 mod client;
 pub(crate) mod frame;
 mod line;

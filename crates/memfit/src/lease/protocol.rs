@@ -7,9 +7,9 @@
 //! `error`; a request that cannot be granted is answered with `refused` and changes nothing. Sizes
 //! are bytes and devices are names, `host` or `cuda:0`.
 
-use std::collections::BTreeMap;
-
 use serde::{Deserialize, Serialize};
+
+use super::amounts::Amounts;
 
 /// The version of the protocol; both sides must speak the same.
 pub const VERSION: u32 = 1;
@@ -19,9 +19,6 @@ pub const REQUEST_BYTES: usize = 16 << 10;
 pub const REPLY_BYTES: usize = 16 << 20;
 /// Longest name or label.
 pub const NAME_BYTES: usize = 200;
-
-/// Bytes by device.
-pub type Amounts = BTreeMap<String, u64>;
 
 /// From a client.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

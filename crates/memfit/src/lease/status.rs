@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::protocol::Amounts;
+use super::amounts::Amounts;
 
 /// The broker's answer to `status`. Integers are bytes unless the name says otherwise.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::Class;
 use serde::{Deserialize, Serialize};
 
-use super::document::{MeasuredStep, Measurement};
+use super::measured::{MeasuredStep, Measurement};
 
 /// The host's answer to `verify_compiled`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]

@@ -12,9 +12,10 @@ use memfit_engine::plan::{
 use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::predict::{Breakdown, Prediction};
 use memfit_engine::trace::{Category, Coupling, Phase, Trace};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::compiled::CompiledFacts;
+use super::measured::Comparison;
 
 /// Version of every shape in this file.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
@@ -191,90 +192,6 @@ pub(crate) struct StepFacts {
     pub(crate) measured_peak_bytes: Option<Bytes>,
     /// Absent when nothing ran.
     pub(crate) step_cpu_seconds: Option<f64>,
-}
-
-/// The host's answer to `verify`.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-pub(crate) struct Measurement {
-    pub(crate) unplanned: MeasuredStep,
-    pub(crate) planned: MeasuredStep,
-    pub(crate) gradients: Comparison,
-    pub(crate) loss: Comparison,
-    /// Module buffers after the step: running statistics must not move twice.
-    #[serde(default)]
-    pub(crate) buffers: Option<Comparison>,
-    /// Where the running model left the plan; empty when it did not.
-    #[serde(default)]
-    pub(crate) divergence: String,
-    /// Drops that were not carried out, each with its reason.
-    #[serde(default)]
-    pub(crate) kept_drops: Vec<String>,
-}
-
-impl Measurement {
-    /// Whether the module buffers are what a plan of `class` promises.
-    pub(crate) fn keeps_buffers(&self, class: Class) -> bool {
-        self.buffers
-            .is_none_or(|comparison| comparison.class.keeps(class))
-    }
-
-    /// What a person should know beyond the numbers.
-    pub(crate) fn notes(&self, class: Class) -> Vec<String> {
-        let mut notes = Vec::new();
-        if !self.divergence.is_empty() {
-            notes.push(format!(
-                "the running model left the plan: {}",
-                self.divergence
-            ));
-        }
-        notes.extend(
-            self.kept_drops
-                .iter()
-                .map(|reason| format!("kept instead of dropped: {reason}")),
-        );
-        if !self.keeps_buffers(class) {
-            notes.push("the module buffers differ after the planned step".to_owned());
-        }
-        notes
-    }
-}
-
-/// One way to run the step, measured.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) struct MeasuredStep {
-    pub(crate) measured_peak_bytes: Bytes,
-    pub(crate) step_cpu_seconds: f64,
-}
-
-/// How two runs agree.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Comparison {
-    pub(crate) class: Agreement,
-    /// Absent when it is not a number.
-    pub(crate) max_relative_error: Option<f64>,
-}
-
-/// The words for agreement, from strict to none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Agreement {
-    /// Every bit is the same.
-    Bitwise,
-    /// The same up to rounding.
-    Equivalent,
-    /// Not the same.
-    Different,
-}
-
-impl Agreement {
-    /// Whether this is what a plan of `class` promised.
-    pub(crate) const fn keeps(self, class: Class) -> bool {
-        match class {
-            Class::Exact => matches!(self, Self::Bitwise),
-            Class::Equivalent => !matches!(self, Self::Different),
-            Class::Approximate => true,
-        }
-    }
 }
 
 impl VerifyDocument {

@@ -1,7 +1,7 @@
 //! What a command says, as structs, and the two ways to print them.
 //!
 //! `document.rs` holds the structs; they are the JSON contract, and the text is printed from them and
-//! from the engine's own types, never the other way round. `tracked.rs` holds those of counted code, `compiled.rs` those of
+//! from the engine's own types, never the other way round. `measured.rs` holds what the host measured, `tracked.rs` those of counted code, `compiled.rs` those of
 //! compiled steps, `doctor.rs` those of `memfit doctor`.
 
 pub(crate) mod calibration;
@@ -10,6 +10,7 @@ pub(crate) mod doctor;
 pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;
+pub(crate) mod measured;
 pub(crate) mod sharing;
 pub(crate) mod table;
 pub(crate) mod text;

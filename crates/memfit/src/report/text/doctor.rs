@@ -9,7 +9,8 @@ use crate::report::doctor::{
     BrokerFacts, DoctorDocument, Examined, Feature, FolderFacts, MainJob, OffloadFacts,
     ProfileFacts, ToolFacts,
 };
-use crate::report::document::{Agreement, StepFacts};
+use crate::report::document::StepFacts;
+use crate::report::measured::Agreement;
 use crate::report::table::{Align, Table};
 use crate::report::words;
 

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use memfit_engine::bytes::Bytes;
 
-use crate::lease::protocol::Amounts;
+use crate::lease::amounts::Amounts;
 use crate::lease::status::{LeaseStatus, Status, WaitingStatus};
 use crate::printer::Palette;
 use crate::report::sharing::{PsDocument, occupied, shortfall};

@@ -7,7 +7,8 @@ use super::plan::actions;
 use super::section;
 use crate::printer::Palette;
 use crate::report::compiled::{CompiledFacts, CompiledKind, Reference};
-use crate::report::document::{Agreement, Comparison, StepFacts, VerifyDocument};
+use crate::report::document::{StepFacts, VerifyDocument};
+use crate::report::measured::{Agreement, Comparison};
 use crate::report::table::{Align, Table};
 use crate::report::words;
 
@@ -320,7 +321,8 @@ mod tests {
 
     use super::*;
     use crate::report::compiled::{CompiledAction, CompiledGraph, TorchCompile};
-    use crate::report::document::{ActionSummary, MeasuredStep, PlanSummary, SCHEMA_VERSION};
+    use crate::report::document::{ActionSummary, PlanSummary, SCHEMA_VERSION};
+    use crate::report::measured::MeasuredStep;
 
     fn step(predicted: u64, measured: u64, seconds: f64) -> StepFacts {
         StepFacts {
