@@ -15,7 +15,7 @@ from memfit.parking import parked
 from memfit.parking.cuda_memory import CudaMemory
 from memfit.pool import device as pool_device
 
-SOURCE = Path(__file__).parents[1] / "crates" / "memfit-vmm" / "stand-in" / "driver.c"
+SOURCE = Path(__file__).parents[1] / "crates" / "memfit-memory" / "stand-in" / "driver.c"
 OUT_OF_MEMORY = 2
 
 

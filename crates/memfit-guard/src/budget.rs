@@ -1,7 +1,7 @@
 //! How much the blocks of the process may take, and how much they do.
 //!
 //! Responsible for the two numbers, for refusing whatever would bring one above the other, and for
-//! knowing when kept blocks ([`crate::kept`]) are in the way. Not responsible for what a block takes
+//! knowing when kept blocks ([`crate::free_blocks`]) are in the way. Not responsible for what a block takes
 //! ([`crate::footprint`]) nor for where requests come from ([`crate::hook`]).
 //!
 //! Invariants: bytes are reserved before they are taken and given back after they are gone, so what

@@ -3,7 +3,7 @@
 //! Responsible for passing calls on, for telling the ledger about them, and, while a budget is on, for
 //! refusing requests, for keeping large blocks that were freed, and for choosing which of them give their
 //! pages to others. Not responsible for how libc10 comes to call these functions ([`crate::patch`]) nor
-//! for moving pages ([`crate::moved`]).
+//! for moving pages ([`crate::remap`]).
 //!
 //! Invariants: the lock is never held while the C library allocates or frees for torch; nothing here
 //! goes through libc10, so a hook never calls itself; a block leaves the ledger before it is freed,
@@ -17,11 +17,11 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use crate::budget::{self, Over};
 use crate::footprint::{self, LARGE_BYTES};
-use crate::kept::{Kept, KeptBlock};
+use crate::free_blocks::{Kept, KeptBlock};
 use crate::ledger::{Ledger, Unwritten};
-use crate::moved::{self, Lifted};
 use crate::refusal::{Refusal, Refusals};
-use crate::seams::Seams;
+use crate::remap::{self, Lifted};
+use crate::remap_seams::Seams;
 
 /// What one lock guards.
 #[derive(Debug)]
@@ -230,7 +230,7 @@ fn is_watched() -> bool {
 ///
 /// Returns what the rest takes; zero where it could not be kept and is gone.
 fn cut(block: KeptBlock, bytes: usize) -> u64 {
-    let rest = moved::shortened(block, bytes);
+    let rest = remap::shortened(block, bytes);
     let mut state = state();
     state.forget_seams(block.address, block.taken_bytes, rest.taken_bytes);
     if rest.taken_bytes < block.taken_bytes && state.kept.put_back(rest) {
@@ -271,7 +271,7 @@ fn lift(taking_bytes: u64) -> Lifted {
 ///
 /// Returns what the rest takes; zero where nothing is left.
 fn lift_from(block: KeptBlock, wanted_bytes: u64, lifted: &mut Lifted) -> u64 {
-    let Some((start, end)) = moved::mapping(block.address, block.taken_bytes) else {
+    let Some((start, end)) = remap::mapping(block.address, block.taken_bytes) else {
         free_kept(block);
         return 0;
     };

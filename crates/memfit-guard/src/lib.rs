@@ -2,9 +2,8 @@
 //!
 //! PyTorch keeps no memory statistics for the CPU, and its profiler slows a program and keeps every
 //! event. So this crate stands where torch asks the C library for tensor memory: it makes libc10 call
-//! two functions of its own, which pass the call on and count. It is, with `memfit-vmm`, the only crate of memfit
-//! with unsafe code, but for the lines of the binding that lend memory to [`LentBytes`] and take it from an
-//! [`Arena`]; these two have nothing to do with counting and are here for that reason.
+//! two functions of its own, which pass the call on and count. It is, with `memfit-memory`, the only crate of memfit
+//! with unsafe code, but for the lines of the binding that lend memory and take it from an arena.
 //!
 //! Responsible for installing that and for the numbers. Not responsible for what a block holds, which
 //! only Python can know ([`label`]), nor for words about it.
@@ -15,12 +14,12 @@
 //! counted may be freed at any time; all threads of the process count; a forked child counts on from
 //! its parent's numbers, within its parent's budget.
 
-mod arena;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod budget;
+mod category;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -30,14 +29,13 @@ mod footprint;
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
-mod hook;
+mod free_blocks;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
-mod kept;
+mod hook;
 mod ledger;
-mod lent;
 #[cfg(all(
     test,
     target_env = "gnu",
@@ -48,13 +46,18 @@ mod mapped_block;
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
-mod moved;
+mod patch;
+mod refusal;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
-mod patch;
-mod refusal;
+mod remap;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod remap_seams;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -64,16 +67,10 @@ mod residence;
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
-mod seams;
-#[cfg(all(
-    target_os = "linux",
-    any(target_arch = "x86_64", target_arch = "aarch64")
-))]
 mod settings;
 
-pub use arena::{Ahead, Arena, FilePart, Shown, major_faults};
-pub use ledger::{Category, CategoryBytes, Reading, WindowId};
-pub use lent::{LentBytes, LentBytesMut};
+pub use category::{Category, CategoryBytes};
+pub use ledger::{Reading, WindowId};
 pub use refusal::{LiveBlock, Refusal};
 
 /// Why nothing can be counted.
@@ -119,8 +116,9 @@ pub struct BudgetId(u64);
 mod counting {
     use std::sync::{Mutex, PoisonError};
 
+    use crate::category::Category;
     use crate::hook::state;
-    use crate::ledger::{Category, Reading, WindowId};
+    use crate::ledger::{Reading, WindowId};
     use crate::refusal::Refusal;
     use crate::{AboveBudget, BudgetId, InstallError};
     use crate::{budget, footprint, hook, patch, residence, settings};
@@ -323,7 +321,8 @@ mod counting {
     any(target_arch = "x86_64", target_arch = "aarch64")
 )))]
 mod counting {
-    use crate::ledger::{Category, Reading, WindowId};
+    use crate::category::Category;
+    use crate::ledger::{Reading, WindowId};
     use crate::refusal::Refusal;
     use crate::{AboveBudget, BudgetId, InstallError};
 

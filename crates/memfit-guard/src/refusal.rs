@@ -2,7 +2,7 @@
 //!
 //! Responsible for keeping the last refusal until somebody asks. Not responsible for words about it.
 
-use crate::ledger::Category;
+use crate::category::Category;
 
 /// A block that was live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

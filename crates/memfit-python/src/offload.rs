@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use memfit::store::{self, StoreError, StoreOptions};
-use memfit_guard::{LentBytes, LentBytesMut};
+use memfit_memory::arena::host::{LentBytes, LentBytesMut};
+use memfit_memory::store::{self, StoreError, StoreOptions};
 use pyo3::prelude::*;
 use serde_json::json;
 

@@ -5,8 +5,8 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use memfit::park::{self, Parking, Tensor};
-use memfit_guard::Arena;
+use memfit_memory::arena::host::Arena;
+use memfit_memory::park::host::{self, Parking, Tensor};
 use pyo3::prelude::*;
 use serde_json::json;
 
@@ -126,7 +126,7 @@ impl ParkedMemory {
 /// Runs `work` without the interpreter, which is asked now and then for a pending signal.
 pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
-    work: impl FnOnce(memfit::store::Interrupted<'_>) -> Result<T, park::ParkError> + Send,
+    work: impl FnOnce(memfit_memory::store::Interrupted<'_>) -> Result<T, host::ParkError> + Send,
 ) -> PyResult<T> {
     let mut signal = None;
     let result = py.detach(|| {
@@ -143,7 +143,7 @@ pub(crate) fn waiting<T: Send>(
     result.map_err(|error| signal.unwrap_or_else(|| park_error(&error)))
 }
 
-pub(crate) fn park_error(error: &park::ParkError) -> PyErr {
+pub(crate) fn park_error(error: &host::ParkError) -> PyErr {
     ParkError::new_err((error.to_string(), error.reason()))
 }
 

@@ -5,9 +5,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use memfit::park;
-use memfit::park_cuda::{self, CudaParking};
-use memfit_vmm::{Device, ManagedTensor, TensorPlace, held_bytes, lend};
+use memfit_memory::arena::cuda::{Device, ManagedTensor, TensorPlace, held_bytes, lend};
+use memfit_memory::park::cuda::{self, CudaParking};
+use memfit_memory::park::host;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
@@ -22,7 +22,7 @@ const NOT_TAKEN: &std::ffi::CStr = c"dltensor";
 /// What parked copies may take of the host's memory unless it is said.
 #[pyfunction]
 pub(crate) fn half_of_free_host_bytes() -> u64 {
-    park_cuda::half_of_free_host_bytes()
+    cuda::half_of_free_host_bytes()
 }
 
 /// What this process holds of a GPU by all such memory; torch's statistics lack it.
@@ -62,7 +62,7 @@ impl ParkedCudaMemory {
                 Some(library) => Device::open_with(&library, device),
                 None => Device::open(device),
             };
-            let opened = Arc::new(opened.map_err(park::ParkError::from)?);
+            let opened = Arc::new(opened.map_err(host::ParkError::from)?);
             CudaParking::new(opened, length, &folder, allow_memory)
         });
         let parking = Arc::new(parking.map_err(|error| park_error(&error))?);

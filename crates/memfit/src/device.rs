@@ -7,11 +7,11 @@
 use std::path::Path;
 
 use memfit_engine::bytes::Bytes;
+use memfit_memory::pressure;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use serde::{Deserialize, Serialize};
 
-use crate::broker::pressure;
 use crate::lease::status::Status;
 use crate::lease::{Client, LeaseError, SocketError};
 

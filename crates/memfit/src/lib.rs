@@ -1,9 +1,8 @@
 //! The memfit program: arguments in, reports and an exit code out.
 //!
-//! Responsible for the command line, the reports, saving files, progress and exit codes; and for the
-//! store that offloaded tensors are written to ([`store`]), which the executor uses. Not
-//! responsible for any number in a report (the engine, `memfit_engine`, computes them) nor for building or
-//! running a model (the [`Host`] does, on the Python side).
+//! Responsible for the command line, the reports, saving files, progress and exit codes. Not responsible
+//! for any number in a report (the engine, `memfit_engine`, computes them) nor for building or running a
+//! model (the [`Host`] does, on the Python side).
 //!
 //! Invariants: data goes to standard output and everything else to standard error; colour and
 //! progress appear only on a terminal; a file is written whole or not at all; a broken pipe is no
@@ -19,15 +18,12 @@ mod host;
 mod interrupt;
 pub mod lease;
 mod monitor;
-pub mod park;
-pub mod park_cuda;
 mod printer;
 mod progress;
 mod report;
 mod request;
 mod save;
 mod session;
-pub mod store;
 
 use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,8 +1,9 @@
 """A model's memory on a CUDA device.
 
 Responsible for tensors in it, and for torch's own caching allocator, which gives free blocks up
-where the driver has no room. Not responsible for the driver's calls (``crates/memfit-vmm``), for
-the copy of what is parked (``crates/memfit/src/park_cuda``), nor for which tensors are moved
+where the driver has no room. Not responsible for the driver's calls
+(``crates/memfit-memory/src/arena/cuda``), for the copy of what is parked
+(``crates/memfit-memory/src/park/cuda``), nor for which tensors are moved
 (:mod:`memfit.parking.layout`).
 
 The memory is the driver's and not torch's: addresses that stay reserved while what is behind them

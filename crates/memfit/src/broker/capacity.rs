@@ -112,7 +112,7 @@ fn add_found(capacities: &mut Capacities) {
 
 /// The host's memory, or the smallest cgroup limit above this process.
 fn host() -> Option<(Bytes, &'static str)> {
-    let total = super::pressure::meminfo("MemTotal")?;
+    let total = memfit_memory::pressure::meminfo("MemTotal")?;
     let limit = cgroup_limit();
     Some(match limit {
         Some(limit) if limit < total => (limit, "the cgroup's limit"),

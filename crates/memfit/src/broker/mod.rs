@@ -20,7 +20,6 @@ mod log;
 mod metrics;
 mod occupancy;
 mod outbox;
-pub(crate) mod pressure;
 mod process;
 mod refusal;
 mod server;

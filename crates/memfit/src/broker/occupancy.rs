@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::share::lease::{Device, Event};
+use memfit_memory::pressure;
 
-use super::pressure;
 use super::server::Server;
 use crate::device::Gpu;
 

@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use memfit_engine::share::lease::Millis;
+use memfit_memory::pressure::{self, Pressure};
 
-use super::pressure;
 use super::process::milliseconds;
 use super::server::Server;
 use crate::device::Memory;
-use crate::lease::status::{DeviceStatus, LeaseStatus, Pressure, Status, WaitingStatus};
+use crate::lease::status::{DeviceStatus, LeaseStatus, Status, WaitingStatus};
 
 impl Server {
     /// The state as `memfit ps` shows it.

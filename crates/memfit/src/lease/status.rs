@@ -1,5 +1,6 @@
 //! Who holds what, who waits, and how the machine is: the document behind `memfit ps`.
 
+use memfit_memory::pressure::Pressure;
 use serde::{Deserialize, Serialize};
 
 use super::amounts::Amounts;
@@ -105,19 +106,6 @@ pub struct WaitingStatus {
     pub overtaken_count: u32,
     /// Whether nothing behind it gets memory on its devices.
     pub is_next: bool,
-}
-
-/// Memory pressure of the host; what the system does not tell is `null`.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Pressure {
-    /// All memory.
-    pub total_bytes: Option<u64>,
-    /// What could be had without swapping.
-    pub available_bytes: Option<u64>,
-    /// Percent of the last ten seconds in which some task waited for memory.
-    pub some_percent: Option<f64>,
-    /// Percent of the last ten seconds in which all tasks did.
-    pub full_percent: Option<f64>,
 }
 
 #[cfg(test)]

@@ -6,9 +6,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::broker::pressure;
+use memfit_memory::pressure::{self, Pressure};
+
 use crate::device::{Driver, Gpu};
-use crate::lease::status::{Pressure, Status};
+use crate::lease::status::Status;
 use crate::lease::{Client, LeaseError, SocketError};
 
 /// What was seen.

@@ -288,9 +288,11 @@ fn order(rows: &mut [ProcessRow], sort: Sort) {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use memfit_memory::pressure::Pressure;
+
     use super::*;
     use crate::device::{Gpu, GpuProcess};
-    use crate::lease::status::{DeviceStatus, LeaseStatus, Pressure, Status, WaitingStatus};
+    use crate::lease::status::{DeviceStatus, LeaseStatus, Status, WaitingStatus};
     use crate::monitor::look::{Process, Seen};
 
     const GIB: u64 = 1 << 30;

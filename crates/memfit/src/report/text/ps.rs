@@ -158,8 +158,10 @@ fn time(seconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use memfit_memory::pressure::Pressure;
+
     use super::*;
-    use crate::lease::status::{DeviceStatus, Pressure};
+    use crate::lease::status::DeviceStatus;
 
     fn document() -> PsDocument {
         let host = |bytes| Amounts::from([("host".to_owned(), bytes)]);

@@ -1,7 +1,7 @@
 //! The CUDA driver's library, opened at run time, as functions that return results.
 //!
 //! Responsible for the names, signatures and structures of the driver's interface, and for nothing else:
-//! which call follows which is for [`crate::Device`] and [`crate::Arena`] to know.
+//! which call follows which is for [`super::Device`] and [`super::Arena`] to know.
 //!
 //! The structures are those of `cuda.h` on 64-bit systems, which has not changed them since CUDA 11; the
 //! compiler compares the stand-in's with that header where it is at hand.
@@ -13,7 +13,7 @@ use std::ptr;
 
 use libloading::Library;
 
-use crate::error::VmmError;
+use super::error::VmmError;
 
 /// What the driver calls itself, version by version the same.
 pub(crate) const LIBRARY: &str = "libcuda.so.1";

@@ -5,8 +5,8 @@
 use std::path::PathBuf;
 
 use memfit_engine::bytes::Bytes;
-use memfit_vmm::VmmError;
 
+use crate::arena::cuda::VmmError;
 use crate::store::StoreError;
 
 /// Why a model was not parked or not woken. Either way it is as it was before.

@@ -6,7 +6,7 @@
 //! While a budget is on, every large block is a mapping of its own, and the system clears its pages
 //! when they are first touched. That takes longer than most ops on them, so what a training step
 //! frees is kept for the next: for a request of the same size as it is, for others its pages
-//! ([`crate::moved`]).
+//! ([`crate::remap`]).
 
 /// Most blocks that are kept. They are looked through one by one: that is still much less than
 /// touching the pages of one.

@@ -1,7 +1,7 @@
 //! Memory of its own, whose pages can be given back while its address stays taken.
 //!
 //! Responsible for mapping it, for letting its pages go and for having new ones at the same place. Not
-//! responsible for what lies in it, nor for where that is kept meanwhile (`memfit::park`). `files.rs` has
+//! responsible for what lies in it, nor for where that is kept meanwhile ([`crate::park::host`]). `files.rs` has
 //! the pages of files stand in it.
 //!
 //! Invariant: from [`Arena::new`] to its drop the range is mapped by this arena and by nobody else. It is
@@ -15,6 +15,7 @@
 #![expect(unsafe_code, reason = "maps memory and makes slices of it")]
 
 mod files;
+mod lent;
 #[cfg(test)]
 mod tests;
 
@@ -23,6 +24,7 @@ use std::io;
 use std::ptr::NonNull;
 
 pub use files::{Ahead, FilePart, Shown, major_faults};
+pub use lent::{LentBytes, LentBytesMut};
 
 /// What a large page's address is a multiple of, on the processors that PyTorch is built for.
 const LARGE_PAGE_BYTES: usize = 2 << 20;

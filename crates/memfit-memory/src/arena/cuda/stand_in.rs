@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use libloading::Library;
 use tempfile::TempDir;
 
-use crate::{Device, VmmError};
+use super::{Device, VmmError};
 
 /// What the stand-in holds; all zero when nothing is held.
 #[repr(C)]

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use memfit_vmm::stand_in::{Counts, StandIn};
 use proptest::prelude::*;
 
 use super::CudaParking;
 use super::copy::PIECE_BYTES;
+use crate::arena::cuda::stand_in::{Counts, StandIn};
 
 const MIB: u64 = 1 << 20;
 /// Room for two or three models.
@@ -56,7 +56,7 @@ impl Model {
 
 struct World {
     driver: StandIn,
-    device: Arc<memfit_vmm::Device>,
+    device: Arc<crate::arena::cuda::Device>,
     folder: tempfile::TempDir,
     models: Vec<Model>,
     /// Whether a call may fail that would not fail in the twin.

@@ -3,11 +3,24 @@
 use std::fs;
 
 use memfit_engine::bytes::Bytes;
+use serde::{Deserialize, Serialize};
 
-use crate::lease::status::Pressure;
+/// Memory pressure of the host; what the system does not tell is `null`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Pressure {
+    /// All memory.
+    pub total_bytes: Option<u64>,
+    /// What could be had without swapping.
+    pub available_bytes: Option<u64>,
+    /// Percent of the last ten seconds in which some task waited for memory.
+    pub some_percent: Option<f64>,
+    /// Percent of the last ten seconds in which all tasks did.
+    pub full_percent: Option<f64>,
+}
 
 /// Reads it now; what the system does not tell is absent.
-pub(crate) fn read() -> Pressure {
+#[must_use]
+pub fn read() -> Pressure {
     let stall = fs::read_to_string("/proc/pressure/memory").unwrap_or_default();
     Pressure {
         total_bytes: meminfo("MemTotal").map(|bytes| bytes.0),
@@ -18,18 +31,21 @@ pub(crate) fn read() -> Pressure {
 }
 
 /// A line of `/proc/meminfo`.
-pub(crate) fn meminfo(name: &str) -> Option<Bytes> {
+#[must_use]
+pub fn meminfo(name: &str) -> Option<Bytes> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     kibibytes(&text, name)
 }
 
 /// What a process has in memory for itself alone; nothing of one that is gone or another's.
-pub(super) fn private_bytes(pid: u32) -> Option<u64> {
+#[must_use]
+pub fn private_bytes(pid: u32) -> Option<u64> {
     private_in(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
 /// The same from its `/proc/PID/status`; a kernel thread has none.
-pub(crate) fn private_in(status: &str) -> Option<u64> {
+#[must_use]
+pub fn private_in(status: &str) -> Option<u64> {
     kibibytes(status, "RssAnon").map(|bytes| bytes.0)
 }
 

@@ -12,9 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use memfit_guard::Ahead;
-
 use super::layout::Piece;
+use crate::arena::host::Ahead;
 
 /// What the thread brings in at a time: that long at most whoever ends it waits for it.
 const AHEAD_BYTES: usize = 2 << 20;

@@ -5,8 +5,8 @@
 
 use std::ffi::c_int;
 
-use crate::driver::{Context, Driver, LIBRARY};
-use crate::error::VmmError;
+use super::driver::{Context, Driver, LIBRARY};
+use super::error::VmmError;
 
 /// A CUDA device that can map memory at addresses.
 pub struct Device {

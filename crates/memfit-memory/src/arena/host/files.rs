@@ -3,7 +3,7 @@
 //! Responsible for having them stand there, first to be read and compared, then to be used; for telling
 //! whether memory had all of them, and which were written to since; and for taking them over when the
 //! files are to go. Not responsible for the files, nor for whether they hold what they should
-//! (`memfit::park`).
+//! ([`crate::park::host`]).
 //!
 //! The mapping is private: whoever writes to a page has a copy of it, the file never changes. Until then
 //! the page is the one in the system's page cache, so nothing is copied and nothing zeroed, and it may be

@@ -13,11 +13,11 @@
 
 use std::path::{Path, PathBuf};
 
-use memfit_vmm::{Arena, HostMemory};
 use twox_hash::XxHash3_128;
 
 use super::CudaStatistics;
-use crate::park::ParkError;
+use crate::arena::cuda::{Arena, HostMemory};
+use crate::park::host::ParkError;
 use crate::store::{Interrupted, Purpose, StoreFile};
 
 /// Length of a piece: long enough for the bus, short enough for a Ctrl-C in between.

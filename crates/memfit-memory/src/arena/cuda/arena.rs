@@ -20,10 +20,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::Device;
-use crate::driver::{Driver, Handle};
-use crate::error::VmmError;
-use crate::held;
+use super::device::Device;
+use super::driver::{Driver, Handle};
+use super::error::VmmError;
+use super::held;
 
 /// Length of a chunk, if the granularity allows: few calls for a large model, little wasted on a small one.
 const CHUNK_BYTES: u64 = 32 << 20;

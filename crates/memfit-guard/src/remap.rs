@@ -18,8 +18,8 @@
 use std::ffi::{c_int, c_void};
 
 use crate::footprint::page_bytes;
-use crate::kept::KeptBlock;
-use crate::seams::Seams;
+use crate::free_blocks::KeptBlock;
+use crate::remap_seams::Seams;
 
 /// Most runs under one block.
 const MOST_RUNS: usize = 64;

@@ -2,10 +2,10 @@
 //!
 //! Responsible for a model's bytes on their way out of the device and in again, whole or not at all.
 //! `copy.rs` keeps them, in the host's memory as far as there is room and else on a disk. Not responsible
-//! for the device's memory itself (`memfit_vmm::Arena`), for which tensors lie in it nor for how much room
+//! for the device's memory itself ([`crate::arena::cuda`]), for which tensors lie in it nor for how much room
 //! the host has (`python/memfit/parking`), nor for when to park.
 //!
-//! Invariants, as those of [`crate::park`]:
+//! Invariants, as those of [`crate::park::host`]:
 //!
 //! - [`CudaParking::park`] gives memory back only when every byte is kept; if it fails all of it is as before.
 //! - [`CudaParking::wake`] returns when every byte is back, each piece compared with the hash it was kept
@@ -24,12 +24,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Bytes;
-use memfit_vmm::{Arena, Device, VmmError};
 
 use copy::Copy;
 
-use crate::broker::pressure;
-use crate::park::ParkError;
+use crate::arena::cuda::{Arena, Device, VmmError};
+use crate::park::host::ParkError;
+use crate::pressure;
 use crate::store::Interrupted;
 
 /// What a model's parking did so far.

@@ -27,7 +27,6 @@ use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use memfit_guard::{Arena, FilePart, major_faults};
 use twox_hash::XxHash3_128;
 
 use super::arriving::Arriving;
@@ -37,6 +36,7 @@ use super::parallel::in_parallel;
 use super::spill::Spill;
 use super::weights::Weights;
 use super::{Statistics, no_memory};
+use crate::arena::host::{Arena, FilePart, major_faults};
 use crate::store::Interrupted;
 
 /// Most that files take on the disk, in memories: what is out of date in an older file takes room until

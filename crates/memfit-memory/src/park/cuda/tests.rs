@@ -2,12 +2,12 @@
 
 use std::os::unix::fs::FileExt as _;
 
-use memfit_vmm::stand_in::{Counts, OUT_OF_MEMORY, StandIn};
 use tempfile::TempDir;
 
 use super::copy::PIECE_BYTES;
 use super::{CudaParking, CudaStatistics};
-use crate::park::ParkError;
+use crate::arena::cuda::stand_in::{Counts, OUT_OF_MEMORY, StandIn};
+use crate::park::host::ParkError;
 
 /// Three pieces, the last of them shorter.
 const LENGTH: u64 = 10 << 20;

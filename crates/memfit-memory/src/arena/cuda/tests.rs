@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use crate::stand_in::{Counts, OUT_OF_MEMORY, StandIn};
-use crate::{Arena, Device, HostMemory, TensorPlace, VmmError, lend};
+use super::stand_in::{Counts, OUT_OF_MEMORY, StandIn};
+use super::{Arena, Device, HostMemory, TensorPlace, VmmError, lend};
 
 const MIB: u64 = 1 << 20;
 /// Three chunks of 32 MiB, the last of them shorter.
@@ -308,7 +308,7 @@ fn lent_memory_lives_as_long_as_its_tensor() {
     let lent = lend(4096, 10, TensorPlace::Cuda, 3, Box::new(Arc::clone(&owner)));
     assert_eq!(Arc::strong_count(&owner), 2);
     // SAFETY: it was lent just now, and nobody else lets it go.
-    unsafe { crate::ManagedTensor::let_go(lent) };
+    unsafe { super::ManagedTensor::let_go(lent) };
     assert_eq!(Arc::strong_count(&owner), 1);
 }
 

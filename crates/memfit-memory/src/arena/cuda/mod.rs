@@ -9,8 +9,8 @@
 //! counting as reserved what the device no longer holds, on which budgets rely.
 //!
 //! Responsible for that memory ([`Arena`]), for host memory that the device copies to and from quickly
-//! ([`HostMemory`]), and for every call of the driver. With `memfit-guard` the only crate with unsafe code.
-//! Not responsible for what lies in the memory nor for where it is kept meanwhile (`memfit::park_cuda`).
+//! ([`HostMemory`]), and for every call of the driver. Not responsible for what lies in the memory nor for where it is
+//! kept meanwhile ([`crate::park::cuda`]).
 //!
 //! Invariants: an operation that fails has undone what it did, in reverse order; what the driver refuses to
 //! undo is remembered and tried again; dropping gives everything back, at the second try if need be; no call

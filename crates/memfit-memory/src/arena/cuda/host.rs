@@ -10,8 +10,8 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::device::Device;
-use crate::error::VmmError;
+use super::device::Device;
+use super::error::VmmError;
 
 /// An anonymous mapping, zero at first.
 pub struct HostMemory {

@@ -1,7 +1,7 @@
 //! Where the mappings end that blocks are put together from.
 //!
 //! Responsible for remembering the addresses, so that pages are moved in runs that lie within one
-//! mapping: the system moves no others. Not responsible for moving any ([`crate::moved`]).
+//! mapping: the system moves no others. Not responsible for moving any ([`crate::remap`]).
 //!
 //! An address too many costs one more call; one too few makes the system refuse to move a run, which
 //! then is left where it is. So what is remembered of a block that was freed past the hooks does no

@@ -87,10 +87,10 @@ impl Model {
     /// Other tests of this process may have a fault at any time.
     fn wake_and_park_undisturbed(&self) {
         for _ in 0..1000 {
-            let before = memfit_guard::major_faults();
+            let before = crate::arena::host::major_faults();
             self.wake().unwrap();
             self.park().unwrap();
-            if memfit_guard::major_faults() == before {
+            if crate::arena::host::major_faults() == before {
                 return;
             }
         }

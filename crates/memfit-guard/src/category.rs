@@ -1,0 +1,57 @@
+//! What a block holds, as far as anybody has said.
+//!
+//! Responsible for the names. Not responsible for who says it ([`crate::label`]) nor for the sums ([`crate::ledger`]).
+
+/// What a block holds.
+///
+/// The hook sees addresses, so every block starts as `Other`; Python, which knows the tensors, says
+/// more by [`crate::label`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(u8)]
+pub enum Category {
+    /// Activations, temporaries, inputs: whatever nobody has named.
+    #[default]
+    Other,
+    /// A parameter of a module or of an optimizer.
+    Parameter,
+    /// A buffer of a module.
+    ModuleBuffer,
+    /// The `.grad` of a parameter.
+    Gradient,
+    /// A tensor in an optimizer's state.
+    OptimizerState,
+}
+
+impl Category {
+    /// Every category, in the order of [`CategoryBytes`].
+    pub const ALL: [Self; 5] = [
+        Self::Other,
+        Self::Parameter,
+        Self::ModuleBuffer,
+        Self::Gradient,
+        Self::OptimizerState,
+    ];
+
+    /// The name in JSON and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Other => "other",
+            Self::Parameter => "parameter",
+            Self::ModuleBuffer => "module_buffer",
+            Self::Gradient => "gradient",
+            Self::OptimizerState => "optimizer_state",
+        }
+    }
+
+    /// The category of a name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|category| category.name() == name)
+    }
+}
+
+/// Bytes of each category, indexed as [`Category::ALL`].
+pub type CategoryBytes = [u64; Category::ALL.len()];
