@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import memfit
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
 from memfit.measure.step_time import cpu_seconds
-from memfit.target import workload_factory
+from memfit.program.target import workload_factory
+from memfit.run.fitted import Fitted
 from record import Machine, gib, write_results
 
 MODELS = ("gpt2", "llama", "bert", "vit")

@@ -29,10 +29,10 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from memfit.compiled.joint import Joint, read
-from memfit.compiled.partition import partition
-from memfit.compiled.partitioner import Partitioner
-from memfit.compiled.search import choose
+from memfit.run.compiled.joint import Joint, read
+from memfit.run.compiled.partition import partition
+from memfit.run.compiled.partitioner import Partitioner
+from memfit.run.compiled.search import choose
 
 FRACTIONS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.0)
 MIB = 1 << 20

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import memfit
-from memfit.compiled.fitted import CompiledFitted
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
 from memfit.measure.step_time import cpu_seconds
+from memfit.run.compiled.fitted import CompiledFitted
+from memfit.run.fitted import Fitted
 from offload import build
 from record import Machine, gib, write_results
 

@@ -23,7 +23,7 @@ STEPS = """
 import contextlib, json, sys, time
 import torch, memfit
 from torch import nn
-from memfit.tracking import cpu
+from memfit.track import cpu
 torch.manual_seed(0)
 torch.set_num_threads(1)
 how, model_name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])

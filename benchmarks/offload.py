@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import memfit
 from memfit import _native
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
 from memfit.measure.step_time import cpu_seconds
+from memfit.run.fitted import Fitted
 from record import Machine, gib, write_results
 
 LAYERS, WIDTH, HEADS, BATCH, LENGTH, WORDS = 6, 512, 8, 4, 512, 1000

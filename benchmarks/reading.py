@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/reading.py [--keep FOLDER]
 
-The snapshots come from `tests/snapshot/synthetic.py`: a training loop with 155 bytes an event.
+The snapshots come from `tests/support/synthetic.py`: a training loop with 155 bytes an event.
 Each row is a process of its own, and everything that it does counts, its imports included: the
 program `memfit explain` beside the program `python -m torch.cuda._memory_viz trace_plot`. Bars: a
 million events explained in 1.5 s and in the file's size plus 100 MB, ten times less CPU time than
@@ -21,7 +21,7 @@ from typing import Any
 
 from record import ROOT, Machine, write_results
 
-sys.path.insert(0, str(ROOT / "tests" / "snapshot"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 READ = "import sys; from memfit._native import Snapshot; Snapshot.read(sys.argv[1])"
 PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"

@@ -16,7 +16,7 @@ from typing import Any
 
 import memfit
 from memfit.measure import paired_cpu_seconds
-from memfit.target import workload_factory
+from memfit.program.target import workload_factory
 from record import Machine, write_results
 
 TARGETS: dict[str, dict[str, str]] = {

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import memfit
-from memfit import _native, costs
-from memfit.fitted import Fitted
+from memfit import _native
 from memfit.measure.step_time import cpu_seconds
-from memfit.target import workload_factory
+from memfit.plan import cost_source
+from memfit.program.target import workload_factory
+from memfit.run.fitted import Fitted
 from record import ROOT, Machine, write_results
 
 EXAMPLES = ("gpt2", "llama", "bert", "t5", "resnet50", "vit", "convnext", "unet")
@@ -79,9 +80,9 @@ def one(name: str, profile: Path) -> dict[str, Any]:
     """Predictions and measurements of one example: unplanned, and by the plan of each source."""
     trace, workload = captured(name)
     sources = {
-        "quick roofline": roofline(costs.quick("cpu")),
-        "calibrated": costs.roofline("cpu", profile),
-        "profiled step": costs.profiled(workload, trace.native),
+        "quick roofline": roofline(cost_source.quick("cpu")),
+        "calibrated": cost_source.roofline("cpu", profile),
+        "profiled step": cost_source.profiled(workload, trace.native),
     }
     request = {"budget": BUDGET, "allow": "exact", "own_loop": False, "forbid": ["micro_batch"]}
     plans = {

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from alone import end
 
 from memfit.torch_versions import offloaded_parameters_refusal
 
@@ -15,6 +16,12 @@ def _heap_of_its_own():
     """Keep what earlier files left out of every collection and search of the heap in this one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_of_lone_processes():
+    yield
+    end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

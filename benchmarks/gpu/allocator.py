@@ -23,8 +23,8 @@ from benchmarks.gpu.results import Document, Results, Row, bar
 from benchmarks.record import ROOT, memfit_json
 
 import memfit
-from memfit.apply.allocator import set_up
-from memfit.fitted import Fitted
+from memfit.apply.allocator_settings import set_up
+from memfit.run.fitted import Fitted
 
 KEPT = ROOT / "crates/memfit-engine/tests/data/snapshots/streams.pickle"
 EXPANDABLE = "expandable_segments:True"

@@ -22,7 +22,7 @@ import torch
 
 Row = dict[str, Any]
 
-_PRELOADED = ["torch", "transformers", "timm", "torchvision", "memfit", "memfit.questions"]
+_PRELOADED = ["torch", "transformers", "timm", "torchvision", "memfit", "memfit.api.fit"]
 MOST_SECONDS = 240.0
 """A measure that takes longer hangs, whatever time its piece has."""
 _LAST_LINES = 12

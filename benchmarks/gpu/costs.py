@@ -20,7 +20,7 @@ from benchmarks.gpu.piece import Order, collect
 from benchmarks.gpu.results import Document, Results, Row
 
 import memfit
-from memfit.fitted import Fitted
+from memfit.run.fitted import Fitted
 
 MODELS = ("gpt2", "bert", "resnet50", "vit", "llama", "unet", "t5", "convnext")
 BUDGET = "50%"

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from memfit import Workload
-from memfit.target import workload_factory
+from memfit.program.target import workload_factory
 
 SEED = 1234
 

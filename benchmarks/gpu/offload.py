@@ -24,7 +24,7 @@ from benchmarks.gpu.piece import Order, collect
 from benchmarks.gpu.results import Document, Results, Row, bar
 
 import memfit
-from memfit.fitted import Fitted
+from memfit.run.fitted import Fitted
 
 MODELS = ("gpt2", "llama", "vit", "bert", "resnet50")
 WAYS = ("recomputing", "offloading")
@@ -60,7 +60,7 @@ def run(order: Order, results: Results) -> None:
 
 def pinning(kind: str) -> Iterator[Row]:
     """Memfit's own pinned memory: what pinning takes, and copies each way."""
-    from memfit.apply.cuda_copies import CudaCopies
+    from memfit.apply.offload.cuda_copies import CudaCopies
 
     device, copies = Device(kind), CudaCopies()  # type: ignore[arg-type]
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device.place)
@@ -84,7 +84,7 @@ def pinning(kind: str) -> Iterator[Row]:
 
 def hidden(kind: str) -> Iterator[Row]:
     """How much of a copy's time a computation hides that takes twice as long."""
-    from memfit.apply.cuda_copies import CudaCopies
+    from memfit.apply.offload.cuda_copies import CudaCopies
 
     device, copies = Device(kind), CudaCopies()  # type: ignore[arg-type]
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device.place)

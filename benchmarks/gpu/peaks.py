@@ -22,7 +22,7 @@ from benchmarks.gpu.piece import Order, collect
 from benchmarks.gpu.results import Document, Results, Row, bar
 
 import memfit
-from memfit.fitted import Fitted
+from memfit.run.fitted import Fitted
 
 BUDGETS = ("75%", "50%", "minimum")
 PEAK_BAR = 0.05

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from memfit import Workload
 from memfit import verify as verifying
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
+from memfit.run.fitted import Fitted
 
 WHAT = ("loss", "gradients", "parameters", "buffers")
 """What of two steps is compared."""

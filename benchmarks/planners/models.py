@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit import Workload
-from memfit.target import workload_factory
+from memfit.program.target import workload_factory
 
 SEED = 1234
 

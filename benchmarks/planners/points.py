@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from memfit.questions import Kind
+from memfit.options import Kind
 
 Point = dict[str, Any]
 Row = dict[str, Any]

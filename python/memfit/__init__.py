@@ -11,10 +11,13 @@ not wait for it.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memfit.answers import Explanation, Front, Plan, Prediction, Trace, load
+from memfit.api.explain import explain
 from memfit.errors import (
     BudgetError,
     CaptureError,
@@ -36,20 +39,21 @@ from memfit.errors import (
     UsageError,
     WorkloadError,
 )
-from memfit.leases import Lease, lease
-from memfit.snapshots import explain
+from memfit.share.lease import Lease, lease
 from memfit.torch_required import require_torch
 
 if TYPE_CHECKING:
-    from memfit.capture.weightless import weightless
-    from memfit.devices import device
-    from memfit.fitted import Fitted
-    from memfit.guarding.guard import guard
-    from memfit.parking.parked import ParkedModel, park
-    from memfit.placement import Placement, place
-    from memfit.pool.pool import Pool
-    from memfit.questions import fit, pareto, plan, predict, trace
-    from memfit.tracking.track import track
+    from memfit.api.device import device
+    from memfit.api.fit import fit
+    from memfit.api.place import Placement, place
+    from memfit.api.plan import pareto, plan
+    from memfit.api.predict import predict, trace
+    from memfit.guard.guard import guard
+    from memfit.run.fitted import Fitted
+    from memfit.share.park.parked import ParkedModel, park
+    from memfit.share.pool.pool import Pool
+    from memfit.track.track import track
+    from memfit.weights.weightless import weightless
     from memfit.workload import Workload
 
 __all__ = [
@@ -100,25 +104,42 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Fitted": "memfit.fitted",
-    "ParkedModel": "memfit.parking.parked",
-    "Placement": "memfit.placement",
-    "Pool": "memfit.pool.pool",
+    "Fitted": "memfit.run.fitted",
+    "ParkedModel": "memfit.share.park.parked",
+    "Placement": "memfit.api.place",
+    "Pool": "memfit.share.pool.pool",
     "Workload": "memfit.workload",
-    "device": "memfit.devices",
-    "fit": "memfit.questions",
-    "guard": "memfit.guarding.guard",
-    "pareto": "memfit.questions",
-    "park": "memfit.parking.parked",
-    "place": "memfit.placement",
-    "plan": "memfit.questions",
-    "predict": "memfit.questions",
-    "trace": "memfit.questions",
-    "track": "memfit.tracking.track",
-    "weightless": "memfit.capture.weightless",
+    "device": "memfit.api.device",
+    "fit": "memfit.api.fit",
+    "guard": "memfit.guard.guard",
+    "pareto": "memfit.api.plan",
+    "park": "memfit.share.park.parked",
+    "place": "memfit.api.place",
+    "plan": "memfit.api.plan",
+    "predict": "memfit.api.predict",
+    "trace": "memfit.api.predict",
+    "track": "memfit.track.track",
+    "weightless": "memfit.weights.weightless",
 }
 
-_WITHOUT_TORCH = frozenset({"memfit.placement"})
+_WITHOUT_TORCH = frozenset({"memfit.api.place"})
+
+
+class _Module(ModuleType):
+    """The package itself, in which a function keeps its name where a folder bears the same.
+
+    To import ``memfit.guard.limit`` sets the attribute ``guard`` of ``memfit`` to a package, which
+    would hide the function :func:`memfit.guard` (``importlib._bootstrap._find_and_load_unlocked``).
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Module
+for _name in _HOMES.keys() & globals().keys():
+    del globals()[_name]  # the imports above set it to a package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """The ``memfit`` command.
 
 Responsible for handing the command line to the program and its exit code back. The program is Rust
-(``memfit._native``); it asks :class:`memfit.host.Host` whatever needs torch, so that commands which
-need none (``show``, ``predict`` on a saved trace) start at once.
+(``memfit._native``); it asks :class:`memfit.program.host.Host` whatever needs torch, so that
+commands which need none (``show``, ``predict`` on a saved trace) start at once.
 
 Ctrl-C: Python keeps its handler. Inside the host it raises ``KeyboardInterrupt`` as usual; while
 the engine works, the program asks every 50 ms whether the signal has come. Either way the exit code
@@ -15,7 +15,7 @@ import signal
 import sys
 
 from memfit import _native
-from memfit.host import Host
+from memfit.program.host import Host
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""

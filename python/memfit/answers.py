@@ -1,7 +1,7 @@
 """What memfit answers: a trace, a prediction, a plan, an explanation, as objects.
 
 Responsible for reading and saving them and for their attributes. Not responsible for how they come
-about (:mod:`memfit.questions`, :mod:`memfit.snapshots`) nor for any number in them: the engine
+about (:mod:`memfit.api.fit`, :mod:`memfit.api.explain`) nor for any number in them: the engine
 computes those, and the attributes are the fields of its structs under the same names.
 """
 

@@ -273,3 +273,13 @@ class NoBrokerWarning(UserWarning):
 
 class MemoryGrowthWarning(UserWarning):
     """Each iteration of a loop keeps more bytes than the one before."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without its hints; its kind where it says nothing.
+
+    Args:
+        error: The error.
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.fitted import Fitted
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 SETTINGS = "expandable_segments:True"

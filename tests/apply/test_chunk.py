@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.apply.chunk import ChunkedLoss
+from memfit.apply.slices.chunk import ChunkedLoss
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.measure import measure_peak
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.verify import EQUIVALENT, verify
+from memfit.verify.eager import EQUIVALENT, verify
 
 CLASSES = 2000
 FORBIDDEN = ("remat", "fuse_optimizer", "micro_batch")

@@ -14,8 +14,8 @@ from torch import nn
 from treated import Treated
 
 import memfit
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 WIDTH = 64

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.apply.tiers import DiskTier
-from memfit.fitted import Fitted
+from memfit.apply.offload.tiers import DiskTier
 from memfit.measure import measure_peak, static_tensors
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 WIDTH, WORDS = 64, 512
@@ -106,7 +106,7 @@ def _any_folder(monkeypatch):
     def tier(window_bytes, folder=""):
         return DiskTier(window_bytes, folder, allow_memory=True)
 
-    monkeypatch.setattr("memfit.apply.tiers.DiskTier", tier)
+    monkeypatch.setattr("memfit.apply.offload.tiers.DiskTier", tier)
 
 
 @dataclass

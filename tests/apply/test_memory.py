@@ -9,8 +9,8 @@ import torch
 from handmade import record
 from torch import nn
 
-from memfit.apply import records
-from memfit.apply.remat import Rematerialiser
+from memfit.apply.remat import records
+from memfit.apply.remat.remat import Rematerialiser
 from memfit.measure import measure_peak
 
 ROWS, WIDTH = 64, 256

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.apply.microbatch import cut
+from memfit.apply.micro_batch import cut
 from memfit.errors import DivergenceWarning, UsageError
-from memfit.fitted import Fitted
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 

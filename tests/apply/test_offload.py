@@ -15,12 +15,12 @@ from handmade import record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.apply import records
-from memfit.apply.remat import Rematerialiser
-from memfit.apply.tiers import DiskTier
+from memfit.apply.offload.tiers import DiskTier
+from memfit.apply.remat import records
+from memfit.apply.remat.remat import Rematerialiser
 from memfit.errors import DivergenceWarning, OffloadError, UsageError
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 ROWS, WIDTH = 64, 256

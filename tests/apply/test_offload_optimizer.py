@@ -18,13 +18,13 @@ from test_pinned import LateCopies, Tier
 from torch import nn
 
 import memfit
-from memfit.apply.away_state import AwayState
-from memfit.apply.tiers import DiskTier
+from memfit.apply.offload.state_view import AwayState
+from memfit.apply.offload.tiers import DiskTier
 from memfit.errors import OffloadError, UsageError
-from memfit.fitted import Fitted
-from memfit.guarding.before_step import BeforeStep, Buffers
 from memfit.measure import measure_peak, static_tensors
-from memfit.verify import verify
+from memfit.run.fitted import Fitted
+from memfit.run.step_backup import BeforeStep, Buffers
+from memfit.verify.eager import verify
 from memfit.workload import Workload
 
 WIDTH = 64
@@ -66,7 +66,7 @@ def _any_folder(monkeypatch):
     def tier(window_bytes, folder=""):
         return DiskTier(window_bytes, folder, allow_memory=True)
 
-    monkeypatch.setattr("memfit.apply.tiers.DiskTier", tier)
+    monkeypatch.setattr("memfit.apply.offload.tiers.DiskTier", tier)
 
 
 def ordinary(steps, make=KNOWN["adam_amsgrad"], **options):

@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.apply.tiers import DiskTier
-from memfit.barrier import owner_of, without_barrier
+from memfit.apply.offload.tiers import DiskTier
 from memfit.errors import OffloadError, UsageError
-from memfit.fitted import Fitted
-from memfit.fixed import is_fixed
 from memfit.measure import measure_peak, static_tensors
 from memfit.measure.peak import storage_bytes
-from memfit.verify import verify
+from memfit.run.fitted import Fitted
+from memfit.tensors.barrier import owner_of, without_barrier
+from memfit.tensors.storage import is_fixed
+from memfit.verify.eager import verify
 from memfit.workload import Workload
 
 pytestmark = pytest.mark.offloads_parameters
@@ -102,7 +102,7 @@ def _any_folder(monkeypatch):
     def tier(window_bytes, folder=""):
         return DiskTier(window_bytes, folder, allow_memory=True)
 
-    monkeypatch.setattr("memfit.apply.tiers.DiskTier", tier)
+    monkeypatch.setattr("memfit.apply.offload.tiers.DiskTier", tier)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def uses(monkeypatch):
             return getattr(self._room, name)
 
     native = SimpleNamespace(Room=Observed)
-    monkeypatch.setattr("memfit.apply.offload_parameters._native", native)
+    monkeypatch.setattr("memfit.apply.offload.parameters._native", native)
     return used
 
 
@@ -325,7 +325,7 @@ def test_a_full_disk_costs_memory_and_the_next_step_does_not_begin(monkeypatch):
     def tier(window_bytes, folder=""):
         return FullDisk(window_bytes, folder, allow_memory=True)
 
-    monkeypatch.setattr("memfit.apply.tiers.DiskTier", tier)
+    monkeypatch.setattr("memfit.apply.offload.tiers.DiskTier", tier)
     monkeypatch.setattr(FullDisk, "left", 1000)
     expected = run(build(), NOTHING, steps=2)
     workload = build()

@@ -125,7 +125,7 @@ def test_a_place_that_is_slow_is_used_less(tmp_path, monkeypatch):
     for rate in (1e12, 1e6):
         found = {"tier": "disk", "folder": str(tmp_path)}
         rates = {"write_bytes_per_second": rate, "read_bytes_per_second": rate}
-        monkeypatch.setattr("memfit.questions.offer", lambda *_, o=found | rates: o)
+        monkeypatch.setattr("memfit.api.fit.offer", lambda *_, o=found | rates: o)
         plan = memfit.plan(trace, "60%", offload=tmp_path).as_dict()
         counts.append(kinds(plan).get("offload", {"bytes": 0})["bytes"])
     assert counts[0] > counts[1]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 FUSE = {"actions": [{"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0}]}

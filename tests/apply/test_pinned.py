@@ -13,9 +13,9 @@ from handmade import record
 from torch import nn
 
 from memfit._native import Store
-from memfit.apply.pinned import PinnedTier, StagedTier
-from memfit.apply.remat import Rematerialiser
-from memfit.apply.tiers import DiskTier, HostTier, Moved
+from memfit.apply.offload.pinned import PinnedTier, StagedTier
+from memfit.apply.offload.tiers import DiskTier, HostTier, Moved
+from memfit.apply.remat.remat import Rematerialiser
 
 
 @dataclass

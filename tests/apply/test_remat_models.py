@@ -12,8 +12,8 @@ import pytest
 import torch
 from handmade import cheap, record
 
-from memfit.apply.remat import Rematerialiser
-from memfit.apply.tiers import DiskTier
+from memfit.apply.offload.tiers import DiskTier
+from memfit.apply.remat.remat import Rematerialiser
 
 
 def run(model, batch, loss_of, context):

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memfit.apply.remat import Rematerialiser
-from memfit.apply.tiers import DiskTier
+from memfit.apply.offload.tiers import DiskTier
+from memfit.apply.remat.remat import Rematerialiser
 
 ROWS, COLUMNS = 4, 6
 

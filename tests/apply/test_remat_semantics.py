@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memfit.apply.remat import Rematerialiser
-from memfit.apply.replay import ReplayError
+from memfit.apply.remat.remat import Rematerialiser
+from memfit.apply.remat.replay import ReplayError
 from memfit.errors import DivergenceWarning, UsageError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.apply.operators import SHAPE_ONLY
+from memfit.tensors.operators import SHAPE_ONLY
 
 ENGINE = Path(__file__).parents[2] / "crates/memfit-engine/src/trace/mod.rs"
 

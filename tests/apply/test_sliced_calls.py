@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
-from memfit.apply.sliced_calls import SlicedCalls
+from memfit.apply.slices.sliced_calls import SlicedCalls
 from memfit.errors import DivergenceWarning, UsageError
-from memfit.verify import EQUIVALENT, verify
+from memfit.verify.eager import EQUIVALENT, verify
 
 WIDTH = 16
 

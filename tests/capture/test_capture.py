@@ -12,7 +12,7 @@ from torch import nn
 
 from memfit.capture import capture, record, record_pair
 from memfit.capture.recording import second_batch_size
-from memfit.capture.stage import batch_entries, resize_batch
+from memfit.capture.stage.stage import batch_entries, resize_batch
 from memfit.workload import Workload, batch_size, slice_batch
 
 

@@ -9,8 +9,8 @@ from small_examples import SMALL, small_example
 from torch import nn
 
 from memfit.capture import record, record_pair
-from memfit.capture.backward_engine import BackwardEngine
-from memfit.capture.step import StepRunner
+from memfit.capture.record.step import StepRunner
+from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.errors import CaptureError
 from memfit.workload import Workload
 

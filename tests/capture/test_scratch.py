@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.capture import record
-from memfit.fitted import Fitted
 from memfit.measure import measure_peak, static_tensors
+from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
 ROWS, WIDTH = 256, 128

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.guarding import cuda_limit
-from memfit.parking.cuda_memory import CudaMemory
-from memfit.tracking.steps import STEPS
+from memfit.guard import cuda_limit
+from memfit.share.park.cuda_memory import CudaMemory
+from memfit.track.steps import STEPS
 
 GIB, MIB = 1 << 30, 1 << 20
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import memfit
 from memfit import _native
-from memfit.tracking import cpu
+from memfit.track import cpu
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def counting() -> None:
     assert cpu.start() is None
 
 
-def room(size: int) -> memfit.guarding.guard.Guard:
+def room(size: int) -> memfit.guard.guard.Guard:
     """A guard that leaves so many bytes above what is in use."""
     gc.collect()  # what earlier errors still hold must not go in the middle of a test
     return memfit.guard(_native.taken_bytes() + size)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memfit
 from memfit import _native
 from memfit.measure import measure_peak, static_tensors
-from memfit.tracking import cpu
+from memfit.track import cpu
 
 WIDTH, ROWS, DEPTH = 96, 128, 8
 

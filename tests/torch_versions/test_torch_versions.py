@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import memfit
 from memfit import torch_versions
-from memfit.compiled.joint import _is_random
+from memfit.run.compiled.joint import _is_random
 
 
 @pytest.mark.parametrize("name", sorted(torch_versions.NAMES))

@@ -15,8 +15,8 @@ from torch import nn
 
 from memfit import _native
 from memfit.measure.peak import measure_peak
-from memfit.tracking import cpu
-from memfit.tracking.cpu import Reading, Window
+from memfit.track import cpu
+from memfit.track.cpu import Reading, Window
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_what_lived_before_the_count_is_known():
     code = """
 import numpy as np, torch
 from memfit import _native
-from memfit.tracking import cpu
+from memfit.track import cpu
 model = torch.nn.Linear(100, 100)
 other = torch.from_numpy(np.zeros(1000))
 assert _native.counted_bytes() == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.tracking import cuda
+from memfit.track import cuda
 
 MIB = 1 << 20
 

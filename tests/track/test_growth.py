@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.tracking import growth
-from memfit.tracking.growth import GrowthWatch
+from memfit.track import growth
+from memfit.track.growth import GrowthWatch
 
 MODEL = nn.Linear(64, 64)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.tracking.track import Track
+from memfit.track.track import Track
 
 MIB = 1 << 20
 
@@ -164,7 +164,7 @@ def test_all_threads_count_and_tracks_of_threads_do_not_mix():
 
 
 def test_without_entering_there_is_nothing():
-    from memfit.tracking.track import Span
+    from memfit.track.track import Span
 
     with pytest.raises(memfit.UsageError, match="never entered"):
         _ = Span("idle").peak_bytes

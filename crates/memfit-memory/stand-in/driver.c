@@ -1,6 +1,6 @@
 /* A stand-in for the CUDA driver, for machines without one.
  *
- * Responsible for the calls that memfit-vmm makes, with the driver's own signatures: built with
+ * Responsible for the calls that memfit-memory makes, with the driver's own signatures: built with
  * -DSTAND_IN_WITH_CUDA_H the compiler compares them with the real header. Device memory is files in
  * memory, mapped where the caller reserved addresses, so that what is unmapped keeps its bytes and what is
  * new is not zero. Not responsible for kernels; one that runs can be pretended.

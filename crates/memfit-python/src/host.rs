@@ -1,6 +1,6 @@
 //! The program's questions, asked of a Python object.
 //!
-//! Responsible for calling `memfit.host.Host` and for turning its exceptions into [`HostError`]. Which
+//! Responsible for calling `memfit.program.host.Host` and for turning its exceptions into [`HostError`]. Which
 //! exception means what is decided there, by `Host.explain`.
 
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// A `memfit.host.Host`.
+/// A `memfit.program.host.Host`.
 pub(crate) struct PythonHost {
     host: Py<PyAny>,
 }

@@ -12,29 +12,29 @@ from typing import Any
 
 import torch
 
-from memfit.capture.cuda import CudaRunner
-from memfit.capture.emit import Reduction, StepFacts, loss_reduction, trace_json
-from memfit.capture.fake import (
+from memfit.capture.probe.optimizer_updates import (
+    fused_optimizer_refusal,
+    per_parameter_refusal,
+    probe_updates,
+)
+from memfit.capture.probe.workspace import probe_scratch
+from memfit.capture.record.recorder import RealStepNeeded, Recorder
+from memfit.capture.record.step import StepRunner
+from memfit.capture.stage.cuda import CudaRunner
+from memfit.capture.stage.fake import (
     fake_stage,
     initialise_optimizer,
     ordinary_tensors,
     preserved_random_state,
     set_batch,
 )
-from memfit.capture.optimizer_updates import (
-    fused_optimizer_refusal,
-    per_parameter_refusal,
-    probe_updates,
-)
-from memfit.capture.real import real_stage
-from memfit.capture.recorder import RealStepNeeded, Recorder
-from memfit.capture.stage import Stage
-from memfit.capture.step import StepRunner
-from memfit.capture.weightless import require_weights
-from memfit.capture.workspace import probe_scratch
-from memfit.collection import no_collection
+from memfit.capture.stage.real import real_stage
+from memfit.capture.stage.stage import Stage
+from memfit.capture.trace_writer import Reduction, StepFacts, loss_reduction, trace_json
 from memfit.errors import CaptureError, WorkloadError
+from memfit.tensors.garbage import no_collection
 from memfit.torch_versions import offloaded_parameters_refusal
+from memfit.weights.weightless import require_weights
 from memfit.workload import Workload, batch_size
 
 

@@ -25,8 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memfit import profiles, torch_names, torch_versions
-from memfit.places import HOST
+from memfit import torch_names, torch_versions
+from memfit.errors import first_line
+from memfit.options import HOST
+from memfit.plan import profiles
 
 DEVICE_KINDS = ("cpu", "cuda")
 
@@ -70,12 +72,6 @@ def examine(offload: str | None = None) -> dict[str, Any]:
         "remarks": _remarks(absent, cache, is_usable=is_usable),
         "next_step": _next_step(refusal),
     }
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without its hints; its kind where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _import_failure() -> str | None:
@@ -174,7 +170,7 @@ def _why_no_device() -> str:
 
 def _tools() -> list[dict[str, Any]]:
     """What Inductor compiles with."""
-    from memfit.compiled import toolchain
+    from memfit.run.compiled import toolchain
 
     return [
         {"name": "C++ compiler", **_found(_compiler), "why_not": toolchain.missing("cpu")},
@@ -287,12 +283,12 @@ def _offload(place: str, refusal: str | None, no_cuda: str | None) -> dict[str, 
     }
     if refusal is not None:
         return facts
-    from memfit import costs
+    from memfit.plan import cost_source
 
     try:
         device_kind = "cuda" if place == HOST else "cpu"
-        profile = costs.device_profile(device_kind) if place == HOST else {}
-        offer = costs.offer(device_kind, place, profile)
+        profile = cost_source.device_profile(device_kind) if place == HOST else {}
+        offer = cost_source.offer(device_kind, place, profile)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         return {**facts, "why_not": first_line(error)}
     rates = ("write_bytes_per_second", "read_bytes_per_second")

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memfit.doctor.facts import first_line
-from memfit.places import HOST
+from memfit.errors import first_line
+from memfit.options import HOST
 from memfit.torch_versions import offloaded_parameters_refusal
 
 _ROWS = 64
@@ -59,7 +59,7 @@ def _why_not(trial: Callable[[], str | None]) -> str | None:
 
 def _count() -> str | None:
     """Count what torch allocates on the CPU."""
-    from memfit.tracking import cpu
+    from memfit.track import cpu
 
     problem = cpu.start()
     return None if problem is None else f"tensors on the CPU cannot be counted: {problem}"
@@ -67,7 +67,7 @@ def _count() -> str | None:
 
 def _store_and_fetch(folder: str | None) -> str | None:
     """Write a tensor to a file without a name and read it back."""
-    from memfit.apply.tiers import open_tier
+    from memfit.apply.offload.tiers import open_tier
 
     sent = torch.arange(_ROWS * _ROWS, dtype=torch.float32)
     came = torch.zeros_like(sent)
@@ -79,7 +79,7 @@ def _store_and_fetch(folder: str | None) -> str | None:
 
 def _park_and_wake(folder: str | None) -> str | None:
     """Park a small model and compare what comes back."""
-    from memfit.parking.parked import park
+    from memfit.share.park.parked import park
 
     model = nn.Linear(_ROWS, _ROWS)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -91,6 +91,6 @@ def _park_and_wake(folder: str | None) -> str | None:
 
 def _compiler(device_kind: str) -> str | None:
     """What Inductor lacks."""
-    from memfit.compiled import toolchain
+    from memfit.run.compiled import toolchain
 
     return toolchain.missing(device_kind)

@@ -1,13 +1,12 @@
 """Measuring what really happens: peaks, step times, op times and this machine's speed.
 
-``peak`` measures the memory of a call, ``step_time`` compares the times of several, ``op_times``
-times every op of a recorded step, ``calibration`` measures this machine for the flat roofline,
-``curves`` op by op and size by size, ``transfers`` copies and the disk. The engine only ever sees
+``peak`` measures the memory of a call, ``step_time`` compares the times of several, ``calibration``
+measures this machine for the flat roofline, ``curves`` op by op and size by size, ``transfers``
+copies and the disk. The engine only ever sees
 the numbers.
 """
 
 from memfit.measure.calibration import calibrate
-from memfit.measure.op_times import profile_ops
 from memfit.measure.peak import Measured, measure_peak, static_tensors
 from memfit.measure.step_time import cpu_seconds_in_turn, paired_cpu_seconds
 
@@ -17,6 +16,5 @@ __all__ = [
     "cpu_seconds_in_turn",
     "measure_peak",
     "paired_cpu_seconds",
-    "profile_ops",
     "static_tensors",
 ]

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memfit.apply.away_state import in_memory
-from memfit.barrier import owner_of, without_barrier
-from memfit.collection import collected_before
+from memfit.tensors.barrier import owner_of, without_barrier
+from memfit.tensors.garbage import collected_before
+from memfit.tensors.optimizers import in_memory
 from memfit.torch_versions import profiled_memory
 from memfit.workload import Workload
 

@@ -330,7 +330,7 @@ pub struct ParameterUpdate {
 }
 
 /// aten ops of [`Trace::reads_only_shape`]; the executor's list is `SHAPE_ONLY` in
-/// `python/memfit/apply/operators.py`.
+/// `python/memfit/tensors/operators.py`.
 const SHAPE_ONLY: [&str; 12] = [
     "empty_like",
     "full_like",

@@ -3,7 +3,7 @@
 //! Responsible for moving bytes in the background, within a window, and for telling when that failed.
 //! `error.rs` says why, `file.rs` is the file, `extents.rs` its free parts, `blocks.rs` the queue. Not
 //! responsible for what the bytes mean, nor for when they go out or come back: the executor decides
-//! (`python/memfit/apply/offload.py`).
+//! (`python/memfit/apply/offload/activations.py`).
 //!
 //! Invariants:
 //!

@@ -3,7 +3,7 @@
 //! Responsible for a model's bytes on their way out of the device and in again, whole or not at all.
 //! `copy.rs` keeps them, in the host's memory as far as there is room and else on a disk. Not responsible
 //! for the device's memory itself ([`crate::arena::cuda`]), for which tensors lie in it nor for how much room
-//! the host has (`python/memfit/parking`), nor for when to park.
+//! the host has (`python/memfit/share/park`), nor for when to park.
 //!
 //! Invariants, as those of [`crate::park::host`]:
 //!

@@ -3,7 +3,7 @@
 //! Responsible for knowing which pieces have been compared since the wake began, and for a thread that
 //! brings their pages in meanwhile, so that whoever uses the first ones need not wait for the last. Not
 //! responsible for comparing them (`copy.rs`), nor for keeping their users waiting
-//! (`python/memfit/parking`).
+//! (`python/memfit/share/park`).
 //!
 //! Invariant: a piece is here once it was compared, and never before.
 

@@ -4,7 +4,7 @@
 //! `layout.rs` cuts the memory into pieces, `copy.rs` keeps them and has them back, `arriving.rs` knows which
 //! are still to come, `spill.rs` is the files they are in, `parallel.rs` several threads at it, `weights.rs`
 //! reads the file that a model was loaded from, `error.rs` says why not. Not responsible for the mapping
-//! ([`crate::arena::host`]), for which tensors lie in it (`python/memfit/parking`), nor for when to park
+//! ([`crate::arena::host`]), for which tensors lie in it (`python/memfit/share/park`), nor for when to park
 //! (`python/memfit/pool`).
 //!
 //! Invariants:

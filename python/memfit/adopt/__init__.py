@@ -1,1 +1,0 @@
-"""Fitting a training script that knows nothing of memfit: ``memfit run --budget``."""

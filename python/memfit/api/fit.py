@@ -1,0 +1,199 @@
+"""Planning a step and running it by the plan: :func:`memfit.fit`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from memfit.answers import Plan, Trace
+from memfit.api.plan import op_times_of
+from memfit.api.predict import trace
+from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
+from memfit.options import Allowed, Kind
+from memfit.plan.planner import Choice, CostSource, meta_of, offer_of, place_name, plan_trace
+from memfit.run.elastic import Elastic
+from memfit.run.fitted import Fitted
+from memfit.run.recovery import Recovery
+from memfit.share.lease import Lease
+from memfit.workload import Workload
+
+
+def fit(
+    workload: Workload,
+    budget: str | int | None = None,
+    *,
+    lease: Lease | None = None,
+    allow: Allowed = "exact",
+    own_loop: bool = False,
+    forbid: Sequence[Kind] = (),
+    offload: str | PathLike[str] | None = None,
+    profile: bool = False,
+    costs: str | PathLike[str] | None = None,
+    gpu: str | None = None,
+    compile: bool = False,  # noqa: A002 - the word people know from torch
+    guard: bool = False,
+) -> Fitted:
+    """Plan a step and apply the plan.
+
+    Args:
+        workload: The step; the model is used as it is.
+        budget: As in :func:`plan`; not with a ``lease``.
+        lease: Stay within what a lease holds on the step's device, less what this process takes
+            there besides; with a ``floor`` it gives way between steps when another needs room, and
+            takes it again later. See ``fitted.elastic``.
+        allow: As in :func:`plan`.
+        own_loop: As in :func:`plan`; then use ``with fitted.forward():``.
+        forbid: As in :func:`plan`.
+        offload: As in :func:`plan`.
+        profile: As in :func:`plan`.
+        costs: As in :func:`plan`.
+        gpu: As in :func:`plan`.
+        compile: Run the loss under ``torch.compile``, its graphs cut for the budget; equivalent
+            class. Where that cannot be, the step runs eager; a warning and ``report()`` say why.
+        guard: Refuse what would bring the tensors of this process above the budget while a step
+            runs, whoever holds them; a refused step is put back and run by a tighter plan. See
+            :func:`memfit.guard` for what counts. With a ``lease`` the budget is what it holds, less
+            what the process takes besides tensors, and follows it.
+
+    Returns:
+        The fitted workload: ``fitted.step(batch)`` runs one step inside the budget. With
+        ``compile``, a :class:`memfit.run.compiled.fitted.CompiledFitted`.
+
+    Raises:
+        DoesNotFit: No allowed plan brings the step under the budget.
+        BudgetError: The budget cannot be read.
+        UsageError: As in :func:`plan`; both or neither of ``budget`` and ``lease``; a lease that is
+            too small for this process; ``guard`` with ``own_loop`` or ``compile``.
+        OffloadError: The plan offloads, and the folder cannot be used.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    _refuse_guard(asked=guard, with_other=compile or own_loop)
+    elastic, within = _within(workload, budget, lease, compiled=compile)
+    limit = elastic.hold() if elastic is not None and guard else None
+    recorded = trace(workload)
+    meta = meta_of(recorded)
+    source = CostSource(profile, None if costs is None else Path(costs), gpu)
+    choice = Choice(allow, own_loop, tuple(forbid), place_name(offload))
+    op_times = op_times_of(source, recorded, workload)
+    made = plan_trace(recorded, op_times, within, choice, workload)
+
+    def replan(batch: Any) -> dict[str, Any] | None:
+        """Plan again for a batch that the step was not captured with.
+
+        The budget stays the same number of bytes, also where it was given as a percentage.
+        """
+        other = replace(workload, batch=batch)
+        moved = trace(other)
+        room = made.budget_bytes if elastic is None else elastic.budget_bytes
+        again = plan_trace(moved, source.roofline(moved), room, choice, other)
+        return again.as_dict() if again.fits else None
+
+    def plan_again(batch: Any, budget_bytes: int) -> Plan:
+        """Plan the step with a batch for a number of bytes, whether that fits or not."""
+        is_own = batch is workload.batch
+        subject = workload if is_own else replace(workload, batch=batch)
+        moved = recorded if is_own else trace(subject)
+        return plan_trace(moved, source.roofline(moved), budget_bytes, choice, subject)
+
+    def eager(optimizer: Any, not_compiled: str = "") -> Fitted:
+        """The workload fitted by the eager plan."""
+        return Fitted(
+            replace(workload, optimizer=optimizer),
+            made.as_dict(),
+            loss_reduction=meta["loss_reduction"],
+            replan=replan,
+            not_compiled=not_compiled,
+            recovery=Recovery(workload, made.budget_bytes, plan_again, limit) if guard else None,
+        )
+
+    not_compiled = ""
+    if compile:
+        instead = eager if made.fits else None
+        compiled = _compiled(workload, recorded, op_times, made.budget_bytes, choice, instead)
+        if isinstance(compiled, Fitted):
+            return compiled
+        not_compiled = compiled
+    if not made.fits:
+        message = (
+            f"no allowed plan brings the step under {made.budget_bytes} bytes: "
+            f"the smallest peak found is {made.minimum_peak_bytes} bytes, "
+            f"the smallest budget to ask for {made.minimum_budget_bytes}"
+        )
+        if not_compiled:
+            message += f"; nor does a compiled one: {not_compiled}"
+        raise DoesNotFit(
+            message,
+            minimum_peak_bytes=made.minimum_peak_bytes,
+            minimum_budget_bytes=made.minimum_budget_bytes,
+            plan=made,
+        )
+    if not_compiled:
+        warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
+    fitted = eager(workload.optimizer, not_compiled)
+    if elastic is not None:
+        fitted.elastic = elastic
+        elastic.drive(
+            fitted,
+            made,
+            lambda budget, seconds: plan_trace(
+                recorded, op_times, budget, choice, workload, seconds
+            ),
+        )
+    return fitted
+
+
+def _refuse_guard(*, asked: bool, with_other: bool) -> None:
+    """Refuse a guard together with what it cannot put back and run again."""
+    if asked and with_other:
+        raise UsageError(
+            "`guard=True` puts back and runs again whole eager steps\n"
+            "hint: run your own loop, or compiled steps, inside `with memfit.guard(...)`"
+        )
+
+
+def _within(
+    workload: Workload, budget: str | int | None, lease: Lease | None, *, compiled: bool
+) -> tuple[Elastic | None, str | int]:
+    """What a step has to stay within: the lease if there is one, and the budget."""
+    if lease is None:
+        if budget is None:
+            raise UsageError("give a `budget`, or a `lease` to stay within")
+        return None, budget
+    if budget is not None:
+        raise UsageError("give a `budget`, or a `lease` to stay within, and not both")
+    if compiled:
+        raise UsageError("a compiled step cannot follow a lease: give a `budget`")
+    elastic = Elastic(lease, workload)
+    return elastic, elastic.budget_bytes
+
+
+def _compiled(
+    workload: Workload,
+    recorded: Trace,
+    op_times: str,
+    budget_bytes: int,
+    choice: Choice,
+    eager: Callable[[Any], Fitted] | None,
+) -> Fitted | str:
+    """The workload fitted under ``torch.compile``, or why it cannot be."""
+    from memfit.run.compiled import toolchain
+
+    missing = toolchain.missing(meta_of(recorded)["device_kind"])
+    if missing is not None:
+        return missing
+    from memfit.run.compiled.fit import fit_compiled
+
+    request = {
+        "own_loop": choice.own_loop,
+        "forbid": list(choice.forbid),
+        "offload": offer_of(recorded, op_times, choice.place),
+        "profile": json.loads(op_times).get("profile") or {},
+    }
+    found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, request, eager)
+    return found if isinstance(found, Fitted) else found.reason

@@ -1,0 +1,82 @@
+"""Recording a step and predicting what it takes: :func:`memfit.trace`, :func:`memfit.predict`."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from memfit import _native
+from memfit.answers import Prediction, Trace
+from memfit.capture import capture
+from memfit.errors import UsageError
+from memfit.plan.alternatives import with_alternatives
+from memfit.workload import Workload
+
+
+def trace(
+    workload: Workload,
+    *,
+    target: str = "",
+    device: Literal["cpu", "cuda"] | None = None,
+    slices: bool = False,
+) -> Trace:
+    """Record what one step does to memory, without running it where that is possible.
+
+    Args:
+        workload: The step; its model, gradients and the random state stay as they are.
+        target: A name for reports.
+        device: Kind of device to capture for; ``None`` for the one the model is on.
+        slices: Record the step in slices too, where that is possible. Planning for a workload does
+            so when it needs to; a trace that is planned for later has only what is in it.
+
+    Returns:
+        The trace.
+
+    Raises:
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    recorded = Trace.decode(capture(workload, target=target, device=device))
+    if not slices:
+        return recorded
+    return Trace(with_alternatives(workload, recorded.native, device=device))
+
+
+def predict(
+    subject: Workload | Trace, *, budget: str | int | None = None, batch: int | None = None
+) -> Prediction:
+    """Say how much memory a step takes, and what takes it.
+
+    Args:
+        subject: The step, or a trace of it.
+        budget: ``"3GiB"``, ``"60%"`` or bytes: asks for the largest batch that fits.
+        batch: Another batch size than the captured one.
+
+    Returns:
+        The prediction; ``print`` shows the report.
+
+    Raises:
+        BudgetError: The budget cannot be read.
+        UsageError: The trace cannot be scaled to the batch.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    request = {"batch": batch, "budget": None if budget is None else str(budget)}
+    return Prediction(_native.predict(traced(subject).native, json.dumps(request)))
+
+
+def traced(subject: Workload | Trace) -> Trace:
+    """The trace of a step, or the trace itself.
+
+    Args:
+        subject: Either.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(subject, Trace):
+        return subject
+    if isinstance(subject, Workload):
+        return trace(subject)
+    message = f"expected a `memfit.Workload` or a `memfit.Trace`, got `{type(subject).__name__}`"
+    raise UsageError(message)

@@ -1,0 +1,232 @@
+"""Micro-batches: one step as several smaller ones whose gradients add up.
+
+Responsible for cutting the batch, and for the weight of each piece, so that loss and gradients
+equal those of the whole batch up to rounding. Not responsible for running the pieces
+(:mod:`memfit.run.fitted`) or for whether the batch may be cut at all (the engine refuses coupled
+ones).
+
+A mean over rows weighs a piece by its rows. A mean over targets that are not ignored weighs it by
+those, and their number is known only as the pieces run: a piece's weight is then a fraction of what
+the first piece leads one to expect, and the gradients are scaled once, before the last backward, if
+the expectation was wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.errors import UsageError
+from memfit.workload import batch_size, slice_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+REDUCTIONS = ("", "mean", "sum", "token_mean")
+"""How a loss reduces over the batch; empty: watch the loss, and else take the mean over rows."""
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """A part of the batch.
+
+    Attributes:
+        batch: The part, views of the whole.
+        rows: Examples in it.
+    """
+
+    batch: Any
+    rows: int
+
+
+def cut(batch: Any, count: int, dim: int) -> list[Piece]:
+    """Cut a batch into ``count`` pieces of sizes that differ by one at most.
+
+    Args:
+        batch: Any pytree of tensors and constants.
+        count: Pieces wanted; a batch of fewer examples gives one piece for each.
+        dim: The batch dimension.
+
+    Raises:
+        UsageError: The batch has no examples to divide.
+    """
+    size = batch_size(batch, dim)
+    if size == 0:
+        raise UsageError("the batch has no tensor with a batch dimension, so it cannot be cut")
+    count = min(count, size)
+    bounds = [size * k // count for k in range(count + 1)]
+    return [
+        Piece(slice_batch(batch, start, stop, size, dim), stop - start)
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+class Weights:
+    """The weight of each piece's loss.
+
+    Use: run the loss of piece ``k`` inside :meth:`observe`, then ask :meth:`of` for its weight, and
+    before the last backward :meth:`correction` for what to multiply the earlier gradients by.
+    """
+
+    def __init__(
+        self, pieces: list[Piece], reduction: str, loss_weight: Callable[[Any], float] | None
+    ) -> None:
+        """Prepare for these pieces.
+
+        Args:
+            pieces: All pieces of the batch.
+            reduction: One of :data:`REDUCTIONS`.
+            loss_weight: The user's own weight of a piece, in any unit; wins over ``reduction``.
+        """
+        if reduction not in REDUCTIONS:
+            message = f"unknown loss reduction `{reduction}`: one of {REDUCTIONS[1:]}"
+            raise UsageError(message)
+        self._pieces = pieces
+        self._counted: list[tuple[float, ...]] = []
+        self._observes = loss_weight is None and reduction in {"", "token_mean"}
+        self._sum = loss_weight is None and reduction == "sum"
+        self._weights = [float(piece.rows) for piece in pieces]
+        if loss_weight is not None:
+            self._weights = [float(loss_weight(piece.batch)) for piece in pieces]
+        self._total = sum(self._weights)
+        if self._total <= 0 and not self._sum:
+            raise UsageError("`loss_weight` gives no piece of the batch a positive weight")
+
+    def observe(self) -> CountedTargets:
+        """A context in which the loss of the next piece runs."""
+        return CountedTargets(self._counted if self._observes else None)
+
+    def of(self, index: int) -> float:
+        """Weight of piece ``index``, whose loss has just run; the last one's is exact.
+
+        Raises:
+            UsageError: The loss takes several means over different numbers of targets.
+        """
+        if self._sum:
+            return 1.0
+        counts = self._targets()
+        if counts is None:
+            return self._weights[index] / self._total
+        return counts[index] / self._denominator(counts[: index + 1])
+
+    def correction(self) -> float:
+        """What to multiply the gradients of all pieces but the last by, once the last loss ran."""
+        counts = self._targets()
+        if self._sum or counts is None or len(counts) == 1:
+            return 1.0
+        return self._expected(counts) / sum(counts)
+
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        """The loss of the whole batch from those of its pieces, after the last has run."""
+        counts = self._targets()
+        if self._sum:
+            weights = [1.0] * len(losses)
+        elif counts is None:
+            weights = [weight / self._total for weight in self._weights]
+        else:
+            weights = [count / sum(counts) for count in counts]
+        total = torch.zeros_like(losses[0])
+        for loss, weight in zip(losses, weights, strict=True):
+            if weight > 0:  # the mean over no target is no number
+                total = total + loss * weight
+        return total
+
+    def _expected(self, counts: list[float]) -> float:
+        rows = sum(piece.rows for piece in self._pieces)
+        return counts[0] * rows / self._pieces[0].rows if counts[0] > 0 else float(rows)
+
+    def _denominator(self, counts: list[float]) -> float:
+        return sum(counts) if len(counts) == len(self._pieces) else self._expected(counts)
+
+    def _targets(self) -> list[float] | None:
+        """Targets counted in each piece so far; ``None`` where the loss was not seen to count."""
+        if not self._observes or not self._counted or not self._counted[0]:
+            return None
+        first = self._counted[0]
+        for counted in self._counted[1:]:
+            if len(counted) != len(first):
+                raise UsageError(_SEVERAL_MEANS)
+        totals = [sum(counted) for counted in self._counted]
+        for k in range(len(first)):
+            series = [counted[k] for counted in self._counted]
+            if any(a * totals[0] != b * series[0] for a, b in zip(series, totals, strict=True)):
+                raise UsageError(_SEVERAL_MEANS)
+        return [counted[0] for counted in self._counted]
+
+
+_SEVERAL_MEANS = (
+    "the loss takes means over different numbers of targets, so the weight of a piece of the batch "
+    "is not known\nhint: give `loss_weight` in the workload, or forbid `micro_batch`"
+)
+
+
+class CountedTargets(TorchFunctionMode):
+    """While entered, counts the targets that each cross entropy takes its mean over."""
+
+    def __init__(self, pieces: list[tuple[float, ...]] | None) -> None:
+        """Create an observer.
+
+        Args:
+            pieces: Gets one entry, a count for each mean; ``None`` observes nothing.
+        """
+        super().__init__()
+        self._pieces = pieces
+        self._counts: list[float] = []
+
+    def __enter__(self) -> Self:
+        """Start counting."""
+        if self._pieces is not None:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop counting and hand in the counts."""
+        if self._pieces is not None:
+            super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            if kind is None:
+                self._pieces.append(tuple(self._counts))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``func``; count the targets if it is a mean over some."""
+        kwargs = kwargs or {}
+        if func in _MEANS:
+            count = _count(args, kwargs)
+            if count is not None:
+                self._counts.append(count)
+        return func(*args, **kwargs)
+
+
+_MEANS = (F.cross_entropy, F.nll_loss)
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """What the mean is divided by; ``None`` when the call takes no mean."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("reduction", "mean") != "mean":
+        return None
+    target, weight, logits = given["target"], given.get("weight"), given["input"]
+    # Not seen by a watch around the loss: these are no ops of the step.
+    with torch.no_grad(), _disable_current_modes():
+        if target.is_floating_point():
+            classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
+            return float(logits.numel() // classes)
+        counted = target != given.get("ignore_index", -100)
+        if weight is None:
+            return float(counted.sum().item())
+        return float(weight[target[counted]].sum().item())

@@ -1,0 +1,588 @@
+"""Parameters elsewhere: they come for the ops that use them, and go again.
+
+Responsible for a plan's ``offload_parameters`` action: noticing which parameters an op is about to
+use, having them there, keeping them within their room, and what anybody gets who uses them between
+steps. Which come and go is decided by the engine (:class:`memfit._native.Room`). Not responsible
+for moving bytes (:mod:`memfit.apply.offload.tiers`). The rules are those of
+``docs/concepts/transformed-trace.md``.
+
+The memory of a parameter is let go by making its storage empty, and comes back by making it as
+large as it was: every tensor that shares the storage, autograd's saved ones too, sees the bytes
+again. Correctness does not depend on the plan: an op that uses a parameter has it, whatever the
+order of uses was expected to be.
+
+Invariant: at any moment, whatever failed or was interrupted, the current bytes of each parameter
+are in its storage, or in its parcel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import _native
+from memfit.apply.offload.pinned import bytes_of
+from memfit.apply.offload.tiers import open_tier
+from memfit.apply.optimizer_in_backward import OneByOne
+from memfit.errors import OffloadError, UsageError
+from memfit.tensors.barrier import Barrier, owner_of, without_barrier
+from memfit.tensors.storage import is_fixed, viewed
+from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from os import PathLike
+
+    from torch.optim import Optimizer
+
+    from memfit.apply.offload.tiers import Parcel, Tier
+
+
+@dataclass(slots=True, frozen=True)
+class ParameterDirections:
+    """A plan's ``offload_parameters`` action, read and checked.
+
+    Attributes:
+        tier: Kind of the place.
+        folder: For files.
+        room_bytes: Most bytes of parameters in memory.
+        ahead_bytes: Most of those that are there before their use.
+        names: Those that go, one for each storage.
+        order: In which order a step uses them, as places in ``names``.
+    """
+
+    tier: str
+    folder: str
+    room_bytes: int
+    ahead_bytes: int
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+
+    @staticmethod
+    def read(action: Mapping[str, Any]) -> ParameterDirections:
+        """Read what a plan says.
+
+        Args:
+            action: ``OffloadParameters`` of the plan as parsed JSON.
+
+        Raises:
+            UsageError: It is no such thing.
+        """
+        try:
+            return ParameterDirections(
+                str(action["tier"]),
+                str(action.get("folder", "")),
+                int(action["room_bytes"]),
+                int(action["ahead_bytes"]),
+                tuple(str(name) for name in action["names"]),
+                tuple(int(place) for place in action["order"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"what the plan says of `offload_parameters` is malformed: {error!r}"
+            raise UsageError(message) from error
+
+
+@dataclass(slots=True)
+class _Item:
+    """One storage with parameters in it.
+
+    Attributes:
+        name: Name of the parameter, for people.
+        tensors: All parameters in it.
+        storage: The storage.
+        size_bytes: Its bytes when they are there.
+        parcel: Its bytes elsewhere; ``None`` where they never went.
+        is_changed: Whether the parcel, if any, is not what the storage has.
+        is_outgoing: Whether the parcel's source must stay as it is, for it is still being written.
+        is_coming: Whether the parcel is on its way into the storage.
+    """
+
+    name: str
+    tensors: list[Tensor]
+    storage: torch.UntypedStorage
+    size_bytes: int
+    parcel: Parcel | None = None
+    is_changed: bool = True
+    is_outgoing: bool = False
+    is_coming: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its memory is there, if its bytes are perhaps still coming."""
+        return self.storage.nbytes() == self.size_bytes
+
+    def make(self) -> Tensor:
+        """Have memory for it, as a tensor of bytes."""
+        allow_reads(self.storage)
+        self.storage.resize_(self.size_bytes)
+        return bytes_of(self.tensors[0])
+
+    def let_go(self) -> None:
+        """Let its memory go. Whoever shares the storage gets an error in place of a wrong byte."""
+        self.storage.resize_(0)
+        forbid_reads(self.storage, f"the parameter `{self.name}` is elsewhere, by memfit's plan")
+
+    def send(self, tier: Tier) -> None:
+        """Begin to write it.
+
+        Raises:
+            OffloadError: No more can be sent.
+        """
+        self.parcel = None  # first, so that its place can be used again
+        self.is_changed = True
+        self.parcel = tier.send(self.tensors[0])
+        self.is_changed, self.is_outgoing = False, True
+
+    def settle(self) -> None:
+        """Wait until it may be let go or written to.
+
+        Raises:
+            OffloadError: It could not be written; its bytes are in the storage.
+        """
+        if not self.is_outgoing:
+            return
+        assert self.parcel is not None
+        try:
+            self.parcel.settle()
+        except OffloadError:
+            self.parcel, self.is_changed, self.is_outgoing = None, True, False
+            raise
+        self.is_outgoing = False
+
+    def arrive(self) -> None:
+        """Wait for what is coming.
+
+        Raises:
+            OffloadError: The bytes did not come back as they went.
+        """
+        if self.is_coming:
+            assert self.parcel is not None
+            self.is_coming = False
+            try:
+                self.parcel.wait()
+            except OffloadError:
+                self.let_go()
+                raise
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where parameters are, and who decides about it."""
+
+    items: list[_Item]
+    room: _native.Room
+    by_storage: dict[int, int]
+    barrier: Barrier
+    by_tensor: dict[int, int] = field(default_factory=dict)
+
+
+class ParametersElsewhere:
+    """Keeps parameters of a model elsewhere but for a room in memory.
+
+    Attributes:
+        tier: Where they go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directions: ParameterDirections,
+        folder: str | PathLike[str] = "",
+    ) -> None:
+        """Make the place ready; nothing goes before :meth:`place`.
+
+        Args:
+            model: Whose parameters the plan names.
+            directions: What the plan says.
+            folder: Where to, instead of where the plan says.
+
+        Raises:
+            UsageError: This torch cannot, there is no such tier, or memory of a parameter cannot be
+                let go.
+            OffloadError: The folder cannot be used.
+        """
+        if (why := offloaded_parameters_refusal()) is not None:
+            message = f"the plan offloads parameters: {why}\nhint: plan again with this torch"
+            raise UsageError(message)
+        window_bytes = max(directions.ahead_bytes, 1)
+        self.tier: Tier = open_tier(directions.tier, window_bytes, folder or directions.folder)
+        self._model = model
+        self._directions = directions
+        self._placed: _Place | None = None
+        self._failure: OffloadError | None = None
+        self._is_running = False
+        with without_barrier():
+            _refuse_fixed(model, directions.names)
+
+    # Between steps
+
+    def place(self) -> None:
+        """Have parameters where the plan wants them between steps: most of them elsewhere.
+
+        Raises:
+            OffloadError: Some could not be written; they stay in memory, whole.
+        """
+        self._failure = None
+        placed = self._place_anew(self._take_over())
+        with self._down(placed):
+            for number, item in enumerate(placed.items):
+                if item.is_here:
+                    placed.room.admit(number)
+            self._carry_out(placed, placed.room.trim())
+        if self._failure is not None:
+            kept = sum(item.size_bytes for item in placed.items if item.is_here)
+            message = (
+                f"parameters cannot go elsewhere, so {kept} bytes of them stay in memory, whole; "
+                f"no step has begun: {self._failure}"
+            )
+            raise OffloadError(message) from self._failure
+
+    def bring_home(self) -> None:
+        """Have all in memory, as if they had never gone.
+
+        Raises:
+            OffloadError: One did not come back as it went.
+        """
+        self.hand_over(())
+
+    def viewed(self) -> list[str]:
+        """Names of those whose memory others see too, by now (:mod:`memfit.tensors.storage`).
+
+        Raises:
+            OffloadError: One did not come back as it went.
+        """
+        placed = self._placed
+        if placed is None:
+            return []
+        for item in placed.items:  # who transfers it has its memory as well
+            self._try(item.settle)
+            if item.is_coming:
+                self._have(item)
+        with without_barrier():
+            found = {id(parameter) for parameter in viewed(self._model.parameters())}
+        return [item.name for item in placed.items if id(item.tensors[0]) in found]
+
+    # In a step
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run a step inside this: every op finds the parameters that it uses."""
+        if self._is_running:
+            yield
+            return
+        placed = self._placed
+        assert placed is not None, "placed before"
+        with self._down(placed), UseWatch(partial(self._use, placed)):
+            yield
+
+    @contextlib.contextmanager
+    def update_of(self, parameter: Tensor) -> Iterator[None]:
+        """Run the update of one parameter inside this; it is written as soon as it is over."""
+        yield
+        placed = self._placed
+        number = placed.by_tensor.get(id(parameter)) if placed is not None else None
+        if placed is None or number is None:
+            return
+        item = placed.items[number]
+        if item.is_here:
+            # Not every optimizer lets torch know what it changes.
+            self._before_write(item)
+            self._try(lambda: item.send(self.tier))
+
+    def update_all(self, optimizer: Optimizer) -> OneByOne:
+        """All updates of one step of an optimizer, which is still to be finished.
+
+        Args:
+            optimizer: Its state is in memory.
+
+        Raises:
+            OffloadError: A parameter did not come back as it went.
+        """
+        one_by_one = OneByOne(optimizer)
+        for parameter in self._ordered(p for g in optimizer.param_groups for p in g["params"]):
+            if parameter.grad is not None:
+                with self.update_of(parameter):
+                    one_by_one.update(parameter)
+        return one_by_one
+
+    def _ordered(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Parameters in the order of their updates: as the plan uses them last."""
+        placed = self._placed
+        last = {place: turn for turn, place in enumerate(self._directions.order)}
+
+        def turn(parameter: Tensor) -> int:
+            number = placed.by_tensor.get(id(parameter), -1) if placed is not None else -1
+            return last.get(number, -1)
+
+        return sorted(parameters, key=turn)
+
+    # How
+
+    def _use(self, placed: _Place, storages: list[int], *, is_written: bool) -> None:
+        """An op is about to use what is in some storages."""
+        numbers = [placed.by_storage[s] for s in storages if s in placed.by_storage]
+        if not numbers or self._placed is not placed:
+            return
+        self._carry_out(placed, placed.room.need(numbers))
+        for number in numbers:
+            self._have(placed.items[number])
+            if is_written:
+                self._before_write(placed.items[number])
+
+    def _carry_out(self, placed: _Place, moves: Sequence[tuple[str, int]]) -> None:
+        for kind, number in moves:
+            item = placed.items[number]
+            if kind == "evict":
+                self._evict(placed, number)
+            elif kind == "ahead":
+                if not item.is_here:
+                    self._begin(item)
+            else:
+                self._have(item)
+
+    def _evict(self, placed: _Place, number: int) -> None:
+        item = placed.items[number]
+        if item.is_coming:
+            with contextlib.suppress(OffloadError):  # said when somebody needs it
+                item.arrive()
+        if not item.is_here:
+            return
+        if not self._try(lambda: self._save(item)):
+            placed.room.admit(number)
+            return
+        item.let_go()
+
+    def _save(self, item: _Item) -> None:
+        if item.is_changed:
+            if self._failure is not None:
+                raise self._failure  # once is enough in a step
+            item.send(self.tier)
+        item.settle()
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        """Write; a write that fails costs memory, and the next step does not begin."""
+        try:
+            write()
+        except OffloadError as error:
+            self._failure = error
+            return False
+        return True
+
+    def _before_write(self, item: _Item) -> None:
+        self._try(item.settle)
+        item.is_outgoing = False
+        item.is_changed = True
+
+    def _begin(self, item: _Item) -> None:
+        assert item.parcel is not None
+        try:
+            target = item.make()
+            item.parcel.prefetch(target)
+        except BaseException:
+            item.let_go()
+            raise
+        item.is_coming = True
+
+    def _have(self, item: _Item) -> None:
+        """Have a parameter in memory, whole."""
+        if not item.is_here:
+            self._begin(item)
+        try:
+            item.arrive()
+        except OffloadError as error:
+            message = f"the parameter `{item.name}` is lost: {error}\nhint: go on from a checkpoint"
+            raise OffloadError(message) from error
+
+    def _on_use(self, tensors: list[Tensor]) -> None:
+        """Somebody uses parameters between steps: they are at home from then on."""
+        placed = self._placed
+        assert placed is not None
+        for tensor in tensors:
+            item = placed.items[placed.by_tensor[id(tensor)]]
+            with without_barrier():
+                self._have(item)
+                self._before_write(item)
+            for shared in item.tensors:
+                placed.barrier.let_through(shared)
+
+    @contextlib.contextmanager
+    def _down(self, placed: _Place) -> Iterator[None]:
+        """The barrier is down inside this, and up after it."""
+        if self._is_running:
+            yield
+            return
+        placed.barrier.take_down()
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+            if self._placed is placed:  # else somebody else has them by now
+                placed.barrier.put_up()
+
+    def _take_over(self) -> list[_Item]:
+        """Take over what another plan for the same model keeps elsewhere."""
+        with without_barrier():
+            mine = {item.storage._cdata for item in _items(self._model, self._directions.names)}
+        taken: list[_Item] = []
+        for parameter in self._model.parameters():
+            owner = owner_of(parameter)
+            if isinstance(owner, ParametersElsewhere) and owner is not self:
+                taken += owner.hand_over(mine)
+        return taken
+
+    def hand_over(self, storages: Collection[int]) -> list[_Item]:
+        """Leave some storages to another, as they are, and have the others in memory.
+
+        Raises:
+            OffloadError: One of those did not come back as it went.
+        """
+        placed = self._placed
+        if placed is None:
+            return []
+        kept = [item for item in placed.items if item.storage._cdata in storages]
+        with self._down(placed):
+            for item in placed.items:
+                if item.storage._cdata not in storages:
+                    self._have(item)
+                    with contextlib.suppress(OffloadError):
+                        item.settle()  # it is in memory, whole, and stays
+        placed.barrier.take_down()
+        self._placed = None
+        return kept
+
+    def _place_anew(self, taken: Sequence[_Item]) -> _Place:
+        """The place as it is, or a new one where the model has other parameters by now."""
+        with without_barrier():
+            found = _items(self._model, self._directions.names)
+        placed = self._placed
+        if placed is not None and _same(placed.items, found):
+            return placed
+        self.bring_home()
+        directions = self._directions
+        with without_barrier():
+            found = _items(self._model, directions.names)
+        known = {item.storage._cdata: item for item in taken}
+        found = [known.get(item.storage._cdata, item) for item in found]
+        self._placed = _Place(
+            found,
+            _native.Room(
+                [item.size_bytes for item in found],
+                list(directions.order),
+                directions.room_bytes,
+                directions.ahead_bytes,
+            ),
+            {item.storage._cdata: number for number, item in enumerate(found)},
+            Barrier([tensor for item in found for tensor in item.tensors], self, self._on_use),
+            {id(t): number for number, item in enumerate(found) for t in item.tensors},
+        )
+        return self._placed
+
+
+def bring_parameters_home(model: nn.Module) -> None:
+    """Have all parameters of a model in memory that some plan keeps elsewhere.
+
+    Raises:
+        OffloadError: One did not come back as it went.
+    """
+    for parameter in model.parameters():
+        owner = owner_of(parameter)
+        if isinstance(owner, ParametersElsewhere):
+            owner.bring_home()
+
+
+class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of the storages that ops are about to use."""
+
+    def __init__(self, on_use: Callable[..., None]) -> None:
+        """Create it.
+
+        Args:
+            on_use: Called with the identities of an op's storages, and ``is_written``.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_use = on_use
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Tell, and run the op."""
+        storages: list[int] = []
+        _collect(args, storages)
+        if kwargs:
+            _collect(kwargs.values(), storages)
+        if storages:
+            self._on_use(storages, is_written=_is_mutable(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _collect(values: Iterable[Any], storages: list[int]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                storages.append(value.untyped_storage()._cdata)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, storages)
+
+
+def _is_mutable(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
+
+
+def _items(model: nn.Module, names: Sequence[str]) -> list[_Item]:
+    """The storages of the named parameters, with all parameters in each."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sharing: dict[int, list[Tensor]] = {}
+    for parameter in model.parameters():
+        sharing.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    items = []
+    for name in names:
+        parameter = _found(named, name)
+        storage = parameter.untyped_storage()
+        items.append(_Item(name, sharing[storage._cdata], storage, storage.nbytes()))
+    return items
+
+
+def _same(known: Sequence[_Item], found: Sequence[_Item]) -> bool:
+    """Whether these are the same parameters, in the same storages."""
+
+    def ids(items: Sequence[_Item]) -> list[Any]:
+        return [(item.storage._cdata, [id(t) for t in item.tensors]) for item in items]
+
+    return ids(known) == ids(found)
+
+
+def _found(named: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
+    if name not in named:
+        message = (
+            f"the plan keeps the parameter `{name}` elsewhere, which the model does not have\n"
+            "hint: plan again for this model"
+        )
+        raise UsageError(message)
+    return named[name]
+
+
+def _refuse_fixed(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse, by name, parameters whose memory belongs to somebody else."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        parameter = _found(named, name)
+        if parameter.layout is not torch.strided or is_fixed(parameter):
+            message = (
+                f"the parameter `{name}` lies in memory that cannot be let go: of a file, of an "
+                "array, of a parkable model, or shared with other processes\n"
+                "hint: plan again with `offload_parameters` forbidden, or copy the parameters: "
+                "`p.data = p.data.clone()`"
+            )
+            raise UsageError(message)

@@ -1,0 +1,145 @@
+"""A plan's ``remat`` and ``offload`` actions, read and checked.
+
+Responsible for what they say to the executor. Not responsible for doing it
+(:mod:`memfit.apply.remat.remat`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from memfit.apply.remat.records import NO_HOME
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(slots=True, frozen=True)
+class Region:
+    """A module call that is watched.
+
+    Attributes:
+        module: Module path; empty for the whole forward, the loss included.
+        call: How many times the module had been entered before.
+        start: Index of its first op in forward.
+        end: One past its last.
+    """
+
+    module: str
+    call: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True, frozen=True)
+class Planned:
+    """An output of an op that the plan does not keep.
+
+    Attributes:
+        elements: Elements planned.
+        home: Forward op from which on requests let it pass.
+        is_stored: Whether it is stored; dropped otherwise.
+    """
+
+    elements: int
+    home: int
+    is_stored: bool
+
+
+@dataclass(slots=True)
+class Directions:
+    """A plan's ``remat`` and ``offload`` actions, ready to be followed.
+
+    Attributes:
+        planned: By op of forward: position among the tensors it returns, to what happens to it.
+        regions: The module calls to watch.
+        forward: Name of each op of forward.
+        order: Stored allocations in the order of fetching ahead, as op and output.
+        window_bytes: Most bytes on their way out, and most fetched ahead.
+    """
+
+    planned: dict[int, dict[int, Planned]]
+    regions: tuple[Region, ...]
+    forward: tuple[str, ...]
+    order: tuple[tuple[int, int], ...] = ()
+    window_bytes: int = 0
+    _ends: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(remat: Mapping[str, Any] | None, offload: Mapping[str, Any] | None) -> Directions:
+        """Read the ``remat`` and ``offload`` parts of a plan's actions; one of them at least.
+
+        Args:
+            remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
+            offload: ``Offload`` of the plan, likewise.
+
+        Raises:
+            UsageError: They are no such things, contradict each other, or watch different forwards.
+        """
+        parts = {"remat": remat, "offload": offload}
+        given = {kind: part for kind, part in parts.items() if part is not None}
+        kinds = " and ".join(f"`{kind}`" for kind in given)
+        try:
+            planned = _planned(given)
+            watched = [_watched(part) for part in given.values()]
+            order, window_bytes = _fetching(offload) if offload is not None else ((), 0)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            message = f"what the plan says of {kinds} is malformed: {error!r}"
+            raise UsageError(message) from error
+        regions, forward = watched[0]
+        if any(other != watched[0] for other in watched):
+            raise UsageError("the plan's `remat` and `offload` actions watch different forwards")
+        if any(not 0 <= r.start <= r.end <= len(forward) for r in regions):
+            message = f"what the plan says of {kinds} names a region outside forward"
+            raise UsageError(message)
+        return Directions(planned, regions, forward, order, window_bytes)
+
+    def after(self, names: tuple[str, ...], start: int) -> int | None:
+        """Index of the op that follows the first run of ``names`` in forward from ``start`` on.
+
+        Args:
+            names: Names of some ops in a row; as many in every call.
+            start: Where the run may begin.
+        """
+        if not self._ends:
+            for end in range(len(names), len(self.forward) + 1):
+                self._ends.setdefault(self.forward[end - len(names) : end], []).append(end)
+        ends = self._ends.get(names, [])
+        position = bisect_left(ends, start + len(names))
+        return ends[position] if position < len(ends) else None
+
+
+def _planned(given: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[int, Planned]]:
+    """What happens to outputs of ops, by op and position."""
+    planned: dict[int, dict[int, Planned]] = {}
+    for kind, part in given.items():
+        stored = kind == "offload"
+        for entry in part["stores" if stored else "drops"]:
+            home = entry.get("home")
+            outputs = planned.setdefault(entry["op"], {})
+            if entry["output"] in outputs:
+                message = f"the plan names output {entry['output']} of op {entry['op']} twice"
+                raise UsageError(message)
+            outputs[entry["output"]] = Planned(
+                math.prod(entry["shape"]), NO_HOME if home is None else int(home), stored
+            )
+    return planned
+
+
+def _watched(part: Mapping[str, Any]) -> tuple[tuple[Region, ...], tuple[str, ...]]:
+    """Where to watch, and the ops to expect."""
+    names = part["names"]
+    regions = (Region(r["module"], r["call"], r["start"], r["end"]) for r in part["active"])
+    return tuple(regions), tuple(sys.intern(names[index]) for index in part["forward"])
+
+
+def _fetching(offload: Mapping[str, Any]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """In which order stored allocations are fetched ahead, and the window."""
+    stores = [(entry["op"], entry["output"]) for entry in offload["stores"]]
+    order = tuple(stores[index] for index in offload.get("order", ()))
+    return order, int(offload["window_bytes"])

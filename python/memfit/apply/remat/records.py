@@ -1,0 +1,339 @@
+"""What the executor remembers of an allocation that is not kept, so that it can be there again.
+
+Responsible for the types: a *state* (an allocation at a version), the *record* of the op that made
+it or, if it is stored, how to *fetch* it, and what refers to them. Not responsible for filling them
+in (:mod:`memfit.apply.remat.watch`) or for using them (:mod:`memfit.apply.remat.replay`). The rules
+are those of ``docs/concepts/transformed-trace.md``.
+
+Who holds whom, which is all there is to memory management here::
+
+    Token, Record.args --> State --> Record (until it ran) --> args: Ref -> State, Pin -> tensor
+                             |          Record --weak--> its output States
+                             |  or Fetch --> the bytes elsewhere
+                             +--> anchor: the materialised tensor, once its record ran
+
+Nothing points back strongly, so a record goes, with its pins, when the last token or record that
+needs it goes, and a materialised allocation dies with the last State that stands for it.
+
+A view needs no record: it is a :class:`Geometry` over a state.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memfit.errors import MemfitError
+
+if TYPE_CHECKING:
+    from memfit.apply.offload.tiers import Parcel
+    from memfit.apply.remat.randomness import GeneratorState
+    from memfit.tensors.operators import Operator
+
+
+NO_HOME = sys.maxsize
+"""A home behind every op of forward: what has none stays once it is there."""
+
+
+class ReplayError(MemfitError):
+    """A dropped tensor cannot be computed again with the value it had."""
+
+
+@dataclass(slots=True, frozen=True)
+class Geometry:
+    """How a tensor looks at its storage.
+
+    Attributes:
+        dtype: Element type.
+        offset: Elements from the start of the storage.
+        shape: Sizes, outermost first.
+        stride: Strides in elements.
+        conjugated: The lazy conjugation bit.
+        negated: The lazy negation bit.
+    """
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugated: bool
+    negated: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Geometry:
+        """The geometry of a strided tensor."""
+        return Geometry(
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def over(self, anchor: Tensor) -> Tensor:
+        """A tensor of this geometry over the storage of ``anchor``; never copies.
+
+        Args:
+            anchor: Any strided tensor over the storage; must not require gradients.
+        """
+        if Geometry.of(anchor) == self:
+            return anchor
+        view = torch.empty(0, dtype=self.dtype, device=anchor.device)
+        view.set_(anchor.untyped_storage(), self.offset, self.shape, self.stride)
+        if self.conjugated:
+            torch._C._set_conj(view, True)  # noqa: FBT003 - takes no keyword
+        if self.negated:
+            torch._C._set_neg(view, True)  # noqa: FBT003 - takes no keyword
+        return view
+
+
+class State:
+    """One dropped allocation at one version, or one stored allocation.
+
+    Attributes:
+        producer: The record that makes it, ``None`` once that ran for good; or how to fetch it.
+        made_at: Index of the forward op that made the value.
+        anchor: A tensor over the materialised storage; ``None`` before the record ran, and after a
+            replayed in-place op took the storage over.
+        readers: Every token and record that ever referred to this state, weakly.
+    """
+
+    __slots__ = ("__weakref__", "anchor", "made_at", "producer", "readers")
+
+    def __init__(self, producer: Record | Fetch, made_at: int) -> None:
+        """Create the state that ``producer`` makes."""
+        self.producer: Record | Fetch | None = producer
+        self.made_at = made_at
+        self.anchor: Tensor | None = None
+        self.readers: list[weakref.ref[Token | Record]] = []
+
+    def read_by(self, reader: Token | Record) -> None:
+        """Note that ``reader`` refers to this state."""
+        self.readers.append(weakref.ref(reader))
+
+    def read_only_by(self, record: Record) -> bool:
+        """Whether no other token, and no other record that has yet to run, refers to this state."""
+        for reference in self.readers:
+            reader = reference()
+            if reader is None or reader is record:
+                continue
+            if isinstance(reader, Record) and reader.consumed:
+                continue
+            return False
+        return True
+
+
+@dataclass(slots=True, frozen=True)
+class Ref:
+    """An argument that is a value of a dropped allocation."""
+
+    state: State
+    geometry: Geometry
+
+
+@dataclass(slots=True)
+class Pin:
+    """An argument that is not dropped, held until the record ran.
+
+    Attributes:
+        tensor: An alias that shares storage and version counter and holds no autograd graph.
+        version: The version it must still have at replay; ``None`` when writes do not matter.
+    """
+
+    tensor: Tensor
+    version: int | None
+
+
+@dataclass(slots=True, frozen=True)
+class ShapeOnly:
+    """An argument of which the op reads shape, strides and type but no element: holds no memory.
+
+    Attributes:
+        meta: A tensor on the meta device that looks like the argument.
+        device: Where the argument was.
+    """
+
+    meta: Tensor
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Output:
+    """What one dropped output of a record must come out as.
+
+    Attributes:
+        ordinal: Position among the tensors the op returns; ignored for an op that writes in place.
+        state: The state it materialises, weakly: an output nobody refers to is not kept.
+        geometry: How the op returned it in forward, checked at replay.
+    """
+
+    ordinal: int
+    state: weakref.ref[State]
+    geometry: Geometry
+
+
+class Record:
+    """One op of forward, kept so that it can run once more.
+
+    Attributes:
+        index: Index among the ops of forward; replays run in this order.
+        operator: The op and the facts about it.
+        args: Positional arguments; tensors are :class:`Ref`, :class:`Pin` or :class:`ShapeOnly`.
+        kwargs: Keyword arguments, likewise.
+        states: The dropped states it reads.
+        generator: State of the random generator from before the call; ``None`` if not random.
+        target: The dropped value it writes in place; ``None`` for an op that creates.
+        outputs: The states it makes.
+        home: Requests for what ops from this one on made let it pass: it runs for them and stays.
+        consumed: Whether it ran for good.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "consumed",
+        "generator",
+        "home",
+        "index",
+        "kwargs",
+        "operator",
+        "outputs",
+        "states",
+        "target",
+    )
+
+    def __init__(self, index: int, operator: Operator) -> None:
+        """Create an empty record of the op at ``index`` of forward."""
+        self.index = index
+        self.operator = operator
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.states: tuple[State, ...] = ()
+        self.generator: GeneratorState | None = None
+        self.target: Ref | None = None
+        self.outputs: list[Output] = []
+        self.home = 0
+        self.consumed = False
+
+    def makes(self, output: Output, home: int) -> None:
+        """Note a dropped output; the record passes where all of them do."""
+        self.outputs.append(output)
+        self.home = max(self.home, home)
+
+    def consume(self) -> None:
+        """Let go of everything the record holds, because it ran for good."""
+        self.consumed = True
+        self.args = ()
+        self.kwargs = {}
+        self.states = ()
+        self.generator = None
+        self.target = None
+
+
+class Fetch:
+    """How a stored allocation comes back.
+
+    Attributes:
+        ordinal: Position among the tensors that the op returned.
+        size_bytes: Size of its storage.
+        device: Where it was and will be.
+        home: As :attr:`Record.home`.
+        parcel: Its bytes elsewhere; ``None`` before they went, and once they are back for good.
+        source: The tensor itself, from when a record takes it until it goes out.
+        source_version: Version of that.
+        is_sent: It has gone out.
+        written_to: What to say to whoever asks for it: it was written to on its way out.
+        is_ahead: It is there, or coming, and nobody has asked for it yet.
+        is_coming: It is on its way back.
+    """
+
+    __slots__ = (
+        "device",
+        "home",
+        "is_ahead",
+        "is_coming",
+        "is_sent",
+        "ordinal",
+        "parcel",
+        "size_bytes",
+        "source",
+        "source_version",
+        "written_to",
+    )
+
+    def __init__(self, ordinal: int, size_bytes: int, device: torch.device, home: int) -> None:
+        """Create one for an allocation that has not gone anywhere."""
+        self.ordinal = ordinal
+        self.size_bytes = size_bytes
+        self.device = device
+        self.home = home
+        self.parcel: Parcel | None = None
+        self.source: Tensor | None = None
+        self.source_version = -1
+        self.is_sent = False
+        self.written_to = ""
+        self.is_ahead = False
+        self.is_coming = False
+
+
+class Token:
+    """What autograd holds in place of a tensor that is not kept; takes no memory.
+
+    Attributes:
+        state: What it stands for.
+        geometry: How the saved tensor looked at it.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "state")
+
+    def __init__(self, state: State, geometry: Geometry) -> None:
+        """Create a token and note it with its state."""
+        self.state = state
+        self.geometry = geometry
+        state.read_by(self)
+
+
+@dataclass(slots=True, frozen=True)
+class Kept:
+    """A saved tensor that is not dropped.
+
+    Hooks switch autograd's own check for in-place changes off, so the version is kept here.
+
+    Attributes:
+        tensor: The tensor, detached: an output held as it is would keep its own node alive.
+        version: Its version when saved; -1 for a tensor that counts none.
+    """
+
+    tensor: Tensor
+    version: int
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter of a tensor, or -1 for an inference tensor, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:
+    """Refuse what autograd itself would refuse: a saved tensor that was written to since.
+
+    Args:
+        tensor: The saved tensor, or one that shares its version counter.
+        version: Its version when it was saved.
+        shape: Its shape, for the message.
+
+    Raises:
+        RuntimeError: It is at another version.
+    """
+    if version != version_of(tensor):
+        message = (
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: shape {shape} is at version {version_of(tensor)}; expected version "
+            f"{version} instead"
+        )
+        raise RuntimeError(message)

@@ -1,0 +1,213 @@
+"""Forward of any module, unmodified, by a plan: the executor of ``remat`` and ``offload`` actions.
+
+Responsible for the life of one planned forward: hooks on the module calls that the plan names and
+on no others, the watch inside them, and telling when the model left the plan. What is recorded is
+:mod:`memfit.apply.remat.watch`, what is computed again is :mod:`memfit.apply.remat.replay`, what
+goes elsewhere is :mod:`memfit.apply.offload.activations`; what they must do is
+``docs/concepts/transformed-trace.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memfit.apply.offload.activations import Transit
+from memfit.apply.remat.directions import Directions, Region
+from memfit.apply.remat.replay import Replayer
+from memfit.apply.remat.watch import Observations, Watch
+from memfit.errors import DivergenceWarning, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from memfit.apply.offload.tiers import Tier
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What one planned forward, and the backward after it, did.
+
+    Attributes:
+        observations: What was seen in forward.
+        replayed_ops: Ops run again so far.
+        offloaded: Allocations that went elsewhere.
+    """
+
+    observations: Observations
+    replayed_ops: int
+    offloaded: int
+
+
+class Rematerialiser:
+    """Carries out a ``remat`` action on a model, an ``offload`` action, or both.
+
+    Attributes:
+        diverged: Whether the last forward left the plan.
+        tier: Where stored tensors go; ``None`` when the plan stores none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        remat: Mapping[str, Any] | None,
+        offload: Mapping[str, Any] | None = None,
+        tier: Tier | None = None,
+        *,
+        warn: bool = True,
+    ) -> None:
+        """Prepare; nothing is installed before :meth:`forward`.
+
+        Args:
+            model: The model the plan was made for.
+            remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
+            offload: ``Offload`` of the plan, likewise.
+            tier: Where stored tensors go; needed with ``offload``.
+            warn: Whether to warn, once, when the model leaves the plan.
+
+        Raises:
+            UsageError: The plan names a module that the model does not have, or is malformed.
+        """
+        self.diverged = False
+        self.tier = tier
+        self._directions = Directions.read(remat, offload)
+        self._warned = not warn
+        self._active: _Forward | None = None
+        self._last: _Forward | None = None
+        self._whole: Region | None = None
+        self._calls: dict[nn.Module, dict[int, Region]] = {}
+        for region in self._directions.regions:
+            if not region.module:
+                self._whole = region
+                continue
+            try:
+                module = model.get_submodule(region.module)
+            except AttributeError as error:
+                message = f"the plan watches `{region.module}`, which the model does not have"
+                raise UsageError(message) from error
+            self._calls.setdefault(module, {})[region.call] = region
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run one forward, the loss included, inside this.
+
+        Raises:
+            UsageError: Another forward of this model is inside already.
+            OffloadError: A stored tensor could not be written; there is nothing to run backward on.
+        """
+        if self._active is not None:
+            raise UsageError("a planned forward is already running: they do not nest")
+        self.diverged = False
+        running = _Forward(self._directions, self._on_divergence, self.tier)
+        self._active = self._last = running
+        handles = [hook for module in self._calls for hook in self._hooks(module, running)]
+        completed = False
+        try:
+            if self._whole is not None:
+                running.enter(self._whole)
+            yield
+            completed = True
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._active = None
+            running.close(complete=completed)
+
+    def outcome(self) -> Outcome | None:
+        """What the last forward did; ``None`` before the first."""
+        if self._last is None:
+            return None
+        last = self._last
+        sent = last.transit.outgoing.sent if last.transit is not None else 0
+        return Outcome(last.watch.observations, last.replayer.replayed, sent)
+
+    def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
+        regions = self._calls[module]
+        calls = 0
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            nonlocal calls
+            if torch._C._current_autograd_node() is not None:
+                running.enter(None)  # a user's checkpoint runs the module again in backward
+                return
+            region = regions.get(calls)
+            calls += 1
+            running.enter(region)
+
+        def after(_module: nn.Module, _args: Any, _result: Any) -> None:
+            running.leave(complete=sys.exc_info()[0] is None)
+
+        return [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, prepend=True, always_call=True),
+        ]
+
+    def _on_divergence(self, where: str) -> None:
+        self.diverged = True
+        if self._warned:
+            return
+        self._warned = True
+        message = (
+            f"the model left the recorded step: {where}. Results stay right; tensors are kept that "
+            "the plan would drop, so the step may take more memory than planned"
+        )
+        warnings.warn(message, DivergenceWarning, stacklevel=2)
+
+
+class _Forward:
+    """One forward under way: the watch, its replayer, and the regions that are open.
+
+    Attributes:
+        watch: Watches the ops.
+        replayer: Computes again, and fetches.
+        transit: What is stored; ``None`` when nothing is.
+    """
+
+    def __init__(self, directions: Directions, on_divergence: Any, tier: Tier | None) -> None:
+        self.transit: Transit | None = None
+        if tier is not None:
+            self.transit = Transit(tier, directions.window_bytes, directions.order)
+        self.watch = Watch(directions, on_divergence, self.transit)
+        self.replayer = Replayer(self.transit.ahead if self.transit is not None else None)
+        self._open: list[contextlib.ExitStack | None] = []
+
+    def enter(self, region: Region | None) -> None:
+        """A watched module is entered; ``None``, or a region inside a region, watches nothing."""
+        if region is None or any(entered is not None for entered in self._open):
+            self._open.append(None)
+            return
+        entered = contextlib.ExitStack()
+        entered.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self.watch.pack, self.replayer.unpack)
+        )
+        entered.enter_context(self.watch)
+        self._open.append(entered)
+        self.watch.start_region(region.start, region.end)
+
+    def leave(self, *, complete: bool) -> None:
+        """The module entered last is left."""
+        if not self._open:
+            return
+        entered = self._open.pop()
+        if entered is not None:
+            self.watch.end_region(complete=complete)
+            entered.close()
+
+    def close(self, *, complete: bool) -> None:
+        """End the forward, closing what an interrupt left open."""
+        while self._open:
+            self.leave(complete=complete)
+        self.watch.close()
+        if self.transit is None:
+            return
+        try:
+            if complete:
+                self.transit.outgoing.settle()
+        finally:
+            self.transit.outgoing.abandon()

@@ -1,0 +1,158 @@
+"""What the optimizer does for one parameter at a time.
+
+Responsible for probing, on fakes, the temporaries and the traffic of an update of one parameter,
+and for saying why an optimizer cannot be run that way. Not responsible for running it inside
+backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.stage.stage import Stage
+from memfit.capture.trace_writer import Update
+from memfit.tensors.operators import operator_of
+from memfit.tensors.optimizers import shared_state, unknown_optimizer
+
+
+def fused_optimizer_refusal(stage: Stage) -> str | None:
+    """Why the optimizer cannot run parameter by parameter inside backward.
+
+    Args:
+        stage: The stage after its optimizer was built.
+
+    Returns:
+        One clause, or ``None`` when it can.
+    """
+    optimizer = stage.optimizer
+    if optimizer is None:
+        return "the workload has no optimizer"
+    unknown = unknown_optimizer(optimizer)
+    if unknown is not None:
+        return unknown
+    if stage.workload.clip_grad_norm is not None:
+        return "gradient clipping needs all gradients at once"
+    return _hooked_or_shared(stage, optimizer)
+
+
+def per_parameter_refusal(stage: Stage) -> str | None:
+    """Why the optimizer cannot run parameter by parameter once all gradients are there.
+
+    Args:
+        stage: The stage after its optimizer was built.
+
+    Returns:
+        One clause, or ``None`` when it can.
+    """
+    optimizer = stage.optimizer
+    if optimizer is None:
+        return "the workload has no optimizer"
+    return unknown_optimizer(optimizer) or _hooked_or_shared(stage, optimizer)
+
+
+def _hooked_or_shared(stage: Stage, optimizer: Optimizer) -> str | None:
+    kind = type(optimizer).__name__
+    given = stage.workload.optimizer
+    hooked = given if isinstance(given, Optimizer) else optimizer
+    if hooked._optimizer_step_pre_hooks or hooked._optimizer_step_post_hooks:
+        return f"`{kind}` has step hooks"
+    return shared_state(optimizer)
+
+
+def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> None:
+    """Fill in the temporaries and the traffic of each parameter's own update.
+
+    Args:
+        stage: A fake stage whose optimizer has its state; unchanged but for the step counters.
+        updates: Pairs of parameter and what is known about it.
+    """
+    optimizer = stage.optimizer
+    if optimizer is None:
+        return
+    group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    measured: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for parameter, update in updates:
+        group = group_of.get(id(parameter))
+        if group is None:
+            continue
+        key = (tuple(parameter.shape), parameter.stride(), parameter.dtype, group)
+        if key not in measured:
+            measured[key] = _probe(optimizer, parameter, group)
+        update.temporary_bytes, update.moved_bytes = measured[key]
+
+
+def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[int, int]:
+    held = [g["params"] for g in optimizer.param_groups]
+    for index, candidate in enumerate(optimizer.param_groups):
+        candidate["params"] = [parameter] if index == group else []
+    parameter.grad = torch.empty_like(parameter)
+    try:
+        with _Temporaries() as temporaries:
+            optimizer.step()
+    finally:
+        parameter.grad = None
+        for candidate, parameters in zip(optimizer.param_groups, held, strict=True):
+            candidate["params"] = parameters
+    return temporaries.peak_bytes, temporaries.moved_bytes
+
+
+class _Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that ops make while it is entered, and the bytes they move."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self.moved_bytes = 0
+        self._alive_bytes = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not operator_of(func).counted:
+            return func(*args, **kwargs)
+        inputs = _distinct([*args, *kwargs.values()])
+        for tensor in inputs.values():
+            self._see(tensor, fresh=False)
+        out = scalar_or_one(args[0]) if func is SCALAR else func(*args, **kwargs)
+        outputs = _distinct([out])
+        for tensor in outputs.values():
+            self._see(tensor, fresh=True)
+        if not func.is_view:
+            touched = {**inputs, **outputs}
+            self.moved_bytes += sum(t.numel() * t.itemsize for t in touched.values())
+        return out
+
+    def _see(self, tensor: Tensor, *, fresh: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if fresh else 0
+
+        def died(_ref: Any) -> None:
+            del self._known[key]
+            self._alive_bytes -= size
+
+        self._known[key] = weakref.ref(storage, died)
+        self._alive_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._alive_bytes)
+
+
+def _distinct(leaves: list[Any]) -> dict[int, Tensor]:
+    """Tensors among nested arguments, each once."""
+    found: dict[int, Tensor] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        elif isinstance(leaf, (list, tuple)):
+            found.update(_distinct(list(leaf)))
+    return found

@@ -1,0 +1,6 @@
+"""What is recorded of a step: its ops, the memory they make and read, what autograd saves.
+
+``step`` runs a step under the recorder; ``recorder`` sees every op, ``ledger`` every allocation,
+``saves`` every saved tensor, ``module_calls`` and ``source_line`` where in the model it happened,
+``shadow`` what a fake tensor cannot say, ``view_replays`` views that autograd makes again.
+"""

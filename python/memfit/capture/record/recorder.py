@@ -1,0 +1,418 @@
+"""Writes down every op of a step as the dispatcher sees it.
+
+Responsible for the dispatch mode: one record per op, values read, written and returned, phases,
+autograd nodes, and answering value-dependent control flow from shadows. Not responsible for running
+the step (:mod:`memfit.capture.record.step`), for lives (:mod:`memfit.capture.record.ledger`), or
+for the shape of the trace file (:mod:`memfit.capture.trace_writer`).
+
+The forward ops recorded, and their order, are exactly those a dispatch mode sees in the real eager
+forward, because plans address ops by that index. Two things autograd's hooks and torch itself add
+are let through unrecorded: queries in the ``prim`` namespace, and the ``detach`` of what an unpack
+hook returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.probe.scratch_ops import takes_scratch
+from memfit.capture.record.ledger import Ledger
+from memfit.capture.record.loss_reduction import reduction_of
+from memfit.capture.record.module_calls import ModuleCalls
+from memfit.capture.record.saves import Contents, InMemory, SavedTensors
+from memfit.capture.record.shadow import Shadows, UnknownValueError
+from memfit.capture.record.source_line import SourceLines
+from memfit.capture.record.view_replays import ViewReplays
+from memfit.capture.stage.arguments import (
+    arguments_text,
+    returned_tensors,
+    tensors_of,
+    written_tensors,
+)
+from memfit.capture.stage.call_shape import Call, describe_call
+from memfit.errors import CaptureError, UsageError
+from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
+from memfit.torch_versions import group_norm_laid_out
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+_DETACH = torch.ops.aten.detach.default
+_EQUAL = torch.ops.aten.equal.default
+_INDEX = torch.ops.aten.index.Tensor
+_GROUP_NORM = torch.ops.aten.native_group_norm.default
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+_FAKE_FAILURES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+class RealStepNeeded(BaseException):
+    """The step cannot be followed on fakes; outside `Exception` so that user code lets it pass."""
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One op, as recorded; indices are those of the ledger.
+
+    Attributes:
+        operator: The op.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        module: Path of the innermost module.
+        source: ``file:line`` that called it.
+        arguments: Arguments that are not tensors, as text.
+        sequence: Sequence number of the autograd node, or ``None``.
+        reads: Values read.
+        writes: Values written, at their version afterwards.
+        outputs: Values returned.
+        flops: Floating-point operations.
+        moved_bytes: Bytes read plus bytes written, each value once; 0 for a view.
+        random: Draws random numbers.
+        view: Only makes a view.
+        replayable: Can be run again with the same result.
+    """
+
+    operator: Operator
+    phase: str
+    module: str
+    source: str
+    arguments: str
+    sequence: int | None
+    reads: list[int]
+    writes: list[int]
+    outputs: list[int]
+    flops: int
+    moved_bytes: int
+    random: bool
+    view: bool
+    replayable: bool
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records a step while it is entered, below a fake mode or on real tensors.
+
+    Attributes:
+        ops: The ops, in execution order.
+        phase: Part of the step that is running.
+        ledger: Allocations and values.
+        saved: What autograd saved.
+        modules: Running modules.
+        notes: Things the reader of the trace should know.
+        reductions: By op index, how an op that may be the loss reduces.
+        scratch_calls: By op index, the call of an op that may need scratch of its own.
+        failure: Why the step cannot be followed on fakes, once that is known.
+        running_sequence: Sequence number of the node that runs, where the autograd engine is not
+            torch's own; ``None`` otherwise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fake_mode: FakeTensorMode | None,
+        *,
+        lean: bool = True,
+        own_parameters: frozenset[int] = frozenset(),
+        keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
+    ) -> None:
+        """Create a recorder.
+
+        Args:
+            model: The copy of the model that will run.
+            fake_mode: The fake mode the step runs under; ``None`` for a real step.
+            lean: Whether autograd is kept from holding what it saves.
+            own_parameters: ``id`` of the parameters of the user's own model, which must not appear
+                in a step that runs on the copy.
+            keep: Keeps the contents of what autograd saves in a real step.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[OpRecord] = []
+        self.phase = FORWARD
+        self.ledger = Ledger()
+        self.saved = SavedTensors(self.ledger, fake_mode, lean=lean, keep=keep)
+        self.modules = ModuleCalls(model, self.ledger)
+        self.sources = SourceLines()
+        self.notes: dict[str, None] = {}
+        self.reductions: dict[int, str] = {}
+        self.scratch_calls: dict[int, Call] = {}
+        self.shadows = Shadows(self.ledger)
+        self.failure: str | None = None
+        self._view_replays = ViewReplays()
+        self._fake_mode = fake_mode
+        self._own_parameters = own_parameters
+        self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
+        self._last_sequence = torch._C._autograd._get_sequence_nr() - 1
+        self._origin: dict[int, tuple[str, str]] = {}
+        self._current_node = torch._C._current_autograd_node
+        self._sequence_number = torch._C._autograd._get_sequence_nr
+        self.running_sequence: int | None = None
+        self.saved.convert_foreign_with(self._adopt)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for dynamo, which never sees a recorded step: the wrapper costs time."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op and write it down."""
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        if not operator.counted:
+            return func(*args, **kwargs)
+        unpacked, self.saved.unpacked = self.saved.unpacked, None
+        if func is _DETACH and id(args[0]) == unpacked:
+            return func(*args, **kwargs)
+        if self._view_replays.is_next(func, args):
+            out = func(*args, **kwargs)
+            self._view_replays.ran(out)
+            return out
+        ledger = self.ledger
+        index = ledger.now
+        if self._fake_mode is not None and not operator.lift:
+            args, kwargs = self._adopt_arguments(args, kwargs)
+        read_tensors = [] if operator.lift else tensors_of(args, kwargs)
+        read: list[int] = []
+        reads: list[int] = []
+        for tensor in read_tensors:
+            try:
+                allocation = ledger.seen(tensor)
+                reads.append(ledger.value(tensor, allocation))
+            except (RuntimeError, NotImplementedError):
+                self._note_storageless(operator)
+                continue
+            read.append(allocation)
+        ledger.now = index + 1
+        try:
+            out = self._run(func, operator, args, kwargs, read)
+        except BaseException:
+            ledger.now = index
+            raise
+        self._write_down(index, func, operator, args, kwargs, read, reads, out)
+        if operator.written and self._fake_mode is not None:
+            self._view_replays.expect(written_tensors(operator, args, kwargs), read_tensors)
+        return out
+
+    def _run(
+        self,
+        func: Any,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: list[int],
+    ) -> Any:
+        """Run an op, on its shadows where its result depends on values."""
+        if self._fake_mode is None:
+            return func(*args, **kwargs)
+        if func is SCALAR and self.phase is OPTIMIZER:
+            return scalar_or_one(args[0])
+        if operator.dynamic_shape or func is SCALAR or func is _EQUAL:
+            try:
+                if func is _INDEX:
+                    args = self._without_masks(args)
+                elif self.shadows.knows(read):
+                    return self._as_fakes(self.shadows.compute(func, args, kwargs))
+            except UnknownValueError:
+                pass  # the fake op says what it cannot know
+        try:
+            out = func(*args, **kwargs)
+            return group_norm_laid_out(out, args[0]) if func is _GROUP_NORM else out
+        except _FAKE_FAILURES as error:
+            self.failure = (
+                f"`{operator.name}` in `{self.modules.path or 'the model'}` needs values that only "
+                f"a real step has ({type(error).__name__})"
+            )
+            raise RealStepNeeded(self.failure) from error
+
+    def _write_down(
+        self,
+        index: int,
+        func: Any,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: list[int],
+        reads: list[int],
+        out: Any,
+    ) -> None:
+        """Add the record of an op that has run."""
+        written, writes = self._note_writes(operator, args, kwargs)
+        returned = returned_tensors(out)
+        outputs, fresh = self._note_outputs(index, operator, returned)
+        view = bool(returned) and not fresh and not written
+        if self._fake_mode is not None and self.phase is not OPTIMIZER:
+            if operator.lift:
+                for allocation, _ in fresh:
+                    self.shadows.own(allocation, args[0])
+            elif fresh or written:
+                self.shadows.follow(func, operator, args, kwargs, read, written, fresh, returned)
+        if self.phase is FORWARD:
+            reduction = reduction_of(operator, args, kwargs)
+            if reduction:
+                self.reductions[index] = reduction
+        if takes_scratch(operator.name, args, kwargs):
+            self.scratch_calls[index] = describe_call(func, args, kwargs)
+        module, source, sequence = self._where()
+        sizes = self.ledger.value_bytes
+        still = view or operator.uninitialised
+        self.ops.append(
+            OpRecord(
+                operator=operator,
+                phase=self.phase,
+                module=module,
+                source=source,
+                arguments=arguments_text(operator, args, kwargs),
+                sequence=sequence,
+                reads=reads,
+                writes=writes,
+                outputs=outputs,
+                flops=int(operator.flops(*args, **kwargs, out_val=out)) if operator.flops else 0,
+                moved_bytes=0 if still else sum(sizes[v] for v in {*reads, *outputs, *writes}),
+                random=draws_random_numbers(operator, args, kwargs),
+                view=view,
+                replayable=(
+                    operator.repeatable and kwargs.get("generator") is None and len(written) <= 1
+                ),
+            )
+        )
+
+    def _note_writes(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Give what a call wrote to its next version; returns allocations and values written."""
+        if not operator.written:
+            return [], []
+        ledger = self.ledger
+        tensors = written_tensors(operator, args, kwargs)
+        written: list[int] = []
+        for tensor in tensors:
+            allocation = ledger.seen(tensor)
+            if allocation not in written:
+                written.append(allocation)
+                ledger.version[allocation] += 1
+            if operator.resizes:
+                ledger.resized(tensor, allocation)
+        return written, [ledger.value(t, ledger.seen(t)) for t in tensors]
+
+    def _note_outputs(
+        self, index: int, operator: Operator, returned: list[Tensor]
+    ) -> tuple[list[int], list[tuple[int, Tensor]]]:
+        """Values a call returned, and its new allocations with the tensor that showed each."""
+        ledger = self.ledger
+        outputs: list[int] = []
+        fresh: list[tuple[int, Tensor]] = []
+        next_new = len(ledger.bytes)
+        for tensor in returned:
+            try:
+                allocation = ledger.seen(tensor, index)
+                outputs.append(ledger.value(tensor, allocation))
+            except (RuntimeError, NotImplementedError):
+                self._note_storageless(operator)
+                continue
+            if allocation >= next_new:
+                fresh.append((allocation, tensor))
+                next_new = allocation + 1
+        return outputs, fresh
+
+    def _where(self) -> tuple[str, str, int | None]:
+        """Module path, source line and node of the op that just ran."""
+        modules = self.modules
+        running = self.running_sequence
+        if running is None:
+            node = self._current_node()
+            if node is not None:
+                running = node._sequence_nr()
+        if running is not None:
+            origin = self._origin.get(running)
+            if origin is not None and not modules.inside:
+                return (*origin, running)
+            known = running if origin is not None else None
+            return modules.path, self.sources.current(), known
+        source = self.sources.current()
+        if self.phase is not FORWARD:
+            return "", source, None
+        sequence = self._sequence_number() - 1
+        if sequence == self._last_sequence:
+            return modules.path, source, None
+        self._last_sequence = sequence
+        self._origin[sequence] = (modules.path, source)
+        return modules.path, source, sequence
+
+    def _adopt_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace real tensors, which come from outside model and batch, by fakes."""
+        if all(isinstance(t, FakeTensor) for t in tensors_of(args, kwargs)):
+            return args, kwargs
+        return tree_map_only(Tensor, self._adopt, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _adopt(self, tensor: Tensor) -> Tensor:
+        """The fake that stands for a real tensor from outside model and batch."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        known = self._foreign.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if id(tensor) in self._own_parameters:
+            message = (
+                "`loss` uses the model it was written next to instead of the one it is given: "
+                "write it as `lambda model, batch: ...`"
+            )
+            raise UsageError(message)
+        if tensor.requires_grad and tensor.is_leaf:
+            message = (
+                f"a tensor of shape {tuple(tensor.shape)} requires grad and is no parameter of the "
+                "model: register it in the model"
+            )
+            raise CaptureError(message)
+        assert self._fake_mode is not None
+        with _disable_current_modes():
+            fake = self._fake_mode.from_tensor(tensor.detach())
+        self._foreign[id(tensor)] = (tensor, fake)
+        allocation = self.ledger.seen(fake)
+        self.shadows.lend(allocation, tensor)
+        return fake
+
+    def _as_fakes(self, real: Any) -> Any:
+        """Fakes like the real results of an op whose result shapes depend on values."""
+        assert self._fake_mode is not None
+        return tree_map_only(Tensor, self._fake_mode.from_tensor, real)
+
+    def _without_masks(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace boolean indices whose values are known by the indices they select."""
+        indices: list[Any] = []
+        for index in args[1]:
+            known = (
+                index is not None
+                and index.dtype in _MASKS
+                and self.shadows.knows([self.ledger.seen(index)])
+            )
+            if known:
+                with torch._C._DisableTorchDispatch():
+                    selected = self.shadows.real(index).nonzero().unbind(1)
+                indices.extend(self._as_fakes([part.contiguous() for part in selected]))
+            else:
+                indices.append(index)
+        return (args[0], indices)
+
+    def _note_storageless(self, operator: Operator) -> None:
+        self.notes[
+            f"`{operator.name}` uses a tensor without a plain storage; its memory is not counted"
+        ] = None

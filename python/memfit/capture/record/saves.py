@@ -1,0 +1,242 @@
+"""Which tensors autograd saves, without letting it keep them.
+
+Responsible for the pack and unpack hooks of the recorded step. Not responsible for the lives of
+allocations: :mod:`memfit.capture.record.ledger` keeps them.
+
+A packed tensor is replaced by a token that holds no memory of the step, so the storage dies when
+everything *else* lets go of it, and its natural range is what the trace needs: alive even if
+autograd had saved nothing. Unpacking makes a fresh storage that stands for the same allocation; the
+token's own death tells when the node lets go. What existed before the step (parameters, module
+buffers, the batch) is handed back as it is.
+
+Where the step runs on fake tensors, the fresh storage has a size and no contents. Where it runs on
+real ones, the token keeps a copy of the contents that the recorder does not count, in memory or
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memfit.capture.record.ledger import Ledger
+
+
+@dataclass(slots=True)
+class Save:
+    """One tensor that autograd packed.
+
+    Attributes:
+        value: What is saved.
+        allocation: Its allocation.
+        sequence: Sequence number of the node that saved it.
+        pack: Position of the pack.
+        unpack: Position at which backward first asked for it; ``None`` when it never did.
+        release: Position at which the node let go; ``None`` while it has not.
+    """
+
+    value: int
+    allocation: int
+    sequence: int
+    pack: int
+    unpack: int | None = None
+    release: int | None = None
+
+
+class Contents(Protocol):
+    """Bytes of a storage at one version, shared by every token that needs them."""
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """A storage that holds them."""
+
+
+class InMemory:
+    """Contents in memory that the recorder does not count."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Copy a storage."""
+        self.storage: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+
+
+class Token:
+    """What autograd holds instead of a tensor; its death is the release of the save."""
+
+    __slots__ = ("_released", "contents", "save", "tensor", "view")
+
+    def __init__(self, save: Save, released: Callable[[Save], None]) -> None:
+        """Create a token that refers to nothing but its save."""
+        self.save = save
+        self.tensor: Tensor | None = None
+        self.view: tuple[Any, ...] = ()
+        self.contents: Contents | None = None
+        self._released = released
+
+    def release(self) -> None:
+        """Let go of whatever the token refers to, as the death of its node would."""
+        self.tensor = None
+        self.contents = None
+        self._released(self.save)
+
+    def __del__(self) -> None:
+        """Tell that the node let go."""
+        self._released(self.save)
+
+
+class SavedTensors:
+    """The hooks and what they saw.
+
+    Attributes:
+        saves: Every pack, in order.
+        unpacked: ``id`` of the tensor handed out last, until the next op; autograd may emit a
+            ``detach`` of it that belongs to the hook and not to the step.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        fake_mode: FakeTensorMode | None,
+        *,
+        lean: bool,
+        keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
+    ) -> None:
+        """Create the hooks.
+
+        Args:
+            ledger: Registers allocations and values.
+            fake_mode: Makes the fresh tensors of a step on fakes; ``None`` for a real step.
+            lean: Whether tokens hold no memory; otherwise they keep the tensor, as autograd does.
+            keep: Keeps the contents of storages of a real step.
+        """
+        self._keep = keep
+        self.saves: list[Save] = []
+        self.unpacked: int | None = None
+        self._ledger = ledger
+        self._fake_mode = fake_mode
+        self._lean = lean
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._contents: weakref.WeakValueDictionary[tuple[int, int], Contents] = (
+            weakref.WeakValueDictionary()
+        )
+        self._tokens: dict[int, list[Token]] | None = None
+        self._foreign: Callable[[Tensor], Tensor] | None = None
+
+    def convert_foreign_with(self, convert: Callable[[Tensor], Tensor]) -> None:
+        """Use ``convert`` to make a fake of a real tensor that reaches autograd from outside."""
+        self._foreign = convert
+
+    def file_by_node(self) -> None:
+        """Keep tokens by node, so that :meth:`release_node` can empty them."""
+        self._tokens = {}
+
+    def release_node(self, sequence: int) -> None:
+        """Empty the tokens of a node that has run.
+
+        Args:
+            sequence: Sequence number of the node.
+        """
+        if self._tokens is not None:
+            for token in self._tokens.pop(sequence, ()):
+                token.release()
+
+    def hooks(self) -> Any:
+        """The context manager that puts the hooks in."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def close(self, end: int) -> None:
+        """End the step: what no node let go of is released at ``end``."""
+        for save in self.saves:
+            if save.release is None:
+                save.release = end
+        self._storages.clear()
+        self._tokens = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd holds instead of a tensor that it saves."""
+        ledger = self._ledger
+        if self._fake_mode is not None and not isinstance(tensor, FakeTensor) and self._foreign:
+            tensor = self._foreign(tensor)
+        try:
+            allocation = ledger.seen(tensor)
+            value = ledger.value(tensor, allocation)
+        except (RuntimeError, NotImplementedError):
+            return tensor
+        sequence = torch._C._autograd._get_sequence_nr() - 1
+        save = Save(value, allocation, sequence, ledger.now)
+        self.saves.append(save)
+        token = Token(save, self._released)
+        if ledger.static[allocation] or not self._lean:
+            token.tensor = tensor
+        else:
+            token.view = (
+                tensor.dtype,
+                tensor.storage_offset(),
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device,
+            )
+            storage = tensor.untyped_storage()
+            self._storages[allocation] = weakref.ref(storage)
+            if self._fake_mode is None:
+                token.contents = self._copy(storage, allocation)
+        if self._tokens is not None:
+            self._tokens.setdefault(sequence, []).append(token)
+        return token
+
+    def unpack(self, token: Any) -> Tensor:
+        """The tensor that autograd saved."""
+        if isinstance(token, Tensor):
+            return token
+        save: Save = token.save
+        if save.unpack is None:
+            save.unpack = self._ledger.now
+        tensor = token.tensor if token.tensor is not None else self._stand_in(token)
+        self.unpacked = id(tensor)
+        return tensor
+
+    def _released(self, save: Save) -> None:
+        if save.release is None and not self._ledger.closing:
+            save.release = self._ledger.now
+
+    def _stand_in(self, token: Token) -> Tensor:
+        """A tensor of the saved view, on a storage that carries the saved allocation's id."""
+        allocation = token.save.allocation
+        dtype, offset, shape, stride, device = token.view
+        with torch._C._DisableTorchDispatch():
+            reference = self._storages.get(allocation)
+            storage = reference() if reference is not None else None
+            if storage is None or token.contents is not None:
+                storage = self._fresh_storage(token, allocation)
+            plain = torch.empty(0, dtype=dtype, device=storage.device)
+            plain.set_(storage, offset, shape, stride)
+            if self._fake_mode is None:
+                return plain
+            return FakeTensor(self._fake_mode, plain, device)
+
+    def _fresh_storage(self, token: Token, allocation: int) -> Any:
+        size = self._ledger.bytes[allocation]
+        if token.contents is not None:
+            storage = token.contents.storage
+            if self._ledger.holds(storage):
+                return storage
+        else:
+            storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
+            self._storages[allocation] = weakref.ref(storage)
+        self._ledger.stand_in(storage, allocation)
+        return storage
+
+    def _copy(self, storage: Any, allocation: int) -> Contents:
+        key = (allocation, self._ledger.version[allocation])
+        contents = self._contents.get(key)
+        if contents is None:
+            with torch._C._DisableTorchDispatch():
+                contents = self._contents[key] = self._keep(storage)
+        return contents

@@ -1,0 +1,262 @@
+"""Runs one step under a recorder.
+
+Responsible for the order of a step (loss, backward, clipping, optimizer, zeroing), for registering
+what exists before it, and for telling the user's own failures from memfit's. Not responsible for
+what is written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memfit.capture.record.ledger import Ledger
+from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
+from memfit.capture.stage.stage import Stage, batch_entries
+from memfit.capture.trace_writer import Update
+from memfit.errors import MemfitError, StepPhase, UsageError, WorkloadError
+from memfit.tensors.storage import is_fixed
+
+
+@dataclass
+class Roles:
+    """Which allocation is what, and what each is called.
+
+    Attributes:
+        parameters: Allocations of parameters.
+        module_buffers: Allocations of module buffers.
+        inputs: Allocations of batch tensors.
+        optimizer_state: Allocations of optimizer state.
+        gradients: Allocations of gradients.
+        names: Name of an allocation that has one.
+        fixed: Allocations of parameters in memory that cannot be let go.
+        updates: Trainable parameters in the order their gradients became ready.
+        loss: Value of the loss, or ``None``.
+    """
+
+    parameters: set[int] = field(default_factory=set)
+    module_buffers: set[int] = field(default_factory=set)
+    inputs: set[int] = field(default_factory=set)
+    optimizer_state: set[int] = field(default_factory=set)
+    gradients: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+    fixed: set[int] = field(default_factory=set)
+    updates: list[Update] = field(default_factory=list)
+    loss: int | None = None
+
+
+class StepRunner:
+    """Runs the step of a stage under a recorder; subclasses change how a device does it."""
+
+    def __init__(self, stage: Stage, recorder: Recorder) -> None:
+        """Create a runner.
+
+        Args:
+            stage: What to run.
+            recorder: What to write to.
+        """
+        self.stage = stage
+        self.recorder = recorder
+        self.roles = Roles()
+        self.ready: dict[int, tuple[nn.Parameter, int, int]] = {}
+        self._own_state: dict[int, list[int]] = {}
+
+    def run(self) -> Roles:
+        """Run the step once.
+
+        Returns:
+            Which allocation is what.
+
+        Raises:
+            WorkloadError: The user's own code failed.
+            RealStepNeeded: The step cannot be followed on fakes.
+        """
+        recorder = self.recorder
+        recorder.sources.stop_at(sys._getframe())
+        self._register()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+            for parameter in self.stage.trainable()
+        ]
+        try:
+            result = self._run_phases()
+            recorder.ledger.close()
+            recorder.saved.close(recorder.ledger.now)
+            del result
+        finally:
+            self.recorder.ledger.closing = True
+            for handle in handles:
+                handle.remove()
+            for parameter in self.stage.model.parameters():
+                parameter.grad = None
+        return self.roles
+
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """What surrounds the forward: autocast, where the workload asks for it."""
+        dtype = self.stage.workload.autocast
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate the loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_gradients(self, norm: float) -> None:
+        """Clip the total gradient norm."""
+        nn.utils.clip_grad_norm_(self.stage.model.parameters(), norm)
+
+    def _run_phases(self) -> Any:
+        workload = self.stage.workload
+        recorder = self.recorder
+        with recorder, recorder.modules:
+            recorder.phase = FORWARD
+            result = self._forward()
+            recorder.modules.recording = False
+            if workload.training:
+                recorder.phase = BACKWARD
+                with self._guarded("backward"):
+                    self.backward(result)
+                self._bind_gradients()
+                recorder.phase = OPTIMIZER
+                with self._guarded("optimizer"):
+                    self._update()
+        return result
+
+    def _forward(self) -> Any:
+        stage, workload, recorder = self.stage, self.stage.workload, self.recorder
+        with self._guarded("forward"), self.forward_context():
+            if workload.loss is None:
+                with torch.no_grad():
+                    return workload.infer(stage.model, stage.batch)
+            with recorder.saved.hooks():
+                loss = workload.loss(stage.model, stage.batch)
+        if not isinstance(loss, Tensor):
+            message = f"`loss` must return a tensor, got `{type(loss).__name__}`"
+            raise UsageError(message)
+        if loss.numel() != 1 or not loss.requires_grad:
+            message = (
+                f"`loss` must return one number that depends on the parameters, got shape "
+                f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+            )
+            raise UsageError(message)
+        allocation = recorder.ledger.seen(loss)
+        self.roles.loss = recorder.ledger.value(loss, allocation)
+        return loss
+
+    def _update(self) -> None:
+        stage, workload = self.stage, self.stage.workload
+        if workload.clip_grad_norm is not None:
+            self.clip_gradients(workload.clip_grad_norm)
+        if stage.optimizer is not None:
+            stage.optimizer.step()
+            stage.optimizer.zero_grad(set_to_none=True)
+        for parameter in stage.model.parameters():
+            parameter.grad = None
+
+    def _register(self) -> None:
+        """Give everything that exists before the step its allocation, role and name."""
+        stage, roles, ledger = self.stage, self.roles, self.recorder.ledger
+        shadows = self.recorder.shadows
+        self._register_parameters()
+        for name, buffer in stage.model.named_buffers():
+            allocation = self._register_as(roles.module_buffers, buffer, name)
+            real = stage.real_buffers.get(name)
+            if allocation is not None and real is not None and allocation not in roles.parameters:
+                shadows.lend(allocation, real)
+        real_entries = [real for _, real in batch_entries(stage.real_batch)]
+        for position, (name, tensor) in enumerate(batch_entries(stage.batch)):
+            allocation = self._register_as(roles.inputs, tensor, name)
+            if allocation is not None and stage.fake_mode is not None:
+                shadows.lend(allocation, real_entries[position])
+        if stage.optimizer is not None:
+            for state in [*stage.optimizer.state.values(), *stage.optimizer.param_groups]:
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        roles.optimizer_state.add(ledger.seen(value))
+            self._own_state = _state_by_parameter(stage.optimizer, ledger)
+
+    def _register_parameters(self) -> None:
+        stage, roles = self.stage, self.roles
+        originals = dict(stage.workload.model.named_parameters())
+        for name, parameter in stage.model.named_parameters():
+            allocation = self._register_as(roles.parameters, parameter, name)
+            if allocation is not None and is_fixed(originals[name]):
+                roles.fixed.add(allocation)
+
+    def _register_as(self, members: set[int], tensor: Tensor, name: str) -> int | None:
+        try:
+            allocation = self.recorder.ledger.seen(tensor)
+        except (RuntimeError, NotImplementedError):
+            self.recorder.notes[f"`{name}` has no plain storage; its memory is not counted"] = None
+            return None
+        members.add(allocation)
+        self.roles.names.setdefault(allocation, name)
+        return allocation
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        allocation = self.recorder.ledger.seen(gradient)
+        self.ready.pop(id(parameter), None)
+        self.ready[id(parameter)] = (
+            parameter,  # type: ignore[assignment]
+            allocation,
+            self.recorder.ledger.now,
+        )
+
+    def _bind_gradients(self) -> None:
+        ledger = self.recorder.ledger
+        for parameter, allocation, ready in self.ready.values():
+            self.roles.gradients.add(allocation)
+            update = Update(ledger.seen(parameter), allocation, ready)
+            update.state = self._own_state.get(id(parameter), [])
+            self.roles.updates.append(update)
+
+    @contextlib.contextmanager
+    def _guarded(self, phase: StepPhase) -> Iterator[None]:
+        """Turn what the user's code raises into an error that says where."""
+        try:
+            yield
+        except (MemfitError, RealStepNeeded):
+            raise
+        except Exception as error:
+            if self.recorder.failure is not None:
+                raise RealStepNeeded(self.recorder.failure) from error
+            if self.stage.fake_mode is not None and _only_fakes_fail(error):
+                message = f"the {phase} does not run on fake tensors ({type(error).__name__})"
+                raise RealStepNeeded(message) from error
+            message = f"the step failed in {phase}: {type(error).__name__}: {error}"
+            raise WorkloadError(message, phase=phase) from error
+
+
+def _state_by_parameter(optimizer: Optimizer, ledger: Ledger) -> dict[int, list[int]]:
+    """State of each parameter, by its ``id``; what two parameters share is no one's."""
+    owners: dict[int, set[int]] = {}
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                owners.setdefault(ledger.seen(value), set()).add(id(parameter))
+    owned: dict[int, list[int]] = {}
+    for allocation, parameters in sorted(owners.items()):
+        if len(parameters) == 1:
+            owned.setdefault(parameters.pop(), []).append(allocation)
+    return owned
+
+
+def _only_fakes_fail(error: Exception) -> bool:
+    """Whether an error comes from a tensor having no memory rather than from the user's code."""
+    if type(error).__module__.startswith("torch._subclasses"):
+        return True
+    text = str(error)
+    return any(
+        word in text for word in ("FakeTensor", "fake tensor", "meta device", "data pointer")
+    )

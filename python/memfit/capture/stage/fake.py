@@ -1,0 +1,166 @@
+"""Fake copies of a model, a batch and an optimizer: shapes without memory.
+
+Responsible for making the copies and for the settings that make libraries treat fakes as ordinary
+tensors. Not responsible for running the step. The user's model, its gradients and the random state
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from memfit.capture.probe.any_scalar import AnyScalar
+from memfit.capture.record.recorder import RealStepNeeded
+from memfit.capture.stage.cuda import choose_foreach, move_batch, move_model
+from memfit.capture.stage.stage import Stage, build_optimizer, resize_batch
+from memfit.errors import MemfitError, WorkloadError
+from memfit.weights.weightless import fake_mode_of
+from memfit.workload import Workload, batch_size
+
+
+def fake_stage(workload: Workload, device: str | None = None) -> Stage:
+    """Copy a workload onto fakes.
+
+    Args:
+        workload: The workload; nothing of it changes.
+        device: ``cpu`` or ``cuda``; ``None`` for where the model is.
+
+    Returns:
+        A stage; :func:`initialise_optimizer` gives its optimizer state.
+
+    Raises:
+        RealStepNeeded: The model cannot be copied.
+        WorkloadError: The optimizer cannot be built.
+    """
+    mode = fake_mode_of(workload.model) or FakeTensorMode()
+    try:
+        with FakeCopyMode(mode):
+            model = copy.deepcopy(workload.model)
+    except Exception as error:
+        message = f"the model cannot be copied onto fake tensors ({type(error).__name__}: {error})"
+        raise RealStepNeeded(message) from error
+    for parameter in model.parameters():
+        parameter.grad = None
+    kind = device or _device_of(workload.model)
+    with mode:
+        if kind == "cuda":
+            move_model(model)
+        try:
+            optimizer = build_optimizer(workload, model, mode.from_tensor)
+        except MemfitError:
+            raise
+        except Exception as error:
+            message = f"the optimizer could not be built: {error}"
+            raise WorkloadError(message, phase="build") from error
+    if kind == "cuda":
+        choose_foreach(optimizer)
+    buffers = dict(workload.model.named_buffers())
+    stage = Stage(workload, model, None, optimizer, mode, None, buffers, kind)
+    set_batch(stage, batch_size(workload.batch, workload.batch_dim))
+    return stage
+
+
+def set_batch(stage: Stage, size: int) -> None:
+    """Give a fake stage a batch of ``size`` examples, made from the workload's.
+
+    Args:
+        stage: The stage to change.
+        size: Number of examples; ignored when the batch has no batch dimension.
+    """
+    workload = stage.workload
+    assert stage.fake_mode is not None
+    given = batch_size(workload.batch, workload.batch_dim)
+    stage.real_batch = resize_batch(workload.batch, given, size, workload.batch_dim)
+    convert = stage.fake_mode.from_tensor
+    stage.batch = tree_map_only(Tensor, convert, stage.real_batch)
+    if stage.device == "cuda":
+        with stage.fake_mode:
+            stage.batch = move_batch(stage.batch)
+
+
+def _device_of(model: nn.Module) -> str:
+    """Kind of device most of a model is on."""
+    kinds = [tensor.device.type for tensor in (*model.parameters(), *model.buffers())]
+    return "cuda" if kinds.count("cuda") > len(kinds) // 2 else "cpu"
+
+
+def initialise_optimizer(stage: Stage) -> None:
+    """Make the optimizer allocate its lazy state, as its first step would.
+
+    Args:
+        stage: The stage; its gradients are absent before and after.
+
+    Raises:
+        WorkloadError: The optimizer's step failed.
+    """
+    optimizer = stage.optimizer
+    if optimizer is None or optimizer.state:
+        return
+    for parameter in stage.trainable():
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        with AnyScalar():  # type: ignore[no-untyped-call]
+            optimizer.step()
+    except Exception as error:
+        kind = type(optimizer).__name__
+        message = (
+            f"`{kind}.step()` failed on tensors without values: {type(error).__name__}: {error}"
+        )
+        raise WorkloadError(message, phase="optimizer") from error
+    for parameter in stage.trainable():
+        parameter.grad = None
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make libraries that look for fakes take the path they take with real tensors.
+
+    transformers treats a fake tensor as a sign of tracing and builds masks that the real step does
+    not build. It is patched only where it is imported already. A failing op is reported by memfit,
+    so torch's own log of it is switched off meanwhile.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    module = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    patched = module is not None and original is not None
+    if patched:
+        module.is_fake_tensor = _never  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if patched:
+            module.is_fake_tensor = original  # type: ignore[union-attr]
+
+
+def _never(_tensor: Any) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Put the random states of torch, Python and numpy back on leaving."""
+    state = torch.get_rng_state()
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)

@@ -1,0 +1,427 @@
+"""What the program asks of Python.
+
+Responsible for the answers to the program's questions (:class:`Host`), for keeping what user code
+prints off standard output, and for saying which exception means what. Not responsible for finding
+the target (:mod:`memfit.program.target`), nor for capturing, measuring or verifying.
+
+Imports torch only when a question needs it: commands on saved files start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from memfit import torch_versions
+from memfit.errors import CaptureError, DoesNotFit, LeaseError, MemfitError, WorkloadError
+from memfit.torch_required import require_torch
+
+if TYPE_CHECKING:
+    from memfit.workload import Workload
+
+Settings = Sequence[tuple[str, str]]
+"""Names and texts, as ``--set name=value`` gave them."""
+
+_PROFILER_LOG = "KINETO_LOG_LEVEL"
+"""Torch's profiler, which measures the peaks, talks on standard error below a high level."""
+
+Explanation = tuple[str, str, str | None, str | None]
+"""Kind, message, traceback and hint of a failure."""
+
+
+class Host:
+    """Answers the program. Its methods are called from Rust, by name.
+
+    Attributes:
+        script_ended: How the script of ``memfit run`` came to its end; ``None`` where none ran.
+    """
+
+    def __init__(self) -> None:
+        """Make a host that has built nothing yet."""
+        self.script_ended: str | None = None
+        self._built: tuple[str, Settings, Workload] | None = None
+        self._captured: tuple[str, Settings, bytes] | None = None
+
+    def build(self, target: str, settings: Settings) -> None:
+        """Import what a target needs and build its workload for the capture that follows.
+
+        Args:
+            target: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
+            settings: Arguments of the function.
+        """
+        with _torch():
+            import_module("memfit.capture")  # so that the capture's time holds no imports
+            self._built = (target, settings, _lightest(target, settings))
+
+    def _take(self, target: str, settings: Settings) -> Workload:
+        """The workload built before, given up; one built afresh when there is none."""
+        built, self._built = self._built, None
+        if built is not None and built[:2] == (target, settings):
+            return built[2]
+        return _lightest(target, settings)
+
+    def capture(self, target: str, settings: Settings, device: str | None) -> bytes:
+        """Record one step of a target.
+
+        Args:
+            target: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
+            settings: Arguments of the function.
+            device: Kind of device to capture for; ``None`` for the workload's own.
+
+        Returns:
+            The encoded trace.
+        """
+        with _torch():
+            from memfit.capture import capture
+            from memfit.program.target import workload_factory
+            from memfit.weights.weightless import WeightsNeededError
+
+            try:
+                data = capture(self._take(target, settings), target=target, device=device)
+            except WeightsNeededError:
+                workload = workload_factory(target, settings)()
+                data = capture(workload, target=target, device=device)
+            self._captured = (target, settings, data)
+            return data
+
+    def alternatives(
+        self, target: str, settings: Settings, device: str | None, trace: bytes
+    ) -> bytes:
+        """Record the step of a trace in slices.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            device: As in :meth:`capture`.
+            trace: The encoded trace.
+
+        Returns:
+            The encoded trace with what came of it.
+        """
+        with _torch():
+            from memfit._native import Trace
+            from memfit.plan.alternatives import with_alternatives
+
+            workload = _lightest(target, settings)
+            return with_alternatives(workload, Trace.decode(trace), device=device).encode()
+
+    def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
+        """Time the ops of one real step.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            trace: The encoded trace whose ops are timed.
+
+        Returns:
+            A cost source as JSON.
+        """
+        with _torch():
+            from memfit._native import Trace
+            from memfit.program.target import workload_factory
+            from memfit.run.profile import profiled
+
+            return profiled(workload_factory(target, settings)(), Trace.decode(trace))
+
+    def device_profile(self, device_kind: str, file: Path | None) -> str:
+        """Find or measure the profile of a device for the roofline.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``, as the trace has it.
+            file: A profile that the user named.
+
+        Returns:
+            A device profile as JSON.
+        """
+        with _torch():
+            from memfit.plan.cost_source import device_profile
+
+            return json.dumps(device_profile(device_kind, file))
+
+    def offer(self, device_kind: str, place: str, profile: str | None) -> str:
+        """Find or measure how fast bytes move to and from a place for what is offloaded.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``, as the trace has it.
+            place: A folder, or ``host`` for the host's memory.
+            profile: The device profile that plans use, as JSON; ``None`` where they use none.
+
+        Returns:
+            An offer of the engine as JSON.
+        """
+        with _torch():
+            from memfit.plan.cost_source import offer
+
+            known = json.loads(profile) if profile else {}
+            return json.dumps(offer(device_kind, place, known))
+
+    def besides(self, device: str) -> int:
+        """Measure what a process with torch takes on a device besides tensors.
+
+        Args:
+            device: ``host`` or ``cuda:0``.
+        """
+        from memfit.guard.overhead import expected
+
+        require_torch(_warn)
+        return expected(device)
+
+    def examine(self, offload: str | None) -> str:
+        """Say what is installed here and which features work with it.
+
+        Args:
+            offload: Folder, or ``host``, whose speed for what is offloaded is measured.
+
+        Returns:
+            The facts as JSON, also where there is no torch, or one that memfit does not support.
+        """
+        from memfit import doctor
+
+        os.environ.setdefault(_PROFILER_LOG, "99")
+        with contextlib.redirect_stdout(sys.stderr):
+            return json.dumps(doctor.examine(offload))
+
+    def profile_path(self, device_kind: str) -> Path:
+        """Where the calibrated profile of this machine's device is kept.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``.
+        """
+        from memfit.plan.profiles import default_path
+
+        return default_path(device_kind)
+
+    def calibrate(
+        self, device_kind: Literal["cpu", "cuda"], seconds: float, folder: Path | None
+    ) -> str:
+        """Measure a device of this machine at length.
+
+        Args:
+            device_kind: ``cpu`` or ``cuda``.
+            seconds: About how long.
+            folder: Whose disk to measure.
+
+        Returns:
+            The profile file's text.
+        """
+        # Read when torch is imported; see `memfit.measure.curves`.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        with _torch():
+            from memfit.plan.profiles import make
+
+            found = make(device_kind, seconds=seconds, folder=folder)
+            return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+    def verify(self, target: str, settings: Settings, plan_json: str) -> str:
+        """Run real steps with and without a plan and compare them.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            plan_json: The plan.
+
+        Returns:
+            The comparison as JSON.
+        """
+        with _torch():
+            from memfit.program.target import workload_factory
+            from memfit.verify.eager import verify
+
+            found = verify(
+                workload_factory(target, settings),
+                json.loads(plan_json),
+                loss_reduction=self._loss_reduction(target, settings),
+            )
+            return json.dumps(_finite(found), allow_nan=False)
+
+    def verify_compiled(
+        self, target: str, settings: Settings, trace: bytes, budget_bytes: int, request_json: str
+    ) -> str:
+        """Run real steps eager, compiled by torch alone and compiled by a plan, and compare them.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            trace: The encoded trace.
+            budget_bytes: Most bytes of the step.
+            request_json: What the user asks for besides.
+
+        Returns:
+            The comparison as JSON, or why the step runs eager.
+        """
+        with _torch():
+            from memfit._native import Trace
+            from memfit.program.target import workload_factory
+            from memfit.run.compiled import toolchain
+
+            recorded = json.loads(Trace.decode(trace).json())
+            missing = toolchain.missing(recorded["meta"]["device_kind"])
+            if missing is not None:
+                return json.dumps({"not_compiled": missing})
+            from memfit.verify.compiled import verify_compiled
+
+            found = verify_compiled(
+                workload_factory(target, settings),
+                recorded,
+                budget_bytes,
+                json.loads(request_json),
+            )
+            return json.dumps(_finite(found), allow_nan=False)
+
+    def _loss_reduction(self, target: str, settings: Settings) -> str:
+        """How the loss reduces over the batch, from the capture; empty when it is not known."""
+        if self._captured is None or self._captured[:2] != (target, settings):
+            return ""
+        from memfit._native import Trace
+
+        return str(json.loads(Trace.decode(self._captured[2]).json())["meta"]["loss_reduction"])
+
+    def run_script(
+        self,
+        command: list[str],
+        is_module: bool,  # noqa: FBT001 - called from Rust by position
+        snapshot: Path | None,
+        budget: str | None,
+        lease: tuple[bool, float | None, int, str | None] | None,
+        offload: str | None,
+        announce: bool,  # noqa: FBT001
+    ) -> str:
+        """Run an unmodified script and say what it took.
+
+        What it prints stays where it prints it, unlike what a target's code prints.
+
+        Args:
+            command: The script or module, and its arguments.
+            is_module: Whether it is a module, as with ``python -m``.
+            snapshot: Where to write a snapshot of CUDA memory.
+            budget: Memory that its training steps shall stay within, as written.
+            lease: How to lease the budget: whether the user asked for that, how long to wait,
+                priority, device; ``None`` to lease nothing.
+            offload: Folder, or ``host``, where activations and optimizer state may go.
+            announce: Whether to say on standard error what is planned, when it is.
+
+        Returns:
+            The summary as JSON.
+        """
+        from memfit.run.script import summary
+        from memfit.run.script.lease import Wish
+
+        # A script that needs no torch runs without it; one that does says so itself.
+        if budget is not None or torch_versions.installed():
+            require_torch(_warn)
+        found = summary.run(
+            command,
+            is_module=is_module,
+            snapshot=None if snapshot is None else str(snapshot),
+            budget=budget,
+            wish=None if lease is None else Wish(*lease),
+            offload=offload,
+            announce=announce,
+        )
+        self.script_ended = found["ended"]
+        return json.dumps(_finite(found), allow_nan=False)
+
+    def explain(self, error: BaseException) -> Explanation:
+        """Say what an exception of the methods above means.
+
+        Args:
+            error: The exception.
+
+        Returns:
+            ``(kind, message, traceback, hint)``; the kinds are those of the program's
+            ``HostErrorKind``. The traceback is the user's own, where their code failed.
+        """
+        hint = "; ".join(getattr(error, "__notes__", ())) or None
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted", "interrupted", None, None
+        if isinstance(error, SystemExit):
+            return "workload", f"the target ended the program (exit {error.code})", None, hint
+        if isinstance(error, LeaseError) and error.reason in NO_ROOM:
+            return "no_room", f"the script was not run: {error}", None, _MORE_ROOM
+        for family, kind in _KINDS:
+            if isinstance(error, family):
+                cause = error.__cause__ if family is WorkloadError else None
+                return kind, str(error), _own_traceback(cause) if cause else None, hint
+        text = "".join(traceback.format_exception(error))
+        return "internal", f"{type(error).__name__}: {error}", text, hint
+
+
+_MORE_ROOM = "`--wait` waits for room; `memfit ps` says who holds it"
+
+NO_ROOM = frozenset({"no_room", "timed_out", "contended", "held_back", "too_many"})
+"""Reasons for which a lease is refused that may be gone another time."""
+
+_KINDS: tuple[tuple[type[MemfitError], str], ...] = (
+    (WorkloadError, "workload"),
+    (CaptureError, "capture"),
+    (DoesNotFit, "does_not_fit"),
+    (MemfitError, "usage"),
+)
+"""What memfit's errors are to the program, special ones first."""
+
+
+def _lightest(target: str, settings: Settings) -> Workload:
+    """A target's workload, without weights where its constructor allows that."""
+    from memfit.program.target import workload_factory
+    from memfit.weights.weightless import weightless
+
+    build = workload_factory(target, settings)
+    try:
+        with weightless():
+            return build()
+    except Exception:  # noqa: BLE001 - whatever it is, the ordinary build says it better
+        return build()
+
+
+@contextlib.contextmanager
+def _torch() -> Iterator[None]:
+    """Have a torch that memfit supports, and what user code prints on standard error.
+
+    Standard output is for the report.
+
+    Raises:
+        UsageError: There is no such torch.
+    """
+    require_torch(_warn)
+    os.environ.setdefault(_PROFILER_LOG, "99")
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _warn(remark: str) -> None:
+    sys.stderr.write(f"warning: {remark}\n")
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback of the user's exception without memfit's own frames before the user's code."""
+    frames = error.__traceback__
+    while frames is not None and _is_memfit(frames):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _is_memfit(frame: TracebackType) -> bool:
+    file = Path(frame.tb_frame.f_code.co_filename)
+    # Loading a file or module passes through the import machinery first.
+    frozen = str(file).startswith("<frozen importlib")
+    return frozen or Path(__file__).parents[1] in file.parents
+
+
+def _finite(value: Any) -> Any:
+    """The same value with ``None`` in place of numbers that JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,467 @@
+"""One training loop of the script: its model, and the plans for its steps.
+
+Responsible for choosing, at each call of the model, whether the pass is observed, planned or left
+alone, and for planning again when the loop leaves its plan or the script holds more besides. Not
+responsible for seeing the script (:mod:`memfit.run.script.signals`) nor for where passes begin and
+end (:mod:`memfit.run.script.script`).
+
+A *pass* is one forward with the backward after it. A loop is known by the model that begins its
+passes. The model is the script's: it is held weakly, and the plans' executors, which hold it
+strongly, go when another loop begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memfit import _native
+from memfit.answers import Plan
+from memfit.apply.offload.parameters import bring_parameters_home
+from memfit.apply.offload.state_view import bring_home
+from memfit.errors import MemfitError
+from memfit.run.fitted import Fitted
+from memfit.run.script.contexts import occupied
+from memfit.run.script.elsewhere import KINDS, Directions, Elsewhere
+from memfit.run.script.lease import Room
+from memfit.run.script.observed import Observation
+from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
+from memfit.run.script.planned_step import Key, PlannedStep, key_of
+from memfit.run.script.recorded_step import RecordedStep
+from memfit.run.script.shrinking import GivingWay
+from memfit.tensors.barrier import owner_of, without_barrier
+from memfit.tensors.optimizers import in_memory
+from memfit.torch_versions import offloaded_parameters_refusal
+from memfit.track import cpu
+from memfit.workload import Workload
+
+MAX_OBSERVED = 4
+"""Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
+
+MAX_RECORDINGS = 256
+"""Passes that are recorded; accumulated gradients take many for one step."""
+
+MAX_REPLANS = 3
+"""Times a step is planned again because the script holds more besides."""
+
+_ROUNDED_TO = 1 << 20
+"""Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
+
+_WORTH_A_PLAN = 0.01
+"""Share of the budget that makes it worth planning again."""
+
+
+@dataclass(slots=True)
+class Count:
+    """What became of some of a loop's steps.
+
+    Attributes:
+        steps: How many.
+        peak_bytes: The highest peak.
+    """
+
+    steps: int = 0
+    peak_bytes: int = 0
+
+
+class Loop:
+    """One training loop.
+
+    Attributes:
+        device: Where the model is.
+        parameters: Elements of its parameters.
+        models: Class names of the models called in a pass, in order.
+        optimizers: Class names of the optimizers that step for it.
+        has_optimizer: Whether any optimizer updates the model; ``None`` before anybody looked.
+        refusal: Why nothing is planned; empty while it may be.
+        plans: The plans, one for each key.
+        counts: What became of its steps, by how they ran.
+        divergence: Where a pass first left its plan; empty while none did.
+        replans: Plans made after the first.
+        notes: Things to say at the end.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        budget: str,
+        room: Room,
+        on_plan: Callable[[Loop, Plan], None],
+        place: str | None = None,
+    ) -> None:
+        """Know a model whose first pass is about to begin.
+
+        Args:
+            root: The model.
+            budget: As the user wrote it.
+            room: What was leased for the script.
+            on_plan: Told of every new plan.
+            place: Where activations may be offloaded to; ``None`` for nowhere.
+        """
+        self.device = next(p.device for p in root.parameters() if p.requires_grad)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.parameters = sum(p.numel() for p in root.parameters())
+        self.models: dict[str, None] = {type(root).__name__: None}
+        self.optimizers: dict[str, None] = {}
+        self.has_optimizer: bool | None = None
+        self.refusal = _refusal(root, self.device)
+        self.plans: list[PlannedStep] = []
+        self.counts: dict[Kind, Count] = {
+            "observed": Count(),
+            "planned": Count(),
+            "unplanned": Count(),
+        }
+        self.divergence = ""
+        self.replans = 0
+        self.notes: dict[str, None] = {}
+        self._root = weakref.ref(root)
+        self._written = budget
+        self._room = room
+        self._giving_way = GivingWay(room)
+        self._budget: str | int = budget
+        self._on_plan = on_plan
+        self._place = place
+        self._pending: tuple[Key, Observation] | None = None
+        self._diverged: set[Key] = set()
+        self._recordings = 0
+        self._parameters_stay = False
+        self._elsewhere: Elsewhere | None = None
+
+    def is_of(self, root: nn.Module) -> bool:
+        """Whether this is the loop of a model."""
+        return self._root() is root
+
+    def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+        """Those optimizers that update parameters of the model."""
+        own = {id(p) for p in self._model().parameters()}
+        return [
+            optimizer
+            for optimizer in optimizers
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
+        """What may use parameters that are elsewhere runs inside this."""
+        away = self._elsewhere
+        return contextlib.nullcontext() if away is None else away.running()
+
+    def bring_home(self) -> None:
+        """Have all parameters in memory until the next planned pass; nothing uses them meanwhile.
+
+        Raises:
+            OffloadError: One did not come back as it went.
+        """
+        root = self._root()
+        if root is not None:
+            bring_parameters_home(root)
+
+    def rest(self) -> None:
+        """Let go of the model until the next pass."""
+        for planned in self.plans:
+            planned.fitted = None
+        self._elsewhere = None
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step: make its updates, if they need what is elsewhere.
+
+        Raises:
+            OffloadError: State or a parameter did not come back as it went.
+        """
+        away = self._elsewhere
+        if away is not None and away.optimizer is optimizer and not _hooked(optimizer):
+            away.step_begins()
+
+    def step_ended(self) -> None:
+        """An optimizer has stepped."""
+        if self._elsewhere is not None:
+            self._elsewhere.step_ended()
+
+    def refuse(self, reason: str) -> None:
+        """Plan nothing from here on; nothing that uses parameters is under way."""
+        self.refusal = self.refusal or reason
+        self._room.whole()  # nobody knows what its steps take
+        self._pending = None
+        self.rest()
+        self.bring_home()
+
+    def begin(self, inputs: Any, optimizers: Iterable[Optimizer]) -> Pass:
+        """Begin a pass; the model is about to be called.
+
+        Args:
+            inputs: What it is called with.
+            optimizers: The optimizers seen so far.
+        """
+        if self.refusal:
+            return Pass(self.device)
+        under = occupied()
+        if under:
+            self.notes[f"some steps run unplanned: the script {under}"] = None
+            return Pass(self.device)
+        own = self.updated_by(optimizers)
+        key = key_of(self._model(), inputs)
+        if self._must_observe(key):
+            return self._observe(key, inputs, own)
+        try:
+            if self._elsewhere is not None:
+                self._elsewhere.place()  # first: what is elsewhere is not held besides
+                self._leave_views(self._elsewhere.viewed())
+            outside = self._outside_bytes(inputs, own)
+            if self._pending is not None:
+                self._plan_pending(outside)
+            self._giving_way.between_steps(
+                self.plans, outside, lambda plan: self._keep_elsewhere(plan, own)
+            )
+            planned = self._nearest(key)
+            self._make_room(planned, outside)
+            self._keep_elsewhere(planned.plan, own)
+        except MemfitError as error:
+            self.refuse(f"it cannot be planned: {error}")
+            return Pass(self.device)
+        return self._run_planned(key, planned)
+
+    def _observe(self, key: Key, inputs: Any, optimizers: list[Optimizer]) -> Pass:
+        self._pending = None
+        self._diverged.discard(key)
+        self._recordings += 1
+        if self._recordings > MAX_RECORDINGS:
+            self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
+            return Pass(self.device)
+        self._room.whole()
+        for optimizer in optimizers:
+            bring_home(optimizer)
+        self.bring_home()
+        self._elsewhere = None
+        return ObservedPass(self.device, self._model(), inputs, optimizers)
+
+    def _run_planned(self, key: Key, planned: PlannedStep) -> Pass:
+        if planned.fitted is None:
+            workload = Workload(model=self._model(), batch=None, loss=_script_loss)
+            plan = planned.plan.as_dict()
+            within = [action for action in plan["actions"] if action["kind"] not in KINDS]
+            planned.fitted = Fitted(workload, {**plan, "actions": within}, warn=False)
+        left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
+
+        def forward_ended(where: str) -> None:
+            if where:
+                self.divergence = self.divergence or where
+                self._diverged.add(key)
+            elif left:
+                planned.left = []
+                planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
+
+        return PlannedPass(self.device, planned.fitted, planned.root_calls, forward_ended)
+
+    def _keep_elsewhere(self, plan: Plan, optimizers: list[Optimizer]) -> None:
+        """Have the optimizer's state and the parameters where the plan wants them in a pass.
+
+        Raises:
+            OffloadError: Some of it could not be written, and is at home.
+        """
+        directions = Directions.of(plan)
+        if directions is None or len(optimizers) != 1:
+            self._elsewhere = None
+            self.bring_home()
+            return
+        (optimizer,) = optimizers
+        held = self._elsewhere
+        if held is None or (held.optimizer, held.directions) != (optimizer, directions):
+            held = self._elsewhere = Elsewhere(optimizer, self._model(), directions)
+        held.place()
+
+    def _leave_views(self, names: list[str]) -> None:
+        """Plan for parameters in memory once the script keeps views of some that were elsewhere.
+
+        It may read them at any moment, and nothing tells of that.
+        """
+        if not names:
+            return
+        self._parameters_stay = True
+        self._elsewhere = None
+        self.bring_home()
+        self.notes[f"parameters stay in memory: the script keeps a view of `{names[0]}`"] = None
+        for planned in self.plans:
+            planned.step.keep_parameters()
+            outside, passes = planned.outside_bytes, planned.passes
+            within = self._room.within(self._budget)
+            planned.plan = planned.step.plan(within, outside, min(passes, outside))
+            planned.wider = planned.fitted = None
+            self._on_plan(self, planned.plan)
+        self.replans += 1
+
+    def finish(self, running: ObservedPass, inputs_key: Key, optimizers: list[Optimizer]) -> None:
+        """Take over what an observed pass recorded; planned when the next one begins.
+
+        Args:
+            running: The pass, complete.
+            inputs_key: Its key.
+            optimizers: The optimizers that update the model.
+        """
+        observation = running.finish(optimizers)
+        if observation is None:
+            return
+        if observation.spill_problem:
+            problem = observation.spill_problem
+            self.notes[f"an observed step kept its saved tensors in memory: {problem}"] = None
+        if observation.recorder.problem:
+            self.refuse(observation.recorder.problem)
+        else:
+            self._pending = (inputs_key, observation)
+
+    def key(self, inputs: Any) -> Key:
+        """The key of a pass of this loop."""
+        return key_of(self._model(), inputs)
+
+    def _must_observe(self, key: Key) -> bool:
+        if self.counts["observed"].steps >= MAX_OBSERVED:
+            return False
+        if self._pending is not None:
+            # Gradients live on into this forward: only a step that begins with them shows for how
+            # long. Later steps are taken to begin as this one does.
+            return not self._with_gradients() <= self._pending[1].gradients_before
+        return not self.plans or key in self._diverged
+
+    def _model(self) -> nn.Module:
+        model = self._root()
+        assert model is not None, "asked for only while the script calls the model"
+        return model
+
+    def _with_gradients(self) -> frozenset[int]:
+        return frozenset(id(p) for p in self._model().parameters() if p.grad is not None)
+
+    def _plan_pending(self, outside: int) -> None:
+        assert self._pending is not None
+        (key, observation), self._pending = self._pending, None
+        step = RecordedStep(observation, type(self._model()).__name__, self._place)
+        if self._parameters_stay:
+            step.keep_parameters()
+        if step.not_offloaded:
+            self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
+        elif self._place is not None and (why := offloaded_parameters_refusal()) is not None:
+            self.notes[f"parameters are not offloaded: {why}"] = None
+        made = step.plan(self._room.within(self._budget), outside)
+        # Where it is a percentage: the same bytes from now on.
+        self._budget = made.budget_bytes
+        self.replans += bool(self.plans)
+        self.plans = [planned for planned in self.plans if planned.key != key]
+        self.plans.append(
+            PlannedStep(key, step, made, observation.root_calls, outside, observation.left)
+        )
+        left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
+        if made.fits or left < made.budget_bytes * _WORTH_A_PLAN:
+            self._on_plan(self, made)  # else there is a better one to tell of after this step
+
+    def _nearest(self, key: Key) -> PlannedStep:
+        """The plan for a key, else for the smallest larger one, else for the largest."""
+        wanted = _elements(key)
+
+        def distance(planned: PlannedStep) -> tuple[bool, bool, bool, int]:
+            size = _elements(planned.key)
+            other_mode = planned.key[0] != key[0]
+            return planned.key != key, other_mode, size < wanted, abs(size - wanted)
+
+        return min(self.plans, key=distance)
+
+    def _make_room(self, planned: PlannedStep, outside: int) -> None:
+        """Plan a step again where the script holds so much more that it would no longer fit.
+
+        Also once, where that helps, when it is known how much of what a step leaves behind (its
+        loss, the model's output) goes while the next one runs forward.
+        """
+        plan = planned.plan
+        room = plan.budget_bytes - plan.planned.predicted_peak_bytes
+        grew = plan.fits and outside - planned.outside_bytes > room
+        passing, planned.passing_bytes = planned.passing_bytes, 0
+        helps = passing >= plan.budget_bytes * _WORTH_A_PLAN and (plan.actions or not plan.fits)
+        if helps:
+            planned.passes = passing
+        if not (helps or grew) or self.replans >= MAX_REPLANS:
+            return
+        self.replans += 1
+        budget = self._written if helps else self._budget
+        within = self._room.within(budget)
+        planned.plan = planned.step.plan(within, outside, min(planned.passes, outside))
+        planned.wider = None
+        self._budget = planned.plan.budget_bytes
+        planned.outside_bytes = outside
+        planned.fitted = None
+        self._on_plan(self, planned.plan)
+
+    def _outside_bytes(self, inputs: Any, optimizers: Iterable[Optimizer]) -> int:
+        """What is live on the device and not of the step."""
+        model = self._model()
+        tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+        tensors.extend(p.grad for p in model.parameters())
+        for optimizer in optimizers:
+            states = [dict(in_memory(state)) for state in optimizer.state.values()]
+            tensors.extend(tree_leaves(states))
+        known = {}
+        with without_barrier():
+            for tensor in tensors:
+                if isinstance(tensor, Tensor) and tensor.device == self.device:
+                    storage = tensor.untyped_storage()
+                    # What cannot be resized is memory of a file or another process: not counted.
+                    is_counted = self.device.type == "cuda" or storage.resizable()
+                    # To ask for an address of memory that was let go would end the process.
+                    if is_counted and storage.nbytes() > 0:
+                        known[storage.data_ptr()] = storage.nbytes()
+        live = (
+            int(torch.cuda.memory_allocated(self.device))
+            if self.device.type == "cuda"
+            else _native.counted_bytes()
+        )
+        return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
+
+
+def _elements(key: Key) -> int:
+    return sum(torch.Size(shape).numel() for shape, _ in key[1:])
+
+
+def _hooked(optimizer: Optimizer) -> bool:
+    """Whether somebody expects to see all of a step at once."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _script_loss(_model: Any, _batch: Any) -> Tensor:
+    raise AssertionError("the script computes its own loss")
+
+
+def _refusal(root: nn.Module, device: torch.device) -> str:
+    """Why the steps of a model cannot be planned; empty when they can, as far as is known."""
+    if device.type not in ("cpu", "cuda"):
+        return f"its parameters are on `{device.type}`; memfit plans for the CPU and CUDA"
+    problem = cpu.start() if device.type == "cpu" else None
+    if problem is not None:
+        return f"its memory cannot be counted: {problem}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "it trains in several processes"
+    reasons = (
+        *(_module_refusal(module) for module in root.modules()),
+        *(_parameter_refusal(name, p, device) for name, p in root.named_parameters()),
+    )
+    return next(filter(None, reasons), "")
+
+
+def _module_refusal(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"it contains `{kind}`, which TorchScript runs"
+    if isinstance(module, nn.DataParallel):
+        return f"`{kind}` runs it in several threads"
+    return ""
+
+
+def _parameter_refusal(name: str, parameter: nn.Parameter, device: torch.device) -> str:
+    if type(parameter) is not nn.Parameter and owner_of(parameter) is None:
+        return f"its parameter `{name}` is a `{type(parameter).__name__}`"
+    if parameter.device != device:
+        return f"its parameters are on `{device}` and on `{parameter.device}`"
+    return ""

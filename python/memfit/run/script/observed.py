@@ -1,0 +1,303 @@
+"""One step of the script, run as it is and written down.
+
+Responsible for recording the script's own forward, backward and optimizer step, with everything
+that autograd saves kept in a file meanwhile. Not responsible for when that is done
+(:mod:`memfit.run.script.script`) nor for the plan made from it
+(:mod:`memfit.run.script.recorded_step`).
+
+Why the real step, and not a copy of the model on fakes as :mod:`memfit.capture` prefers: nobody but
+the script knows its loss. And it costs little memory: a recording wants to know how long a tensor
+lives when autograd does *not* hold it, so autograd must not hold it, and the file that keeps the
+contents makes this the step with the smallest activations that there is, without any plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memfit import _native
+from memfit.apply.remat.records import require_unchanged, version_of
+from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
+from memfit.capture.record.step import Roles
+from memfit.capture.stage.stage import batch_entries
+from memfit.run.script.contexts import Nesting
+from memfit.run.script.spill import SpillFile
+from memfit.run.script.updates import refusal, updates_of
+from memfit.tensors.storage import is_fixed, viewed
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class _Saved:
+    """A token of the recording, and what tells whether the tensor was written to since."""
+
+    __slots__ = ("alias", "shape", "token", "version")
+
+    def __init__(self, tensor: Tensor, token: Any) -> None:
+        self.token = token
+        self.shape = list(tensor.shape)
+        self.version = version_of(tensor)
+        with torch._C._DisableTorchDispatch():
+            self.alias = tensor.detach()
+            # Shares the version counter still, and no longer the memory.
+            self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A recorder of real ops that never stands in their way.
+
+    Attributes:
+        problem: Why the step could not be recorded to its end; empty while it could.
+        seconds: What each op took.
+        scratch: Bytes that each op took inside, above what was there before and after it.
+    """
+
+    def __init__(self, root: nn.Module, spill: SpillFile) -> None:
+        """Create a recorder.
+
+        Args:
+            root: The model; paths are from there.
+            spill: Keeps what autograd saves.
+        """
+        super().__init__(root, None, keep=spill.keep)
+        self.problem = ""
+        self.seconds: list[float] = []
+        self.scratch: list[int] = []
+        self._op_is_reached = False
+        self._took = (0.0, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op, and write it down as long as that works."""
+        kwargs = kwargs or {}
+        if not self.problem and any(kind not in _PLAIN for kind in types):
+            self.problem = f"it uses a tensor class, `{_first_other(types).__name__}`"
+        if self.problem:
+            return func(*args, **kwargs)
+        self._op_is_reached = False
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except Exception as error:
+            if self._op_is_reached:
+                raise  # the op's own
+            self.problem = _broken(error)
+            return func(*args, **kwargs)
+
+    def _run(self, func: Any, facts: Any, args: Any, kwargs: Any, read: Any) -> Any:
+        self._op_is_reached = True
+        window = _native.AllocationWindow()
+        before = _native.counted_bytes()
+        start = time.perf_counter()
+        try:
+            result = super()._run(func, facts, args, kwargs, read)
+        finally:
+            seconds = time.perf_counter() - start
+            peak = window.peak()[0]
+            window.close()
+        self._took = (seconds, max(peak - max(before, _native.counted_bytes()), 0))
+        return result
+
+    def _write_down(self, *args: Any) -> None:
+        try:
+            super()._write_down(*args)
+            self.seconds.append(self._took[0])
+            self.scratch.append(self._took[1])
+        except Exception as error:  # noqa: BLE001 - the op has run, and the script goes on
+            self.problem = _broken(error)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd holds instead of a tensor that it saves."""
+        if self.problem or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return tensor
+        with torch.no_grad():
+            return _Saved(tensor, self.saved.pack(tensor))
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor that autograd saved.
+
+        Raises:
+            RuntimeError: It was written to since, as autograd itself would say.
+        """
+        if isinstance(saved, Tensor):
+            return saved
+        require_unchanged(saved.alias, saved.version, saved.shape)
+        return self.saved.unpack(saved.token)
+
+
+def _first_other(types: Iterable[type]) -> type:
+    return next(kind for kind in types if kind not in _PLAIN)
+
+
+def _broken(error: Exception) -> str:
+    return f"it cannot be recorded ({type(error).__name__}: {error})"
+
+
+@dataclass(slots=True)
+class Observation:
+    """A recorded step.
+
+    Attributes:
+        recorder: What ran.
+        roles: Which allocation is what.
+        optimizer: Class name of the optimizer.
+        device_kind: ``cpu`` or ``cuda``.
+        root_calls: Calls of the first root in the forward.
+        gradients_before: ``id`` of the parameters that had a gradient when it began.
+        left: Storages, weakly, that the step made and left behind: its loss, outputs of its model.
+        state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
+        spill_problem: Why saved tensors were kept in memory; empty where they were not.
+    """
+
+    recorder: ScriptRecorder
+    roles: Roles
+    optimizer: str
+    device_kind: str
+    root_calls: int
+    gradients_before: frozenset[int]
+    left: list[weakref.ref[Any]]
+    state_stays: str | None
+    spill_problem: str
+
+
+class StepRecording:
+    """A step of the script under the recorder, from a model's call to the optimizer's end."""
+
+    def __init__(
+        self, root: nn.Module, inputs: Any, optimizers: Iterable[Optimizer], device_kind: str
+    ) -> None:
+        """Begin; the root is about to run.
+
+        Args:
+            root: The model.
+            inputs: Its arguments.
+            optimizers: The optimizers known so far.
+            device_kind: ``cpu`` or ``cuda``.
+        """
+        self._spill = SpillFile()
+        self._root = root
+        self._device_kind = device_kind
+        self._roles = Roles()
+        self._recorder = ScriptRecorder(root, self._spill)
+        self._gradients_before = frozenset(id(p) for p in root.parameters() if p.grad is not None)
+        self._register(inputs, optimizers)
+        self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
+        self._whole.enter_context(self._recorder.modules)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._recorder.pack, self._recorder.unpack)
+        self._forward.enter_context(hooks)
+        self._whole.enter_context(self._recorder)
+        self._nesting = Nesting()
+
+    def holds_graph(self) -> bool:
+        """Whether anything that autograd saved in the forward so far is still needed."""
+        return any(save.release is None for save in self._recorder.saved.saves)
+
+    def backward_begins(self) -> None:
+        """Backward is about to begin, the first time or again."""
+        if self._recorder.phase is FORWARD:
+            with self._nesting.cleared():
+                self._forward.close()
+            self._recorder.modules.recording = False
+        self._recorder.phase = BACKWARD
+
+    def backward_ended(self) -> None:
+        """What comes next belongs to the optimizer, unless another backward comes."""
+        self._recorder.phase = OPTIMIZER
+
+    def abandon(self) -> None:
+        """Stop recording; what autograd saved stays where it is for as long as it is needed."""
+        with self._nesting.cleared():
+            self._forward.close()
+            self._whole.close()
+        self._recorder.ledger.closing = True
+
+    def finish(self, optimizers: Iterable[Optimizer], root_calls: int) -> Observation:
+        """End the recording after the optimizer's step.
+
+        Args:
+            optimizers: Those that update the model.
+            root_calls: Calls of the root in the forward.
+        """
+        optimizers = list(optimizers)
+        names = [type(optimizer).__name__ for optimizer in optimizers]
+        recorder = self._recorder
+        ledger = recorder.ledger
+        for parameter in self._root.parameters():
+            if parameter.grad is not None:
+                self._note(self._roles.gradients, parameter.grad)
+        self._note_state(optimizers)
+        for kept in viewed(self._root.parameters()):
+            self._note(self._roles.fixed, kept)
+        state_stays = refusal(self._root, optimizers)
+        if state_stays is None:
+            self._roles.updates = updates_of(optimizers[0], ledger.seen)
+        left = ledger.made_and_held(self._roles.gradients | self._roles.optimizer_state)
+        ledger.close()
+        recorder.saved.close(ledger.now)
+        self.abandon()
+        _order_phases(recorder)
+        return Observation(
+            recorder,
+            self._roles,
+            " + ".join(dict.fromkeys(names)),
+            self._device_kind,
+            root_calls,
+            self._gradients_before,
+            left,
+            state_stays,
+            self._spill.problem,
+        )
+
+    def _register(self, inputs: Any, optimizers: Iterable[Optimizer]) -> None:
+        """Give everything that exists before the step its allocation, role and name."""
+        roles = self._roles
+        for name, parameter in self._root.named_parameters():
+            self._name(roles.parameters, parameter, name)
+            if is_fixed(parameter):
+                self._note(roles.fixed, parameter)
+            if parameter.grad is not None:
+                self._name(roles.gradients, parameter.grad, "")
+        for name, buffer in self._root.named_buffers():
+            self._name(roles.module_buffers, buffer, name)
+        for name, tensor in batch_entries(inputs):
+            self._name(roles.inputs, tensor, name)
+        self._note_state(optimizers)
+
+    def _name(self, members: set[int], tensor: Tensor, name: str) -> None:
+        allocation = self._note(members, tensor)
+        if allocation is not None and name:
+            self._roles.names.setdefault(allocation, name)
+
+    def _note(self, members: set[int], tensor: Tensor) -> int | None:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return None
+        allocation = self._recorder.ledger.seen(tensor)
+        members.add(allocation)
+        return allocation
+
+    def _note_state(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            for leaf in tree_leaves([dict(state) for state in optimizer.state.values()]):
+                if isinstance(leaf, Tensor):
+                    self._note(self._roles.optimizer_state, leaf)
+
+
+def _order_phases(recorder: Recorder) -> None:
+    """What runs between two backwards belongs to backward."""
+    phases = [op.phase for op in recorder.ops]
+    if BACKWARD not in phases:
+        return
+    last = len(phases) - 1 - phases[::-1].index(BACKWARD)
+    for op in recorder.ops[:last]:
+        if op.phase is not FORWARD:
+            op.phase = BACKWARD

@@ -1,0 +1,190 @@
+"""One forward of the script with the backward after it, in each of the ways it can run.
+
+Responsible for what is installed during a pass, and for its peak. Not responsible for which way a
+pass runs (:mod:`memfit.run.script.loop`) nor for when it begins and ends
+(:mod:`memfit.run.script.script`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.run.fitted import Fitted
+from memfit.run.script.contexts import Nesting
+from memfit.run.script.observed import Observation, StepRecording
+from memfit.track import cpu, cuda
+
+Kind = Literal["observed", "planned", "unplanned"]
+"""How a pass runs."""
+
+
+class Pass:
+    """A pass that runs as it is.
+
+    Attributes:
+        kind: How it runs.
+        root_calls: Calls so far of the model that began it.
+        in_forward: Whether backward has not begun.
+    """
+
+    kind: Kind = "unplanned"
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin; the model is about to run.
+
+        Args:
+            device: Where the model is.
+        """
+        self.root_calls = 1
+        self.in_forward = True
+        self._peak = _Peak(device)
+
+    def continues(self) -> bool:
+        """Whether another call of the model, before any backward, belongs to this pass."""
+        return False
+
+    def backward_begins(self) -> None:
+        """Backward is about to begin, the first time or again."""
+        self.in_forward = False
+
+    def backward_ended(self) -> None:
+        """Backward has run."""
+
+    def end(self) -> int:
+        """End it wherever it is.
+
+        Returns:
+            Most bytes live at once on the model's device.
+        """
+        return self._peak.close()
+
+
+class ObservedPass(Pass):
+    """A pass under the recorder."""
+
+    kind: Kind = "observed"
+
+    def __init__(
+        self,
+        device: torch.device,
+        root: nn.Module,
+        inputs: Any,
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        """Begin to record.
+
+        Args:
+            device: Where the model is.
+            root: The model.
+            inputs: What it is about to be called with.
+            optimizers: The optimizers known to update it.
+        """
+        super().__init__(device)
+        self._recording: StepRecording | None = StepRecording(root, inputs, optimizers, device.type)
+
+    def continues(self) -> bool:
+        """Whether what the forward saved so far is still needed."""
+        return self._recording is not None and self._recording.holds_graph()
+
+    def backward_begins(self) -> None:
+        """End the forward of the recording."""
+        if self._recording is not None:
+            self._recording.backward_begins()
+        super().backward_begins()
+
+    def backward_ended(self) -> None:
+        """Go on with the optimizer's part of the recording."""
+        if self._recording is not None:
+            self._recording.backward_ended()
+
+    def finish(self, optimizers: Iterable[Optimizer]) -> Observation | None:
+        """End the recording; the step is complete.
+
+        Args:
+            optimizers: Those that update the model.
+
+        Returns:
+            The recording; ``None`` where it was finished before.
+        """
+        recording, self._recording = self._recording, None
+        return recording.finish(optimizers, self.root_calls) if recording is not None else None
+
+    def end(self) -> int:
+        """Give up what was recorded, if it was not finished."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.abandon()
+        return super().end()
+
+
+class PlannedPass(Pass):
+    """A pass that runs by a plan."""
+
+    kind: Kind = "planned"
+
+    def __init__(
+        self,
+        device: torch.device,
+        fitted: Fitted,
+        root_calls: int,
+        on_forward_end: Callable[[str], None],
+    ) -> None:
+        """Begin the planned forward.
+
+        Args:
+            device: Where the model is.
+            fitted: Carries out the plan.
+            root_calls: Calls of the model in the step that was planned.
+            on_forward_end: Told when forward is over, with a sentence where it left the plan.
+        """
+        super().__init__(device)
+        self._fitted = fitted
+        self._expected_calls = root_calls
+        self._on_forward_end = on_forward_end
+        self._forward: contextlib.AbstractContextManager[None] | None = fitted.forward()
+        self._forward.__enter__()
+        self._nesting = Nesting()
+
+    def continues(self) -> bool:
+        """Whether the planned step calls the model more often."""
+        return self.root_calls < self._expected_calls
+
+    def backward_begins(self) -> None:
+        """End the planned forward."""
+        self._leave()
+        super().backward_begins()
+
+    def end(self) -> int:
+        """End the planned forward, if backward never began."""
+        self._leave()
+        return super().end()
+
+    def _leave(self) -> None:
+        forward, self._forward = self._forward, None
+        if forward is None:
+            return
+        with self._nesting.cleared():
+            forward.__exit__(None, None, None)
+        report = self._fitted.report()
+        self._on_forward_end(report.divergence if report.diverged else "")
+
+
+class _Peak:
+    """Bytes live on a device from the begin of a pass to its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._window = cuda.Window() if device.type == "cuda" else cpu.Window()
+
+    def close(self) -> int:
+        if isinstance(self._window, cuda.Window):
+            seen = self._window.close().get(self._device.index or 0)
+            return seen.peak["allocated"] if seen is not None else 0
+        reading = self._window.close()
+        return reading.peak_bytes if reading is not None else 0

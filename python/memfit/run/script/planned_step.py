@@ -1,0 +1,57 @@
+"""A recorded step of a script with the plan for it, and the key by which a pass finds it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memfit.answers import Plan
+from memfit.run.fitted import Fitted
+from memfit.run.script.recorded_step import RecordedStep
+
+Key = tuple[Any, ...]
+"""What decides which ops a pass runs, as far as that is known before: mode, shapes, types."""
+
+
+def key_of(root: nn.Module, inputs: Any) -> Key:
+    """The key of a pass.
+
+    Args:
+        root: The model.
+        inputs: What it is about to be called with.
+    """
+    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return (root.training, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """A recorded step and the plan for those like it.
+
+    Attributes:
+        key: What it was recorded with.
+        step: The recording.
+        plan: The plan.
+        root_calls: Calls of the model in it.
+        outside_bytes: What the plan takes the script to hold besides.
+        left: What the recorded step left behind, weakly, until it is known what becomes of it.
+        passing_bytes: How much of that was gone when the next backward began; 0 once planned for.
+        passes: What the plan takes to be gone by then.
+        wider: The plan before another process needed memory; ``None`` while there was room.
+        fitted: Carries the plan out; made when it is needed.
+    """
+
+    key: Key
+    step: RecordedStep
+    plan: Plan
+    root_calls: int
+    outside_bytes: int
+    left: list[weakref.ref[Any]] = field(default_factory=list)
+    passing_bytes: int = 0
+    passes: int = 0
+    wider: Plan | None = None
+    fitted: Fitted | None = None

@@ -1,0 +1,178 @@
+"""From a recorded step of the script to a plan for the steps that follow.
+
+Responsible for turning the recorded step into one as the next ones will be, and for the bytes that
+are there besides. Not responsible for recording or for carrying the plan out.
+
+A first step differs from all others in one way: its optimizer makes its state. What became
+optimizer state is therefore taken to have been there all along. (A step that began without the
+gradients that later ones begin with is not planned from; see :mod:`memfit.run.script.loop`.)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from memfit import _native
+from memfit._native import gpu_profile
+from memfit.answers import Plan, Trace
+from memfit.apply.offload.tiers import open_tier
+from memfit.capture.trace_writer import StepFacts, trace_json
+from memfit.errors import MemfitError
+from memfit.options import HOST
+from memfit.plan.cost_source import offer
+from memfit.plan.profiles import usable
+from memfit.run.script.elsewhere import PARAMETERS
+from memfit.run.script.observed import Observation
+from memfit.run.script.updates import temporaries_bytes
+from memfit.torch_versions import offloaded_parameters_refusal
+
+_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
+"""What needs a step that is memfit's own."""
+
+OUTSIDE = "outside the step"
+"""Name of the bytes that the script holds meanwhile: data, other models, the last step's loss."""
+
+
+class RecordedStep:
+    """A step that can be planned, for any number of bytes held besides.
+
+    Attributes:
+        not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
+    """
+
+    def __init__(self, observation: Observation, target: str, place: str | None = None) -> None:
+        """Make a trace of a recorded step.
+
+        Args:
+            observation: The recording.
+            target: A name for it.
+            place: Where activations may be offloaded to: a folder, or ``host``; ``None`` for
+                nowhere.
+        """
+        recorder, roles = observation.recorder, observation.roles
+        facts = StepFacts(
+            target=target,
+            torch_version=torch.__version__,
+            device_kind=observation.device_kind,
+            optimizer=observation.optimizer,
+            batch=0,
+            training=True,
+            captured="real",
+            parameters=roles.parameters,
+            module_buffers=roles.module_buffers,
+            inputs=roles.inputs,
+            optimizer_state=roles.optimizer_state,
+            gradients=roles.gradients,
+            names=roles.names,
+            updates=roles.updates,
+            fixed=roles.fixed,
+            fused_optimizer_refusal="the script calls the optimizer",
+            per_parameter_refusal=observation.state_stays,
+            offloaded_parameters_refusal=offloaded_parameters_refusal(),
+        )
+        if observation.device_kind == "cpu":
+            facts.workspace = {i: size for i, size in enumerate(recorder.scratch) if size > 0}
+            facts.probe_threads = torch.get_num_threads()
+        self._json = trace_json(recorder, facts)
+        costs = _costs(observation)
+        self._costs = json.dumps(costs)
+        profile = costs.get("profile") or {}
+        self._offer: dict[str, Any] | None = None
+        # Who updates parameters without an optimizer is not seen to do it.
+        by_hand = [] if observation.optimizer else [PARAMETERS]
+        self._forbidden = [*_NOT_THE_SCRIPTS, *by_hand]
+        self.not_offloaded = ""
+        if place is not None:
+            try:
+                self._offer = _usable(offer(observation.device_kind, place, profile))
+            except MemfitError as error:
+                self.not_offloaded = str(error).partition("\n")[0]
+        _settle(self._json, roles.optimizer_state)
+        most = temporaries_bytes(self._json)
+        for update in self._json["updates"]:
+            update["temporary_bytes"] = most
+
+    def keep_parameters(self) -> None:
+        """Have the model's parameters stay in memory in plans from now on."""
+        if PARAMETERS not in self._forbidden:
+            self._forbidden.append(PARAMETERS)
+
+    def plan(
+        self,
+        budget: str | int,
+        outside_bytes: int,
+        passing_bytes: int = 0,
+        *,
+        time_limit: float | None = None,
+    ) -> Plan:
+        """Plan the step.
+
+        Args:
+            budget: As the user wrote it, or bytes.
+            outside_bytes: What the script holds besides what the step knows of.
+            passing_bytes: How much of that goes before backward begins.
+            time_limit: Seconds after which the best plan found will do.
+        """
+        ops = self._json["ops"]
+        forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
+        strings = [*self._json["strings"], OUTSIDE]
+        besides = [
+            {
+                "bytes": size,
+                "device": 0,
+                "category": "input",
+                "producer": None,
+                "natural": [[0, end]],
+                "name": len(strings) - 1,
+                "law": None,
+            }
+            for size, end in ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
+            if size > 0 and end > 0
+        ]
+        described = {
+            **self._json,
+            "allocations": [*self._json["allocations"], *besides],
+            "strings": strings,
+        }
+        trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
+        request = {
+            "budget": str(budget),
+            "forbid": self._forbidden,
+            "offload": self._offer,
+        }
+        return Plan(_native.plan(trace.native, self._costs, json.dumps(request), time_limit))
+
+
+def _usable(offered: dict[str, Any]) -> dict[str, Any]:
+    """An offer whose place takes files: a plan that finds out later would end the script.
+
+    Raises:
+        OffloadError: It does not: its files would lie in memory.
+    """
+    if offered["tier"] != HOST:
+        open_tier(offered["tier"], 0, offered["folder"])
+    return offered
+
+
+def _costs(observation: Observation) -> dict[str, Any]:
+    """What ops take: as measured in the recorded step, or by the GPU's datasheet.
+
+    Nothing is run for it: that would take memory which the script may not have.
+    """
+    if observation.device_kind == "cpu":
+        seconds = observation.recorder.seconds
+        return {"kind": "profile", "op_seconds": seconds}
+    found, _ = usable("cuda", None)
+    return {"kind": "roofline", "profile": found or json.loads(gpu_profile(None))}
+
+
+def _settle(trace: dict[str, Any], optimizer_state: set[int]) -> None:
+    """Let optimizer state exist from the start."""
+    end = len(trace["ops"])
+    for index in optimizer_state if end > 0 else ():
+        trace["allocations"][index].update(
+            producer=None, natural=[[0, end]], category="optimizer_state"
+        )

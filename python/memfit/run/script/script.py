@@ -1,0 +1,360 @@
+"""The training loops of an unmodified script, found and fitted while it runs.
+
+Responsible for where passes begin and end, for saying what was found and done, and for the record
+at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`).
+
+A pass begins when a model with trainable parameters is called, by no other model and with gradients
+on. It goes on through whatever the script computes, calls of other models included, to the first
+``backward()``; it ends when an optimizer has updated the model, or with the next pass. A step
+without an optimizer (the script updates parameters itself) ends with the next call of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit import _native
+from memfit.answers import Plan
+from memfit.run.script.contexts import Nesting
+from memfit.run.script.lease import Room
+from memfit.run.script.loop import Loop
+from memfit.run.script.passes import ObservedPass, Pass
+from memfit.run.script.planned_step import Key
+from memfit.run.script.signals import Signals
+from memfit.track.owners import instances
+
+MAX_ROOT_CALLS = 64
+"""Calls of a model without a backward; beyond, the forward is taken to have been given up."""
+
+
+_EFFECTS = {
+    "remat": "tensors computed again in backward",
+    "offload": "tensors kept elsewhere until backward",
+    "offload_optimizer": "parameters with optimizer state elsewhere",
+    "offload_parameters": "parameters elsewhere but for those about to be used",
+}
+
+
+class _Running:
+    """The pass under way."""
+
+    __slots__ = ("key", "loop", "running")
+
+    def __init__(self, loop: Loop, key: Key, running: Pass) -> None:
+        self.loop = loop
+        self.key = key
+        self.running = running
+
+
+class _Uses:
+    """Calls of models and backwards under way, one inside another.
+
+    Only inside these are parameters let go that the loops keep elsewhere. In between, whoever uses
+    one has it in memory for good: a script that saves its model must find all of it.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[contextlib.ExitStack, Nesting]] = []
+
+    def begin(self, loops: list[Loop]) -> None:
+        """One begins."""
+        entered = contextlib.ExitStack()
+        for loop in loops:
+            entered.enter_context(loop.elsewhere_in_use())
+        self._entered.append((entered, Nesting()))
+
+    def end(self) -> None:
+        """The one that began last is over."""
+        if self._entered:
+            entered, nesting = self._entered.pop()
+            with nesting.cleared():
+                entered.close()
+
+    def end_all(self) -> None:
+        """All are taken to be over."""
+        while self._entered:
+            self.end()
+
+
+class AdoptedScript:
+    """What ``memfit run --budget`` does to a script."""
+
+    def __init__(
+        self, budget: str, room: Room, say: Callable[[str], None], place: str | None = None
+    ) -> None:
+        """Wait for the script.
+
+        Args:
+            budget: As the user wrote it.
+            room: What was leased for the script.
+            say: Shows a line to the user.
+            place: Where activations may be offloaded to; ``None`` for nowhere.
+        """
+        self._budget = budget
+        self._place = place
+        self._room = room
+        self._say = say
+        self._signals = Signals(self)
+        self._loops: list[Loop] = []
+        self._current: _Running | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._uses = _Uses()
+        self._stepping = 0
+        self._refusal = ""
+
+    def begin(self) -> None:
+        """Watch the script; torch has just been imported."""
+        self._signals.install()
+
+    # What the script does
+
+    def called(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a pass, or go on with one; until it returns, what is elsewhere is in use."""
+        self._pass_of(root, args, kwargs)
+        self._uses.begin(self._loops)
+
+    def returned(self) -> None:
+        """The model has returned, or raised."""
+        self._uses.end()
+
+    def _pass_of(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._current_autograd_node() is not None or torch._C._is_tracing():
+            return  # a user's checkpoint, or TorchScript looking at the model
+        if next(root.parameters(), None) is None:
+            return
+        current = self._current
+        if current is not None and not current.running.in_forward:
+            self._complete_without_optimizer(current)
+            current = self._current
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in root.parameters()):
+            return
+        if current is not None and current.running.in_forward:
+            if not current.loop.is_of(root):
+                current.loop.models[type(root).__name__] = None
+                return
+            if current.running.root_calls < MAX_ROOT_CALLS and current.running.continues():
+                current.running.root_calls += 1
+                return
+        self._end_pass()
+        loop = self._loop_of(root)
+        if self._stepping:
+            self._refuse(loop, "its optimizer calls the model by itself (a closure)")
+        inputs = (args, kwargs)
+        was_refused = bool(loop.refusal)
+        running = loop.begin(inputs, self._optimizers)
+        if loop.refusal and not was_refused:
+            self._say(_unplanned(loop))
+        self._current = _Running(loop, loop.key(inputs), running)
+
+    def failed(self) -> None:
+        """The model raised: its pass is over."""
+        self._end_pass()
+
+    def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
+        """End the forward of the pass; until backward has run, what is elsewhere is in use."""
+        self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
+        self._uses.begin(self._loops)
+
+    def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
+        current = self._current
+        if current is None:
+            return
+        if creates_graph or not accumulates:
+            self._end_pass()
+            self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
+            return
+        current.running.backward_begins()
+
+    def backward_ended(self) -> None:
+        """Go on with the pass."""
+        self._uses.end()
+        if self._current is not None and not self._current.running.in_forward:
+            self._current.running.backward_ended()
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Know the optimizer."""
+        self._optimizers.add(optimizer)
+        self._stepping += 1
+
+    def updates(self, optimizer: Optimizer) -> None:
+        """Make the updates of a step whose state is elsewhere."""
+        for loop in self._loops:
+            loop.step_begins(optimizer)
+
+    def optimizer_ended(self, optimizer: Optimizer) -> None:
+        """End the pass; of models trained in turn, another one may have been updated."""
+        for loop in self._loops:
+            loop.step_ended()
+        self._stepping = max(self._stepping - 1, 0)
+        current = self._current
+        if current is not None and not current.running.in_forward:
+            self._complete(current, optimizer)
+
+    def compiles(self) -> None:
+        """Leave a script alone that compiles."""
+        self._give_up("it uses `torch.compile`, and memfit plans steps that run eagerly")
+
+    def broke(self, error: Exception) -> None:
+        """Leave the script alone after a failure of memfit."""
+        self._give_up(f"memfit failed ({type(error).__name__}: {error})")
+
+    def end(self) -> dict[str, Any]:
+        """The script is over.
+
+        Returns:
+            What was found and done, in the program's words.
+        """
+        if self._current is not None and not self._current.running.in_forward:
+            self._complete_without_optimizer(self._current)
+        self._signals.remove()
+        self._end_pass()
+        for loop in self._loops:
+            loop.rest()
+        return {
+            "budget": self._budget,
+            "refusal": self._refusal or None,
+            "loops": [_described(loop) for loop in self._loops],
+        }
+
+    # Passes
+
+    def _loop_of(self, root: nn.Module) -> Loop:
+        for loop in self._loops:
+            if loop.is_of(root):
+                return loop
+        for other in self._loops:
+            other.bring_home()  # graphs that it made may be used by the new one
+            other.rest()
+        loop = Loop(root, self._budget, self._room, self._planned, self._place)
+        self._loops.append(loop)
+        if loop.refusal:
+            self._room.whole()  # nobody knows what its steps take
+            self._say(_unplanned(loop))
+        return loop
+
+    def _complete(self, current: _Running, stepped: Optimizer | None) -> None:
+        """A step is complete: an optimizer has stepped, or there is none."""
+        loop, running = current.loop, current.running
+        optimizers = loop.updated_by(self._optimizers)
+        if stepped is not None and stepped not in optimizers:
+            optimizers.append(stepped)
+        loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
+        was_refused = bool(loop.refusal)
+        if isinstance(running, ObservedPass):
+            loop.finish(running, current.key, optimizers)
+        loop.counts[running.kind].steps += 1
+        self._end_pass()
+        if loop.refusal and not was_refused:
+            self._say(_unplanned(loop))
+
+    def _complete_without_optimizer(self, current: _Running) -> None:
+        """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
+        loop = current.loop
+        if loop.has_optimizer is None:
+            loop.has_optimizer = bool(loop.updated_by(instances(Optimizer)))
+        if not loop.has_optimizer:
+            self._complete(current, None)
+
+    def _end_pass(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            count = current.loop.counts[current.running.kind]
+            count.peak_bytes = max(count.peak_bytes, current.running.end())
+
+    def _refuse(self, loop: Loop, reason: str) -> None:
+        if not loop.refusal:
+            loop.refuse(reason)
+            self._say(_unplanned(loop))
+
+    def _give_up(self, reason: str) -> None:
+        if not self._refusal:
+            self._refusal = reason
+            self._say(f"the script runs unplanned: {reason}")
+            self._uses.end_all()
+            self._end_pass()
+            for loop in self._loops:
+                loop.rest()
+                loop.bring_home()
+
+    def _planned(self, loop: Loop, plan: Plan) -> None:
+        self._say(_found(loop, plan))
+        peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
+        # What several models need together nobody has planned.
+        gives_way = len(self._loops) == 1
+        self._room.keep(max(peaks, default=0), loop.device, gives_way=gives_way)
+
+
+def _names(loop: Loop) -> str:
+    return " + ".join(f"`{name}`" for name in loop.models)
+
+
+def _unplanned(loop: Loop) -> str:
+    return f"{_names(loop)} runs unplanned: {loop.refusal}"
+
+
+def _found(loop: Loop, plan: Plan) -> str:
+    """A line about a loop that was planned."""
+    size = _native.bytes_text
+    optimizer = " + ".join(loop.optimizers) or "no optimizer"
+    unplanned = size(plan.unplanned.predicted_peak_bytes)
+    head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
+    if plan.fits and not plan.actions:
+        return f"{head}: a step takes {unplanned}, within {size(plan.budget_bytes)} as it is"
+    done = ", ".join(f"{a.count:,} {_EFFECTS.get(a.kind, a.kind)}" for a in plan.actions)
+    took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
+    predicted = size(plan.planned.predicted_peak_bytes)
+    if plan.fits:
+        return f"{head}: a step takes {unplanned}; planned: {predicted}, {took}"
+    head = f"{head}: a step takes {unplanned}, and no plan fits {size(plan.budget_bytes)}"
+    least = plan.minimum_budget_bytes
+    ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
+    if not plan.actions:
+        return f"{head} or saves anything: it runs as it is; {ask}"
+    return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
+
+
+def _described(loop: Loop) -> dict[str, Any]:
+    """A loop for the record, in the program's words."""
+    latest = loop.plans[-1].plan if loop.plans else None
+    return {
+        "models": list(loop.models),
+        "parameters": loop.parameters,
+        "optimizers": list(loop.optimizers),
+        "device": str(loop.device),
+        "refusal": loop.refusal or None,
+        "observed": _counted(loop, "observed"),
+        "planned": _counted(loop, "planned"),
+        "unplanned": _counted(loop, "unplanned"),
+        "plan": None if latest is None else _plan_described(latest),
+        "replans": loop.replans,
+        "divergence": loop.divergence or None,
+        "notes": list(loop.notes),
+    }
+
+
+def _counted(loop: Loop, kind: Any) -> dict[str, int]:
+    count = loop.counts[kind]
+    return {"steps": count.steps, "peak_bytes": count.peak_bytes}
+
+
+def _plan_described(plan: Plan) -> dict[str, Any]:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "fits": plan.fits,
+        "unplanned_peak_bytes": plan.unplanned.predicted_peak_bytes,
+        "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
+        "minimum_peak_bytes": plan.minimum_peak_bytes,
+        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "predicted_step_ratio": plan.predicted_step_ratio,
+        "actions": [
+            {"kind": action.kind, "count": action.count, "bytes": action.bytes}
+            for action in plan.actions
+        ],
+    }

@@ -1,0 +1,172 @@
+"""What a training script does, as it happens: model calls, backward, optimizer steps.
+
+Responsible for seeing them in an unmodified script, and for never letting a failure of memfit reach
+it. Not responsible for what follows from them (:mod:`memfit.run.script.script`).
+
+Module calls are seen by standing in for ``nn.Module.__call__``: torch's global hooks do not show
+keyword arguments, and do not fire after ``KeyboardInterrupt``. Only the outermost call of the main
+thread is told. As soon as the script compiles anything, everything is put back: the compiler looks
+into these functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.track.steps import STEPS
+
+
+class Listener(Protocol):
+    """Told what the script does."""
+
+    def called(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is about to run that no other module has called."""
+
+    def failed(self) -> None:
+        """It raised."""
+
+    def returned(self) -> None:
+        """It is over, after :meth:`failed` if it raised."""
+
+    def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
+        """Autograd's engine is about to run: for leaves' gradients, or for given inputs."""
+
+    def backward_ended(self) -> None:
+        """It has run."""
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def updates(self, optimizer: Optimizer) -> None:
+        """It is about to step, called without a closure; what is raised is the script's to see."""
+
+    def optimizer_ended(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+
+    def compiles(self) -> None:
+        """The script uses ``torch.compile``; nothing more is told."""
+
+    def broke(self, error: Exception) -> None:
+        """One of the methods above failed; nothing more is told."""
+
+
+class Signals:
+    """The stand-ins, from :meth:`install` to :meth:`remove`."""
+
+    def __init__(self, listener: Listener) -> None:
+        """Stand in for nothing yet.
+
+        Args:
+            listener: Told what happens.
+        """
+        self._listener = listener
+        self._thread = threading.get_ident()
+        self._inside = False
+        self._in_backward = False
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Stand in for what tells of a training step; undone in children that the script forks."""
+        self._replace(nn.Module, "__call__", self._calling(nn.Module.__call__))
+        self._replace(torch, "compile", self._compiling(torch.compile))
+        engine = getattr(torch.autograd, "_engine_run_backward")  # noqa: B009 - torch does not export it
+        self._replace(torch.autograd, "_engine_run_backward", self._differentiating(engine))
+        STEPS.watch()
+        STEPS.listeners.append(self._stepping)
+        self._undo.append(lambda: STEPS.listeners.remove(self._stepping))
+        os.register_at_fork(after_in_child=self.remove)
+
+    def remove(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, stand_in: Any) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, stand_in)
+
+        def put_back() -> None:
+            if getattr(owner, name) is stand_in:
+                setattr(owner, name, original)
+
+        self._undo.append(put_back)
+
+    def _tell(self, told: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not self._undo:
+            return
+        try:
+            told(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the script must run as it would without memfit
+            self.remove()
+            self._listener.broke(error)
+
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        listener = self._listener
+
+        @functools.wraps(original)
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread:
+                return original(module, *args, **kwargs)
+            self._inside = True
+            try:
+                self._tell(listener.called, module, args, kwargs)
+                return original(module, *args, **kwargs)
+            except BaseException:
+                self._tell(listener.failed)
+                raise
+            finally:
+                self._inside = False
+                self._tell(listener.returned)
+
+        return call
+
+    def _differentiating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        listener = self._listener
+
+        # The parameters are those of the engine, which torch calls by position.
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._in_backward or threading.get_ident() != self._thread:
+                return original(*args, **kwargs)
+            self._in_backward = True
+            creates_graph = bool(args[3]) if len(args) > 3 else False  # noqa: PLR2004
+            accumulates = bool(kwargs.get("accumulate_grad"))
+            try:
+                self._tell(
+                    listener.backward_begins, accumulates=accumulates, creates_graph=creates_graph
+                )
+                return original(*args, **kwargs)
+            finally:
+                self._in_backward = False
+                self._tell(listener.backward_ended)
+
+        return run
+
+    def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile_(*args: Any, **kwargs: Any) -> Any:
+            self._tell(self._listener.compiles)
+            self.remove()
+            return original(*args, **kwargs)
+
+        return compile_
+
+    def _stepping(self, when: str, optimizer: Optimizer) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        listener = self._listener
+        if when != "before":
+            self._tell(listener.optimizer_ended, optimizer)
+            return
+        self._tell(listener.optimizer_begins, optimizer)
+        if self._undo and not STEPS.has_arguments:
+            # Not told: after half of the updates there is no going on as if nothing had been.
+            listener.updates(optimizer)

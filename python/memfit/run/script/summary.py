@@ -1,0 +1,376 @@
+"""``memfit run``: a script under the count, and its summary.
+
+Responsible for counting from the moment the script imports torch, for the phase and step at which
+things happen, and for the summary. Not responsible for running the script
+(:mod:`memfit.run.script.launcher`) nor for words (the program prints the summary).
+
+Everything that imports torch is imported after the script has done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memfit.options import place_of
+from memfit.run.script import launcher
+from memfit.run.script.announce import Announcer
+from memfit.run.script.lease import Room, Wish
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from memfit.run.script.script import AdoptedScript
+    from memfit.track import cpu, cuda, growth
+
+SCHEMA_VERSION = 1
+"""Version of the summary's shape."""
+
+FORWARD, BACKWARD, OPTIMIZER = range(3)
+PHASES = ("forward", "backward", "optimizer")
+
+_HISTORY_LIMIT = 1_000_000
+"""Events of CUDA history that are kept, the latest."""
+
+_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate memory")
+_REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
+
+
+def run(
+    command: Sequence[str],
+    *,
+    is_module: bool,
+    snapshot: str | None,
+    budget: str | None = None,
+    wish: Wish | None = None,
+    offload: str | None = None,
+    announce: bool = False,
+) -> dict[str, Any]:
+    """Run a script and say what it took.
+
+    Args:
+        command: The script or module, and its arguments.
+        is_module: Whether it is a module, as with ``python -m``.
+        snapshot: Where to write a snapshot of CUDA memory; ``None`` for nowhere.
+        budget: Memory that its training steps shall stay within; ``None`` to leave them alone.
+        wish: How to lease the budget; ``None`` to lease nothing.
+        offload: Folder, or ``host``, where activations may be offloaded to; ``None`` for nowhere.
+        announce: Whether to say on standard error what is planned, when it is.
+
+    Returns:
+        The summary, in the program's words; its ``quiet`` says that it is not to be printed.
+
+    Raises:
+        UsageError: There is no such script, or no such folder to offload to.
+        LeaseError: The broker does not grant the budget; the script was not run.
+    """
+    launcher.require(command[0], is_module=is_module)
+    # The script may change the working folder.
+    place = None if offload is None else place_of(offload)
+    say = Announcer(shown=announce)
+    room = Room(say)
+    if wish is not None and budget is not None:
+        room.open(budget, wish, label=Path(command[0]).name)
+    watch = Watch(snapshot, budget, room, say, place)
+    process = os.getpid()
+    sys.meta_path.insert(0, _TorchFinder(watch.begin))
+    ending = launcher.run(command, is_module=is_module)
+    launcher.flush()
+    summary = watch.summary(command[0], ending)
+    room.close()
+    summary["quiet"] = launcher.is_child(process)
+    return summary
+
+
+class _TorchFinder:
+    """Calls a function once torch is imported."""
+
+    def __init__(self, imported: Callable[[], None]) -> None:
+        self._imported = imported
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find torch as ever and add the call to its loading."""
+        if name != "torch":
+            return None
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: ModuleType) -> None:
+                load(module)
+                self._imported()
+
+            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+class Watch:
+    """What is seen of one script."""
+
+    def __init__(
+        self,
+        snapshot: str | None,
+        budget: str | None,
+        room: Room,
+        say: Callable[[str], None],
+        place: str | None = None,
+    ) -> None:
+        """Wait for torch.
+
+        Args:
+            snapshot: As in :func:`run`.
+            budget: As in :func:`run`.
+            room: What was leased for the script.
+            say: Shows a line to the user.
+            place: Where activations may be offloaded to, found to be there.
+        """
+        self._start = time.perf_counter()
+        self._snapshot = snapshot
+        self._budget = budget
+        self._room = room
+        self._place = place
+        self._say = say
+        self._adopted: AdoptedScript | None = None
+        self._notes: list[str] = []
+        self._began: float | None = None
+        self._cpu: cpu.Window | None = None
+        self._cuda: cuda.Window | None = None
+        self._records_history = False
+        self._steps = 0
+        self._phase = FORWARD
+        self._loops: dict[int, growth.GrowthWatch] = {}
+        self._growth: tuple[growth.GrowthWatch, growth.Cause] | None = None
+
+    def begin(self) -> None:
+        """Start to count; torch has just been imported. A failure is noted, never raised."""
+        try:
+            self._begin()
+        except Exception as error:  # noqa: BLE001 - the script must run as it would without memfit
+            self._notes.append(f"cannot count: {type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        import torch
+        from torch.nn.modules import module
+
+        from memfit.track import cpu, cuda
+        from memfit.track.steps import STEPS
+
+        self._began = time.perf_counter() - self._start
+        problem = cpu.start()
+        if problem is None:
+            self._cpu = cpu.Window()
+            STEPS.add(self._cpu)
+        else:
+            self._notes.append(problem)
+        self._cuda = cuda.Window()
+        STEPS.watch()
+        STEPS.listeners.append(self._on_step)
+        module.register_module_parameter_registration_hook(_on_parameter)
+        module.register_module_buffer_registration_hook(_on_buffer)
+        self._watch_backward()
+        if self._budget is not None:
+            from memfit.run.script.script import AdoptedScript
+
+            self._adopted = AdoptedScript(self._budget, self._room, self._say, self._place)
+            self._adopted.begin()
+        if self._snapshot is not None:
+            # Called when the script first uses CUDA; memfit does not start it.
+            torch.cuda._lazy_call(self._record_history)  # type: ignore[no-untyped-call]
+
+    def _watch_backward(self) -> None:
+        """Know when autograd's engine runs: `backward` and `grad` both call it by this name."""
+        from torch import autograd
+
+        engine = getattr(autograd, "_engine_run_backward", None)
+        if engine is None:
+            return
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            before = self._phase
+            self._enter(BACKWARD)
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                self._enter(before)
+
+        autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+    def _enter(self, phase: int) -> None:
+        from memfit import _native
+
+        self._phase = phase
+        _native.mark_allocations(self._steps * len(PHASES) + phase)
+
+    def _on_step(self, when: str, optimizer: Optimizer) -> None:
+        if when == "before":
+            self._enter(OPTIMIZER)
+            return
+        self._steps += 1
+        self._enter(FORWARD)
+        self._observe(optimizer)
+
+    def _observe(self, optimizer: Optimizer) -> None:
+        """Note what is kept after a step; each optimizer has its own rhythm."""
+        from memfit import _native
+        from memfit.track import cuda, growth
+
+        kept = _native.counted_bytes() if self._cpu is not None else 0
+        if cuda.in_use():
+            kept += cuda.allocated_bytes()
+        loop = self._loops.setdefault(id(optimizer), growth.GrowthWatch(look_share=0))
+        cause = loop.observe(kept)
+        if cause is not None and self._growth is None:
+            self._growth = (loop, cause)
+
+    def _record_history(self) -> None:
+        import torch
+
+        try:
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY_LIMIT)
+            self._records_history = True
+        except Exception as error:  # noqa: BLE001 - the script must run as it would without memfit
+            self._notes.append(f"cannot record CUDA memory: {error}")
+
+    def _write_snapshot(self) -> str | None:
+        if self._snapshot is None:
+            return None
+        if not self._records_history:
+            self._notes.append("no snapshot was written: the script did not use CUDA")
+            return None
+        import torch
+
+        try:
+            torch.cuda.memory._dump_snapshot(self._snapshot)  # type: ignore[no-untyped-call]
+        except Exception as error:  # noqa: BLE001 - the summary is still worth printing
+            self._notes.append(f"cannot write `{self._snapshot}`: {error}")
+            return None
+        return self._snapshot
+
+    def summary(self, name: str, ending: launcher.Ending) -> dict[str, Any]:
+        """What was seen, in the program's words."""
+        elapsed = time.perf_counter() - self._start
+        oom = None
+        devices: list[dict[str, Any]] = []
+        fitting = self._adopted.end() if self._adopted is not None else None
+        if self._began is not None:
+            from memfit.track.owners import OWNERS
+
+            OWNERS.search("the end of a script")
+            OWNERS.label()
+            oom = self._out_of_memory(ending.error, elapsed)
+            devices = self._devices(self._began)
+        else:
+            self._notes.append("the script did not import torch: nothing was counted")
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "script": name,
+            "ended": "out_of_memory" if oom is not None else ending.ended,
+            "exit_code": ending.exit_code,
+            "elapsed_seconds": elapsed,
+            "torch_imported": self._began is not None,
+            "devices": devices,
+            "steps": self._step_summary(),
+            "oom": oom,
+            "fitting": fitting,
+            "lease": self._room.described(),
+            "snapshot": self._write_snapshot(),
+            "notes": self._notes,
+        }
+
+    def _devices(self, began: float) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        counted = self._cpu.read() if self._cpu is not None else None
+        if counted is not None:
+            steps, phase = divmod(counted.peak_mark, len(PHASES))
+            seconds = began + counted.peak_at_ns / 1e9
+            peak = {"seconds": seconds, "phase": PHASES[phase], "steps_done": steps}
+            found.append(
+                {
+                    "device": "cpu",
+                    "peak_bytes": counted.peak_bytes,
+                    "after_bytes": counted.current_bytes,
+                    "peak_by_category": counted.peak_by_category,
+                    "reserved_peak_bytes": None,
+                    "peak": peak,
+                }
+            )
+        for index, seen in (self._cuda.read() if self._cuda is not None else {}).items():
+            found.append(
+                {
+                    "device": f"cuda:{index}",
+                    "peak_bytes": seen.peak["allocated"],
+                    "after_bytes": seen.current["allocated"],
+                    "peak_by_category": None,
+                    "reserved_peak_bytes": seen.peak["reserved"],
+                    "peak": None,
+                }
+            )
+        return found
+
+    def _step_summary(self) -> dict[str, Any]:
+        loop, cause = self._growth or (None, None)
+        return {
+            "count": self._steps,
+            "growing": loop.growing_iterations if loop else 0,
+            "growth_bytes_per_step": loop.bytes_per_iteration if loop else 0,
+            "growth_cause": cause.message if cause else None,
+            "growth_advice": cause.advice if cause else None,
+        }
+
+    def _out_of_memory(self, error: BaseException | None, elapsed: float) -> dict[str, Any] | None:
+        """What was refused, where an exception says that memory ran out."""
+        import torch
+
+        at = {"seconds": elapsed, "phase": PHASES[self._phase], "steps_done": self._steps}
+        if isinstance(error, torch.OutOfMemoryError) and self._cuda is not None:
+            readings = self._cuda.read()
+            device = max(readings, key=lambda i: readings[i].current["allocated"], default=0)
+            live = readings[device].current["allocated"] if readings else 0
+            return {
+                "device": f"cuda:{device}",
+                "requested_bytes": None,
+                "live_bytes": live,
+                "live_by_category": None,
+                "at": at,
+            }
+        if not isinstance(error, RuntimeError) or not _OUT_OF_MEMORY.search(str(error)):
+            return None
+        requested = _REQUESTED.search(str(error))
+        counted = self._cpu.read() if self._cpu is not None else None
+        return {
+            "device": "cpu",
+            "requested_bytes": int(requested.group(1)) if requested else None,
+            "live_bytes": counted.current_bytes if counted else 0,
+            "live_by_category": counted.current_by_category if counted else None,
+            "at": at,
+        }
+
+
+def _on_parameter(_: Module, __: str, parameter: Tensor | None) -> None:
+    """Name a parameter's block as soon as a module takes it: the model may be gone at the end."""
+    from memfit.track import owners
+
+    if parameter is not None:
+        owners.label([(owners.PARAMETER, parameter)])
+
+
+def _on_buffer(_: Module, __: str, buffer: Tensor | None) -> None:
+    from memfit.track import owners
+
+    if buffer is not None:
+        owners.label([(owners.MODULE_BUFFER, buffer)])

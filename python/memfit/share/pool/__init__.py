@@ -1,0 +1,7 @@
+"""A pool: many models under one budget in one process.
+
+Responsible, by file: ``pool.py`` the pool and its threads, ``device.py`` which device it is of,
+``activations.py`` what a call takes besides the model, ``leased.py`` a budget that follows a lease.
+Not responsible for who is in memory (``crates/memfit-engine/src/share/pool``), nor for moving a
+model out and in (:mod:`memfit.share.park`).
+"""

@@ -1,0 +1,92 @@
+"""Optimizer steps, seen through torch's global hooks.
+
+Responsible for naming the blocks of a step while they live, so that the categories at a peak are
+known later, and for telling listeners of steps. Not responsible for counting.
+
+A gradient is born in backward, and dead when the next step begins: at the ends of a track it may
+never be there. So just before and after an optimizer steps, the blocks of what it updates are named
+to the count, and the names stay with the blocks even when they die. That is done only where an open
+window has reached a new peak since, so a loop whose steps are all alike pays once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from memfit.track import cpu
+from memfit.track.owners import OWNERS, label, optimizer_tensors
+
+Listener = Callable[[Literal["before", "after"], Optimizer], None]
+"""Called before and after every step of every optimizer."""
+
+
+class Steps:
+    """The optimizer steps of this process.
+
+    Attributes:
+        listeners: Told of every step.
+        has_arguments: Whether the step that began last was called with any, such as a closure.
+    """
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._lock = threading.Lock()
+        self._watching = False
+        self._windows: list[cpu.Window] = []
+        self._named: dict[int, int] = {}
+        self.listeners: list[Listener] = []
+        self.has_arguments = False
+
+    def watch(self) -> None:
+        """Register the hooks, once; without windows and listeners they do nothing."""
+        with self._lock:
+            if not self._watching:
+                self._watching = True
+                register_optimizer_step_pre_hook(self._before)
+                register_optimizer_step_post_hook(self._after)
+
+    def add(self, window: cpu.Window) -> None:
+        """Name blocks for the peaks of a window."""
+        with self._lock:
+            self._windows.append(window)
+
+    def remove(self, window: cpu.Window) -> None:
+        """Name no more blocks for a window."""
+        with self._lock:
+            if window in self._windows:
+                self._windows.remove(window)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._name(optimizer)
+        given = (*args[1:], *kwargs.values())  # the first is the optimizer
+        self.has_arguments = any(value is not None for value in given)
+        for listener in list(self.listeners):
+            listener("before", optimizer)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._name(optimizer)
+        for listener in list(self.listeners):
+            listener("after", optimizer)
+
+    def _name(self, optimizer: Optimizer) -> None:
+        with self._lock:
+            peaks = [window.peak_event() for window in self._windows]
+        if not peaks:
+            return
+        if OWNERS.add(optimizer):
+            self._named.pop(id(optimizer), None)
+        if max(peaks) > self._named.get(id(optimizer), -1):
+            self._named[id(optimizer)] = max(peaks)
+            label(optimizer_tensors(optimizer))
+
+
+STEPS = Steps()
+"""The steps of this process; torch's hooks are global."""

@@ -1,0 +1,307 @@
+"""Whether a plan keeps its word: real steps with and without it, compared.
+
+Responsible for running both from the same state, comparing loss, gradients, parameters and module
+buffers bit for bit, measuring both peaks, and timing both in turn. Not responsible for predictions
+or for showing the result.
+
+One model is alive at a time. The peak and time passes run after the comparison has let go of the
+reference gradients, so what is measured is a step and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
+from memfit.run.fitted import Fitted
+from memfit.workload import Workload
+
+EQUIVALENT = 1e-5
+"""Largest relative error that counts as rounding."""
+
+_FLOOR = 1e-3
+"""Fraction of the largest reference element below which an element's error counts as if it were
+that large: sums that cancel to nearly nothing carry the rounding of their terms."""
+
+_SEED = 1234
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """How far tensors are from their references."""
+
+    bitwise: bool = True
+    max_relative_error: float = 0.0
+
+    def add(self, reference: Tensor, tensor: Tensor, floor: float) -> None:
+        """Take in one pair; ``floor`` is the least magnitude errors are held against."""
+        if reference.shape != tensor.shape or reference.dtype != tensor.dtype:
+            self.bitwise, self.max_relative_error = False, float("inf")
+            return
+        if _same_bits(reference, tensor):
+            return
+        self.bitwise = False
+        wide = torch.complex128 if reference.is_complex() else torch.float64
+        expected = reference.detach().to(wide)
+        error = float((expected - tensor.detach().to(wide)).abs().max())
+        scale = max(float(expected.abs().max()), floor)
+        relative = error / scale if scale > 0 else float("inf")
+        if relative != relative:  # noqa: PLR0124 - not a number on one side only
+            relative = float("inf")
+        self.max_relative_error = max(self.max_relative_error, relative)
+
+    def result(self, tolerance: float) -> dict[str, Any]:
+        """The comparison in the words of the JSON contract."""
+        if self.bitwise:
+            return {"class": "bitwise", "max_relative_error": 0.0}
+        kind = "equivalent" if self.max_relative_error <= tolerance else "different"
+        return {"class": kind, "max_relative_error": self.max_relative_error}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one step gave.
+
+    Attributes:
+        loss: The tensors that it returned, by their place.
+        gradients: By name of the parameter.
+        parameters: Those that train, after it.
+        buffers: Module buffers after it.
+    """
+
+    loss: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+
+
+def verify(
+    workload_factory: Callable[[], Workload],
+    plan: Mapping[str, Any],
+    *,
+    steps: int = 3,
+    loss_reduction: str = "",
+) -> dict[str, Any]:
+    """Run real steps with and without a plan and compare.
+
+    The random state of the process is as before when this returns.
+
+    Args:
+        workload_factory: Builds the workload.
+        plan: The plan as parsed JSON.
+        steps: Pairs of steps that are timed.
+        loss_reduction: How the loss reduces, as the trace says.
+
+    Returns:
+        ``unplanned`` and ``planned``, each with ``measured_peak_bytes`` and ``step_cpu_seconds``;
+        ``loss``, ``gradients``, ``parameters`` and ``buffers``, each with ``class`` (``bitwise``,
+        ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``, where the model
+        left the plan, empty if it did not; ``kept_drops``, drops not carried out.
+    """
+    with random_state_kept():
+        seed()
+        workload = workload_factory()
+        ordinary = Fitted(workload, {"actions": []})
+        workload = replace(workload, optimizer=ordinary.optimizer)
+        planned = Fitted(workload, plan, loss_reduction=loss_reduction)
+        compared = _compare(workload, ordinary, planned)
+        gc.collect()
+        return {**measure(workload, {"unplanned": ordinary, "planned": planned}, steps), **compared}
+
+
+def _compare(workload: Workload, ordinary: Fitted, planned: Fitted) -> dict[str, Any]:
+    """One step each from the same state, compared."""
+    state = State.of(workload)
+    expected = observe(workload, ordinary)
+    state.restore(workload)
+    got = observe(workload, planned)
+    state.restore(workload)
+    report = planned.report()
+    return {
+        **compare(expected, got),
+        "divergence": report.divergence,
+        "kept_drops": list(report.kept_drops),
+    }
+
+
+def compare(expected: Observed, got: Observed, tolerance: float = EQUIVALENT) -> dict[str, Any]:
+    """How far what one step gave is from what another gave.
+
+    Args:
+        expected: The reference.
+        got: What is held against it.
+        tolerance: Largest relative error that counts as rounding.
+
+    Returns:
+        ``loss``, ``gradients``, ``parameters`` and ``buffers`` as :func:`verify` returns them.
+    """
+    return {
+        what: _compare_named(getattr(expected, what), getattr(got, what), tolerance)
+        for what in ("loss", "gradients", "parameters", "buffers")
+    }
+
+
+def observe(workload: Workload, fitted: Fitted) -> Observed:
+    """Run one step from a fixed random state and keep what it gave.
+
+    A gradient is copied when it is complete and before anybody uses it: an optimizer that runs
+    inside backward comes later. With micro-batches the last copy is the whole batch's.
+
+    Args:
+        workload: What is run.
+        fitted: How it is run.
+    """
+    model = workload.model
+    seen = Observed()
+    handles = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+
+            def keep(p: Any, name: str = name) -> None:
+                if p.grad is not None:
+                    seen.gradients[name] = p.grad.detach().clone()
+
+            handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
+    seed()
+    try:
+        result = fitted.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    given = [t.detach().clone() for t in tree_leaves(result) if isinstance(t, Tensor)]
+    seen.loss = {str(index): tensor for index, tensor in enumerate(given)}
+    seen.parameters = {
+        n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad
+    }
+    seen.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+    return seen
+
+
+def _compare_named(expected: Tensors, got: Tensors, tolerance: float) -> dict[str, Any]:
+    comparison = _Comparison()
+    if expected.keys() != got.keys():
+        comparison.bitwise, comparison.max_relative_error = False, float("inf")
+    floor = _FLOOR * max((_largest(t) for t in expected.values()), default=0.0)
+    for name in expected.keys() & got.keys():
+        comparison.add(expected[name], got[name], floor)
+    return comparison.result(tolerance)
+
+
+def _largest(tensor: Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    largest = float(tensor.detach().abs().max())
+    return largest if largest < float("inf") else 0.0
+
+
+@dataclass(slots=True)
+class State:
+    """Everything a step changes, before it.
+
+    Attributes:
+        tensors: Parameters and module buffers.
+        optimizer: The optimizer's state, by parameter.
+    """
+
+    tensors: list[Tensor]
+    optimizer: list[dict[str, Any]]
+
+    @staticmethod
+    def of(workload: Workload) -> State:
+        """Copy the state of a workload whose optimizer has run no step yet, or any number."""
+        optimizer = workload.optimizer
+        states = []
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    states.append({k: _copied(v) for k, v in state.items()})
+        return State([t.detach().clone() for t in _persistent(workload.model)], states)
+
+    def restore(self, workload: Workload) -> None:
+        """Put it back."""
+        with torch.no_grad():
+            for tensor, before in zip(_persistent(workload.model), self.tensors, strict=True):
+                tensor.copy_(before)
+        optimizer = workload.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.state.clear()
+            states = iter(self.optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = next(states)
+                    if state:
+                        optimizer.state[parameter] = {k: _copied(v) for k, v in state.items()}
+
+
+def _persistent(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def measure(
+    workload: Workload, ways: Mapping[str, Fitted], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Peaks and times of ways to run a step, warmed up.
+
+    Args:
+        workload: What is run.
+        ways: How it is run, by name.
+        steps: Steps of each that are timed, in turn.
+
+    Returns:
+        ``measured_peak_bytes`` and ``step_cpu_seconds`` by name.
+    """
+    peaks = []
+    for fitted in ways.values():
+        seed()
+        fitted.step()
+        static = static_tensors(workload, fitted.optimizer)
+        peaks.append(measure_peak(fitted.step, static).peak_bytes)
+        del static
+    calls = [fitted.step for fitted in ways.values()]
+    before = [fitted.place_state for fitted in ways.values()]
+    seconds = cpu_seconds_in_turn(calls, max(steps, 1), before)
+    return {
+        name: {"measured_peak_bytes": peak, "step_cpu_seconds": cpu}
+        for name, peak, cpu in zip(ways, peaks, seconds, strict=True)
+    }
+
+
+def seed() -> None:
+    """Begin with the random state that every observed step begins with."""
+    random.seed(_SEED)
+    torch.manual_seed(_SEED)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the random state of the process back on leaving."""
+    held = random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(held)

@@ -1,0 +1,1 @@
+"""Models without weights: built at full size in no memory, for capture alone."""

@@ -1,0 +1,120 @@
+"""Scripts whose optimizer runs with its state elsewhere: same results, and nothing lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ran import assert_within_budget, inline
+
+from memfit.errors import OffloadError
+from memfit.run.script.shrinking import GivingWay
+from memfit.run.script.signals import Signals
+
+MIB = 1 << 20
+
+
+STATEFUL = """
+    import sys
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    closure = [lambda: print("a closure")] if "closure" in sys.argv else []
+    for step in range(6):
+        loss = model(torch.randn(16, 512)).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step(*(closure if step == 3 else []))
+        scheduler.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()), repr(norm.item()), scheduler.get_last_lr())
+        if step == 2:
+            torch.save(optimizer.state_dict(), "kept.pt")
+        if step == 4:
+            optimizer.load_state_dict(torch.load("kept.pt"))
+    torch.save((model.state_dict(), optimizer.state_dict()), "end.pt")
+"""
+
+
+def test_a_scripts_optimizer_steps_with_its_state_on_a_disk(tmp_path: Path):
+    """A budget that only the state's going meets: 8 MiB of parameters, as much of gradients."""
+    for name in ("without", "with", "disk"):
+        (tmp_path / name).mkdir()
+    (without,) = inline(tmp_path / "without", "24MiB", STATEFUL).loops
+    assert not without["plan"]["fits"]
+    ran = inline(tmp_path / "with", "24MiB", STATEFUL, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert_within_budget(loop)
+    # Parameters may go too, where that makes room for more state ahead of its use.
+    counts = {action["kind"]: action["count"] for action in loop["plan"]["actions"]}
+    assert counts["offload_optimizer"] == 8
+    assert counts.keys() <= {"offload_optimizer", "offload_parameters"}
+    assert "8 parameters with optimizer state elsewhere" in ran.stderr
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 5)
+    # Rounding up what the script holds besides is all that the prediction is above the truth.
+    assert loop["plan"]["predicted_peak_bytes"] - loop["planned"]["peak_bytes"] <= 2 * MIB
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_an_update_raises_is_the_scripts_to_see():
+    """State that is lost in the middle of a step is no failure to go on after."""
+
+    class Listener:
+        broken = ()
+
+        def __getattr__(self, _name):
+            return lambda *_args, **_more: None
+
+        def updates(self, _optimizer):
+            raise OffloadError("lost")
+
+        def broke(self, error):
+            self.broken = error
+
+    listener = Listener()
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
+    signals = Signals(listener)
+    signals.install()
+    try:
+        with pytest.raises(OffloadError, match="lost"):
+            optimizer.step()
+        optimizer.step(lambda: None)
+    finally:
+        signals.remove()
+    assert listener.broken == ()
+
+
+def test_state_goes_before_a_lease_is_given_back():
+    """What is granted to another is free by then; where state cannot go, nothing is given back."""
+    done = []
+    smaller = SimpleNamespace(
+        planned=SimpleNamespace(predicted_peak_bytes=5), predicted_step_ratio=1.2
+    )
+    before = SimpleNamespace(planned=SimpleNamespace(predicted_peak_bytes=9))
+    step = SimpleNamespace(plan=lambda *_args, **_more: smaller)
+    planned = SimpleNamespace(plan=before, step=step, passes=0, wider=None, fitted=None)
+    room = SimpleNamespace(asked=lambda: 6, give=lambda *_: done.append("given"))
+
+    def cannot_go(_plan):
+        raise OffloadError("the disk is full")
+
+    with pytest.raises(OffloadError):
+        GivingWay(room).between_steps([planned], 0, cannot_go)
+    assert (done, planned.plan) == ([], before)
+    GivingWay(room).between_steps([planned], 0, done.append)
+    assert done == [smaller, "given"]
+    assert planned.plan is smaller
+
+
+def test_a_step_with_a_closure_has_its_state_at_home(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    (loop,) = inline(tmp_path, "24MiB", STATEFUL, "closure", offload=str(tmp_path / "disk")).loops
+    assert loop["plan"]["actions"][0]["kind"] == "offload_optimizer"
+    assert loop["planned"]["steps"] == 5
+    assert loop["planned"]["peak_bytes"] > loop["plan"]["budget_bytes"]

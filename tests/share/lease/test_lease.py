@@ -1,0 +1,194 @@
+"""``memfit.lease``: in one process, in threads, over forks, without a broker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+from brokers import Broker, until
+
+import memfit
+
+T = TypeVar("T")
+
+
+def test_a_lease_is_held_inside_the_block_and_not_after_it(broker: Broker) -> None:
+    with memfit.lease("700B", label="block") as lease:
+        assert lease.bytes == 700
+        assert not lease.is_alone
+        assert broker.granted() == 700
+    assert lease.claims == {}
+    until(lambda: broker.granted() == 0)
+
+
+def test_a_lease_ends_with_the_block_even_when_the_block_fails(broker: Broker) -> None:
+    with pytest.raises(ZeroDivisionError), memfit.lease(700):
+        _ = 1 / 0
+    assert broker.granted() == 0
+
+
+def test_what_does_not_fit_is_refused_with_what_would(broker: Broker) -> None:
+    with memfit.lease(700), pytest.raises(memfit.LeaseError, match="300 B are free") as caught:
+        in_another_thread(lambda: memfit.lease(400))
+    assert (caught.value.reason, caught.value.largest_bytes) == ("no_room", 300)
+    with pytest.raises(memfit.LeaseError) as caught:
+        memfit.lease("1GiB", wait=None)
+    assert (caught.value.reason, caught.value.largest_bytes) == ("above_capacity", 1000)
+    assert broker.granted() == 0
+
+
+def test_a_lease_waits_for_room_and_no_longer_than_it_says(broker: Broker) -> None:
+    held = memfit.lease(700)
+    start = time.monotonic()
+    with pytest.raises(memfit.LeaseError) as caught:
+        in_another_thread(lambda: memfit.lease(400, wait=0.3))
+    assert caught.value.reason == "timed_out"
+    assert time.monotonic() - start >= 0.3
+    threading.Timer(0.2, held.release).start()
+    assert in_another_thread(lambda: memfit.lease(400, wait=30).bytes) == 400
+    del broker
+
+
+def test_threads_that_wait_do_not_keep_others_from_giving_back(broker: Broker) -> None:
+    together = 0
+    most = 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal together, most
+        for _ in range(10):
+            with memfit.lease(400, wait=60):
+                with lock:
+                    together += 1
+                    most = max(most, together)
+                with lock:
+                    together -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most <= 2
+    until(lambda: broker.granted() == 0)
+
+
+def test_a_lease_grows_and_shrinks(broker: Broker) -> None:
+    with memfit.lease(300) as lease:
+        lease.resize(900)
+        assert broker.granted() == 900
+        with pytest.raises(memfit.LeaseError):
+            lease.resize(1001)
+        assert lease.bytes == 900
+        lease.resize(0)
+        assert broker.granted() == 0
+        lease.resize(100)
+        assert lease.bytes == 100
+    with pytest.raises(memfit.LeaseError, match="released"):
+        lease.resize(1)
+
+
+def test_two_holders_that_wait_for_each_other_are_not_left_waiting(broker: Broker) -> None:
+    with memfit.lease(500) as first:
+        second = in_another_thread(lambda: memfit.lease(500))
+        waiting = threading.Thread(target=lambda: first.resize(800, wait=60))
+        waiting.start()
+        until(lambda: len(broker.status()["waiting"]) == 1)
+        with pytest.raises(memfit.LeaseError) as caught:
+            second.resize(800, wait=60)
+        assert caught.value.reason == "contended"
+        second.release()
+        waiting.join(60)
+        assert first.bytes == 800
+
+
+def test_an_elastic_lease_is_asked_to_shrink_for_one_that_waits(broker: Broker) -> None:
+    with memfit.lease(900, floor=200) as elastic:
+        got: list[int] = []
+        waiter = threading.Thread(target=lambda: got.append(memfit.lease(500, wait=60).bytes))
+        waiter.start()
+        until(lambda: elastic.asked is not None)
+        assert elastic.asked == {"host": 500}
+        elastic.resize(500)
+        waiter.join(60)
+        assert got == [500]
+        assert elastic.asked is None
+    del broker
+
+
+def test_a_forked_child_does_not_own_the_lease_of_its_parent(broker: Broker) -> None:
+    lease = memfit.lease(600)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            lease.resize(100)
+        except memfit.LeaseError as error:
+            code = 0 if error.reason == "forked" else 2
+        lease.release()  # nothing
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            own = memfit.lease(300)
+        os._exit(code if own.bytes == 300 else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    until(lambda: broker.granted() == 600)
+    lease.resize(500)
+    lease.release()
+    assert broker.granted() == 0
+
+
+def test_without_a_broker_a_lease_is_granted_and_says_that_it_is_alone(
+    idle_broker: Broker,
+) -> None:
+    with pytest.warns(memfit.NoBrokerWarning, match="memfit broker"):
+        lease = memfit.lease({"host": "3GiB", "cuda:0": "1GiB"})
+    with lease:
+        assert lease.is_alone
+        assert lease.bytes == 4 << 30
+        lease.resize("5GiB")
+        assert lease.bytes == 5 << 30
+        assert lease.asked is None
+    assert lease.bytes == 0
+    del idle_broker
+
+
+@pytest.mark.parametrize("size", ["-3GiB", -1, 2**64, "60%", "", "3 apples", True])
+def test_a_size_that_is_none_is_refused_by_its_words(idle_broker: Broker, size: object) -> None:
+    with pytest.raises(memfit.MemfitError):
+        memfit.lease(size)  # type: ignore[arg-type]
+    del idle_broker
+
+
+def in_another_thread(work: Callable[[], T]) -> T:
+    """Do something as another line of work."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(60)
+
+
+def test_what_allocators_only_keep_goes_back_before_a_lease_ends(
+    broker: Broker, script: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    """Or the next to lease the bytes would take them while they are still resident here."""
+    process = script(
+        """
+import torch, memfit
+from memfit.guard.overhead import resident
+torch.ones(4 << 20)  # freed, so glibc keeps what is smaller when it is freed
+with memfit.lease(100):
+    kept = [torch.ones(1 << 18) for _ in range(64)]
+    last = torch.ones(1 << 18)  # glibc gives back no memory below it
+    del kept
+    held = resident()
+print(held - resident())
+"""
+    )
+    said, _ = process.communicate(timeout=60)
+    assert int(said) > 48 << 20
+    assert broker.granted() == 0
