@@ -181,6 +181,10 @@ class LeaseError(MemfitError):
         self.largest_bytes = largest_bytes
 
 
+class ReplayError(MemfitError):
+    """A dropped tensor cannot be computed again with the value it had."""
+
+
 class TraceFileError(MemfitError):
     """A trace or plan file is damaged, truncated, or of a newer schema."""
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from handmade import record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memfit.apply import executor
 from memfit.apply.offload.tiers import DiskTier
 from memfit.apply.remat import records
 from memfit.apply.remat.remat import Rematerialiser
@@ -490,16 +490,16 @@ class Refuses(DiskTier):
     ("fails", "window_bytes"), [("settle", 0), ("settle", 10**6), ("fetch", 0), ("wait", 10**6)]
 )
 def test_a_transfer_that_fails_is_an_error_before_any_gradient_is_wrong(
-    x, tmp_path, fails, window_bytes
+    x, tmp_path, fails, window_bytes, monkeypatch
 ):
     torch.manual_seed(0)
     model = Stack()
     ops = record(model, lambda: model(x), backward=True)
     plan = ops.offload(window_bytes=window_bytes)
     load = Workload(model, x, lambda m, b: m(b), lambda p: torch.optim.SGD(p, lr=0.1))
-    fitted = Fitted(load, {"actions": []})
-    planned = Rematerialiser(model, None, plan, Refuses(tmp_path, fails))
-    fitted._actions = fitted._running = replace(fitted._actions, remat=planned)
+    monkeypatch.setattr(executor, "open_tier", lambda *_: Refuses(tmp_path, fails))
+    fitted = Fitted(load, {"actions": [{"kind": "offload", "offload": plan}]})
+    planned = fitted._running.remat
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(OffloadError, match="no space"):
         fitted.step()

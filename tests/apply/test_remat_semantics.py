@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memfit.apply.remat.remat import Rematerialiser
-from memfit.apply.remat.replay import ReplayError
-from memfit.errors import DivergenceWarning, UsageError
+from memfit.errors import DivergenceWarning, ReplayError, UsageError
 
 
 class Block(nn.Module):

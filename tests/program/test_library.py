@@ -113,3 +113,22 @@ def test_the_smallest_budget_that_a_refusal_names_is_enough(build: Callable[[], 
     assert f"the smallest budget to ask for {budget}" in str(caught.value)
     fitted = memfit.fit(build(), budget=budget)
     assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget
+
+
+def test_a_saved_plan_is_run(tmp_path):
+    torch.manual_seed(1)
+    workload = workloads.mlp()
+    made = memfit.plan(workload, budget="90%")
+    assert made.actions
+    made.save(tmp_path / "plan.memfit")
+    loaded = memfit.load(tmp_path / "plan.memfit")
+    assert isinstance(loaded, memfit.Plan)
+    fitted = memfit.fit(workload, plan=loaded)
+    assert fitted.plan == made.as_dict()
+    loss = fitted.step(workload.batch)
+    torch.manual_seed(1)
+    other = workloads.mlp()
+    assert torch.equal(memfit.Fitted(other, loaded).step(other.batch), loss)
+    for arguments in ({"budget": "90%"}, {"compile": True}):
+        with pytest.raises(memfit.UsageError, match="budget of its own"):
+            memfit.fit(workload, plan=loaded, **arguments)

@@ -27,6 +27,7 @@ def fit(
     workload: Workload,
     budget: str | int | None = None,
     *,
+    plan: Plan | None = None,
     lease: Lease | None = None,
     allow: Allowed = "exact",
     own_loop: bool = False,
@@ -42,7 +43,9 @@ def fit(
 
     Args:
         workload: The step; the model is used as it is.
-        budget: As in :func:`plan`; not with a ``lease``.
+        budget: As in :func:`plan`; not with a ``lease`` or a ``plan``.
+        plan: Run by this plan of the workload, from :func:`plan` or :func:`load`, within its own
+            budget; other batches are planned for as they come.
         lease: Stay within what a lease holds on the step's device, less what this process takes
             there besides; with a ``floor`` it gives way between steps when another needs room, and
             takes it again later. See ``fitted.elastic``.
@@ -67,21 +70,21 @@ def fit(
     Raises:
         DoesNotFit: No allowed plan brings the step under the budget.
         BudgetError: The budget cannot be read.
-        UsageError: As in :func:`plan`; both or neither of ``budget`` and ``lease``; a lease that is
-            too small for this process; ``guard`` with ``own_loop`` or ``compile``.
+        UsageError: As in :func:`plan`; not just one of ``budget``, ``plan`` and ``lease``; a lease
+            that is too small for this process; ``guard`` with ``own_loop`` or ``compile``.
         OffloadError: The plan offloads, and the folder cannot be used.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
     _refuse_guard(asked=guard, with_other=compile or own_loop)
-    elastic, within = _within(workload, budget, lease, compiled=compile)
+    elastic, within = _within(workload, budget, plan, lease, compiled=compile)
     limit = elastic.hold() if elastic is not None and guard else None
     recorded = trace(workload)
     meta = meta_of(recorded)
     source = CostSource(profile, None if costs is None else Path(costs), gpu)
     choice = Choice(allow, own_loop, tuple(forbid), place_name(offload))
     op_times = op_times_of(source, recorded, workload)
-    made = plan_trace(recorded, op_times, within, choice, workload)
+    made = plan or plan_trace(recorded, op_times, within, choice, workload)
 
     def replan(batch: Any) -> dict[str, Any] | None:
         """Plan again for a batch that the step was not captured with.
@@ -120,19 +123,7 @@ def fit(
             return compiled
         not_compiled = compiled
     if not made.fits:
-        message = (
-            f"no allowed plan brings the step under {made.budget_bytes} bytes: "
-            f"the smallest peak found is {made.minimum_peak_bytes} bytes, "
-            f"the smallest budget to ask for {made.minimum_budget_bytes}"
-        )
-        if not_compiled:
-            message += f"; nor does a compiled one: {not_compiled}"
-        raise DoesNotFit(
-            message,
-            minimum_peak_bytes=made.minimum_peak_bytes,
-            minimum_budget_bytes=made.minimum_budget_bytes,
-            plan=made,
-        )
+        raise _does_not_fit(made, not_compiled)
     if not_compiled:
         warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
     fitted = eager(workload.optimizer, not_compiled)
@@ -157,10 +148,36 @@ def _refuse_guard(*, asked: bool, with_other: bool) -> None:
         )
 
 
+def _does_not_fit(made: Plan, not_compiled: str) -> DoesNotFit:
+    """The error for a plan that is above its budget."""
+    message = (
+        f"no allowed plan brings the step under {made.budget_bytes} bytes: "
+        f"the smallest peak found is {made.minimum_peak_bytes} bytes, "
+        f"the smallest budget to ask for {made.minimum_budget_bytes}"
+    )
+    if not_compiled:
+        message += f"; nor does a compiled one: {not_compiled}"
+    return DoesNotFit(
+        message,
+        minimum_peak_bytes=made.minimum_peak_bytes,
+        minimum_budget_bytes=made.minimum_budget_bytes,
+        plan=made,
+    )
+
+
 def _within(
-    workload: Workload, budget: str | int | None, lease: Lease | None, *, compiled: bool
+    workload: Workload,
+    budget: str | int | None,
+    plan: Plan | None,
+    lease: Lease | None,
+    *,
+    compiled: bool,
 ) -> tuple[Elastic | None, str | int]:
     """What a step has to stay within: the lease if there is one, and the budget."""
+    if plan is not None:
+        if budget is not None or lease is not None or compiled:
+            raise UsageError("a `plan` has a budget of its own, and is for eager steps")
+        return None, plan.budget_bytes
     if lease is None:
         if budget is None:
             raise UsageError("give a `budget`, or a `lease` to stay within")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.apply.part import Part
 from memfit.errors import UsageError
 from memfit.workload import batch_size, slice_batch
 
@@ -32,6 +33,28 @@ if TYPE_CHECKING:
 
 REDUCTIONS = ("", "mean", "sum", "token_mean")
 """How a loss reduces over the batch; empty: watch the loss, and else take the mean over rows."""
+
+
+class MicroBatches(Part):
+    """A plan's ``micro_batch`` action.
+
+    Attributes:
+        pieces: Pieces of the batch.
+    """
+
+    def __init__(self, pieces: int) -> None:
+        """Check what the plan says.
+
+        Args:
+            pieces: Pieces of the batch.
+
+        Raises:
+            UsageError: It is no number of pieces.
+        """
+        if pieces < 1:
+            message = f"the plan cuts the batch into `{pieces}` pieces"
+            raise UsageError(message)
+        self.pieces = pieces
 
 
 @dataclass(slots=True, frozen=True)

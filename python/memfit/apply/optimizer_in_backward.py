@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from memfit.apply.part import Part
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
 """Of a parameter, what its update runs inside."""
 
 
-class OptimizerInBackward:
+class OptimizerInBackward(Part):
     """Runs an optimizer parameter by parameter inside backward."""
 
     def __init__(self, optimizer: Optimizer) -> None:

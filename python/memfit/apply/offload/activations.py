@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.apply.remat.records import Fetch, ReplayError, State, version_of
+from memfit.apply.remat.records import Fetch, State, version_of
+from memfit.errors import ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

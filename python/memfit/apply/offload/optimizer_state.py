@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.apply.offload.state_view import AwayState, away_state, save_plainly
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import Around, OneByOne, refuse_pre_hooks
+from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
 
@@ -75,7 +76,7 @@ class StateDirections:
             raise UsageError(message) from error
 
 
-class StateElsewhere:
+class StateElsewhere(Part):
     """Keeps an optimizer's state elsewhere between updates.
 
     Attributes:
@@ -89,7 +90,7 @@ class StateElsewhere:
         directions: StateDirections,
         folder: str | PathLike[str] = "",
     ) -> None:
-        """Make the place ready; nothing goes before :meth:`send_all`.
+        """Make the place ready; nothing goes before :meth:`place`.
 
         Args:
             optimizer: The optimizer.
@@ -115,7 +116,7 @@ class StateElsewhere:
         self._queue: deque[tuple[AwayState, int]] = deque()
         self._failure: OffloadError | None = None
 
-    def send_all(self) -> None:
+    def place(self) -> None:
         """Have everything go that is at home: what came by itself, or could not go before.
 
         Raises:
@@ -137,8 +138,8 @@ class StateElsewhere:
             )
             raise OffloadError(message) from self._failure
 
-    def step(self, around: Around = contextlib.nullcontext) -> None:
-        """One step of the optimizer, parameter by parameter.
+    def update_all(self, around: Around = contextlib.nullcontext) -> OneByOne:
+        """All updates of one step of the optimizer, which is still to be finished.
 
         Args:
             around: Of a parameter, what its update runs inside besides.
@@ -146,19 +147,6 @@ class StateElsewhere:
         Raises:
             OffloadError: State did not come back as it went; the message says whose, and how many
                 parameters were updated before.
-            UsageError: The optimizer has hooks that run before its step.
-        """
-        refuse_pre_hooks(self._optimizer, "offload_optimizer")
-        self.update_all(around).finish()
-
-    def update_all(self, around: Around = contextlib.nullcontext) -> OneByOne:
-        """All updates of one step of the optimizer, which is still to be finished.
-
-        Args:
-            around: As of :meth:`step`.
-
-        Raises:
-            OffloadError: As :meth:`step`.
         """
         one_by_one = OneByOne(self._optimizer)
         with self.updates():

@@ -30,6 +30,7 @@ from memfit import _native
 from memfit.apply.offload.pinned import bytes_of
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import OneByOne
+from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
 from memfit.tensors.storage import is_fixed, viewed
@@ -182,7 +183,7 @@ class _Place:
     by_tensor: dict[int, int] = field(default_factory=dict)
 
 
-class ParametersElsewhere:
+class ParametersElsewhere(Part):
     """Keeps parameters of a model elsewhere but for a room in memory.
 
     Attributes:

@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memfit.errors import MemfitError
-
 if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Parcel
     from memfit.apply.remat.randomness import GeneratorState
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 
 NO_HOME = sys.maxsize
 """A home behind every op of forward: what has none stays once it is there."""
-
-
-class ReplayError(MemfitError):
-    """A dropped tensor cannot be computed again with the value it had."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memfit.apply.offload.activations import Transit
+from memfit.apply.part import Part
 from memfit.apply.remat.directions import Directions, Region
 from memfit.apply.remat.replay import Replayer
 from memfit.apply.remat.watch import Observations, Watch
@@ -45,11 +46,10 @@ class Outcome:
     offloaded: int
 
 
-class Rematerialiser:
+class Rematerialiser(Part):
     """Carries out a ``remat`` action on a model, an ``offload`` action, or both.
 
     Attributes:
-        diverged: Whether the last forward left the plan.
         tier: Where stored tensors go; ``None`` when the plan stores none.
     """
 
@@ -74,7 +74,7 @@ class Rematerialiser:
         Raises:
             UsageError: The plan names a module that the model does not have, or is malformed.
         """
-        self.diverged = False
+        self._diverged = False
         self.tier = tier
         self._directions = Directions.read(remat, offload)
         self._warned = not warn
@@ -93,6 +93,16 @@ class Rematerialiser:
                 raise UsageError(message) from error
             self._calls.setdefault(module, {})[region.call] = region
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the last forward left the plan."""
+        return self._diverged
+
+    @property
+    def divergence(self) -> str:
+        """Where it did, as a sentence; empty if it did not."""
+        return self._last.watch.observations.divergence if self._last is not None else ""
+
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Run one forward, the loss included, inside this.
@@ -103,7 +113,7 @@ class Rematerialiser:
         """
         if self._active is not None:
             raise UsageError("a planned forward is already running: they do not nest")
-        self.diverged = False
+        self._diverged = False
         running = _Forward(self._directions, self._on_divergence, self.tier)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
@@ -149,7 +159,7 @@ class Rematerialiser:
         ]
 
     def _on_divergence(self, where: str) -> None:
-        self.diverged = True
+        self._diverged = True
         if self._warned:
             return
         self._warned = True

@@ -29,13 +29,13 @@ from memfit.apply.remat.records import (
     Pin,
     Record,
     Ref,
-    ReplayError,
     ShapeOnly,
     State,
     Token,
     require_unchanged,
     version_of,
 )
+from memfit.errors import ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

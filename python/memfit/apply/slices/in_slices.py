@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from memfit.apply.part import Part
 from memfit.apply.slices.chunk import ChunkedLoss
 from memfit.apply.slices.sliced_calls import SlicedCalls
 from memfit.errors import UsageError
 
 
-class InSlices:
+class InSlices(Part):
     """Carries out a ``chunk`` action on a model.
 
     Attributes:

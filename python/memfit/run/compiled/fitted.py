@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.executor import Executor
 from memfit.apply.offload.tiers import open_tier
 from memfit.errors import NotCompiledWarning, UsageError
 from memfit.measure import static_tensors
@@ -30,7 +31,7 @@ from memfit.run.compiled import said_once
 from memfit.run.compiled.partitioner import Partitioner
 from memfit.run.compiled.recording import own_code
 from memfit.run.compiled.transfer_ops import Transit, moving
-from memfit.run.fitted import Fitted, Report, _Actions, _shape
+from memfit.run.fitted import Fitted, Report, shape_of
 from memfit.tensors.garbage import collected_before
 from memfit.track import cpu
 from memfit.workload import Workload
@@ -233,7 +234,7 @@ class CompiledFitted(Fitted):
             return self._step(batch)
 
     def _step(self, batch: Any) -> Any:
-        usual = batch is None or _shape(batch) == _shape(self.workload.batch)
+        usual = batch is None or shape_of(batch) == shape_of(self.workload.batch)
         if not usual or self._steps_of_plan != 1 or not self._counts():
             result = super().step(batch)
         else:
@@ -356,8 +357,8 @@ class CompiledFitted(Fitted):
         figures["offloaded_bytes_read"] += moved.bytes_read
         figures["offload_seconds_waited"] += moved.seconds_waited
 
-    def _loss(self, actions: _Actions, batch: Any) -> Tensor:
-        del actions
+    def _loss(self, executor: Executor, batch: Any) -> Tensor:
+        del executor
         with said_once.left_out(), self._autocast():
             return self._compiled(self.workload.model, batch)
 

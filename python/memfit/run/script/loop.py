@@ -25,23 +25,22 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.answers import Plan
+from memfit.apply.executor import BETWEEN_STEPS, Executor, Subject, without
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.apply.offload.state_view import bring_home
 from memfit.errors import MemfitError
-from memfit.run.fitted import Fitted
 from memfit.run.script.contexts import occupied
-from memfit.run.script.elsewhere import KINDS, Directions, Elsewhere
 from memfit.run.script.lease import Room
 from memfit.run.script.observed import Observation
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.planned_step import Key, PlannedStep, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.shrinking import GivingWay
+from memfit.run.script.stand_in import StandIn
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.track import cpu
-from memfit.workload import Workload
 
 MAX_OBSERVED = 4
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
@@ -134,7 +133,8 @@ class Loop:
         self._diverged: set[Key] = set()
         self._recordings = 0
         self._parameters_stay = False
-        self._elsewhere: Elsewhere | None = None
+        self._executor: Executor | None = None
+        self._stand_in = StandIn()
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
@@ -151,8 +151,8 @@ class Loop:
 
     def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
         """What may use parameters that are elsewhere runs inside this."""
-        away = self._elsewhere
-        return contextlib.nullcontext() if away is None else away.running()
+        executor = self._executor
+        return contextlib.nullcontext() if executor is None else executor.running()
 
     def bring_home(self) -> None:
         """Have all parameters in memory until the next planned pass; nothing uses them meanwhile.
@@ -167,8 +167,8 @@ class Loop:
     def rest(self) -> None:
         """Let go of the model until the next pass."""
         for planned in self.plans:
-            planned.fitted = None
-        self._elsewhere = None
+            planned.executor = None
+        self._executor = None
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step: make its updates, if they need what is elsewhere.
@@ -176,14 +176,15 @@ class Loop:
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
-        away = self._elsewhere
-        if away is not None and away.optimizer is optimizer and not _hooked(optimizer):
-            away.step_begins()
+        executor = self._executor
+        if executor is None or executor.subject.optimizer is not optimizer or _hooked(optimizer):
+            return
+        if executor.state is not None or executor.parameters is not None:
+            self._stand_in.step_begins(executor)
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
-        if self._elsewhere is not None:
-            self._elsewhere.step_ended()
+        self._stand_in.step_ended()
 
     def refuse(self, reason: str) -> None:
         """Plan nothing from here on; nothing that uses parameters is under way."""
@@ -211,22 +212,23 @@ class Loop:
         if self._must_observe(key):
             return self._observe(key, inputs, own)
         try:
-            if self._elsewhere is not None:
-                self._elsewhere.place()  # first: what is elsewhere is not held besides
-                self._leave_views(self._elsewhere.viewed())
+            if self._executor is not None:
+                self._executor.place()  # first: what is elsewhere is not held besides
+                parameters = self._executor.parameters
+                self._leave_views([] if parameters is None else parameters.viewed())
             outside = self._outside_bytes(inputs, own)
             if self._pending is not None:
                 self._plan_pending(outside)
             self._giving_way.between_steps(
-                self.plans, outside, lambda plan: self._keep_elsewhere(plan, own)
+                self.plans, outside, lambda plan: self._place_for(plan, own)
             )
             planned = self._nearest(key)
             self._make_room(planned, outside)
-            self._keep_elsewhere(planned.plan, own)
+            planned.executor = self._place_for(planned.plan, own, planned.executor)
         except MemfitError as error:
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
-        return self._run_planned(key, planned)
+        return self._run_planned(key, planned, planned.executor)
 
     def _observe(self, key: Key, inputs: Any, optimizers: list[Optimizer]) -> Pass:
         self._pending = None
@@ -239,15 +241,10 @@ class Loop:
         for optimizer in optimizers:
             bring_home(optimizer)
         self.bring_home()
-        self._elsewhere = None
+        self._executor = None
         return ObservedPass(self.device, self._model(), inputs, optimizers)
 
-    def _run_planned(self, key: Key, planned: PlannedStep) -> Pass:
-        if planned.fitted is None:
-            workload = Workload(model=self._model(), batch=None, loss=_script_loss)
-            plan = planned.plan.as_dict()
-            within = [action for action in plan["actions"] if action["kind"] not in KINDS]
-            planned.fitted = Fitted(workload, {**plan, "actions": within}, warn=False)
+    def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor) -> Pass:
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
 
         def forward_ended(where: str) -> None:
@@ -258,24 +255,30 @@ class Loop:
                 planned.left = []
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
 
-        return PlannedPass(self.device, planned.fitted, planned.root_calls, forward_ended)
+        return PlannedPass(self.device, executor, planned.root_calls, forward_ended)
 
-    def _keep_elsewhere(self, plan: Plan, optimizers: list[Optimizer]) -> None:
-        """Have the optimizer's state and the parameters where the plan wants them in a pass.
+    def _place_for(
+        self, plan: Plan, optimizers: list[Optimizer], held: Executor | None = None
+    ) -> Executor:
+        """Have the optimizer's state and the parameters where a plan wants them in a pass.
+
+        Args:
+            plan: The plan.
+            optimizers: Those that update the model.
+            held: What carried the plan out before.
 
         Raises:
             OffloadError: Some of it could not be written, and is at home.
         """
-        directions = Directions.of(plan)
-        if directions is None or len(optimizers) != 1:
-            self._elsewhere = None
-            self.bring_home()
-            return
-        (optimizer,) = optimizers
-        held = self._elsewhere
-        if held is None or (held.optimizer, held.directions) != (optimizer, directions):
-            held = self._elsewhere = Elsewhere(optimizer, self._model(), directions)
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
+        subject = Subject(self._model(), optimizer, warn=False)
+        if held is None or held.subject != subject:
+            said = plan.as_dict()
+            actions = said if optimizer is not None else without(said, BETWEEN_STEPS)
+            held = Executor(actions, subject, after=self._executor)
+        self._executor = held
         held.place()
+        return held
 
     def _leave_views(self, names: list[str]) -> None:
         """Plan for parameters in memory once the script keeps views of some that were elsewhere.
@@ -285,7 +288,7 @@ class Loop:
         if not names:
             return
         self._parameters_stay = True
-        self._elsewhere = None
+        self._executor = None
         self.bring_home()
         self.notes[f"parameters stay in memory: the script keeps a view of `{names[0]}`"] = None
         for planned in self.plans:
@@ -293,7 +296,7 @@ class Loop:
             outside, passes = planned.outside_bytes, planned.passes
             within = self._room.within(self._budget)
             planned.plan = planned.step.plan(within, outside, min(passes, outside))
-            planned.wider = planned.fitted = None
+            planned.wider = planned.executor = None
             self._on_plan(self, planned.plan)
         self.replans += 1
 
@@ -392,7 +395,7 @@ class Loop:
         planned.wider = None
         self._budget = planned.plan.budget_bytes
         planned.outside_bytes = outside
-        planned.fitted = None
+        planned.executor = None
         self._on_plan(self, planned.plan)
 
     def _outside_bytes(self, inputs: Any, optimizers: Iterable[Optimizer]) -> int:
@@ -428,10 +431,6 @@ def _elements(key: Key) -> int:
 def _hooked(optimizer: Optimizer) -> bool:
     """Whether somebody expects to see all of a step at once."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def _script_loss(_model: Any, _batch: Any) -> Tensor:
-    raise AssertionError("the script computes its own loss")
 
 
 def _refusal(root: nn.Module, device: torch.device) -> str:

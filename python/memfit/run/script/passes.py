@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit.run.fitted import Fitted
+from memfit.apply.executor import Executor
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.observed import Observation, StepRecording
 from memfit.track import cpu, cuda
@@ -131,7 +131,7 @@ class PlannedPass(Pass):
     def __init__(
         self,
         device: torch.device,
-        fitted: Fitted,
+        executor: Executor,
         root_calls: int,
         on_forward_end: Callable[[str], None],
     ) -> None:
@@ -139,15 +139,15 @@ class PlannedPass(Pass):
 
         Args:
             device: Where the model is.
-            fitted: Carries out the plan.
+            executor: Carries out the plan.
             root_calls: Calls of the model in the step that was planned.
             on_forward_end: Told when forward is over, with a sentence where it left the plan.
         """
         super().__init__(device)
-        self._fitted = fitted
+        self._executor = executor
         self._expected_calls = root_calls
         self._on_forward_end = on_forward_end
-        self._forward: contextlib.AbstractContextManager[None] | None = fitted.forward()
+        self._forward: contextlib.AbstractContextManager[None] | None = executor.forward()
         self._forward.__enter__()
         self._nesting = Nesting()
 
@@ -171,8 +171,7 @@ class PlannedPass(Pass):
             return
         with self._nesting.cleared():
             forward.__exit__(None, None, None)
-        report = self._fitted.report()
-        self._on_forward_end(report.divergence if report.diverged else "")
+        self._on_forward_end(self._executor.divergence if self._executor.diverged else "")
 
 
 class _Peak:

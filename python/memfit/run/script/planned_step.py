@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memfit.answers import Plan
-from memfit.run.fitted import Fitted
+from memfit.apply.executor import Executor
 from memfit.run.script.recorded_step import RecordedStep
 
 Key = tuple[Any, ...]
@@ -42,7 +42,7 @@ class PlannedStep:
         passing_bytes: How much of that was gone when the next backward began; 0 once planned for.
         passes: What the plan takes to be gone by then.
         wider: The plan before another process needed memory; ``None`` while there was room.
-        fitted: Carries the plan out; made when it is needed.
+        executor: Carries the plan out; made when it is needed.
     """
 
     key: Key
@@ -54,4 +54,4 @@ class PlannedStep:
     passing_bytes: int = 0
     passes: int = 0
     wider: Plan | None = None
-    fitted: Fitted | None = None
+    executor: Executor | None = None

@@ -24,10 +24,11 @@ from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.plan.cost_source import offer
 from memfit.plan.profiles import usable
-from memfit.run.script.elsewhere import PARAMETERS
 from memfit.run.script.observed import Observation
 from memfit.run.script.updates import temporaries_bytes
 from memfit.torch_versions import offloaded_parameters_refusal
+
+_PARAMETERS = "offload_parameters"
 
 _NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
 """What needs a step that is memfit's own."""
@@ -82,7 +83,7 @@ class RecordedStep:
         profile = costs.get("profile") or {}
         self._offer: dict[str, Any] | None = None
         # Who updates parameters without an optimizer is not seen to do it.
-        by_hand = [] if observation.optimizer else [PARAMETERS]
+        by_hand = [] if observation.optimizer else [_PARAMETERS]
         self._forbidden = [*_NOT_THE_SCRIPTS, *by_hand]
         self.not_offloaded = ""
         if place is not None:
@@ -97,8 +98,8 @@ class RecordedStep:
 
     def keep_parameters(self) -> None:
         """Have the model's parameters stay in memory in plans from now on."""
-        if PARAMETERS not in self._forbidden:
-            self._forbidden.append(PARAMETERS)
+        if _PARAMETERS not in self._forbidden:
+            self._forbidden.append(_PARAMETERS)
 
     def plan(
         self,

@@ -41,7 +41,7 @@ class GivingWay:
         self,
         plans: Sequence[PlannedStep],
         outside_bytes: int,
-        place: Callable[[Plan], None],
+        place: Callable[[Plan], object],
     ) -> None:
         """Answer a request to shrink, or try to have more again.
 
@@ -64,7 +64,7 @@ class GivingWay:
         plans: Sequence[PlannedStep],
         tensors: int,
         outside: int,
-        place: Callable[[Plan], None],
+        place: Callable[[Plan], object],
     ) -> None:
         made = [
             planned.step.plan(
@@ -80,7 +80,7 @@ class GivingWay:
             place(plan)  # before anything is given back
         for planned, plan in zip(plans, made, strict=True):
             planned.wider = planned.wider or planned.plan
-            planned.plan, planned.outside_bytes, planned.fitted = plan, outside, None
+            planned.plan, planned.outside_bytes, planned.executor = plan, outside, None
         # Where no plan fits what is asked for: all that it can give.
         ratio = max(plan.predicted_step_ratio for plan in made)
         self._room.give(max(peak, tensors), peak, ratio)
@@ -98,4 +98,4 @@ class GivingWay:
             return
         for planned in plans:
             if planned.wider is not None:
-                planned.plan, planned.wider, planned.fitted = planned.wider, None, None
+                planned.plan, planned.wider, planned.executor = planned.wider, None, None

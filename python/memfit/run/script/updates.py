@@ -1,7 +1,7 @@
 """What a recorded step says of its updates.
 
 Responsible for which of them can run parameter by parameter, with what they hold and move. Not
-responsible for running them so (:mod:`memfit.run.script.elsewhere`).
+responsible for running them so (:mod:`memfit.run.script.stand_in`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,348 @@
+"""A plan taken apart, for every driver alike.
+
+Responsible for turning the actions of a plan into parts (:mod:`memfit.apply.part`) that fit a model
+and an optimizer, and for what a step asks of them: its forward, the optimizer's updates, where
+things lie between steps, and having all of it home again. Not responsible for who calls forward,
+backward and optimizer: that is a driver (:mod:`memfit.run`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.apply.allocator_settings import set_up
+from memfit.apply.micro_batch import MicroBatches
+from memfit.apply.offload.optimizer_state import StateDirections, StateElsewhere
+from memfit.apply.offload.parameters import (
+    ParameterDirections,
+    ParametersElsewhere,
+    bring_parameters_home,
+)
+from memfit.apply.offload.state_view import bring_home
+from memfit.apply.offload.tiers import open_tier
+from memfit.apply.optimizer_in_backward import OneByOne, OptimizerInBackward, refuse_pre_hooks
+from memfit.apply.part import Part
+from memfit.apply.remat.remat import Rematerialiser
+from memfit.apply.slices.in_slices import InSlices
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.apply.offload.tiers import Tier
+
+Actions = Mapping[str, Mapping[str, Any]]
+"""The actions of a plan by their kinds."""
+
+BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
+"""Kinds of action that keep something elsewhere between steps."""
+
+
+@dataclass(slots=True, frozen=True)
+class Subject:
+    """What a plan is carried out on.
+
+    Attributes:
+        model: The model; it is left unmodified.
+        optimizer: The optimizer that updates it; ``None`` without one.
+        trains: Whether the step has a loss and a backward.
+        clips_gradients: Whether the step clips, and so needs all gradients at once.
+        offload_dir: Where files for what is offloaded go, instead of where the plan says.
+        warn: Whether to warn, once, when the running model leaves the plan.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    trains: bool = True
+    clips_gradients: bool = False
+    offload_dir: str | PathLike[str] = ""
+    warn: bool = True
+
+
+def _said(actions: Actions, kind: str) -> Mapping[str, Any] | None:
+    """What an action says to the executor; ``None`` without that action."""
+    return actions[kind].get(kind) or {} if kind in actions else None
+
+
+def _allocator(_subject: Subject, actions: Actions) -> None:
+    set_up(str(actions["allocator_settings"].get("settings", "")))
+
+
+def _optimizer_in_backward(subject: Subject, _actions: Actions) -> Part | None:
+    if subject.optimizer is None:
+        return None
+    if subject.clips_gradients:
+        raise UsageError(
+            "the plan runs the optimizer inside backward, and `clip_grad_norm` needs all "
+            "gradients at once\nhint: plan again for this workload"
+        )
+    return OptimizerInBackward(subject.optimizer)
+
+
+def _state(subject: Subject, actions: Actions) -> Part | None:
+    said = _said(actions, "offload_optimizer")
+    if said is None or subject.optimizer is None:
+        return None
+    directions = StateDirections.read(said)
+    return StateElsewhere(subject.optimizer, subject.model, directions, subject.offload_dir)
+
+
+def _activations(subject: Subject, actions: Actions) -> Part:
+    """Dropped and offloaded activations, which one part watches for."""
+    offload = _said(actions, "offload")
+    tier: Tier | None = None
+    if offload is not None:
+        folder = subject.offload_dir or offload.get("folder", "")
+        tier = open_tier(str(offload.get("tier")), int(offload.get("window_bytes", 0)), folder)
+    remat = _said(actions, "remat")
+    return Rematerialiser(subject.model, remat, offload, tier, warn=subject.warn)
+
+
+def _micro_batches(_subject: Subject, actions: Actions) -> Part:
+    return MicroBatches(int(actions["micro_batch"]["count"]))
+
+
+def _slices(subject: Subject, actions: Actions) -> Part:
+    return InSlices(subject.model, _said(actions, "chunk") or {}, warn=subject.warn)
+
+
+def _parameters(subject: Subject, actions: Actions) -> Part:
+    directions = ParameterDirections.read(_said(actions, "offload_parameters") or {})
+    return ParametersElsewhere(subject.model, directions, subject.offload_dir)
+
+
+@dataclass(slots=True, frozen=True)
+class Technique:
+    """How actions of one kind are carried out.
+
+    Attributes:
+        make: Makes the part that does it; ``None`` where there is nothing to do in a step.
+        needs_whole_step: It does something outside forward, so the step must be memfit's own.
+        for_inference: It has something to do in a step that only infers.
+    """
+
+    make: Callable[[Subject, Actions], Part | None]
+    needs_whole_step: bool = False
+    for_inference: bool = False
+
+
+TECHNIQUES = {
+    "allocator_settings": Technique(_allocator, for_inference=True),
+    "fuse_optimizer": Technique(_optimizer_in_backward, needs_whole_step=True),
+    "offload_optimizer": Technique(_state, needs_whole_step=True),
+    "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
+    "micro_batch": Technique(_micro_batches, needs_whole_step=True),
+    "remat": Technique(_activations),
+    "offload": Technique(_activations),
+    "chunk": Technique(_slices),
+}
+"""How each kind of action is carried out, in the order in which parts are made and asked."""
+
+
+class Executor:
+    """Carries out one plan on one model.
+
+    Attributes:
+        plan: The plan.
+        subject: What it is carried out on.
+        pieces: Micro-batches; 1 without.
+        fuse: Whether the optimizer runs inside backward.
+        state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
+        parameters: Keeps parameters elsewhere; ``None`` where they stay.
+        remat: Drops and offloads activations; ``None`` without either.
+    """
+
+    def __init__(
+        self, plan: Mapping[str, Any], subject: Subject, after: Executor | None = None
+    ) -> None:
+        """Take a plan apart, and check that it can be carried out on this.
+
+        Nothing is installed yet, and nothing goes anywhere before :meth:`place`.
+
+        Args:
+            plan: The plan as parsed JSON.
+            subject: What it is carried out on.
+            after: The executor before this one; what both plans keep elsewhere alike stays there.
+
+        Raises:
+            UsageError: It is no plan, or asks for what the subject cannot do.
+            OffloadError: The plan offloads, and the folder cannot be used.
+        """
+        try:
+            actions = {action["kind"]: action for action in plan["actions"]}
+        except (KeyError, TypeError) as error:
+            message = f"this is not a plan: {error!r}"
+            raise UsageError(message) from error
+        _require_known(actions, subject)
+        self.plan = plan
+        self.subject = subject
+        self._actions = actions
+        self._parts: dict[str, Part] = {}
+        for kind, technique in TECHNIQUES.items():
+            if kind not in actions or (kind == "offload" and "remat" in self._parts):
+                continue
+            part = after._kept(kind, subject, actions[kind]) if after is not None else None
+            part = part or technique.make(subject, actions)
+            if part is not None:
+                self._parts[kind] = part
+        micro = self._parts.get("micro_batch")
+        self.pieces = micro.pieces if isinstance(micro, MicroBatches) else 1
+        self.fuse = "fuse_optimizer" in actions
+        state = self._parts.get("offload_optimizer")
+        self.state = state if isinstance(state, StateElsewhere) else None
+        parameters = self._parts.get("offload_parameters")
+        self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
+        remat = self._parts.get("remat", self._parts.get("offload"))
+        self.remat = remat if isinstance(remat, Rematerialiser) else None
+
+    def _kept(self, kind: str, subject: Subject, action: Mapping[str, Any]) -> Part | None:
+        """The part of a kind, where another plan wants the same of the same."""
+        same = self.subject == subject and self._actions.get(kind) == action
+        return self._parts.get(kind) if same and kind in BETWEEN_STEPS else None
+
+    # What happened
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last forward left the plan."""
+        return any(part.diverged for part in self._parts.values())
+
+    @property
+    def divergence(self) -> str:
+        """Where it did, as a sentence; empty if it did not."""
+        return next(filter(None, (part.divergence for part in self._parts.values())), "")
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """Where bytes go."""
+        return [part.tier for part in self._parts.values() if part.tier is not None]
+
+    @property
+    def needs_whole_step(self) -> str | None:
+        """Kind of an action that does something outside forward; ``None`` without one."""
+        kinds = (kind for kind, technique in TECHNIQUES.items() if technique.needs_whole_step)
+        return next((kind for kind in kinds if kind in self._actions), None)
+
+    # A step
+
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """What a forward runs inside, the loss included."""
+        return self._inside(lambda part: part.forward())
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """What the whole step runs inside, or whatever uses parameters besides."""
+        return self._inside(lambda part: part.running())
+
+    def update_of(self, parameter: Any) -> contextlib.AbstractContextManager[None]:
+        """What the update of one parameter runs inside: its state and itself are there.
+
+        Args:
+            parameter: The parameter.
+        """
+        return self._inside(lambda part: part.update_of(parameter))
+
+    @contextlib.contextmanager
+    def _inside(
+        self, of: Callable[[Part], contextlib.AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        with contextlib.ExitStack() as entered:
+            for part in self._parts.values():
+                entered.enter_context(of(part))
+            yield
+
+    @contextlib.contextmanager
+    def updates_in_backward(self) -> Iterator[None]:
+        """What the last backward of a step runs inside: the optimizer's updates, where fused."""
+        fused = self._parts.get("fuse_optimizer")
+        if not isinstance(fused, OptimizerInBackward):
+            yield
+            return
+        updates = contextlib.nullcontext() if self.state is None else self.state.updates()
+        with updates, fused.attached(self.update_of):
+            yield
+
+    def update(self) -> None:
+        """One step of the optimizer, after backward.
+
+        Raises:
+            OffloadError: State or a parameter did not come back as it went.
+            UsageError: The optimizer has hooks that need all of the step at once.
+        """
+        optimizer = self.subject.optimizer
+        assert optimizer is not None, "asked for only with one"
+        if self.state is None and self.parameters is None:
+            optimizer.step()
+            return
+        refuse_pre_hooks(
+            optimizer, "offload_parameters" if self.state is None else "offload_optimizer"
+        )
+        self.update_all().finish()
+
+    def update_all(self) -> OneByOne:
+        """All updates of one step, one by one; the step is still to be finished.
+
+        Raises:
+            OffloadError: As :meth:`update`.
+        """
+        optimizer, parameters = self.subject.optimizer, self.parameters
+        assert optimizer is not None, "asked for only with one"
+        if self.state is not None:
+            around = contextlib.nullcontext if parameters is None else parameters.update_of
+            return self.state.update_all(around)
+        assert parameters is not None, "asked for only where one of the two is elsewhere"
+        return parameters.update_all(optimizer)
+
+    # Between steps
+
+    def place(self) -> None:
+        """Have all state and parameters where the plan wants them between steps.
+
+        Raises:
+            OffloadError: Some of it could not be written, or did not come back as it went.
+        """
+        if self.state is None and self.subject.optimizer is not None:
+            bring_home(self.subject.optimizer)
+        if self.parameters is None:
+            bring_parameters_home(self.subject.model)
+        for part in self._parts.values():
+            part.place()
+
+
+def bring_all_home(subject: Subject) -> None:
+    """Have all state and parameters in memory, whichever plan sent them out.
+
+    Args:
+        subject: Whose they are.
+
+    Raises:
+        OffloadError: Some of it did not come back as it went.
+    """
+    if subject.optimizer is not None:
+        bring_home(subject.optimizer)
+    bring_parameters_home(subject.model)
+
+
+def without(plan: Mapping[str, Any], kinds: tuple[str, ...]) -> Mapping[str, Any]:
+    """A plan without some of its actions.
+
+    Args:
+        plan: The plan as parsed JSON.
+        kinds: Kinds of action to leave out.
+    """
+    return {**plan, "actions": [a for a in plan["actions"] if a["kind"] not in kinds]}
+
+
+def _require_known(actions: Actions, subject: Subject) -> None:
+    unknown = sorted(actions.keys() - TECHNIQUES.keys())
+    if unknown:
+        message = f"the plan holds `{unknown[0]}`, which this memfit does not know"
+        raise UsageError(message)
+    trains = [kind for kind in actions if not TECHNIQUES[kind].for_inference]
+    if trains and not subject.trains:
+        message = f"the plan holds `{trains[0]}`, and the workload has no loss"
+        raise UsageError(message)
