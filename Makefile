@@ -41,13 +41,16 @@ test: test-rust test-python ## Run all tests
 test-rust: $(INSTALLED)
 	cargo test --workspace --quiet
 
+# Two processes of one thread each: two threads would mostly wait for each other on small tensors.
+WORKERS := --numprocesses 2 --dist loadfile
+
 test-python: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 install-torch: $(OTHER)/.installed # What test-torch needs, without memfit.
 
 test-torch: $(OTHER)/.memfit ## Run the Python tests against another torch: make test-torch TORCH=2.12.1
-	$(OTHER)/bin/python -m pytest $(TESTS)
+	$(OTHER)/bin/python -m pytest $(WORKERS) $(TESTS)
 
 examples: venv ## Verify all examples at three budgets and write the table of results
 	$(BIN)/python benchmarks/examples.py

@@ -8,7 +8,7 @@ from alone import end
 
 from memfit.torch_versions import offloaded_parameters_refusal
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

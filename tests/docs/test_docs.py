@@ -77,7 +77,7 @@ def test_programs_run(page: Path, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", script],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -190,7 +190,7 @@ def test_the_command_writes_what_plans_read(tmp_path: Path):
     program = [sys.executable, "-m", "memfit", "calibrate", "--seconds", "0.3", "--format", "json"]
     done = subprocess.run(
         [*program, "--folder", str(tmp_path)],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

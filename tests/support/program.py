@@ -29,8 +29,8 @@ class Outcome:
 
 
 def environment() -> dict[str, str]:
-    """The caller's environment with few threads, so that tests do not fight for cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "2"}
+    """The caller's environment with one thread, so that tests do not fight for cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(*arguments: str, folder: Path = FOLDER, timeout: float = 120) -> Outcome:
