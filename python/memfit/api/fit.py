@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from memfit._native import bytes_text
 from memfit.answers import Plan, Trace
 from memfit.api.plan import op_times_of
 from memfit.api.predict import trace
@@ -151,9 +152,9 @@ def _refuse_guard(*, asked: bool, with_other: bool) -> None:
 def _does_not_fit(made: Plan, not_compiled: str) -> DoesNotFit:
     """The error for a plan that is above its budget."""
     message = (
-        f"no allowed plan brings the step under {made.budget_bytes} bytes: "
-        f"the smallest peak found is {made.minimum_peak_bytes} bytes, "
-        f"the smallest budget to ask for {made.minimum_budget_bytes}"
+        f"no allowed plan brings the step under {bytes_text(made.budget_bytes)}: the smallest "
+        f"peak found is {bytes_text(made.minimum_peak_bytes)}, the smallest budget to ask for "
+        f"{bytes_text(made.minimum_budget_bytes)} ({made.minimum_budget_bytes} bytes)"
     )
     if not_compiled:
         message += f"; nor does a compiled one: {not_compiled}"

@@ -64,7 +64,8 @@ class CpuLimit:
         if self._budget is not None and self._is_set:
             self._budget.change(budget_bytes)
         elif taken_bytes > budget_bytes:
-            message = f"{taken_bytes} bytes are taken, more than a budget of {budget_bytes} bytes"
+            taken, budget = _native.bytes_text(taken_bytes), _native.bytes_text(budget_bytes)
+            message = f"tensors already take {taken}, more than the budget of {budget}"
             raise BudgetError(message)
         self._budget_bytes = budget_bytes
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memfit._native import bytes_text
 from memfit.errors import BudgetError, OutOfBudget, UsageError
 from memfit.guard.refused import Refusal, error_of
 from memfit.track.steps import STEPS
@@ -143,8 +144,8 @@ class CudaLimit:
         taken = non_torch_bytes(self._device) + int(torch.cuda.memory_allocated(self._device))
         if taken > self.budget_bytes:
             message = (
-                f"{taken} bytes of `{self._device}` are taken, which is more than a budget of "
-                f"{self.budget_bytes} bytes"
+                f"{bytes_text(taken)} of `{self._device}` are taken, more than the budget of "
+                f"{bytes_text(self.budget_bytes)}"
             )
             raise BudgetError(message)
         if self.in_use_bytes() > self.budget_bytes:
@@ -159,8 +160,8 @@ class CudaLimit:
         in_use_bytes = self.in_use_bytes()
         if in_use_bytes > self.budget_bytes:
             message = (
-                f"{in_use_bytes} bytes of `{self._device}` are taken or in segments that are in "
-                f"use, which is more than a budget of {self.budget_bytes} bytes"
+                f"{bytes_text(in_use_bytes)} of `{self._device}` are taken, or lie in segments "
+                f"that are in use: more than the budget of {bytes_text(self.budget_bytes)}"
             )
             raise BudgetError(message)
 

@@ -126,9 +126,11 @@ def _part(leased_bytes: int, besides_bytes: int) -> int:
     """What tensors may take of a lease."""
     tensor_bytes = _native.taken_bytes()
     if tensor_bytes + besides_bytes > leased_bytes:
+        sizes = (tensor_bytes, besides_bytes, leased_bytes)
+        tensors, rest, leased = (_native.bytes_text(size) for size in sizes)
         message = (
-            f"tensors take {tensor_bytes} bytes of `host` and this process {besides_bytes} "
-            f"besides, which is more than {leased_bytes} bytes"
+            f"tensors take {tensors} of `host` and the rest of this process {rest}: more than the "
+            f"lease of {leased}"
         )
         raise BudgetError(message)
     return leased_bytes - besides_bytes

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from memfit._native import bytes_text
 from memfit.errors import BudgetError, LeaseError, OutOfBudget
 from memfit.guard.limit import Limit, limit_on
 
@@ -140,7 +141,7 @@ def _shrink(device: str, limit: Limit, before_bytes: int, after_bytes: int) -> N
         limit.change(after_bytes)
     except BudgetError as error:
         message = (
-            f"the lease stays at {before_bytes} bytes on `{device}`: {error}\n"
+            f"the lease stays at {bytes_text(before_bytes)} on `{device}`: {error}\n"
             "hint: free what is not needed before giving the bytes back"
         )
         raise LeaseError(message, "in_use", device, after_bytes) from error

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memfit._native import bytes_text
 from memfit.answers import Plan
 from memfit.errors import LeaseError, UsageError
 from memfit.guard import overhead
@@ -79,8 +80,8 @@ class Elastic:
         self.besides_bytes = besides_of(workload, self.device)
         if held <= self.besides_bytes:
             message = (
-                f"the lease holds {held} bytes on `{self.device}`, and this process takes "
-                f"{self.besides_bytes} there besides the step: lease more"
+                f"the lease holds {bytes_text(held)} on `{self.device}`, and this process takes "
+                f"{bytes_text(self.besides_bytes)} there in addition to the step\nhint: lease more"
             )
             raise UsageError(message)
         self.budget_bytes = held - self.besides_bytes

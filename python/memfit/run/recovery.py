@@ -169,8 +169,8 @@ class Recovery:
         refused.add_note("everything is as before the step")
         if not made.fits:
             refused.add_note(
-                f"no allowed plan has a peak of {made.budget_bytes} bytes or less: the smallest is "
-                f"{made.minimum_peak_bytes} bytes"
+                f"no allowed plan has a peak of {_native.bytes_text(made.budget_bytes)} or less: "
+                f"the smallest is {_native.bytes_text(made.minimum_peak_bytes)}"
             )
             return None
         if len(refusals) > MAX_RETRIES:

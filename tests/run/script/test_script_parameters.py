@@ -210,7 +210,7 @@ def test_where_parameters_cannot_be_written_the_script_goes_on_unplanned(tmp_pat
     )
     assert parameters_away(ran) == 8
     (loop,) = ran.loops
-    assert "parameters cannot go elsewhere" in loop["refusal"]
+    assert "parameters cannot be offloaded" in loop["refusal"]
     assert loop["unplanned"]["steps"] == 3
 
 

@@ -139,7 +139,7 @@ def test_a_lease_that_cannot_give_way_by_its_guard_says_no_to_who_asks(
 
 
 def test_a_lease_below_what_the_process_takes_is_given_back_at_once(broker: Broker) -> None:
-    with pytest.raises(memfit.BudgetError, match="besides, which is more than 900 bytes"):
+    with pytest.raises(memfit.BudgetError, match="more than the lease of 900 B"):
         memfit.lease(900, guard=True)
     assert broker.granted() == 0
 

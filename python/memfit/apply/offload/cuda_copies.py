@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit._native import bytes_text
 from memfit.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class RegisteredMemory:
         error = int(runtime.cudaHostRegister(self.bytes.data_ptr(), size_bytes, 0))
         if error != 0:
             message = (
-                f"CUDA cannot pin {size_bytes} bytes of the host's memory: error {error}\n"
+                f"CUDA cannot pin {bytes_text(size_bytes)} of the host's memory: error {error}\n"
                 "hint: offload to a disk instead, or raise the limit on locked memory"
             )
             raise OffloadError(message)

@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit._native import bytes_text
 from memfit.apply.offload.state_view import AwayState, away_state, save_plainly
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import Around, OneByOne, refuse_pre_hooks
@@ -131,10 +132,10 @@ class StateElsewhere(Part):
                     state.retract()
                     self._send(state)
         if self._failure is not None:
-            kept = self._kept_bytes()
+            kept = bytes_text(self._kept_bytes())
             message = (
-                f"the optimizer's state cannot go elsewhere, so {kept} bytes of it stay in memory, "
-                f"whole; no step has begun: {self._failure}"
+                f"optimizer state cannot be offloaded: {self._failure}; {kept} of it stay in "
+                "memory, unchanged, and no step has begun"
             )
             raise OffloadError(message) from self._failure
 

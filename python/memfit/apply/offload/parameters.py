@@ -239,8 +239,9 @@ class ParametersElsewhere(Part):
         if self._failure is not None:
             kept = sum(item.size_bytes for item in placed.items if item.is_here)
             message = (
-                f"parameters cannot go elsewhere, so {kept} bytes of them stay in memory, whole; "
-                f"no step has begun: {self._failure}"
+                f"parameters cannot be offloaded: {self._failure}; "
+                f"{_native.bytes_text(kept)} of them stay in memory, unchanged, and no step has "
+                "begun"
             )
             raise OffloadError(message) from self._failure
 

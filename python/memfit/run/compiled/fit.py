@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memfit._native import bytes_text
 from memfit.run.compiled.budget_shares import Share, divide
 from memfit.run.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
 from memfit.run.compiled.inductor.place import Place
@@ -70,8 +71,8 @@ def fit_compiled(
         trace, budget_bytes, request
     ):
         return NotCompiled(
-            f"the optimizer step takes {at_home.optimizer_peak_bytes} bytes, and compiled code "
-            "hands over all gradients at once"
+            f"the optimizer step takes {bytes_text(at_home.optimizer_peak_bytes)}, and compiled "
+            "code returns all gradients at once"
         )
     graphs = _graphs(workload)
     if isinstance(graphs, NotCompiled):
@@ -159,7 +160,7 @@ def _plan(
     They are told by the model of Inductor (``fused``) where the step will be measured.
     """
     if beside.optimizer_peak_bytes > budget_bytes:
-        return NotCompiled(f"the optimizer step takes {beside.optimizer_peak_bytes} bytes")
+        return NotCompiled(f"the optimizer step takes {bytes_text(beside.optimizer_peak_bytes)}")
     room = budget_bytes - beyond_bytes
     shares = divide(graphs, beside.static_bytes, room, fused=fused, place=place)
     of_graphs = max(share.peak_bytes for share in shares)

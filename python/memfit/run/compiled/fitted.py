@@ -294,10 +294,10 @@ class CompiledFitted(Fitted):
             self._corrections += 1
             self._cut_again(tighter)
             return
-        over = self._measured_bytes - plan.budget_bytes
+        over = _native.bytes_text(self._measured_bytes - plan.budget_bytes)
         self._not_compiled = (
-            f"the compiled step takes {self._measured_bytes} bytes, {over} above its budget, and "
-            "no tighter partition keeps it"
+            f"the compiled step takes {_native.bytes_text(self._measured_bytes)}, {over} above its "
+            "budget, and no tighter partition stays within it"
         )
         if self._eager is None:
             message = f"{self._not_compiled}; nor is there an eager plan that does: it goes on so"

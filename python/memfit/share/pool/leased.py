@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from memfit._native import bytes_text
 from memfit.errors import LeaseError, PoolError, UsageError
 from memfit.guard import overhead
 from memfit.share.lease import Lease
@@ -55,8 +56,8 @@ class LeasedBudget:
         self._besides = overhead.expected(device)
         if held <= self._besides:
             message = (
-                f"the lease holds {held} bytes on `{device}`, and torch takes {self._besides} "
-                "there besides tensors: lease more"
+                f"the lease holds {bytes_text(held)} on `{device}`, and torch takes "
+                f"{bytes_text(self._besides)} there in addition to tensors\nhint: lease more"
             )
             raise UsageError(message)
         self.whole_bytes = held - self._besides

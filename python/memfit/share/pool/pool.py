@@ -415,8 +415,9 @@ class Pool:
             if left is not None and left <= 0:
                 where = "" if self.device == HOST else f" of `{self.device}`"
                 message = (
-                    f"no room within the time given: {self._machine.counted()} of "
-                    f"{self.budget_bytes} bytes{where} are in use\n"
+                    f"no room within the time given: "
+                    f"{_native.bytes_text(self._machine.counted())} of "
+                    f"{_native.bytes_text(self.budget_bytes)}{where} are in use\n"
                     "hint: wait longer, or raise the budget"
                 )
                 raise PoolError(message, "timed_out")
