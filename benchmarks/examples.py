@@ -1,4 +1,4 @@
-"""Verify every example at 75 %, 50 % and its minimum, and write the table the README shows.
+"""Verify every example at 75 %, 50 % and its minimum, and write the table of docs/examples.md.
 
 Each row is one run of `memfit verify` in a process of its own: predicted against measured peaks,
 paired step times, loss and gradients compared bitwise. The minimum is the smallest peak any exact
@@ -8,8 +8,7 @@ plan reaches, as `memfit plan` states it, plus the plan's own margin.
     .venv/bin/python benchmarks/examples.py vit bert   # some; the table is left alone
 
 Results go to benchmarks/results/DATE-examples.json and .md; the table between the `examples`
-markers of README.md and docs/examples.md is replaced. Exits with 1 when any measured peak is above
-its budget.
+markers of docs/examples.md is replaced. Exits with 1 when any measured peak is above its budget.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def main(names: list[str]) -> int:
         machine = Machine.here()
         table = "\n".join([HEADER, *map(table_row, rows)])
         write_results("examples", machine, rows, table)
-        for page in ("README.md", "docs/examples.md"):
-            replace_table(ROOT / page, "examples", f"{table}\n\n{machine.sentence()}")
+        sentence = f"{table}\n\n{machine.sentence()}"
+        replace_table(ROOT / "docs/examples.md", "examples", sentence)
     return 1 if over else 0
 
 

@@ -1,4 +1,4 @@
-"""Fit PyTorch training and inference into the memory that is there.
+"""Fit PyTorch training and inference into the memory you have.
 
     prediction = memfit.predict(workload)
     plan = memfit.plan(workload, budget="3GiB")

@@ -21,7 +21,7 @@ const STYLES: Styles = Styles::styled()
     .literal(AnsiColor::Cyan.on_default().bold())
     .placeholder(AnsiColor::Cyan.on_default());
 
-/// Fit PyTorch training and inference into the memory that is there.
+/// Fit PyTorch training and inference into the memory you have.
 #[derive(Debug, Parser)]
 #[command(
     name = "memfit",
