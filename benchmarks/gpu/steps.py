@@ -17,9 +17,9 @@ from benchmarks.gpu.device import Device, Peaks
 from torch import Tensor
 
 from memfit import Workload
-from memfit import verify as verifying
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
+from memfit.verify import eager as verifying
 
 WHAT = ("loss", "gradients", "parameters", "buffers")
 """What of two steps is compared."""
@@ -94,7 +94,7 @@ class Bits:
     it still does not, nothing can be asked of a plan, and that is said.
 
     Attributes:
-        control: How far eager is from itself, as :func:`memfit.verify.compare` says it.
+        control: How far eager is from itself, as :func:`memfit.verify.eager.compare` says it.
         is_deterministic: Whether torch was asked for deterministic algorithms.
     """
 

@@ -11,6 +11,7 @@ from torch import nn
 import memfit
 from memfit.errors import UsageError
 from memfit.measure import measure_peak, static_tensors
+from memfit.plan import planner
 
 WIDTH, ROWS, DEPTH = 128, 96, 12
 
@@ -125,7 +126,7 @@ def test_a_place_that_is_slow_is_used_less(tmp_path, monkeypatch):
     for rate in (1e12, 1e6):
         found = {"tier": "disk", "folder": str(tmp_path)}
         rates = {"write_bytes_per_second": rate, "read_bytes_per_second": rate}
-        monkeypatch.setattr("memfit.api.fit.offer", lambda *_, o=found | rates: o)
+        monkeypatch.setattr(planner, "offer", lambda *_, o=found | rates: o)
         plan = memfit.plan(trace, "60%", offload=tmp_path).as_dict()
         counts.append(kinds(plan).get("offload", {"bytes": 0})["bytes"])
     assert counts[0] > counts[1]

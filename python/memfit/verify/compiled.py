@@ -71,8 +71,8 @@ def verify_compiled(
     Returns:
         ``not_compiled``, where the step runs eager, with the reason. Else ``unplanned`` and
         ``planned``, ``loss``, ``gradients``, ``parameters`` and ``buffers`` as
-        :func:`memfit.verify.verify` returns them; ``predicted_peak_bytes`` of the compiled plan;
-        and ``compiled``, what there is to say about it besides.
+        :func:`memfit.verify.eager.verify` returns them; ``predicted_peak_bytes`` of the compiled
+        plan; and ``compiled``, what there is to say about it besides.
     """
     with random_state_kept():
         seed()

@@ -12,6 +12,7 @@ from torch import nn
 import memfit
 from memfit.apply.offload.tiers import DiskTier
 from memfit.errors import OffloadError
+from memfit.plan import cost_source
 from memfit.run.compiled import search, toolchain, transfer_nodes, transfer_ops, transfer_time
 from memfit.run.compiled.fitted import CompiledFitted
 from memfit.run.compiled.inductor.op_costs import costs
@@ -222,9 +223,8 @@ def deep():
 
 @pytest.fixture
 def quick_disk(monkeypatch):
-    monkeypatch.setattr(
-        "memfit.plan.cost_source._disk", lambda _: {"disk_write": 1e13, "disk_read": 1e13}
-    )
+    rates = {"disk_write": 1e13, "disk_read": 1e13}
+    monkeypatch.setattr(cost_source, "_disk", lambda _: rates)
 
 
 def trained(budget, steps=4, **options):
