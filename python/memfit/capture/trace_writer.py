@@ -220,6 +220,7 @@ def _op(
         "random": op.random,
         "view": op.view,
         "replayable": op.replayable,
+        "shape_only": op.operator.shape_only,
     }
 
 

@@ -413,7 +413,7 @@ impl Twin<'_> {
             return;
         }
         let (mut reads_versions, mut reads_stored, mut pins) = (Vec::new(), Vec::new(), Vec::new());
-        let shape_is_enough = trace.reads_only_shape(&trace.ops[op]);
+        let shape_is_enough = trace.ops[op].shape_only;
         for &read in trace.ops[op].reads.iter().filter(|_| !shape_is_enough) {
             let value = &trace.values[read.index()];
             let a = value.allocation.index();

@@ -279,6 +279,10 @@ pub struct Op {
     /// Can be run again from its inputs with the same result. False for collectives, ops that return
     /// no tensor, ops that write to several tensors, ops that draw from a generator we cannot restore.
     pub replayable: bool,
+    /// Reads the shape and the type of its first tensor but none of its elements (`aten.empty_like`), so that running
+    /// it again needs no more of the tensor than that. False in traces recorded before this was written down.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub shape_only: bool,
 }
 
 /// A tensor that autograd packed in forward and gives back in backward.
@@ -329,23 +333,6 @@ pub struct ParameterUpdate {
     pub state: Vec<AllocationId>,
 }
 
-/// aten ops of [`Trace::reads_only_shape`]; the executor's list is `SHAPE_ONLY` in
-/// `python/memfit/tensors/operators.py`.
-const SHAPE_ONLY: [&str; 12] = [
-    "empty_like",
-    "full_like",
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "zeros_like",
-];
-
 impl Trace {
     /// End of the step as a position.
     #[must_use]
@@ -357,15 +344,6 @@ impl Trace {
     #[must_use]
     pub fn string(&self, index: u32) -> &str {
         self.strings.get(index as usize).map_or("", String::as_str)
-    }
-
-    /// Whether an op reads its tensor's shape and type but none of its elements, so that running it
-    /// again needs no more of the tensor than that (`aten.empty_like`).
-    #[must_use]
-    pub fn reads_only_shape(&self, op: &Op) -> bool {
-        let name = self.string(op.name).strip_prefix("aten.").unwrap_or("");
-        let base = name.split('.').next().unwrap_or("");
-        SHAPE_ONLY.contains(&base)
     }
 
     /// The allocation behind a value.

@@ -142,6 +142,7 @@ impl Builder {
         let moved = moved
             .map(|&v| self.trace.values[v.index()].numel() * 4)
             .sum();
+        let shape_only = name.starts_with("aten.empty_like");
         let name = self.string(name);
         self.trace.ops.push(Op {
             name,
@@ -162,6 +163,7 @@ impl Builder {
             random: false,
             view: false,
             replayable: true,
+            shape_only,
         });
     }
 

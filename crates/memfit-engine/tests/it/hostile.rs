@@ -107,6 +107,7 @@ fn op(phase: Phase) -> impl Strategy<Value = Op> {
                 random: false,
                 view: false,
                 replayable,
+                shape_only: !replayable,
             },
         )
 }

@@ -21,6 +21,7 @@ from memfit.run.compiled.inductor.place import Place
 from memfit.run.compiled.inductor.rates import NOMINAL
 from memfit.run.compiled.joint import Joint, Op
 from memfit.run.compiled.schedule import Decision
+from memfit.tensors.operators import operator_of
 from memfit.torch_versions import size_hint
 
 FORBIDDEN = (
@@ -165,6 +166,7 @@ class _Writer:
             "random": False,
             "view": op.view,
             "replayable": op.replayable,
+            "shape_only": _shape_only(op),
         }
 
     def _value(self, index: int) -> dict[str, Any]:
@@ -237,3 +239,8 @@ def _name(op: Op) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return getattr(target, "__name__", str(target))
+
+
+def _shape_only(op: Op) -> bool:
+    target = op.node.target
+    return isinstance(target, torch._ops.OpOverload) and operator_of(target).shape_only

@@ -252,11 +252,7 @@ impl StepModel {
                 ..Record::default()
             };
             record.stale_from = usize::MAX;
-            let held = if trace.reads_only_shape(op) {
-                &[][..]
-            } else {
-                &op.reads
-            };
+            let held = if op.shape_only { &[][..] } else { &op.reads };
             for read in held {
                 let value = &trace.values[read.index()];
                 let allocation = value.allocation.index();
