@@ -215,7 +215,7 @@ def test_copies_pickles_and_state_dicts_are_plain_and_leave_the_state_where_it_i
         one = next(iter(optimizer.state.values()))
         others = [copy.copy(one), one.copy(), one | {}, {} | one]
         assert at_home(fitted) == 0
-        assert "<elsewhere>" in repr(one)
+        assert "<offloaded>" in repr(one)
         with memfit.track() as tracked:
             optimizer.zero_grad()
         assert at_home(fitted) == 0, "who counts bytes only looks"
@@ -524,7 +524,9 @@ def test_no_file_is_left_and_none_stays_open_when_it_is_closed(tmp_path):
 
 def test_an_optimizer_that_does_not_update_each_parameter_on_its_own_is_refused_by_name(tmp_path):
     for make in (torch.optim.LBFGS, torch.optim.SparseAdam, CountsInItsGroup):
-        with pytest.raises(UsageError, match=f"elsewhere, but `{make.__name__}` is not known"):
+        with pytest.raises(
+            UsageError, match=f"optimizer state, but `{make.__name__}` is not known"
+        ):
             Fitted(build(make), plan())
     workload = build(torch.optim.LBFGS)
     refusals = memfit.plan(memfit.trace(build(CountsInItsGroup)), "1", offload=tmp_path).as_dict()

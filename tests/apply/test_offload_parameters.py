@@ -282,7 +282,7 @@ def test_a_view_kept_from_before_is_an_error_not_a_wrong_number():
     with Fitted(workload, plan(workload, fuse=True, room=2 * WEIGHT)) as fitted:
         fitted.step()
         assert storage_bytes([matrix]) == 0
-        with pytest.raises(RuntimeError, match=r"`5\.outer\.weight` is elsewhere"):
+        with pytest.raises(RuntimeError, match=r"`5\.outer\.weight` is offloaded"):
             view.sum()
     assert torch.equal(view, matrix.detach().view(-1))
 

@@ -55,7 +55,7 @@ def expected(device: str) -> int:
         found = int(json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        message = f"cannot measure what torch takes on `{device}` besides tensors: {said[-1]}"
+        message = f"cannot measure what torch itself takes on `{device}`: {said[-1]}"
         raise UsageError(message) from error
     _write(file, {**known, key: found})
     return found

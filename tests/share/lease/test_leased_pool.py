@@ -157,7 +157,7 @@ def test_a_pool_on_a_gpu_follows_its_lease_there(
 def test_a_lease_or_a_budget_and_enough_of_it(broker: Broker, tmp_path: Path) -> None:
     del broker
     with memfit.lease(900) as lease:
-        with pytest.raises(memfit.UsageError, match="besides tensors: lease more"):
+        with pytest.raises(memfit.UsageError, match="and torch itself takes"):
             memfit.Pool(lease=lease, spill=tmp_path)
         with pytest.raises(memfit.UsageError, match="give a `budget`, or a `lease`"):
             memfit.Pool("1GiB", tmp_path, lease=lease)

@@ -263,8 +263,7 @@ def _require_one_by_one(optimizer: Optimizer) -> None:
     reason = unknown_optimizer(optimizer) or shared_state(optimizer)
     if reason is not None:
         message = (
-            f"the plan keeps the optimizer's state elsewhere, but {reason}\n"
-            "hint: plan again for this workload"
+            f"the plan offloads optimizer state, but {reason}\nhint: plan again for this workload"
         )
         raise UsageError(message)
     refuse_pre_hooks(optimizer, "offload_optimizer")

@@ -127,7 +127,7 @@ class _Item:
     def let_go(self) -> None:
         """Let its memory go. Whoever shares the storage gets an error in place of a wrong byte."""
         self.storage.resize_(0)
-        forbid_reads(self.storage, f"the parameter `{self.name}` is elsewhere, by memfit's plan")
+        forbid_reads(self.storage, f"the parameter `{self.name}` is offloaded by memfit's plan")
 
     def send(self, tier: Tier) -> None:
         """Begin to write it.
@@ -568,7 +568,7 @@ def _same(known: Sequence[_Item], found: Sequence[_Item]) -> bool:
 def _found(named: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
     if name not in named:
         message = (
-            f"the plan keeps the parameter `{name}` elsewhere, which the model does not have\n"
+            f"the plan offloads the parameter `{name}`, which the model does not have\n"
             "hint: plan again for this model"
         )
         raise UsageError(message)

@@ -327,7 +327,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
     def __repr__(self) -> str:
         """As a dictionary; what is elsewhere is not fetched for it."""
         shown = (
-            f"{key!r}: {'<elsewhere>' if key in self._away else repr(value)}"
+            f"{key!r}: {'<offloaded>' if key in self._away else repr(value)}"
             for key, value in super().items()
         )
         return f"{{{', '.join(shown)}}}"

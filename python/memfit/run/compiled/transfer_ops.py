@@ -140,7 +140,7 @@ def send_away(source: Tensor) -> Tensor:
     transit = getattr(_STEP, "transit", None)
     if transit is None:
         raise OffloadError(
-            "a compiled graph that keeps tensors elsewhere ran outside its step\n"
+            "a compiled graph that offloads tensors ran outside its step\n"
             "hint: run it by `Fitted.step`"
         )
     return torch.tensor([transit.send(source)])
@@ -223,7 +223,7 @@ def _away(ticket: Tensor) -> _Away:
     found = _AWAY.get(int(ticket))
     if found is None:
         raise OffloadError(
-            "a tensor that a compiled graph keeps elsewhere was asked for after its step\n"
+            "a tensor that a compiled graph has offloaded was asked for after its step\n"
             "hint: run forward and backward by `Fitted.step`"
         )
     return found

@@ -104,7 +104,7 @@ class Room:
             message = f"the broker grants no device `{self._device}`; it grants `{known}`"
             raise UsageError(message)
         self._wait = wish.wait
-        self._say.passing("measuring what torch takes besides tensors, once")
+        self._say.passing("measuring what torch itself takes, once")
         self._expected = self._besides = overhead.expected(self._device)
         self._say.done()
         tensors = _native.parse_budget(budget, 0)
@@ -126,7 +126,7 @@ class Room:
         after = f" after {self._waited:.0f} s" if self._waited >= 1 else ""
         self._say(
             f"leased {size(self._leased)} of `{self._device}`{after}: {size(tensors)} for tensors "
-            f"and {size(self._besides)} that torch takes besides"
+            f"and {size(self._besides)} for torch itself"
         )
 
     def within(self, budget: str | int) -> str | int:

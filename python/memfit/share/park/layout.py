@@ -341,7 +341,7 @@ _OBSTACLES: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
     (nn.parameter.is_lazy, "it has no shape yet\nhint: run the model once"),
     (
         _is_subclass_with_dispatch,
-        f"it is a `{{kind}}`, which keeps its bytes elsewhere\nhint: {_LEAVE}",
+        f"it is a `{{kind}}`, which keeps its bytes in other tensors\nhint: {_LEAVE}",
     ),
     (
         lambda tensor: tensor.device.type == "meta",

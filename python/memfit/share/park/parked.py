@@ -487,7 +487,7 @@ def _refuse_elsewhere(model: nn.Module) -> None:
         owner = owner_of(parameter)
         if owner is not None and not isinstance(owner, ParkedModel):
             message = (
-                f"cannot park `{name}`: memfit's plan keeps it elsewhere while no op uses it\n"
+                f"cannot park `{name}`: memfit's plan has offloaded it\n"
                 "hint: close what `memfit.fit` returned first, or fit with "
                 '`forbid=["offload_parameters"]`'
             )

@@ -56,8 +56,8 @@ class LeasedBudget:
         self._besides = overhead.expected(device)
         if held <= self._besides:
             message = (
-                f"the lease holds {bytes_text(held)} on `{device}`, and torch takes "
-                f"{bytes_text(self._besides)} there in addition to tensors\nhint: lease more"
+                f"the lease holds {bytes_text(held)} on `{device}`, and torch itself takes "
+                f"{bytes_text(self._besides)} there\nhint: lease more"
             )
             raise UsageError(message)
         self.whole_bytes = held - self._besides
