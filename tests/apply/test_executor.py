@@ -1,0 +1,111 @@
+"""The executor: what it asks of the parts of a plan, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.apply import executor
+from memfit.apply.executor import Executor, Subject, Technique, without
+from memfit.apply.part import Part
+
+NOOP = {"kind": "noop", "class": "exact", "count": 1, "bytes": 0}
+
+
+class Noop(Part):
+    """Writes down what it is asked, and does nothing."""
+
+    def __init__(self):
+        self.asked = []
+
+    def place(self):
+        self.asked.append("place")
+
+    def forward(self):
+        return self._around("forward")
+
+    def running(self):
+        return self._around("running")
+
+    def update_of(self, parameter):
+        return self._around(f"update of {tuple(parameter.shape)}")
+
+    @contextlib.contextmanager
+    def _around(self, what):
+        self.asked.append(what)
+        yield
+        self.asked.append(f"end of {what}")
+
+
+@pytest.fixture
+def noop(monkeypatch):
+    part = Noop()
+    technique = Technique(lambda _subject, _actions: part, needs_whole_step=True)
+    monkeypatch.setitem(executor.TECHNIQUES, "noop", technique)
+    return part
+
+
+def workload(**changes):
+    model = nn.Linear(3, 2)
+    given = {
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+    }
+    return memfit.Workload(model, torch.ones(4, 3), **{**given, **changes})
+
+
+def test_a_new_technique_is_asked_around_a_step(noop):
+    fitted = memfit.Fitted(workload(), {"actions": [NOOP]})
+    fitted.step()
+    assert noop.asked == ["place", "running", "forward", "end of forward", "end of running"]
+
+
+def test_a_new_technique_is_asked_around_each_update_that_runs_in_backward(noop):
+    fuse = {"kind": "fuse_optimizer", "class": "exact", "count": 2, "bytes": 0}
+    fitted = memfit.Fitted(workload(), {"actions": [NOOP, fuse]})
+    fitted.step()
+    for shape in ((2, 3), (2,)):
+        at = noop.asked.index(f"update of {shape}")
+        assert noop.asked[at + 1] == f"end of update of {shape}"
+        assert "end of forward" in noop.asked[:at]
+
+
+def test_a_technique_outside_forward_needs_a_step_of_memfits_own(noop):
+    fitted = memfit.Fitted(workload(), {"actions": [NOOP]})
+    with pytest.raises(memfit.UsageError, match=r"`noop`, which needs `Fitted\.step`"):
+        fitted.forward().__enter__()
+    assert noop.asked == []
+
+
+def test_a_technique_for_training_is_refused_where_nothing_is_trained(noop):
+    inference = workload(loss=None, optimizer=None)
+    with pytest.raises(memfit.UsageError, match="`noop`, and the workload has no loss"):
+        memfit.Fitted(inference, {"actions": [NOOP]})
+    assert noop.asked == []
+
+
+def test_what_two_plans_offload_alike_stays_where_it_is(tmp_path):
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    said = {
+        "tier": "disk",
+        "folder": str(tmp_path),
+        "window_bytes": 1 << 20,
+        "least_bytes": 64,
+        "order": ["weight", "bias"],
+    }
+    plan = {"actions": [{"kind": "offload_optimizer", "offload_optimizer": said}]}
+    subject = Subject(model, optimizer)
+    first = Executor(plan, subject)
+    assert first.state is not None
+    assert Executor(plan, subject, after=first).state is first.state
+    wider = {**said, "window_bytes": 2 << 20}
+    other = {"actions": [{"kind": "offload_optimizer", "offload_optimizer": wider}]}
+    assert Executor(other, subject, after=first).state is not first.state
+    elsewhere = Subject(model, torch.optim.Adam(model.parameters()))
+    assert Executor(plan, elsewhere, after=first).state is not first.state
+    assert Executor(without(plan, ("offload_optimizer",)), subject, after=first).state is None
