@@ -9,8 +9,7 @@ import torch
 from graphs import Transformer, run, tokens
 
 from memfit.run.compiled import transfer_nodes, transfer_ops, transfer_time
-from memfit.run.compiled.inductor.place import Place
-from memfit.run.compiled.inductor.rates import Rates
+from memfit.run.compiled.inductor.rates import Place, Rates
 from memfit.run.compiled.schedule import Decision, schedule
 
 QUICK = Rates((("float32", 1.0),), 1e30)

@@ -16,8 +16,7 @@ from memfit.plan import cost_source
 from memfit.run.compiled import search, toolchain, transfer_nodes, transfer_ops, transfer_time
 from memfit.run.compiled.fitted import CompiledFitted
 from memfit.run.compiled.inductor.op_costs import costs
-from memfit.run.compiled.inductor.place import Place
-from memfit.run.compiled.inductor.rates import NOMINAL, Rates
+from memfit.run.compiled.inductor.rates import NOMINAL, Place, Rates
 from memfit.run.compiled.schedule import KEEP_ALL, Decision, schedule
 from memfit.run.compiled.transfer_ops import Transit, moving
 

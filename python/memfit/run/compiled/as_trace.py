@@ -17,8 +17,7 @@ import torch
 
 from memfit import _native
 from memfit.run.compiled.inductor.op_costs import Cost
-from memfit.run.compiled.inductor.place import Place
-from memfit.run.compiled.inductor.rates import NOMINAL
+from memfit.run.compiled.inductor.rates import NOMINAL, Place
 from memfit.run.compiled.joint import Joint, Op
 from memfit.run.compiled.schedule import Decision
 from memfit.tensors.operators import operator_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.run.compiled.inductor.place import Place
+from memfit.run.compiled.inductor.rates import Place
 from memfit.run.compiled.recording import Recorded
 from memfit.run.compiled.search import Chosen, choose
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from memfit._native import bytes_text
 from memfit.run.compiled.budget_shares import Share, divide
 from memfit.run.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
-from memfit.run.compiled.inductor.place import Place
+from memfit.run.compiled.inductor.rates import Place
 from memfit.run.compiled.outside_graphs import BesideGraphs, beside_graphs, with_state_away
 from memfit.run.compiled.partitioner import Partitioner
 from memfit.run.compiled.recording import Recorded, record

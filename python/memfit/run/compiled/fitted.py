@@ -27,7 +27,7 @@ from memfit.apply.offload.tiers import open_tier
 from memfit.errors import NotCompiledWarning, UsageError
 from memfit.measure import static_tensors
 from memfit.measure.peak import storage_bytes
-from memfit.run.compiled import said_once
+from memfit.run.compiled import log_calls
 from memfit.run.compiled.partitioner import Partitioner
 from memfit.run.compiled.recording import own_code
 from memfit.run.compiled.transfer_ops import Transit, moving
@@ -359,7 +359,7 @@ class CompiledFitted(Fitted):
 
     def _loss(self, executor: Executor, batch: Any) -> Tensor:
         del executor
-        with said_once.left_out(), self._autocast():
+        with log_calls.left_out(), self._autocast():
             return self._compiled(self.workload.model, batch)
 
 

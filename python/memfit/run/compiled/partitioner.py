@@ -18,7 +18,7 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from memfit.run.compiled.inductor.place import Place
+from memfit.run.compiled.inductor.rates import Place
 from memfit.run.compiled.joint import Joint, read
 from memfit.run.compiled.partition import Modules, partition
 from memfit.run.compiled.search import choose

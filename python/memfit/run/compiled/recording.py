@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from memfit.run.compiled import said_once
+from memfit.run.compiled import log_calls
 from memfit.run.compiled.joint import Joint, bytes_of, read
 from memfit.run.compiled.partition import Modules, partition
 from memfit.run.compiled.partitioner import signature
@@ -170,7 +170,7 @@ def record(
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices), said_once.left_out(), context():
+        with torch.random.fork_rng(devices), log_calls.left_out(), context():
             compiled = torch.compile(own_code(loss), backend=backend)
             compiled(model, batch)
             if recorder.hands_on():

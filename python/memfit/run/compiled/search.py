@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from memfit.run.compiled import as_trace, block_boundaries, transfer_nodes
 from memfit.run.compiled.inductor.op_costs import costs
-from memfit.run.compiled.inductor.place import Place
-from memfit.run.compiled.inductor.rates import NOMINAL
+from memfit.run.compiled.inductor.rates import NOMINAL, Place
 from memfit.run.compiled.joint import Joint, Op
 from memfit.run.compiled.schedule import (
     KEEP_ALL,

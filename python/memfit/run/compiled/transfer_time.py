@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from memfit.run.compiled.inductor.place import Place
+from memfit.run.compiled.inductor.rates import Place
 from memfit.run.compiled.joint import Joint
 from memfit.run.compiled.schedule import Schedule
 

@@ -1,7 +1,8 @@
 """How fast a device runs ops, as the choice for compiled graphs sees it.
 
 Responsible for rates that change with no noise: those of a plain core where recomputations are
-ranked among themselves, those of the device, rounded, where they are held against transfers. Not
+ranked among themselves, those of the device, rounded, where they are held against transfers to the
+place that saved tensors of compiled graphs may go to (:class:`Place`). Not
 responsible for measuring a device (:mod:`memfit.plan.cost_source`) or for what an op costs
 (:mod:`memfit.run.compiled.inductor.op_costs`).
 """
@@ -77,3 +78,41 @@ class Rates:
 
 NOMINAL = Rates((("float32", 1e11),), 2e10)
 """A plain core: fixed, so that a plan does not depend on when a machine was measured."""
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where saved tensors may go.
+
+    Attributes:
+        write_bytes_per_second: How fast they go.
+        read_bytes_per_second: How fast they come back.
+        rates: How fast the device computes meanwhile.
+    """
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    rates: Rates = NOMINAL
+
+    @staticmethod
+    def of(offer: Mapping[str, Any], profile: Mapping[str, Any]) -> Place:
+        """A place by its rates, rounded to powers of two.
+
+        Args:
+            offer: An ``Offer`` of the engine.
+            profile: A ``DeviceProfile`` of the engine; empty where only op times are known.
+        """
+        return Place(
+            rounded(offer["write_bytes_per_second"]),
+            rounded(offer["read_bytes_per_second"]),
+            Rates.of(profile) if profile.get("flops_per_second") else NOMINAL,
+        )
+
+    def offer(self) -> dict[str, Any]:
+        """The place as an ``Offer`` of the engine, which plans by its rates alone."""
+        return {
+            "tier": "disk",
+            "folder": "",
+            "write_bytes_per_second": self.write_bytes_per_second,
+            "read_bytes_per_second": self.read_bytes_per_second,
+        }
