@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use memfit_engine::trace::{decode, decode_plan, encode, peek_kind};
+use memfit_engine::file::{decode, decode_plan, encode, peek_kind};
 
 fuzz_target!(|data: &[u8]| {
     let _kind = peek_kind(data);

@@ -7,6 +7,7 @@ pub mod allocator;
 pub mod bytes;
 pub mod cost;
 pub mod explain;
+pub mod file;
 pub mod placement;
 pub mod plan;
 pub mod predict;

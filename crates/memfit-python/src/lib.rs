@@ -40,6 +40,7 @@ mod _native {
     use memfit_engine::cost::devices;
     use memfit_engine::cost::{CostSource, DeviceProfile};
     use memfit_engine::explain::{self, Explanation};
+    use memfit_engine::file;
     use memfit_engine::placement::{self, Goal};
     use memfit_engine::plan::{self, Front, FrontRequest, Plan, PlanError, PlanRequest, TimeLimit};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
@@ -116,7 +117,7 @@ mod _native {
         #[staticmethod]
         fn decode(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
             let trace = py
-                .detach(|| trace::decode(data))
+                .detach(|| file::decode(data))
                 .map_err(|error| file_error(&error))?;
             Ok(Self {
                 trace: Arc::new(trace),
@@ -125,7 +126,7 @@ mod _native {
 
         /// The trace as the bytes of a `.memfit` file.
         fn encode<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-            PyBytes::new(py, &py.detach(|| trace::encode(&self.trace)))
+            PyBytes::new(py, &py.detach(|| file::encode(&self.trace)))
         }
 
         /// The trace as JSON.
@@ -406,7 +407,7 @@ mod _native {
     #[pyfunction]
     fn decode_plan(py: Python<'_>, data: &[u8]) -> PyResult<String> {
         py.detach(|| {
-            let plan = trace::decode_plan(data).map_err(|error| file_error(&error))?;
+            let plan = file::decode_plan(data).map_err(|error| file_error(&error))?;
             to_json(&plan)
         })
     }
@@ -415,15 +416,15 @@ mod _native {
     #[pyfunction]
     fn encode_plan<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyBytes>> {
         let plan: Plan = from_json("plan", json)?;
-        Ok(PyBytes::new(py, &py.detach(|| trace::encode_plan(&plan))))
+        Ok(PyBytes::new(py, &py.detach(|| file::encode_plan(&plan))))
     }
 
     /// What the bytes of a `.memfit` file hold: `trace` or `plan`.
     #[pyfunction]
     fn file_kind(data: &[u8]) -> PyResult<&'static str> {
-        match trace::peek_kind(data).map_err(|error| file_error(&error))? {
-            trace::FileKind::Trace => Ok("trace"),
-            trace::FileKind::Plan => Ok("plan"),
+        match file::peek_kind(data).map_err(|error| file_error(&error))? {
+            file::FileKind::Trace => Ok("trace"),
+            file::FileKind::Plan => Ok("plan"),
         }
     }
 
@@ -493,7 +494,7 @@ mod _native {
             .map_err(|error| UsageError::new_err(format!("cannot write JSON: {error}")))
     }
 
-    fn file_error(error: &trace::FileError) -> PyErr {
+    fn file_error(error: &file::FileError) -> PyErr {
         TraceFileError::new_err(error.to_string())
     }
 }

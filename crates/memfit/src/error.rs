@@ -7,9 +7,9 @@ use std::io;
 use std::path::Path;
 
 use memfit_engine::bytes::BudgetError;
+use memfit_engine::file::FileError;
 use memfit_engine::plan::PlanError;
 use memfit_engine::predict::PredictError;
-use memfit_engine::trace::FileError;
 
 use crate::exit::Exit;
 use crate::host::{HostError, HostErrorKind};

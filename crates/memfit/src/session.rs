@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfit_engine::cost::CostSource;
+use memfit_engine::file;
 use memfit_engine::plan::{self, Class, Front, FrontRequest, Offer, Plan, PlanRequest, TimeLimit};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
-use memfit_engine::trace::{self, Trace};
+use memfit_engine::trace::Trace;
 
 use crate::args::Format;
 use crate::error::Failure;
@@ -82,7 +83,7 @@ impl Session<'_> {
                     )));
                 }
                 let file = read(path)?;
-                let trace = trace::decode(&file).map_err(|error| Failure::file(path, &error))?;
+                let trace = file::decode(&file).map_err(|error| Failure::file(path, &error))?;
                 Ok(Recorded {
                     trace: Arc::new(trace),
                     file,
@@ -98,7 +99,7 @@ impl Session<'_> {
                     Ok(host.capture(&live.name, &live.settings, device)?)
                 })?;
                 let trace =
-                    trace::decode(&file).map_err(|error| Failure::bad_answer("capture", error))?;
+                    file::decode(&file).map_err(|error| Failure::bad_answer("capture", error))?;
                 Ok(Recorded {
                     trace: Arc::new(trace),
                     file,
@@ -151,7 +152,7 @@ impl Session<'_> {
             Ok(host.alternatives(name, settings, device.as_deref(), &recorded.file)?)
         })?;
         let trace =
-            trace::decode(&file).map_err(|error| Failure::bad_answer("alternatives", error))?;
+            file::decode(&file).map_err(|error| Failure::bad_answer("alternatives", error))?;
         recorded.trace = Arc::new(trace);
         recorded.file = file;
         recorded.capture_seconds = recorded.capture_seconds.map(|before| before + seconds);

@@ -375,8 +375,8 @@ mod tests {
             let plan = |trace: &Trace| plan(trace, &source(trace), &request(budget)).unwrap();
             let (first, second) = (plan(&trace), plan(&trace.clone()));
             assert_eq!(
-                crate::trace::encode_plan(&first),
-                crate::trace::encode_plan(&second)
+                crate::file::encode_plan(&first),
+                crate::file::encode_plan(&second)
             );
         }
     }

@@ -200,8 +200,8 @@ mod tests {
             sample::chain()
         );
         let rich = with(vec![sliced(sample::chain(), 2)]);
-        let file = crate::trace::encode(&rich);
-        assert_eq!(crate::trace::decode(&file).unwrap(), rich);
+        let file = crate::file::encode(&rich);
+        assert_eq!(crate::file::decode(&file).unwrap(), rich);
         assert_eq!(rich.alone(), sample::chain());
     }
 }

@@ -27,14 +27,12 @@
 mod alternative;
 mod batch;
 mod check;
-mod file;
 #[cfg(test)]
 pub(crate) mod sample;
 
 pub use alternative::{Alternative, Alternatives, CallChunk, Chunk, LossChunk};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
-pub use file::{FileError, FileKind, decode, decode_plan, encode, encode_plan, peek_kind};
 
 use serde::{Deserialize, Serialize};
 

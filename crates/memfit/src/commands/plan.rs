@@ -1,8 +1,8 @@
 //! `memfit plan`: the fastest way found to make a step fit.
 
+use memfit_engine::file;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
-use memfit_engine::trace;
 
 use super::pareto;
 use crate::args::{DeviceChoice, Format, PlanArguments};
@@ -34,7 +34,7 @@ pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Resul
     let fits = planned.plan.verdict == Verdict::Fits;
     // A plan that does not fit is no plan to apply: it is shown, not saved.
     if let Some(file) = save.filter(|_| fits) {
-        file.commit(&trace::encode_plan(&planned.plan))?;
+        file.commit(&file::encode_plan(&planned.plan))?;
     }
 
     let mut document = PlanDocument::of(&planned.plan);

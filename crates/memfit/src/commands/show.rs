@@ -1,6 +1,6 @@
 //! `memfit show`: what is in a saved trace or plan.
 
-use memfit_engine::trace::{self, FileKind};
+use memfit_engine::file::{self, FileKind};
 
 use crate::args::{Format, ShowArguments};
 use crate::error::Failure;
@@ -14,16 +14,16 @@ pub(crate) fn run(arguments: &ShowArguments, session: &mut Session<'_>) -> Resul
     let file = read(path)?;
     let fail = |error| Failure::file(path, &error);
     let palette = session.printer.report_palette();
-    let report = match trace::peek_kind(&file).map_err(fail)? {
+    let report = match file::peek_kind(&file).map_err(fail)? {
         FileKind::Trace => {
-            let document = TraceDocument::of(&trace::decode(&file).map_err(fail)?);
+            let document = TraceDocument::of(&file::decode(&file).map_err(fail)?);
             match session.format {
                 Format::Text => text::trace(&document, palette),
                 Format::Json => json(&document)?,
             }
         }
         FileKind::Plan => {
-            let document = PlanDocument::of(&trace::decode_plan(&file).map_err(fail)?);
+            let document = PlanDocument::of(&file::decode_plan(&file).map_err(fail)?);
             match session.format {
                 Format::Text => text::plan(&document, palette),
                 Format::Json => json(&document)?,

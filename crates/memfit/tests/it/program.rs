@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings, Streams};
-use memfit_engine::trace::encode;
+use memfit_engine::file::encode;
 use serde_json::{Value, json};
 
 use crate::sample;

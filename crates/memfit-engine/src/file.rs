@@ -15,8 +15,8 @@ use flate2::read::ZlibDecoder;
 use flate2::write::ZlibEncoder;
 use serde::{Deserialize, Serialize};
 
-use super::{SCHEMA_VERSION, Trace, TraceError};
 use crate::plan::Plan;
+use crate::trace::{SCHEMA_VERSION, Trace, TraceError};
 
 /// What a file holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from directions import circle
+
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
@@ -66,17 +68,6 @@ def folder_of(name: str) -> str:
     parts = name.split(".")
     is_folder = (PACKAGE / parts[1]).is_dir() if len(parts) > 1 else False
     return parts[1] if is_folder else "."
-
-
-def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The nodes that are left when those that lead to none are taken away, again and again."""
-    left = {node: set(targets) for node, targets in graph.items()}
-    while True:
-        ends = {node for node, targets in left.items() if not targets & left.keys()}
-        if not ends:
-            return sorted(left)
-        for node in ends:
-            del left[node]
 
 
 def test_imports_lead_down():
