@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,14 +41,22 @@ class Ran:
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """Environment variables of a process in a folder of its own, which is made."""
-    (folder / "tmp").mkdir(parents=True)
-    return {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1"}
+    """Environment variables of a process in a folder of its own, which is made.
+
+    Temporary files lie outside it: the path of a socket, as data loaders make them, is short.
+    """
+    folder.mkdir(parents=True)
+    temporary = tempfile.mkdtemp(prefix="ran-")
+    (folder / "tmp").symlink_to(temporary)
+    return {"TMPDIR": temporary, "HF_HUB_OFFLINE": "1"}
 
 
 def left_behind(folder: Path, code: int, stdout: str, stderr: str) -> Ran:
     """What is there after a process, which leaves nothing of memfit's on disk."""
-    assert not list((folder / "tmp").glob("memfit-*"))
+    temporary = (folder / "tmp").resolve()
+    left = list(temporary.glob("memfit-*"))
+    shutil.rmtree(temporary)
+    assert not left
     report = folder / "report.json"
     found = json.loads(report.read_text()) if report.exists() else {}
     report.unlink(missing_ok=True)

@@ -4,10 +4,19 @@
 
 use std::sync::Mutex;
 
-use memfit_guard::BudgetId;
+use memfit_engine::bytes::Bytes;
+use memfit_guard::{AboveBudget, BudgetId};
 use pyo3::prelude::*;
 
 use crate::BudgetError;
+
+/// Python's error for a budget below what is taken, with bytes as people read them.
+fn above(error: AboveBudget) -> PyErr {
+    let (held, budget) = (Bytes(error.held_bytes), Bytes(error.budget_bytes));
+    BudgetError::new_err(format!(
+        "tensors already take {held}, more than the budget of {budget}"
+    ))
+}
 
 /// A budget, on from the start until it is lifted or dropped.
 #[pyclass(frozen, module = "memfit._native")]
@@ -19,8 +28,7 @@ pub(crate) struct AllocationBudget {
 impl AllocationBudget {
     #[new]
     fn new(budget_bytes: u64) -> PyResult<Self> {
-        let budget = memfit_guard::set_budget(budget_bytes)
-            .map_err(|error| BudgetError::new_err(error.to_string()))?;
+        let budget = memfit_guard::set_budget(budget_bytes).map_err(above)?;
         Ok(Self {
             budget: Mutex::new(Some(budget)),
         })
@@ -30,8 +38,7 @@ impl AllocationBudget {
     fn change(&self, budget_bytes: u64) -> PyResult<()> {
         let budget = self.budget.lock().ok().and_then(|held| *held);
         budget.map_or(Ok(()), |budget| {
-            memfit_guard::change_budget(budget, budget_bytes)
-                .map_err(|error| BudgetError::new_err(error.to_string()))
+            memfit_guard::change_budget(budget, budget_bytes).map_err(above)
         })
     }
 

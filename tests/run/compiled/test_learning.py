@@ -152,7 +152,7 @@ def test_each_correction_after_the_first_leaves_more_free_than_was_measured(fit,
 
 def test_after_corrections_that_do_not_help_the_step_runs_eager(fit):
     fitted = fit("70%", lambda plan: plan.budget_bytes + 4096)
-    with pytest.warns(NotCompiledWarning, match="4096 above its budget"):
+    with pytest.warns(NotCompiledWarning, match=r"4\.0 KiB above its budget"):
         report = settle(fitted)
     assert report.corrections == MAX_CORRECTIONS
     assert "above its budget" in report.not_compiled

@@ -162,7 +162,7 @@ def test_alone_a_lease_bounds_the_step_as_a_budget_does(idle_broker: Broker) -> 
         (lambda lease: memfit.fit(workload()), "give a `budget`, or a `lease`"),
         (lambda lease: memfit.fit(workload(), "1GiB", lease=lease), "give a `budget`, or a"),
         (lambda lease: memfit.fit(workload(), lease=lease, compile=True), "compiled"),
-        (lambda lease: memfit.fit(workload(), lease=lease), "besides the step: lease more"),
+        (lambda lease: memfit.fit(workload(), lease=lease), "in addition to the step"),
     ],
 )
 def test_a_lease_that_cannot_be_lived_in_is_refused_with_the_numbers(

@@ -120,7 +120,7 @@ def test_callers_wait_for_room_rather_than_exceed(make):
     inside.wait(30)
     second = started(waiter)
     with (
-        pytest.raises(PoolError, match="no room within the time given: 4194304 of") as caught,
+        pytest.raises(PoolError, match=r"no room within the time given: 4\.0 MiB of") as caught,
         pool.use("b", wait=0.05),
     ):
         pass

@@ -202,7 +202,7 @@ def test_what_calls_took_counts_until_torch_gives_it_back(make, released):
     assert released == ["cuda:0"] * 2
     with pool.use("a"), pool.use("b", activation_bytes=0), ThreadPoolExecutor(1) as threads:
         waits = threads.submit(used, pool, "a", wait=0)
-        with pytest.raises(PoolError, match=r"bytes of `cuda:0` are in use"):
+        with pytest.raises(PoolError, match=r"of `cuda:0` are in use"):
             waits.result(60)
 
 

@@ -234,6 +234,10 @@ pub enum Phase {
 }
 
 /// One op as the dispatcher saw it.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "independent facts about an op"
+)]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Op {
     /// Overload name (`aten.addmm.default`), index into [`Trace::strings`].
