@@ -427,7 +427,7 @@ def test_a_write_that_fails_costs_memory_and_the_next_step_says_so(
     assert same(losses[: len(got)], got)
     before = [p.clone() for p in workload.model.parameters()]
     tier.left = 1
-    with pytest.raises(OffloadError, match=r"no space; .* stay in memory, unchanged, and no step has begun"):
+    with pytest.raises(OffloadError, match=r"no space; .* unchanged, and no step has begun"):
         fitted.step()
     assert same(before, list(workload.model.parameters()))
     got += [fitted.step() for _ in range(3 - len(got))]  # the disk works again
