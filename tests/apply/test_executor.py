@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import memfit
 from memfit.apply import executor
 from memfit.apply.executor import Executor, Subject, Technique, without
 from memfit.apply.part import Part
+from memfit.options import Kind
 
 NOOP = {"kind": "noop", "class": "exact", "count": 1, "bytes": 0}
 
@@ -109,3 +111,7 @@ def test_what_two_plans_offload_alike_stays_where_it_is(tmp_path):
     elsewhere = Subject(model, torch.optim.Adam(model.parameters()))
     assert Executor(plan, elsewhere, after=first).state is not first.state
     assert Executor(without(plan, ("offload_optimizer",)), subject, after=first).state is None
+
+
+def test_every_kind_that_may_be_forbidden_can_be_carried_out():
+    assert set(get_args(Kind)) == executor.TECHNIQUES.keys()
