@@ -10,6 +10,7 @@
 //! Invariants: nothing is granted that is not written down first; what a living process may hold is never
 //! granted to another; only processes of the broker's own user are let in.
 
+mod alarm;
 mod capacity;
 mod connection;
 mod counters;
@@ -145,7 +146,7 @@ async fn accept(listener: UnixListener, server: Rc<RefCell<Server>>, log: Log) {
 async fn keep_time(server: Rc<RefCell<Server>>) {
     let changed = Rc::clone(&server.borrow().deadline_changed);
     loop {
-        let sleep = server.borrow().sleep_milliseconds();
+        let sleep = server.borrow_mut().sleep_milliseconds();
         let slept = async {
             match sleep {
                 Some(milliseconds) => tokio::time::sleep(Duration::from_millis(milliseconds)).await,

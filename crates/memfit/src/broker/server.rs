@@ -14,6 +14,7 @@ use memfit_engine::share::lease::{
 use serde_json::json;
 use tokio::sync::Notify;
 
+use super::alarm::Alarm;
 use super::counters::Counters;
 use super::devices::Devices;
 use super::journal::{ClientEntry, Journal};
@@ -62,10 +63,10 @@ pub(crate) struct Server {
     pub(super) only_free: bool,
     /// When that was looked at last.
     pub(super) looked: Option<Instant>,
-    /// The next deadline has changed.
+    /// The next deadline is earlier than the clock looks.
     pub(crate) deadline_changed: Rc<Notify>,
     /// When the clock looks next.
-    planned: Option<Millis>,
+    alarm: Alarm,
     /// Who has something to read.
     touched: Vec<ClientId>,
 }
@@ -101,7 +102,7 @@ impl Server {
             only_free: false,
             looked: None,
             deadline_changed: Rc::new(Notify::new()),
-            planned: None,
+            alarm: Alarm::default(),
             touched: Vec::new(),
         }
     }
@@ -412,7 +413,6 @@ impl Server {
 
     /// Time has passed.
     pub(crate) fn tick(&mut self) {
-        self.planned = None;
         self.apply(Event::Tick);
         self.settle();
     }
@@ -450,22 +450,16 @@ impl Server {
                 outbox.flush();
             }
         }
-        let next = self.machine.next_deadline();
-        let is_earlier = match (next, self.planned) {
-            (Some(next), Some(planned)) => next < planned,
-            (Some(_), None) => true,
-            (None, _) => false,
-        };
-        if is_earlier {
-            self.planned = next;
+        if self.alarm.is_late_for(self.machine.next_deadline()) {
             self.deadline_changed.notify_one();
         }
     }
 
-    /// How long the clock may sleep.
-    pub(crate) fn sleep_milliseconds(&self) -> Option<u64> {
-        let next = self.machine.next_deadline()?;
-        Some(next.0.saturating_sub(milliseconds()))
+    /// How long the clock sleeps from now on, unless it is woken.
+    pub(crate) fn sleep_milliseconds(&mut self) -> Option<u64> {
+        let next = self.machine.next_deadline();
+        self.alarm.set(next);
+        Some(next?.0.saturating_sub(milliseconds()))
     }
 
     pub(super) fn put(&mut self, client: ClientId, reply: &Reply) {
