@@ -59,6 +59,9 @@ def test_what_is_counted_is_what_the_system_gives():
     """Mapped and resident private bytes of the process, to the page, as Linux counts them."""
     found = alone("""
         sizes = [256 * 1024 + 4096 * (k * 37 % 200) + k * 13 % 5 for k in range(64)]
+        room = [bytes(1000) for _ in range(200)]  # less than any tensor
+        pin = room.pop()  # above it: what Python needs for itself is free in the heap now
+        del room
         with memfit.guard("1GiB") as guard:
             before = guard.in_use_bytes, status("VmData"), status("RssAnon")
             keep = [torch.ones(size, dtype=torch.uint8) for size in sizes]

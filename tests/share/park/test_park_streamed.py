@@ -196,7 +196,7 @@ def test_attention_that_has_a_fast_path_takes_it(stream):
     assert is_behind_barrier(model.first.weight)
     assert not is_behind_barrier(model.block.linear1.weight)
     assert not is_behind_barrier(model.attention.in_proj_weight)
-    with torch.inference_mode(), torch.profiler.profile() as profile:
+    with torch.inference_mode(), torch.profiler.profile(acc_events=True) as profile:
         assert torch.equal(model(batch), expected)
     calls = {event.name for event in profile.events()}
     assert "aten::_transformer_encoder_layer_fwd" in calls
