@@ -24,6 +24,7 @@ __all__ = [
     "count_allocations",
     "counted_bytes",
     "decode_plan",
+    "effect",
     "encode_plan",
     "evaluate",
     "explanation_text",
@@ -54,6 +55,7 @@ __all__ = [
     "run",
     "seed_blocks",
     "taken_bytes",
+    "techniques",
     "track_text",
     "uncounted_blocks",
 ]
@@ -675,6 +677,12 @@ def broker_path() -> Path:
 
 def bytes_text(count: int) -> str:
     """Bytes as the reports write them, ``1.5 GiB``."""
+
+def techniques() -> list[str]:
+    """The names of all techniques."""
+
+def effect(json: str) -> str:
+    """What an action of a plan does, in the words of the reports, from its JSON."""
 
 def plan_text(json: str) -> str:
     """The text of a plan, from its JSON."""

@@ -381,6 +381,19 @@ mod _native {
         Bytes(count).to_string()
     }
 
+    /// The names of all techniques.
+    #[pyfunction]
+    fn techniques() -> Vec<&'static str> {
+        plan::TECHNIQUES.iter().map(|it| it.name).collect()
+    }
+
+    /// What an action of a plan does, in the words of the reports, from its JSON.
+    #[pyfunction]
+    fn effect(json: &str) -> PyResult<String> {
+        let action: plan::Action = from_json("action", json)?;
+        Ok(action.summary().effect())
+    }
+
     /// The text of a plan, from its JSON.
     #[pyfunction]
     fn plan_text(py: Python<'_>, json: &str) -> PyResult<String> {

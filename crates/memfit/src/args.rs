@@ -2,8 +2,9 @@
 //!
 //! Responsible for names, help and examples: shell completions, the man page and the reference are
 //! made from these definitions. Not responsible for what the words mean ([`crate::request`]). What the
-//! commands about sharing take is in `sharing.rs`.
+//! commands about sharing take is in `sharing.rs`; the kinds of action are read in `kinds.rs`.
 
+mod kinds;
 mod sharing;
 
 use std::ffi::OsString;
@@ -12,7 +13,9 @@ use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use memfit_engine::plan::ActionKind;
 
+use kinds::KindParser;
 pub(crate) use sharing::{BrokerArguments, DevicesArguments, PsArguments, TopArguments};
 
 const STYLES: Styles = Styles::styled()
@@ -311,8 +314,8 @@ pub(crate) struct PlanChoiceArguments {
     pub(crate) allow: ClassChoice,
 
     /// Leave a kind of action out (repeatable)
-    #[arg(long, value_enum, value_name = "KIND")]
-    pub(crate) forbid: Vec<KindChoice>,
+    #[arg(long, value_parser = KindParser, value_name = "KIND")]
+    pub(crate) forbid: Vec<ActionKind>,
 
     /// Only plan what works inside your own training loop: nothing outside the forward pass
     #[arg(long)]
@@ -352,33 +355,6 @@ pub(crate) enum ClassChoice {
     Equivalent,
     /// Numerics may change
     Approximate,
-}
-
-/// Kinds of actions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub(crate) enum KindChoice {
-    /// Activation checkpointing: compute activations again in backward
-    Remat,
-    /// Run the optimizer step inside backward
-    #[value(alias = "fuse-optimizer")]
-    FuseOptimizer,
-    /// Split the batch and accumulate gradients
-    #[value(alias = "micro-batch")]
-    MicroBatch,
-    /// Set up PyTorch's caching allocator (CUDA)
-    #[value(alias = "allocator-settings")]
-    AllocatorSettings,
-    /// Write activations elsewhere in forward and fetch them in backward
-    Offload,
-    /// Keep the optimizer's state elsewhere but for one parameter at a time
-    #[value(alias = "offload-optimizer")]
-    OffloadOptimizer,
-    /// Keep parameters elsewhere but for a room in memory
-    #[value(alias = "offload-parameters")]
-    OffloadParameters,
-    /// Compute a loss over many classes and wide layers by rows
-    Chunk,
 }
 
 /// Kinds of devices to capture for.

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 
 use memfit_engine::bytes::Budget;
 use memfit_engine::cost::devices::{self, Device};
-use memfit_engine::plan::{ActionKind, Class, PlanRequest};
+use memfit_engine::plan::{Class, PlanRequest};
 
-use crate::args::{ClassChoice, DeviceChoice, KindChoice, PlanChoiceArguments, TargetArguments};
+use crate::args::{ClassChoice, DeviceChoice, PlanChoiceArguments, TargetArguments};
 use crate::error::Failure;
 
 /// What a command works on.
@@ -125,12 +125,11 @@ impl PlanChoice {
                 Class::Approximate
             }
         };
-        let forbid = arguments.forbid.iter().map(|kind| kind.meant()).collect();
         let request = PlanRequest {
             budget: budget.to_owned(),
             allow,
             own_loop: arguments.own_loop,
-            forbid,
+            forbid: arguments.forbid.clone(),
             offload: None,
         };
         let gpu = arguments.gpu.as_deref().map(devices::find).transpose();
@@ -156,21 +155,6 @@ fn time_limit(seconds: Option<f64>) -> Result<Option<f64>, Failure> {
             "`--time-limit {seconds}` is no number of seconds"
         ))),
         seconds => Ok(seconds),
-    }
-}
-
-impl KindChoice {
-    const fn meant(self) -> ActionKind {
-        match self {
-            Self::Remat => ActionKind::Remat,
-            Self::FuseOptimizer => ActionKind::FuseOptimizer,
-            Self::MicroBatch => ActionKind::MicroBatch,
-            Self::AllocatorSettings => ActionKind::AllocatorSettings,
-            Self::Offload => ActionKind::Offload,
-            Self::OffloadOptimizer => ActionKind::OffloadOptimizer,
-            Self::OffloadParameters => ActionKind::OffloadParameters,
-            Self::Chunk => ActionKind::Chunk,
-        }
     }
 }
 

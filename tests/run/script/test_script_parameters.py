@@ -57,7 +57,7 @@ def test_a_script_trains_in_less_than_its_parameters_and_gradients(tmp_path: Pat
     (loop,) = ran.loops
     assert_within_budget(loop)
     assert parameters_away(ran) == 8
-    assert "8 parameters elsewhere but for those about to be used" in ran.stderr
+    assert "8 parameters offloaded; at most" in ran.stderr
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 5)
     assert loop["plan"]["predicted_peak_bytes"] - loop["planned"]["peak_bytes"] <= 2 * MIB
 
@@ -112,7 +112,7 @@ def test_a_view_that_is_taken_later_has_something_behind_it(tmp_path: Path):
     """,
     )
     (loop,) = ran.loops
-    assert "8 parameters elsewhere" in ran.stderr
+    assert "8 parameters offloaded" in ran.stderr
     assert parameters_away(ran) == 0
     assert loop["notes"] == ["parameters stay in memory: the script keeps a view of `0.weight`"]
     assert loop["planned"]["steps"] == 5

@@ -55,7 +55,7 @@ def test_a_scripts_optimizer_steps_with_its_state_on_a_disk(tmp_path: Path):
     counts = {action["kind"]: action["count"] for action in loop["plan"]["actions"]}
     assert counts["offload_optimizer"] == 8
     assert counts.keys() <= {"offload_optimizer", "offload_parameters"}
-    assert "8 parameters with optimizer state elsewhere" in ran.stderr
+    assert "optimizer state of 8 parameters offloaded between updates" in ran.stderr
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 5)
     # Rounding up what the script holds besides is all that the prediction is above the truth.
     assert loop["plan"]["predicted_peak_bytes"] - loop["planned"]["peak_bytes"] <= 2 * MIB

@@ -10,12 +10,9 @@ use super::search::limits::{Share, TimeLimit};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::chunk::alternatives;
-use super::technique::{
-    fuse_optimizer, micro_batch, offload, offload_optimizer, offload_parameters,
-};
 use super::{
-    ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason, Verdict,
-    actions, arena,
+    ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason, TECHNIQUES,
+    Verdict, actions, arena,
 };
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
@@ -93,22 +90,6 @@ impl Planner<'_> {
             predicted_peak_bytes: self.unplanned_peak,
             predicted_step_seconds: self.costs.step_seconds(),
         };
-        let fuse = fuse_optimizer::refusal(self.trace, self.request);
-        let pieces = micro_batch::refusal(self.trace, self.request);
-        let refusal = |kind, reason: Option<String>| reason.map(|reason| Refusal { kind, reason });
-        let refusals = [
-            refusal(ActionKind::FuseOptimizer, fuse),
-            refusal(ActionKind::MicroBatch, pieces),
-            refusal(ActionKind::Offload, offload::refusal(self.request)),
-            refusal(
-                ActionKind::OffloadOptimizer,
-                offload_optimizer::refusal(self.trace, self.request),
-            ),
-            refusal(
-                ActionKind::OffloadParameters,
-                offload_parameters::refusal(self.trace, self.request),
-            ),
-        ];
         Plan {
             schema_version: SCHEMA_VERSION,
             target: self.trace.meta.target.clone(),
@@ -129,12 +110,23 @@ impl Planner<'_> {
             stop_reason: StopReason::LocalOptimum,
             evaluations: 0,
             actions: Vec::new(),
-            refusals: refusals.into_iter().flatten().collect(),
+            refusals: self.refusals(false),
             next_class: None,
             bottleneck: None,
             loss_reduction: self.trace.meta.loss_reduction.clone(),
             notes: self.trace.meta.notes.clone(),
         }
+    }
+
+    /// Why techniques are not used: ways, or all the others.
+    fn refusals(&self, ways: bool) -> Vec<Refusal> {
+        let asked = TECHNIQUES.iter().filter(|it| it.is_way == ways);
+        let refused = asked.filter_map(|technique| {
+            let reason = (technique.refusal)(self.trace, self.request)?;
+            let kind = technique.kind;
+            Some(Refusal { kind, reason })
+        });
+        refused.collect()
     }
 
     fn solve(&self, plan: &mut Plan) -> Result<Ran, PlanError> {
@@ -157,11 +149,7 @@ impl Planner<'_> {
         let best = best.unwrap_or(f64::INFINITY);
         let share = self.share.between(EXACT_TIME, 1.0);
         let mut next = if needed {
-            let reason = alternatives::why_none(self.trace, self.request);
-            plan.refusals.extend(reason.map(|reason| Refusal {
-                kind: ActionKind::Chunk,
-                reason,
-            }));
+            plan.refusals.extend(self.refusals(true));
             self.equivalent(share, best)
         } else {
             self.equivalent(share.glance(), best * WORTH_TELLING)
@@ -444,7 +432,7 @@ mod tests {
             let peak = predict::unplanned_peak(&trace);
             let budget = peak + predict::margin(&trace, peak) + Bytes(8 << 20);
             let free = plan(&trace, &source(&trace), &request(budget.0)).unwrap();
-            let has = |kind| free.actions.iter().any(|action| action.kind == kind);
+            let has = |kind| free.actions.iter().any(|action| action.kind() == kind);
             set += u32::from(has(ActionKind::AllocatorSettings));
             let forbid = vec![
                 ActionKind::Remat,

@@ -133,7 +133,7 @@ impl Planner<'_> {
     /// The place for activations, if they may be offloaded.
     pub(super) fn offer(&self) -> Option<&Offer> {
         let offer = self.request.offload.as_ref();
-        offer.filter(|_| offload::refusal(self.request).is_none())
+        offer.filter(|_| offload::refusal(self.trace, self.request).is_none())
     }
 
     /// The place for optimizer state, if it may be offloaded.
@@ -183,7 +183,10 @@ impl Planner<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ActionKind, Class, Plan, PlanRequest, StopReason, Tier, Verdict, plan};
+    use super::super::{
+        Action, ActionKind, Class, Details, OffloadOptimizer, OffloadParameters, Plan, PlanRequest,
+        StopReason, Tier, Verdict, plan,
+    };
     use super::*;
     use crate::cost::CostSource;
     use crate::trace::sample::Builder;
@@ -229,6 +232,20 @@ mod tests {
         plan(trace, &source, request).unwrap()
     }
 
+    fn state_away(action: &Action) -> Option<&OffloadOptimizer> {
+        match &action.details {
+            Details::OffloadOptimizer { offload_optimizer } => Some(offload_optimizer),
+            _ => None,
+        }
+    }
+
+    fn parameters_away(action: &Action) -> Option<&OffloadParameters> {
+        match &action.details {
+            Details::OffloadParameters { offload_parameters } => Some(offload_parameters),
+            _ => None,
+        }
+    }
+
     #[test]
     fn state_goes_where_nothing_else_brings_the_step_under_its_budget() {
         let trace = chain_with_state();
@@ -237,9 +254,9 @@ mod tests {
         let action = plan
             .actions
             .iter()
-            .find(|action| action.kind == ActionKind::OffloadOptimizer);
+            .find(|action| action.kind() == ActionKind::OffloadOptimizer);
         let action = action.expect("only the state is large enough");
-        let directions = action.offload_optimizer.as_ref().unwrap();
+        let directions = state_away(action).unwrap();
         assert_eq!((action.count, action.bytes), (2, Bytes(2 * STATE)));
         assert_eq!(directions.order.len(), 2);
         assert_eq!(directions.folder, "/scratch");
@@ -269,10 +286,7 @@ mod tests {
         // One in use, one ahead, and one on its way out.
         let large = planned(&trace, &request(STATE * 7 / 2, 1e6));
         let window = |plan: &Plan| {
-            let mut directions = plan
-                .actions
-                .iter()
-                .filter_map(|a| a.offload_optimizer.clone());
+            let mut directions = plan.actions.iter().filter_map(state_away);
             directions.next().map(|directions| directions.window_bytes)
         };
         assert_eq!(window(&small), Some(Bytes::ZERO));
@@ -289,7 +303,7 @@ mod tests {
             // So large that what a plan keeps free is small beside it.
             allocation.bytes = Bytes(allocation.bytes.0 * 1_000_000);
         }
-        let kinds = |plan: &Plan| plan.actions.iter().map(|a| a.kind).collect::<Vec<_>>();
+        let kinds = |plan: &Plan| plan.actions.iter().map(Action::kind).collect::<Vec<_>>();
         let peak = crate::predict::unplanned_peak(&trace).0;
         let slow = planned(&trace, &request(peak, 1.0));
         assert_eq!(slow.verdict, Verdict::Fits);
@@ -379,7 +393,7 @@ mod tests {
         let plan = planned(&trace, &request(weight * 7 / 2, 1e6));
         assert_eq!((plan.verdict, plan.class), (Verdict::Fits, Class::Exact));
         let mut actions = plan.actions.iter();
-        let action = actions.find_map(|action| action.offload_parameters.as_ref());
+        let action = actions.find_map(parameters_away);
         let directions = action.expect("only parameters are large enough");
         assert_eq!(directions.names.len(), 8);
         assert_eq!(directions.room_bytes, Bytes(2 * weight));
@@ -406,7 +420,7 @@ mod tests {
         let plan = planned(&trace, &request(weight * 11 / 2, 1e6));
         assert_eq!(plan.verdict, Verdict::Fits);
         let mut actions = plan.actions.iter();
-        let action = actions.find_map(|action| action.offload_parameters.as_ref());
+        let action = actions.find_map(parameters_away);
         let directions = action.expect("only parameters are large enough");
         assert_eq!(directions.names.len(), 5);
         // Three stay, and every op finds its own.

@@ -16,11 +16,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::technique::chunk::alternatives::why_none;
-use super::technique::micro_batch;
 use super::{
-    ActionKind, Class, Estimate, Offer, Plan, PlanError, PlanRequest, Refusal, StopReason, Verdict,
-    plan,
+    Action, ActionKind, ActionSummary, Class, Estimate, Offer, Plan, PlanError, PlanRequest,
+    Refusal, StopReason, TECHNIQUES, Technique, Verdict, plan,
 };
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
@@ -66,19 +64,6 @@ pub enum FrontStop {
     PlanLimit,
 }
 
-/// One action of a point, without what only the executor needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PointAction {
-    /// Which technique.
-    pub kind: ActionKind,
-    /// Its promise.
-    pub class: Class,
-    /// As in [`super::Action`].
-    pub count: u64,
-    /// As in [`super::Action`].
-    pub bytes: Bytes,
-}
-
 /// A plan on the front.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FrontPoint {
@@ -99,7 +84,7 @@ pub struct FrontPoint {
     /// Why the plan's search ended.
     pub stop_reason: StopReason,
     /// What is done.
-    pub actions: Vec<PointAction>,
+    pub actions: Vec<ActionSummary>,
     /// What the caching allocator holds; absent where there is none.
     pub reserved: Option<Reserved>,
 }
@@ -298,11 +283,10 @@ impl Fronts<'_> {
         }
     }
 
-    /// Is there any action that is not exact? Every such kind has its word here.
+    /// Is there any action that is not exact?
     fn has_equivalent(&self) -> bool {
         let request = self.plan_request(Class::Equivalent, Bytes::ZERO);
-        micro_batch::refusal(self.trace, &request).is_none()
-            || why_none(self.trace, &request).is_none()
+        looser().any(|technique| (technique.refusal)(self.trace, &request).is_none())
     }
 
     fn sweep(&self, allow: Class) -> Result<Sweep, PlanError> {
@@ -338,8 +322,9 @@ impl Fronts<'_> {
         "1".clone_into(&mut request.budget);
         if allow == Class::Exact {
             // Otherwise planning goes on to the next class.
-            let kinds = [ActionKind::MicroBatch, ActionKind::Chunk];
-            request.forbid.extend(kinds);
+            request
+                .forbid
+                .extend(looser().map(|technique| technique.kind));
         }
         Ok(plan(self.trace, self.source, &request)?.minimum_peak_bytes)
     }
@@ -384,6 +369,12 @@ impl Fronts<'_> {
         });
         rungs.collect()
     }
+}
+
+/// The techniques that are not exact.
+fn looser() -> impl Iterator<Item = &'static Technique> {
+    let all = TECHNIQUES.iter().copied();
+    all.filter(|technique| technique.promise > Class::Exact)
 }
 
 /// Caps in the middle of the rectangles worth a plan, the largest rectangle first.
@@ -443,12 +434,6 @@ fn undominated(rungs: &[Rung]) -> Vec<FrontPoint> {
 }
 
 fn point(allow: Class, plan: &Plan) -> FrontPoint {
-    let actions = plan.actions.iter().map(|action| PointAction {
-        kind: action.kind,
-        class: action.class,
-        count: action.count,
-        bytes: action.bytes,
-    });
     FrontPoint {
         budget_bytes: plan.budget_bytes,
         allow,
@@ -458,7 +443,7 @@ fn point(allow: Class, plan: &Plan) -> FrontPoint {
         predicted_step_ratio: plan.predicted_step_ratio,
         lower_bound_ratio: plan.lower_bound_ratio,
         stop_reason: plan.stop_reason,
-        actions: actions.collect(),
+        actions: plan.actions.iter().map(Action::summary).collect(),
         reserved: plan.reserved.clone(),
     }
 }

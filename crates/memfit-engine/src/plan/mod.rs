@@ -1,10 +1,12 @@
 //! What to do so that a step fits, and the promise that comes with it.
 //!
-//! Responsible for the plan's types (this file), for the choice among techniques (`choose.rs`, `combinations.rs`,
-//! `technique/`), the search within one combination of them (`search/`), the lower bound (`bound/`), the front over
-//! all budgets (`front.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for
-//! what a plan does to memory ([`crate::step`]) or for carrying it out (the Python package).
+//! Responsible for the plan's types (this file and `action.rs`), for the techniques (`technique/`), for the choice among
+//! them (`choose.rs`, `combinations.rs`), the search within one combination of them (`search/`), the lower bound
+//! (`bound/`), the front over all budgets (`front.rs`) and the check every plan passes before anyone sees it
+//! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it out (the Python
+//! package).
 
+mod action;
 mod actions;
 mod arena;
 mod bottleneck;
@@ -17,19 +19,25 @@ mod search;
 mod technique;
 mod validate;
 
+pub use action::{Action, ActionSummary};
 pub use choose::{plan, plan_within};
 pub use context::PlanError;
-pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, PointAction, front};
+pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, front};
 pub use search::limits::TimeLimit;
 pub use search::transfers::Offer;
 pub use technique::chunk::candidates::{chunks, wants_alternatives};
+pub use technique::offload::Offload;
+pub use technique::offload_optimizer::OffloadOptimizer;
+pub use technique::offload_parameters::OffloadParameters;
+pub use technique::remat::Remat;
+pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};
 pub use validate::InvalidPlan;
 
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
 use crate::predict::reserved::Reserved;
-use crate::trace::{Chunk, OpIndex};
+use crate::trace::OpIndex;
 
 /// What a user asks for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -74,28 +82,6 @@ pub enum Class {
     Approximate,
 }
 
-/// One technique.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ActionKind {
-    /// Drop activations and compute them again in backward.
-    Remat,
-    /// Run the optimizer step per parameter inside backward and free its gradient.
-    FuseOptimizer,
-    /// Split the batch and accumulate gradients.
-    MicroBatch,
-    /// Set up the caching allocator so that free memory does not lie in pieces.
-    AllocatorSettings,
-    /// Write saved activations elsewhere in forward and fetch them in backward.
-    Offload,
-    /// Keep the optimizer's state elsewhere, and fetch it for one parameter at a time.
-    OffloadOptimizer,
-    /// Keep parameters elsewhere but for a room in memory.
-    OffloadParameters,
-    /// Compute the loss over many classes in slices of its rows.
-    Chunk,
-}
-
 /// Where bytes go that leave a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -104,109 +90,6 @@ pub enum Tier {
     Host,
     /// Files.
     Disk,
-}
-
-/// One technique as applied.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Action {
-    /// Which technique.
-    pub kind: ActionKind,
-    /// Its promise.
-    pub class: Class,
-    /// Allocations dropped, parameters fused, elsewhere or with state elsewhere, or pieces of the batch.
-    pub count: u64,
-    /// Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped, gradients
-    /// freed, activations not needed at once.
-    pub bytes: Bytes,
-    /// What the executor needs for `remat`; absent for other kinds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub remat: Option<Remat>,
-    /// What the executor needs for `offload`; absent for other kinds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub offload: Option<Offload>,
-    /// What the executor needs for `offload_optimizer`; absent for other kinds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub offload_optimizer: Option<OffloadOptimizer>,
-    /// What the executor needs for `offload_parameters`; absent for other kinds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub offload_parameters: Option<OffloadParameters>,
-    /// What to set for `allocator_settings`, as in `PYTORCH_CUDA_ALLOC_CONF`; absent for other kinds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub settings: Option<String>,
-    /// What runs in slices, for `chunk`; absent for other kinds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub chunk: Option<Chunk>,
-}
-
-/// Where to drop, addressed by the order of ops in forward.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
-pub struct Remat {
-    /// The dropped allocations, by creating op, ascending.
-    pub drops: Vec<Dropped>,
-    /// Module calls in which the executor must watch; disjoint, ascending. A region with an empty
-    /// module path stands for the whole forward, the loss function included.
-    pub active: Vec<ActiveRegion>,
-    /// Distinct op names of forward.
-    pub names: Vec<String>,
-    /// Forward op by op: index into `names`. The executor compares it with what really runs.
-    pub forward: Vec<u32>,
-}
-
-/// What to offload, addressed like [`Remat`]. Where a plan holds both, both watch the same regions.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Offload {
-    /// Where to.
-    pub tier: Tier,
-    /// The folder, for files; empty for the host's memory.
-    #[serde(default)]
-    pub folder: String,
-    /// Most bytes on their way out, and most fetched ahead.
-    pub window_bytes: Bytes,
-    /// The stored allocations, by creating op, ascending.
-    pub stores: Vec<Dropped>,
-    /// In which order they are fetched ahead, as places in `stores`. The others are fetched when asked for.
-    #[serde(default)]
-    pub order: Vec<u32>,
-    /// As in [`Remat::active`].
-    pub active: Vec<ActiveRegion>,
-    /// As in [`Remat::names`].
-    pub names: Vec<String>,
-    /// As in [`Remat::forward`].
-    pub forward: Vec<u32>,
-}
-
-/// Which of the optimizer's state to keep elsewhere, and how.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OffloadOptimizer {
-    /// Where to.
-    pub tier: Tier,
-    /// The folder, for files; empty for the host's memory.
-    #[serde(default)]
-    pub folder: String,
-    /// Most bytes fetched ahead of their update, and most on their way out.
-    pub window_bytes: Bytes,
-    /// Smallest tensor that goes.
-    pub least_bytes: Bytes,
-    /// Names of the parameters with state elsewhere, in the order of their updates.
-    pub order: Vec<String>,
-}
-
-/// Which parameters to keep elsewhere, and how.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OffloadParameters {
-    /// Where to.
-    pub tier: Tier,
-    /// The folder, for files; empty for the host's memory.
-    #[serde(default)]
-    pub folder: String,
-    /// Most bytes of them in memory, or on their way, at a time.
-    pub room_bytes: Bytes,
-    /// Most of those that are on their way, or came ahead and are not used yet.
-    pub ahead_bytes: Bytes,
-    /// Names of those that go, one for each storage.
-    pub names: Vec<String>,
-    /// In which order a step uses them, as places in `names`.
-    pub order: Vec<u32>,
 }
 
 /// One dropped or stored allocation.

@@ -7,7 +7,8 @@
 use memfit_engine::bytes::Bytes;
 use memfit_engine::placement::{self, Status};
 use memfit_engine::plan::{
-    ActionKind, Arena, Bottleneck, Class, Front, NextClass, Plan, Refusal, StopReason, Verdict,
+    Action, ActionSummary, Arena, Bottleneck, Class, Front, NextClass, Plan, Refusal, StopReason,
+    Verdict,
 };
 use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::predict::{Breakdown, Prediction};
@@ -89,27 +90,11 @@ pub(crate) struct PlanSummary {
     pub(crate) lower_bound_ratio: f64,
 }
 
-/// One action without what only the executor needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(crate) struct ActionSummary {
-    pub(crate) kind: ActionKind,
-    pub(crate) class: Class,
-    /// Allocations dropped, parameters fused, or pieces of the batch.
-    pub(crate) count: u64,
-    pub(crate) bytes: Bytes,
-}
-
 impl PlanSummary {
     pub(crate) fn of(plan: &Plan) -> Self {
-        let actions = plan.actions.iter().map(|action| ActionSummary {
-            kind: action.kind,
-            class: action.class,
-            count: action.count,
-            bytes: action.bytes,
-        });
         Self {
             class: plan.class,
-            actions: actions.collect(),
+            actions: plan.actions.iter().map(Action::summary).collect(),
             predicted_step_ratio: plan.predicted_step_ratio,
             lower_bound_ratio: plan.lower_bound_ratio,
         }

@@ -1,10 +1,11 @@
 //! The engine's enums in people's words, and numbers as people read them.
 //!
-//! Responsible for wording shared by the text reports. Not responsible for JSON, which uses serde's
-//! names.
+//! Responsible for wording shared by the text reports. Not responsible for the words about techniques, which each has
+//! in its room of the engine, nor for JSON, which uses serde's names.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::{ActionKind, Class, StopReason};
+pub(crate) use memfit_engine::plan::counted;
+use memfit_engine::plan::{Class, StopReason};
 use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::trace::{Category, Phase};
 
@@ -43,50 +44,6 @@ pub(crate) const fn promise(class: Class) -> &'static str {
     }
 }
 
-pub(crate) const fn kind(kind: ActionKind) -> &'static str {
-    match kind {
-        ActionKind::Remat => "activation checkpointing",
-        ActionKind::FuseOptimizer => "optimizer step in backward",
-        ActionKind::MicroBatch => "micro-batches",
-        ActionKind::AllocatorSettings => "allocator settings",
-        ActionKind::Offload => "offloading",
-        ActionKind::OffloadOptimizer => "optimizer state offloaded",
-        ActionKind::OffloadParameters => "parameters offloaded",
-        ActionKind::Chunk => "chunking",
-    }
-}
-
-/// What an action does, with its count.
-pub(crate) fn effect(kind: ActionKind, count: u64) -> String {
-    match kind {
-        ActionKind::Remat => format!("{} computed again in backward", counted(count, "tensor")),
-        ActionKind::FuseOptimizer => {
-            format!(
-                "{} updated as soon as the gradient is there",
-                counted(count, "parameter")
-            )
-        }
-        ActionKind::MicroBatch => format!("the batch in {}", counted(count, "piece")),
-        ActionKind::AllocatorSettings => "free memory does not lie in pieces".to_owned(),
-        ActionKind::Offload => {
-            format!("{} kept elsewhere until backward", counted(count, "tensor"))
-        }
-        ActionKind::OffloadOptimizer => {
-            format!(
-                "that of {} kept elsewhere but for its update",
-                counted(count, "parameter")
-            )
-        }
-        ActionKind::OffloadParameters => {
-            format!(
-                "{} elsewhere but for a room in memory",
-                counted(count, "parameter")
-            )
-        }
-        ActionKind::Chunk => format!("computed in up to {}", counted(count, "slice")),
-    }
-}
-
 /// What is behind a peak of reserved bytes: pieces that lie free, and settings if there are any.
 pub(crate) fn reserved(reserved: &Reserved) -> String {
     let settings = match reserved.settings.as_str() {
@@ -109,15 +66,6 @@ pub(crate) const fn stop_reason(reason: StopReason) -> &'static str {
         StopReason::TimeLimit => "the time limit was reached",
         StopReason::ProvedInfeasible => "proved: no allowed plan can fit",
         StopReason::NotFound => "no allowed plan that fits was found",
-    }
-}
-
-/// `1 tensor`, `12 tensors`.
-pub(crate) fn counted(count: u64, noun: &str) -> String {
-    if count == 1 {
-        format!("1 {noun}")
-    } else {
-        format!("{count} {noun}s")
     }
 }
 

@@ -12,6 +12,7 @@ without an optimizer (the script updates parameters itself) ends with the next c
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,14 +33,6 @@ from memfit.track.owners import instances
 
 MAX_ROOT_CALLS = 64
 """Calls of a model without a backward; beyond, the forward is taken to have been given up."""
-
-
-_EFFECTS = {
-    "remat": "tensors computed again in backward",
-    "offload": "tensors kept elsewhere until backward",
-    "offload_optimizer": "parameters with optimizer state elsewhere",
-    "offload_parameters": "parameters elsewhere but for those about to be used",
-}
 
 
 class _Running:
@@ -307,7 +300,8 @@ def _found(loop: Loop, plan: Plan) -> str:
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
     if plan.fits and not plan.actions:
         return f"{head}: a step takes {unplanned}, within {size(plan.budget_bytes)} as it is"
-    done = ", ".join(f"{a.count:,} {_EFFECTS.get(a.kind, a.kind)}" for a in plan.actions)
+    actions = plan.as_dict()["actions"]
+    done = ", ".join(_native.effect(json.dumps(action)) for action in actions)
     took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
     predicted = size(plan.planned.predicted_peak_bytes)
     if plan.fits:

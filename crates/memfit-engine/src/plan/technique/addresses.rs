@@ -12,6 +12,7 @@ use crate::step::Treatment;
 use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// What the executor needs for a set of treatments.
+#[derive(Default)]
 pub(in crate::plan) struct Directions {
     /// To compute again; absent where nothing is.
     pub(in crate::plan) remat: Option<Remat>,

@@ -1,16 +1,34 @@
 //! Whether the caching allocator lets a plan run.
 //!
 //! Responsible for asking the simulated allocator about a candidate on CUDA: requests that fit may still be
-//! refused, because free memory lies in pieces. Not responsible for the simulation ([`crate::predict::reserved`]) nor
+//! refused, because free memory lies in pieces; and for the action that sets the allocator up. Not responsible for the simulation ([`crate::predict::reserved`]) nor
 //! for what to do about a refusal (`choose.rs`).
 
+use super::{ActsOn, Technique};
 use crate::allocator::Settings;
 use crate::bytes::Bytes;
-use crate::plan::{Action, ActionKind, Class};
+use crate::plan::{Action, ActionKind, Class, Details};
 use crate::predict::reserved::{EXPANDABLE, Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{StepModel, Treatment, Variant};
 use crate::trace::Trace;
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::AllocatorSettings,
+    name: "allocator_settings",
+    title: "allocator settings",
+    help: "Set up PyTorch's caching allocator (CUDA)",
+    promise: Class::Exact,
+    effect: |_| "free memory is not lost to fragmentation".to_owned(),
+    short: None,
+    acts_on: ActsOn::Allocator,
+    is_way: false,
+    // Who refuses is the allocator, and a note says so.
+    refusal: |_, _| None,
+    // Decided last, when the allocator is asked about what was chosen: `action`.
+    is_used: |_, _| false,
+    write: |_, _| {},
+};
 
 /// What the allocator says about a candidate.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,10 +71,7 @@ pub(in crate::plan) fn ask(
 
 /// The action that goes with an answer, if one does.
 pub(in crate::plan) fn action(reserved: &Reserved, less: Bytes) -> Option<Action> {
-    (!reserved.settings.is_empty()).then(|| Action {
-        count: 1,
-        bytes: less,
-        settings: Some(reserved.settings.clone()),
-        ..Action::new(ActionKind::AllocatorSettings, Class::Exact)
-    })
+    let settings = reserved.settings.clone();
+    let details = Details::AllocatorSettings { settings };
+    (!reserved.settings.is_empty()).then(|| Action::new(details, 1, less))
 }

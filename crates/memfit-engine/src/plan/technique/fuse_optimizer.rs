@@ -1,10 +1,34 @@
 //! The optimizer's step inside backward, parameter by parameter.
 //!
-//! Responsible for the proof that it may run there and for the words where it fails. Not responsible for whether that
-//! pays (`combinations.rs`), nor for what it does to memory ([`crate::step`]).
+//! Responsible for the proof that it may run there, for the words where it fails, and for the action. Not responsible
+//! for whether that pays (`combinations.rs`), nor for what it does to memory ([`crate::step`]).
 
-use crate::plan::{ActionKind, PlanRequest};
+use super::{ActsOn, Technique, counted};
+use crate::plan::actions::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Phase, Trace};
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::FuseOptimizer,
+    name: "fuse_optimizer",
+    title: "optimizer step in backward",
+    help: "Run the optimizer step inside backward",
+    promise: Class::Exact,
+    effect: |action| {
+        let gradients = match action.count {
+            1 => "its gradient is",
+            _ => "their gradients are",
+        };
+        let parameters = counted(action.count, "parameter");
+        format!("{parameters} updated as soon as {gradients} ready")
+    },
+    short: None,
+    acts_on: ActsOn::Optimizer,
+    is_way: false,
+    refusal,
+    is_used: |outcome, _| outcome.variant.fuse_optimizer,
+    write,
+};
 
 /// Why the optimizer step cannot run inside backward; `None` when it can.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
@@ -38,4 +62,16 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
             trace.string(parameter.name)
         )
     })
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let trace = chosen.planner.trace;
+    let gradients = trace.updates.iter().map(|update| {
+        let gradient = &trace.allocations[update.gradient.index()];
+        gradient.bytes
+    });
+    let count = trace.updates.len() as u64;
+    let details = Details::FuseOptimizer {};
+    plan.actions
+        .push(Action::new(details, count, gradients.sum()));
 }

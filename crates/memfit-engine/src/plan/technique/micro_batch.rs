@@ -1,10 +1,31 @@
 //! The batch in pieces, whose gradients add up.
 //!
-//! Responsible for the proof that the batch may be cut, for the words where it fails, and for the numbers of pieces.
-//! Not responsible for whether cutting it pays (`combinations.rs`).
+//! Responsible for the proof that the batch may be cut, for the words where it fails, for the numbers of pieces, and
+//! for the action. Not responsible for whether cutting it pays (`combinations.rs`).
 
-use crate::plan::{ActionKind, PlanRequest};
-use crate::trace::{CouplingKind, Trace};
+use super::{ActsOn, Technique, counted};
+use crate::plan::actions::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::predict;
+use crate::trace::{CouplingKind, Phase, Trace};
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::MicroBatch,
+    name: "micro_batch",
+    title: "micro-batches",
+    help: "Split the batch and accumulate gradients",
+    promise: Class::Equivalent,
+    effect: |action| format!("the batch in {}", counted(action.count, "piece")),
+    short: Some(|count| format!("{count} micro-batches")),
+    acts_on: ActsOn::Batch,
+    is_way: false,
+    refusal,
+    is_used: |outcome, _| outcome.pieces > 1,
+    write,
+};
+
+const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
+     own, so the gradients equal the unplanned ones in distribution, not in value";
 
 /// Why the batch cannot be cut; `None` when it can.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
@@ -59,4 +80,15 @@ pub(in crate::plan) fn piece_counts(trace: &Trace) -> impl Iterator<Item = u64> 
     let divisors =
         (2..=meta.batch.min(MOST_PIECES)).filter(|pieces| meta.batch.is_multiple_of(*pieces));
     divisors.filter(|pieces| meta.batch / pieces > 1 || meta.second_batch == 1)
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let pieces = chosen.outcome.pieces;
+    let less = chosen.planner.unplanned_peak - predict::unplanned_peak(&chosen.outcome.trace);
+    let details = Details::MicroBatch {};
+    plan.actions.push(Action::new(details, pieces, less));
+    let mut ops = chosen.planner.trace.ops.iter();
+    if ops.any(|op| op.random && op.phase == Phase::Forward) {
+        plan.notes.push(RANDOM_NOTE.to_owned());
+    }
 }

@@ -1,13 +1,75 @@
-//! Activations elsewhere between forward and backward.
+//! Activations offloaded between forward and backward.
 //!
-//! Responsible for whether they may go. Not responsible for which go (`search/`), nor for what moving them costs
-//! (`search/transfers.rs`).
+//! Responsible for whether they may go, for the action that stores become, and for the words. Not responsible for
+//! which go (`search/`), for what moving them costs (`search/transfers.rs`), nor for where the executor finds them
+//! (`addresses.rs`).
 
-use crate::plan::{ActionKind, PlanRequest};
+use serde::{Deserialize, Serialize};
+
+use super::{ActsOn, Technique, counted};
+use crate::bytes::Bytes;
+use crate::plan::actions::Chosen;
+use crate::plan::{
+    Action, ActionKind, ActiveRegion, Class, Details, Dropped, Plan, PlanRequest, Tier,
+};
+use crate::trace::Trace;
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::Offload,
+    name: "offload",
+    title: "offloading",
+    help: "Offload activations in forward and fetch them in backward",
+    promise: Class::Exact,
+    effect: |action| {
+        format!(
+            "{} offloaded until backward",
+            counted(action.count, "tensor")
+        )
+    },
+    short: Some(|count| format!("offloading of {}", counted(count, "tensor"))),
+    acts_on: ActsOn::Activations,
+    is_way: false,
+    refusal,
+    is_used: |_, candidate| candidate.treatments.iter().any(|it| it.is_store()),
+    write,
+};
+
+/// What to offload, addressed like [`Remat`](crate::plan::Remat). Where a plan holds both, both watch the same regions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offload {
+    /// Where to.
+    pub tier: Tier,
+    /// The folder, for files; empty for the host's memory.
+    #[serde(default)]
+    pub folder: String,
+    /// Most bytes on their way out, and most fetched ahead.
+    pub window_bytes: Bytes,
+    /// The stored allocations, by creating op, ascending.
+    pub stores: Vec<Dropped>,
+    /// In which order they are fetched ahead, as places in `stores`. The others are fetched when asked for.
+    #[serde(default)]
+    pub order: Vec<u32>,
+    /// As in [`Remat::active`](crate::plan::Remat::active).
+    pub active: Vec<ActiveRegion>,
+    /// As in [`Remat::names`](crate::plan::Remat::names).
+    pub names: Vec<String>,
+    /// As in [`Remat::forward`](crate::plan::Remat::forward).
+    pub forward: Vec<u32>,
+}
 
 /// Why activations cannot be offloaded to the place that was named; `None` when they can, or none was.
-pub(in crate::plan) fn refusal(request: &PlanRequest) -> Option<String> {
+pub(in crate::plan) fn refusal(_trace: &Trace, request: &PlanRequest) -> Option<String> {
     let forbidden = request.forbid.contains(&ActionKind::Offload);
     let named = request.offload.is_some();
     (named && forbidden).then(|| "forbidden by the request".to_owned())
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let Some(offload) = chosen.directions.offload.clone() else {
+        return;
+    };
+    let count = offload.stores.len() as u64;
+    let bytes = offload.stores.iter().map(|store| store.bytes).sum();
+    let details = Details::Offload { offload };
+    plan.actions.push(Action::new(details, count, bytes));
 }

@@ -1,15 +1,53 @@
 //! The optimizer's state elsewhere between updates.
 //!
-//! Responsible for whether it may go and for the smallest tensor that is worth it. Not responsible for the windows that
-//! are tried (`combinations.rs`), nor for when state moves ([`crate::step`]).
+//! Responsible for whether it may go, for the smallest tensor that is worth it, for the action and for the words. Not
+//! responsible for the windows that are tried (`combinations.rs`), nor for when state moves ([`crate::step`]).
 
+use serde::{Deserialize, Serialize};
+
+use super::{ActsOn, Technique, counted};
 use crate::bytes::Bytes;
-use crate::plan::{ActionKind, PlanRequest};
-use crate::step::StateAway;
-use crate::trace::Trace;
+use crate::plan::actions::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest, Tier};
+use crate::step::{StateAway, UpdateTurn, update_turns};
+use crate::trace::{ParameterUpdate, Trace};
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::OffloadOptimizer,
+    name: "offload_optimizer",
+    title: "optimizer state offloading",
+    help: "Offload the optimizer's state between updates",
+    promise: Class::Exact,
+    effect: |action| {
+        let parameters = counted(action.count, "parameter");
+        format!("optimizer state of {parameters} offloaded between updates")
+    },
+    short: None,
+    acts_on: ActsOn::Optimizer,
+    is_way: false,
+    refusal,
+    is_used: |outcome, _| outcome.variant.offload_optimizer.is_some(),
+    write,
+};
 
 /// Smaller state stays in memory: fetching it would take longer than it is worth.
 pub(in crate::plan) const LEAST_STATE: Bytes = Bytes(4096);
+
+/// Which of the optimizer's state to keep elsewhere, and how.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadOptimizer {
+    /// Where to.
+    pub tier: Tier,
+    /// The folder, for files; empty for the host's memory.
+    #[serde(default)]
+    pub folder: String,
+    /// Most bytes fetched ahead of their update, and most on their way out.
+    pub window_bytes: Bytes,
+    /// Smallest tensor that goes.
+    pub least_bytes: Bytes,
+    /// Names of the parameters with state elsewhere, in the order of their updates.
+    pub order: Vec<String>,
+}
 
 /// Why the optimizer's state cannot be offloaded to the place that was named; `None` when it can, or none was.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
@@ -30,4 +68,34 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
     let goes = |update| away.bytes(trace, update) > Bytes::ZERO;
     let none = !trace.updates.iter().any(goes);
     none.then(|| format!("the optimizer keeps no state of {LEAST_STATE} or more for a parameter"))
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let (trace, variant) = (&chosen.outcome.trace, chosen.outcome.variant);
+    let offer = chosen.planner.state_offer();
+    let Some((away, offer)) = variant.offload_optimizer.zip(offer) else {
+        return;
+    };
+    let updates = update_turns(trace, variant).into_iter();
+    let updates: Vec<&ParameterUpdate> = updates
+        .filter_map(|(_, turn)| match turn {
+            UpdateTurn::Out(update) => Some(&trace.updates[update]),
+            _ => None,
+        })
+        .collect();
+    let bytes = updates.iter().map(|update| away.bytes(trace, update));
+    let parameter = |update: &&ParameterUpdate| {
+        let parameter = &trace.allocations[update.parameter.index()];
+        trace.string(parameter.name).to_owned()
+    };
+    let offload_optimizer = OffloadOptimizer {
+        tier: offer.tier,
+        folder: offer.folder.clone(),
+        window_bytes: away.window_bytes,
+        least_bytes: away.least_bytes,
+        order: updates.iter().map(parameter).collect(),
+    };
+    let (count, bytes) = (updates.len() as u64, bytes.sum());
+    let details = Details::OffloadOptimizer { offload_optimizer };
+    plan.actions.push(Action::new(details, count, bytes));
 }

@@ -117,7 +117,7 @@ fn notes(front: &Front) -> String {
     lines.extend(refusals.map(|refusal| {
         format!(
             "Not used: {}: {}.",
-            words::kind(refusal.kind),
+            refusal.kind.technique().title,
             refusal.reason
         )
     }));
@@ -132,7 +132,7 @@ fn notes(front: &Front) -> String {
 mod tests {
     use memfit_engine::bytes::Bytes;
     use memfit_engine::plan::{
-        ActionKind, Class, Estimate, FrontBound, FrontPoint, FrontStop, PointAction, StopReason,
+        ActionKind, ActionSummary, Class, Estimate, FrontBound, FrontPoint, FrontStop, StopReason,
     };
 
     use super::*;
@@ -153,11 +153,12 @@ mod tests {
             predicted_step_ratio: ratio,
             lower_bound_ratio: 1.0,
             stop_reason: StopReason::LocalOptimum,
-            actions: vec![PointAction {
+            actions: vec![ActionSummary {
                 kind,
                 class,
                 count: 3,
                 bytes: Bytes(GIB),
+                resident_bytes: None,
             }],
             reserved: None,
         }

@@ -1,7 +1,7 @@
 //! The front in sentences, for the text report and the page alike.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::{ActionKind, Class, Front, FrontPoint, FrontStop};
+use memfit_engine::plan::{Class, Front, FrontPoint, FrontStop};
 
 use crate::report::words;
 
@@ -72,20 +72,17 @@ pub(crate) fn search(front: &Front) -> String {
     )
 }
 
-/// Kinds of action as `--forbid` names them, with their counts.
+/// Kinds of action as `--forbid` names them, with their counts where a plan chooses them.
 pub(crate) fn actions(point: &FrontPoint) -> String {
     if point.actions.is_empty() {
         return "none: the unplanned step".to_owned();
     }
-    let parts = point.actions.iter().map(|action| match action.kind {
-        ActionKind::Remat => format!("remat {}", action.count),
-        ActionKind::FuseOptimizer => "fuse_optimizer".to_owned(),
-        ActionKind::MicroBatch => format!("micro_batch {}", action.count),
-        ActionKind::AllocatorSettings => "allocator_settings".to_owned(),
-        ActionKind::Offload => format!("offload {}", action.count),
-        ActionKind::OffloadOptimizer => "offload_optimizer".to_owned(),
-        ActionKind::OffloadParameters => "offload_parameters".to_owned(),
-        ActionKind::Chunk => format!("chunk {}", action.count),
+    let parts = point.actions.iter().map(|action| {
+        let technique = action.kind.technique();
+        match technique.short {
+            Some(_) => format!("{} {}", technique.name, action.count),
+            None => technique.name.to_owned(),
+        }
     });
     parts.collect::<Vec<_>>().join(", ")
 }
@@ -96,17 +93,10 @@ pub(crate) fn techniques(point: &FrontPoint) -> String {
         return "nothing".to_owned();
     }
     let parts = point.actions.iter().map(|action| {
-        let kind = words::kind(action.kind);
-        match action.kind {
-            ActionKind::Remat | ActionKind::Offload => {
-                format!("{kind} of {}", words::counted(action.count, "tensor"))
-            }
-            ActionKind::MicroBatch => format!("{} {kind}", action.count),
-            ActionKind::Chunk => format!("{kind} into {}", words::counted(action.count, "slice")),
-            ActionKind::FuseOptimizer
-            | ActionKind::AllocatorSettings
-            | ActionKind::OffloadOptimizer
-            | ActionKind::OffloadParameters => kind.to_owned(),
+        let technique = action.kind.technique();
+        match technique.short {
+            Some(short) => short(action.count),
+            None => technique.title.to_owned(),
         }
     });
     parts.collect::<Vec<_>>().join(", ")
@@ -118,8 +108,8 @@ pub(crate) fn effects(point: &FrontPoint) -> String {
         return "nothing: the unplanned step".to_owned();
     }
     let parts = point.actions.iter().map(|action| {
-        let effect = words::effect(action.kind, action.count);
-        format!("{} ({effect})", words::kind(action.kind))
+        let title = action.kind.technique().title;
+        format!("{title} ({})", action.effect())
     });
     parts.collect::<Vec<_>>().join("; ")
 }

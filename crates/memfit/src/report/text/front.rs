@@ -26,7 +26,7 @@ pub(crate) fn front(front: &Front, palette: Palette) -> String {
     let refusals: Vec<String> = front
         .refusals
         .iter()
-        .map(|refusal| format!("{}: {}", words::kind(refusal.kind), refusal.reason))
+        .map(|refusal| format!("{}: {}", refusal.kind.technique().title, refusal.reason))
         .collect();
     section(&mut text, "Not possible", &indented(&refusals), palette);
     section(&mut text, "Notes", &indented(&front.notes), palette);

@@ -1,11 +1,11 @@
 //! `memfit plan`: the verdict, what to do, what it costs, and what was not possible.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::{Class, Verdict};
+use memfit_engine::plan::{ActionSummary, Class, Verdict};
 
 use super::{indented, section};
 use crate::printer::Palette;
-use crate::report::document::{ActionSummary, PlanDocument};
+use crate::report::document::PlanDocument;
 use crate::report::table::{Align, Table};
 use crate::report::words;
 
@@ -132,9 +132,9 @@ pub(crate) fn actions(actions: &[ActionSummary], palette: Palette) -> String {
         .header(["action", "class", "what", "saves"]);
     for action in actions {
         table.row([
-            words::kind(action.kind).to_owned(),
+            action.kind.technique().title.to_owned(),
             words::class(action.class).to_owned(),
-            words::effect(action.kind, action.count),
+            action.effect(),
             action.bytes.to_string(),
         ]);
     }
@@ -144,7 +144,8 @@ pub(crate) fn actions(actions: &[ActionSummary], palette: Palette) -> String {
 fn refusals(document: &PlanDocument, palette: Palette) -> String {
     let mut table = Table::new(&[Align::Left, Align::Left]);
     for refusal in &document.refusals {
-        table.row([words::kind(refusal.kind).to_owned(), refusal.reason.clone()]);
+        let title = refusal.kind.technique().title;
+        table.row([title.to_owned(), refusal.reason.clone()]);
     }
     table.render(2, palette)
 }
@@ -207,7 +208,8 @@ fn next_class(document: &PlanDocument) -> String {
     let Some(next) = &document.next_class else {
         return String::new();
     };
-    let kinds: Vec<&str> = next.kinds.iter().map(|&kind| words::kind(kind)).collect();
+    let kinds = next.kinds.iter().map(|kind| kind.technique().title);
+    let kinds: Vec<&str> = kinds.collect();
     let flag = match next.class {
         Class::Exact => return String::new(),
         class => words::class(class),
@@ -254,18 +256,8 @@ mod tests {
             plan: PlanSummary {
                 class: Class::Exact,
                 actions: vec![
-                    ActionSummary {
-                        kind: ActionKind::FuseOptimizer,
-                        class: Class::Exact,
-                        count: 1,
-                        bytes: Bytes(400 << 20),
-                    },
-                    ActionSummary {
-                        kind: ActionKind::Remat,
-                        class: Class::Exact,
-                        count: 96,
-                        bytes: Bytes(3300 << 20),
-                    },
+                    ActionSummary::new(ActionKind::FuseOptimizer, 1, Bytes(400 << 20)),
+                    ActionSummary::new(ActionKind::Remat, 96, Bytes(3300 << 20)),
                 ],
                 predicted_step_ratio: 1.15,
                 lower_bound_ratio: 1.1,
@@ -317,8 +309,8 @@ mod tests {
 
         Actions
           action                      class  what                                                      saves
-          optimizer step in backward  exact  1 parameter updated as soon as the gradient is there  400.0 MiB
-          activation checkpointing    exact  96 tensors computed again in backward                  3.22 GiB
+          optimizer step in backward  exact  1 parameter updated as soon as its gradient is ready  400.0 MiB
+          activation checkpointing    exact  96 tensors recomputed in backward                      3.22 GiB
 
         Not possible
           micro-batches  the examples of the batch depend on each other

@@ -1,6 +1,7 @@
 //! A track's record and the summary of `memfit run`: what was counted while code ran.
 
 use memfit_engine::bytes::Bytes;
+use memfit_engine::plan::ActionSummary;
 
 use super::{indented, section};
 use crate::printer::Palette;
@@ -296,8 +297,8 @@ fn loop_lines(of: &FittedLoop) -> Vec<String> {
         for action in &plan.actions {
             lines.push(format!(
                 "{}: {}, step time x {:.2} predicted",
-                words::kind(action.kind),
-                words::effect(action.kind, action.count),
+                action.kind.technique().title,
+                ActionSummary::new(action.kind, action.count, action.bytes).effect(),
                 plan.predicted_step_ratio
             ));
         }
@@ -516,7 +517,7 @@ mod tests {
             planned        9        6.2 MiB    5.6 MiB
             unplanned      0              -    8.6 MiB
             planned for 5.7 MiB, exactly
-            activation checkpointing: 23 tensors computed again in backward, step time x 1.07 predicted
+            activation checkpointing: 23 tensors recomputed in backward, step time x 1.07 predicted
             a planned step took 488.3 KiB more than the budget
             planned again once
             a step left its plan, results are right: it ran `a` as forward op 3 instead of `b`

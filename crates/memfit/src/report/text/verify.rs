@@ -1,7 +1,7 @@
 //! `memfit verify`: predicted against measured, unplanned against planned.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::{ActionKind, Verdict};
+use memfit_engine::plan::{ActionKind, ActionSummary, Verdict};
 
 use super::plan::actions;
 use super::section;
@@ -159,7 +159,7 @@ fn compiled_actions(compiled: &CompiledFacts) -> String {
     let actions = compiled.actions.iter().map(|action| match action.kind {
         CompiledKind::CompiledRemat => {
             let what = words::counted(action.count, "op");
-            format!("  {what} of the graphs computed again in backward\n")
+            format!("  {what} of the graphs recomputed in backward\n")
         }
         CompiledKind::CompiledOffload => {
             let what = words::counted(action.count, "saved tensor");
@@ -168,11 +168,12 @@ fn compiled_actions(compiled: &CompiledFacts) -> String {
                 .iter()
                 .map(|graph| graph.offloaded_bytes)
                 .sum();
-            format!("  {what} of the graphs kept elsewhere, {bytes}\n")
+            format!("  {what} of the graphs offloaded, {bytes}\n")
         }
         CompiledKind::OffloadOptimizer => {
-            let what = words::effect(ActionKind::OffloadOptimizer, action.count);
-            format!("  optimizer state offloaded: {what}\n")
+            let kind = ActionKind::OffloadOptimizer;
+            let what = ActionSummary::new(kind, action.count, Bytes::ZERO).effect();
+            format!("  {what}\n")
         }
     });
     actions.collect()
@@ -190,7 +191,7 @@ fn graphs(compiled: &CompiledFacts) -> Table {
     let mut table = Table::new(&columns).header([
         "ops",
         "saved",
-        "computed again",
+        "recomputed",
         "peak, predicted",
         "with all saved",
         "",
@@ -321,7 +322,7 @@ mod tests {
 
     use super::*;
     use crate::report::compiled::{CompiledAction, CompiledGraph, TorchCompile};
-    use crate::report::document::{ActionSummary, PlanSummary, SCHEMA_VERSION};
+    use crate::report::document::{PlanSummary, SCHEMA_VERSION};
     use crate::report::measured::MeasuredStep;
 
     fn step(predicted: u64, measured: u64, seconds: f64) -> StepFacts {
@@ -349,12 +350,7 @@ mod tests {
             loss: Some(bitwise),
             plan: Some(PlanSummary {
                 class: Class::Exact,
-                actions: vec![ActionSummary {
-                    kind: ActionKind::Remat,
-                    class: Class::Exact,
-                    count: 96,
-                    bytes: Bytes(3300 << 20),
-                }],
+                actions: vec![ActionSummary::new(ActionKind::Remat, 96, Bytes(3300 << 20))],
                 predicted_step_ratio: 1.15,
                 lower_bound_ratio: 1.1,
             }),
@@ -377,8 +373,8 @@ mod tests {
         Step, CPU time       10.0 s    11.7 s               1.17 x
 
         Actions
-          action                    class  what                                      saves
-          activation checkpointing  exact  96 tensors computed again in backward  3.22 GiB
+          action                    class  what                                  saves
+          activation checkpointing  exact  96 tensors recomputed in backward  3.22 GiB
 
         Planned against unplanned
           loss       bitwise equal
@@ -482,12 +478,12 @@ mod tests {
         Step, CPU time      10.0 s          9.0 s    11.7 s           1.17 x
 
         Actions
-          120 ops of the graphs computed again in backward
-          12 saved tensors of the graphs kept elsewhere, 288.0 MiB
+          120 ops of the graphs recomputed in backward
+          12 saved tensors of the graphs offloaded, 288.0 MiB
 
         Graphs
-          ops      saved  computed again  peak, predicted  with all saved
-          900  800.0 MiB             120         2.83 GiB        5.00 GiB
+          ops      saved  recomputed  peak, predicted  with all saved
+          900  800.0 MiB         120         2.83 GiB        5.00 GiB
 
         Planned against eager
           loss       bitwise equal

@@ -87,7 +87,7 @@ pub(in crate::plan) fn outcomes(
 mod tests {
     use super::*;
     use crate::bytes::Bytes;
-    use crate::plan::{Class, Verdict, plan, wants_alternatives};
+    use crate::plan::{Class, Details, Verdict, plan, wants_alternatives};
     use crate::predict;
     use crate::trace::{Alternative, Alternatives, Chunk, LossChunk, sample};
 
@@ -151,12 +151,18 @@ mod tests {
             (made.verdict, made.class),
             (Verdict::Fits, Class::Equivalent)
         );
-        let chunk = made.actions.iter().find(|it| it.kind == ActionKind::Chunk);
-        let chunk = chunk.expect("only slices fit");
-        assert_eq!(chunk.chunk.as_ref().map(Chunk::slices), Some(8));
+        let chunk = made
+            .actions
+            .iter()
+            .find(|it| it.kind() == ActionKind::Chunk);
+        let action = chunk.expect("only slices fit");
+        let Details::Chunk { chunk } = &action.details else {
+            panic!("{action:?}")
+        };
+        assert_eq!(chunk.slices(), 8);
         let saved = predict::unplanned_peak(&trace)
             - predict::unplanned_peak(&trace.alternatives()[0].trace);
-        assert_eq!((chunk.count, chunk.bytes), (8, saved));
+        assert_eq!((action.count, action.bytes), (8, saved));
     }
 
     #[test]
@@ -174,7 +180,7 @@ mod tests {
             ..request(1, Class::Equivalent)
         };
         let made = plan(&trace, &source(&trace), &forbidden).unwrap();
-        assert!(made.actions.iter().all(|it| it.kind != ActionKind::Chunk));
+        assert!(made.actions.iter().all(|it| it.kind() != ActionKind::Chunk));
         let refusal = made.refusals.iter().find(|it| it.kind == ActionKind::Chunk);
         assert!(refusal.expect("it is said").reason.contains("forbidden"));
     }
@@ -188,7 +194,7 @@ mod tests {
             ..request(1, Class::Exact)
         };
         let made = plan(&trace, &source(&trace), &own).unwrap();
-        assert!(made.actions.iter().any(|it| it.kind == ActionKind::Chunk));
+        assert!(made.actions.iter().any(|it| it.kind() == ActionKind::Chunk));
     }
 
     #[test]

@@ -1,60 +1,21 @@
-//! Parameters elsewhere: whether they may go, how much room they may have, with what else, and what moving them costs.
+//! Parameters elsewhere: how much room they may have, with what else, and what moving them costs.
 //!
-//! Responsible for the words where they have to stay, for which rooms are tried, beside which other outer choices, and
-//! for the seconds that a plan's transfers of parameters add, those for what runs again included. Not responsible for
-//! which parameters go or when they move (`step/offload/`).
+//! Responsible for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
+//! of parameters add, those for what runs again included. Not responsible for whether parameters may go (`mod.rs`),
+//! nor for which go or when they move (`step/offload/`).
 
-use super::fuse_optimizer;
+use super::{LEAST_PARAMETER, refusal};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::plan::context::Planner;
 use crate::plan::search::problem::Candidate;
 use crate::plan::search::transfers::{Offer, Schedule};
-use crate::plan::{ActionKind, PlanRequest};
+use crate::plan::technique::fuse_optimizer;
 use crate::step::{Evaluator, ParametersAway, Passes, Replay, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, Phase, Trace};
 
-/// Smaller parameters stay in memory: fetching them would take longer than it is worth.
-pub(super) const LEAST_PARAMETER: Bytes = Bytes(16_384);
-
 /// Rooms that are tried, in quarters of all parameters that may go; and the smallest that will do.
 const ROOMS: [u64; 3] = [3, 2, 1];
-
-/// Why parameters cannot be offloaded to the place that was named; `None` when they can, or none was.
-pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
-    request.offload.as_ref()?;
-    if request.forbid.contains(&ActionKind::OffloadParameters) {
-        return Some("forbidden by the request".to_owned());
-    }
-    if request.own_loop {
-        return Some("the step is run by the user's own loop".to_owned());
-    }
-    if let Some(reason) = &trace.meta.offloaded_parameters_refusal {
-        return Some(reason.clone());
-    }
-    // Without an optimizer nothing needs all parameters at once.
-    let optimizer = (!trace.meta.optimizer.is_empty()).then_some(&trace.meta.per_parameter_refusal);
-    if let Some(Some(reason)) = optimizer {
-        return Some(reason.clone());
-    }
-    let away = ParametersAway {
-        room_bytes: Bytes::ZERO,
-        ahead_bytes: Bytes::ZERO,
-        least_bytes: LEAST_PARAMETER,
-    };
-    if away.of(trace).next().is_some() {
-        return None;
-    }
-    let mut fixed = trace.meta.fixed_parameters.iter();
-    let is_large = |id: &AllocationId| trace.allocations[id.index()].bytes >= LEAST_PARAMETER;
-    Some(if fixed.any(is_large) {
-        "the parameters lie in memory that cannot be let go, of a file that was loaded or mapped, an array or a \
-         parkable model, or shared with other processes: copies could (`p.data = p.data.clone()`)"
-            .to_owned()
-    } else {
-        format!("the model has no parameter of {LEAST_PARAMETER} or more")
-    })
-}
 
 impl Planner<'_> {
     /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case those
@@ -240,8 +201,8 @@ pub(in crate::plan) fn replays(
 mod tests {
     use super::*;
     use crate::cost::CostSource;
-    use crate::plan::Tier;
     use crate::plan::search::limits::Share;
+    use crate::plan::{PlanRequest, Tier};
     use crate::trace::Category;
     use crate::trace::sample::Builder;
 

@@ -1,0 +1,50 @@
+//! Activation checkpointing: activations dropped in forward and recomputed in backward.
+//!
+//! Responsible for the action that drops become, and for the words. Not responsible for which activations are dropped
+//! (`search/`), nor for where the executor finds them (`addresses.rs`).
+
+use serde::{Deserialize, Serialize};
+
+use super::{ActsOn, Technique, counted};
+use crate::plan::actions::Chosen;
+use crate::plan::{Action, ActionKind, ActiveRegion, Class, Details, Dropped, Plan};
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::Remat,
+    name: "remat",
+    title: "activation checkpointing",
+    help: "Activation checkpointing: recompute activations in backward",
+    promise: Class::Exact,
+    effect: |action| format!("{} recomputed in backward", counted(action.count, "tensor")),
+    short: Some(|count| format!("activation checkpointing of {}", counted(count, "tensor"))),
+    acts_on: ActsOn::Activations,
+    is_way: false,
+    // Every step has activations. Where a request forbids it, plans have never said so.
+    refusal: |_, _| None,
+    is_used: |_, candidate| candidate.treatments.iter().any(|it| it.is_drop()),
+    write,
+};
+
+/// Where to drop, addressed by the order of ops in forward.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+pub struct Remat {
+    /// The dropped allocations, by creating op, ascending.
+    pub drops: Vec<Dropped>,
+    /// Module calls in which the executor must watch; disjoint, ascending. A region with an empty
+    /// module path stands for the whole forward, the loss function included.
+    pub active: Vec<ActiveRegion>,
+    /// Distinct op names of forward.
+    pub names: Vec<String>,
+    /// Forward op by op: index into `names`. The executor compares it with what really runs.
+    pub forward: Vec<u32>,
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let Some(remat) = chosen.directions.remat.clone() else {
+        return;
+    };
+    let count = remat.drops.len() as u64;
+    let bytes = remat.drops.iter().map(|drop| drop.bytes).sum();
+    let details = Details::Remat { remat };
+    plan.actions.push(Action::new(details, count, bytes));
+}
