@@ -16,6 +16,7 @@ from memfit.apply.part import Part
 from memfit.options import Kind
 
 NOOP = {"kind": "noop", "class": "exact", "count": 1, "bytes": 0}
+"""As the engine's test-only technique writes it into a plan."""
 
 
 class Noop(Part):

@@ -13,6 +13,8 @@ pub(super) mod allocator_settings;
 pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
 pub(super) mod micro_batch;
+#[cfg(test)]
+mod noop;
 pub(super) mod offload;
 pub(super) mod offload_optimizer;
 pub(super) mod offload_parameters;
@@ -146,6 +148,9 @@ techniques! {
     OffloadParameters { offload_parameters: offload_parameters::OffloadParameters } in offload_parameters;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.
     Chunk { chunk: Chunk } in chunk;
+    #[cfg(test)]
+    /// Do nothing.
+    Noop in noop;
 }
 
 /// `1 tensor`, `12 tensors`.
