@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
+from memfit.capture.as_trace import trace_json
 from memfit.capture.probe.optimizer_updates import (
     fused_optimizer_refusal,
     per_parameter_refusal,
     probe_updates,
 )
-from memfit.capture.probe.workspace import probe_scratch
+from memfit.capture.probe.workspace import Scratch, probe_scratch
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
 from memfit.capture.record.step import StepRunner
+from memfit.capture.record.step_loss import Reduction, loss_reduction
 from memfit.capture.stage.cuda import CudaRunner
 from memfit.capture.stage.fake import (
     fake_stage,
@@ -30,7 +32,7 @@ from memfit.capture.stage.fake import (
 )
 from memfit.capture.stage.real import real_stage
 from memfit.capture.stage.stage import Stage
-from memfit.capture.trace_writer import Reduction, StepFacts, loss_reduction, trace_json
+from memfit.capture.trace_writer import Meta
 from memfit.errors import CaptureError, WorkloadError
 from memfit.tensors.garbage import no_collection
 from memfit.torch_versions import offloaded_parameters_refusal
@@ -259,34 +261,29 @@ def _record(
         if updates:
             pairs = list(zip((p for p, _, _ in runner.ready.values()), roles.updates, strict=True))
             probe_updates(stage, pairs)
-    facts = StepFacts(
+    scratch = Scratch()
+    if probe and stage.device == "cpu":
+        scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))
+        _correct_results(recorder, scratch.results)
+    batch = batch_size(stage.batch, workload.batch_dim)
+    reduction = loss_reduction(recorder, roles.loss, batch)
+    meta = Meta(
         target=target,
         torch_version=torch.__version__,
         device_kind=stage.device,
         optimizer=type(stage.optimizer).__name__ if stage.optimizer is not None else "",
-        batch=batch_size(stage.batch, workload.batch_dim),
+        batch=batch,
         training=workload.training,
         captured="real" if stage.fake_mode is None else "fake",
-        parameters=roles.parameters,
-        module_buffers=roles.module_buffers,
-        inputs=roles.inputs,
-        optimizer_state=roles.optimizer_state,
-        gradients=roles.gradients,
-        names=roles.names,
-        fixed=roles.fixed,
-        updates=roles.updates,
-        loss=roles.loss,
+        probe_threads=scratch.threads,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
         per_parameter_refusal=per_parameter_refusal(stage),
         offloaded_parameters_refusal=offloaded_parameters_refusal(),
+        loss_reduction=reduction.kind,
+        fixed_parameters=sorted(roles.fixed),
+        notes=[*recorder.notes, *scratch.notes],
     )
-    if probe and stage.device == "cpu":
-        scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))
-        facts.workspace = scratch.bytes
-        _correct_results(recorder, scratch.results)
-        facts.probe_threads = scratch.threads
-        facts.notes.extend(scratch.notes)
-    return trace_json(recorder, facts), loss_reduction(recorder, facts)
+    return trace_json(recorder, roles, meta, scratch.bytes), reduction
 
 
 def _result_bytes(recorder: Recorder) -> dict[int, int]:

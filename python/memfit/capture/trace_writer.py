@@ -1,72 +1,40 @@
-"""The recorded step as the JSON of a trace.
+"""The document of a trace: what the engine reads, whoever recorded the step.
 
-Responsible for the shape of that JSON (the field names are those of the engine's ``Trace``), for
-categories, which bind only when the step has ended, and for interning strings. Not responsible for
-recording.
+Responsible for its field names, which are those of ``crates/memfit-engine/src/trace/mod.rs``, for
+what a field says where a source knows nothing of it, and for interning strings and devices. Not
+responsible for where a step comes from: :mod:`memfit.capture.as_trace` feeds a recording,
+``memfit.run.compiled.as_trace`` a joint graph. Nor for what makes a trace valid: the engine checks.
+
+Rows are numbered in the order they are added, and so are strings and devices. A position lies
+between ops: position 3 is just before op 3.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
-from memfit.capture.record.recorder import FORWARD, OpRecord, Recorder
-
-_COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
-_SCALINGS = frozenset({"aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"})
-_SUMS = frozenset({"aten.add.Tensor"})
-_DEEPEST_LOSS = 32
+import torch
 
 
-@dataclass(slots=True)
-class Update:
-    """What is known about one trainable parameter.
-
-    Attributes:
-        parameter: Allocation of the parameter.
-        gradient: Allocation of its gradient.
-        ready: Position at which the gradient is complete.
-        temporary_bytes: Peak of temporaries while the optimizer updates it alone.
-        moved_bytes: Bytes moved by that update.
-        state: Allocations of the optimizer's state for this parameter alone.
-    """
-
-    parameter: int
-    gradient: int
-    ready: int
-    temporary_bytes: int = 0
-    moved_bytes: int = 0
-    state: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StepFacts:
-    """What the runner of the step knows and the recorder does not.
+class Meta(TypedDict):
+    """Where a trace comes from. What its source cannot know is left out.
 
     Attributes:
         target: What was captured, as the user named it.
         torch_version: ``torch.__version__``.
         device_kind: ``cpu`` or ``cuda``.
         optimizer: Class name of the optimizer, empty without one.
-        batch: Batch size.
+        batch: Batch size; 0 when there is none.
         training: Whether backward ran.
-        captured: ``fake`` or ``real``.
-        parameters: Allocations of parameters.
-        module_buffers: Allocations of module buffers.
-        inputs: Allocations of batch tensors.
-        optimizer_state: Allocations of optimizer state.
-        gradients: Allocations of gradients.
-        names: Name of an allocation that has one.
-        fixed: Allocations of parameters in memory that cannot be let go.
-        updates: Trainable parameters in the order their gradients became ready.
-        loss: Value of the loss, or ``None``.
+        captured: ``fake``, ``real`` or ``joint``.
+        probe_threads: Threads that the workspace probes ran with; 0 when they did not run.
         fused_optimizer_refusal: Why the optimizer cannot run inside backward.
         per_parameter_refusal: Why it cannot run parameter by parameter after backward.
         offloaded_parameters_refusal: Why parameters cannot be offloaded with this torch.
-        probe_threads: Threads that the workspace probes ran with.
+        loss_reduction: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
+        fixed_parameters: Allocations of parameters in memory that cannot be let go; ascending.
         notes: Things the reader should know.
-        workspace: Scratch bytes by op index.
     """
 
     target: str
@@ -76,260 +44,272 @@ class StepFacts:
     batch: int
     training: bool
     captured: str
-    parameters: set[int] = field(default_factory=set)
-    module_buffers: set[int] = field(default_factory=set)
-    inputs: set[int] = field(default_factory=set)
-    optimizer_state: set[int] = field(default_factory=set)
-    gradients: set[int] = field(default_factory=set)
-    names: dict[int, str] = field(default_factory=dict)
-    fixed: set[int] = field(default_factory=set)
-    updates: list[Update] = field(default_factory=list)
-    loss: int | None = None
-    fused_optimizer_refusal: str | None = None
-    per_parameter_refusal: str | None = None
-    offloaded_parameters_refusal: str | None = None
-    probe_threads: int = 0
-    notes: list[str] = field(default_factory=list)
-    workspace: dict[int, int] = field(default_factory=dict)
+    probe_threads: NotRequired[int]
+    fused_optimizer_refusal: NotRequired[str | None]
+    per_parameter_refusal: NotRequired[str | None]
+    offloaded_parameters_refusal: NotRequired[str | None]
+    loss_reduction: NotRequired[str]
+    fixed_parameters: NotRequired[list[int]]
+    notes: list[str]
 
 
-class _Strings:
-    """Interned strings; index 0 is the empty one."""
+class TraceWriter:
+    """Collects the rows of a trace."""
 
     def __init__(self) -> None:
-        self.table: list[str] = [""]
-        self._ids: dict[str, int] = {"": 0}
+        """Begin a trace in which nothing has happened."""
+        self._strings = {"": 0}
+        self._devices: dict[str, int] = {}
+        self._allocations: list[dict[str, Any]] = []
+        self._values: list[dict[str, Any]] = []
+        self._ops: list[dict[str, Any]] = []
+        self._saved: list[dict[str, Any]] = []
+        self._regions: list[dict[str, Any]] = []
+        self._updates: list[dict[str, Any]] = []
 
-    def id(self, text: str) -> int:
-        found = self._ids.get(text)
-        if found is None:
-            found = self._ids[text] = len(self.table)
-            self.table.append(text)
-        return found
+    def device(self, name: str) -> int:
+        """The number of a device.
 
+        Args:
+            name: ``cpu``, ``cuda:0``.
+        """
+        return self._devices.setdefault(name, len(self._devices))
 
-def trace_json(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
-    """Build the JSON of a trace.
+    def allocation(
+        self,
+        size_bytes: int,
+        *,
+        device: int,
+        category: str,
+        producer: int | None,
+        natural: Sequence[Sequence[int]],
+        name: str = "",
+    ) -> None:
+        """Add a storage.
 
-    Args:
-        recorder: The recorder, after the step has ended and its ledger was closed.
-        facts: What the runner knows.
+        Args:
+            size_bytes: Size asked for.
+            device: Number of its device.
+            category: What it is for.
+            producer: Op that created it; ``None`` for what existed before the step.
+            natural: Ranges ``[start, end)`` in which something other than a saved tensor holds it.
+            name: Name of the parameter or buffer or batch entry.
+        """
+        row = _allocation(size_bytes, device, category, producer, natural, self._string(name))
+        self._allocations.append(row)
 
-    Returns:
-        The trace, with the engine's field names.
-    """
-    strings = _Strings()
-    devices: list[str] = []
-    nodes: dict[int, int] = {}
-    end = len(recorder.ops)
-    ops = [
-        _op(op, strings, nodes, facts.workspace.get(index, 0))
-        for index, op in enumerate(recorder.ops)
-    ]
-    saved = [
-        {
-            "value": save.value,
-            "node": nodes.setdefault(save.sequence, len(nodes)),
-            "pack": save.pack,
-            "unpack": save.unpack,
-            "release": max(save.release if save.release is not None else end, save.pack),
-        }
-        for save in recorder.saved.saves
-    ]
-    return {
-        "meta": _meta(recorder, facts),
-        "allocations": _allocations(recorder, facts, strings, devices),
-        "devices": devices,
-        "values": [
+    def value(
+        self,
+        allocation: int,
+        *,
+        version: int = 0,
+        offset: int = 0,
+        shape: Iterable[int],
+        stride: Iterable[int] = (),
+        dtype: torch.dtype,
+    ) -> None:
+        """Add a tensor as ops see it.
+
+        Args:
+            allocation: Its storage.
+            version: How many in-place writes the storage had seen in this step.
+            offset: Elements from the storage's start.
+            shape: Sizes, outermost first.
+            stride: Strides in elements; empty when unknown.
+            dtype: Type of its elements.
+        """
+        self._values.append(
             {
                 "allocation": allocation,
                 "version": version,
                 "offset": offset,
                 "shape": list(shape),
                 "stride": list(stride),
-                "dtype": strings.id(str(dtype).removeprefix("torch.")),
-            }
-            for allocation, version, offset, shape, stride, dtype in recorder.ledger.values
-        ],
-        "ops": ops,
-        "saved": saved,
-        "regions": [
-            {
-                "module": strings.id(region.module),
-                "class": strings.id(region.class_name),
-                "call": region.call,
-                "start": region.start,
-                "end": region.end,
-            }
-            for region in recorder.modules.regions
-        ],
-        "updates": [
-            {
-                "parameter": update.parameter,
-                "gradient": update.gradient,
-                "ready": update.ready,
-                "temporary_bytes": update.temporary_bytes,
-                "moved_bytes": update.moved_bytes,
-                "state": update.state,
-            }
-            for update in facts.updates
-        ],
-        "strings": strings.table,
-        "couplings": None,
-    }
-
-
-def _meta(recorder: Recorder, facts: StepFacts) -> dict[str, Any]:
-    return {
-        "target": facts.target,
-        "torch_version": facts.torch_version,
-        "device_kind": facts.device_kind,
-        "optimizer": facts.optimizer,
-        "batch": facts.batch,
-        "training": facts.training,
-        "captured": facts.captured,
-        "probe_threads": facts.probe_threads,
-        "fused_optimizer_refusal": facts.fused_optimizer_refusal,
-        "per_parameter_refusal": facts.per_parameter_refusal,
-        "offloaded_parameters_refusal": facts.offloaded_parameters_refusal,
-        "loss_reduction": loss_reduction(recorder, facts).kind,
-        "fixed_parameters": sorted(facts.fixed),
-        "notes": [*recorder.notes, *facts.notes],
-    }
-
-
-def _op(
-    op: OpRecord, strings: _Strings, nodes: dict[int, int], workspace_bytes: int
-) -> dict[str, Any]:
-    node = None
-    if op.sequence is not None:
-        node = nodes.setdefault(op.sequence, len(nodes))
-    return {
-        "name": strings.id(op.operator.name),
-        "phase": op.phase,
-        "module": strings.id(op.module),
-        "source": strings.id(op.source),
-        "arguments": strings.id(op.arguments),
-        "node": node,
-        "reads": op.reads,
-        "writes": op.writes,
-        "outputs": op.outputs,
-        "flops": op.flops,
-        "moved_bytes": op.moved_bytes,
-        "workspace_bytes": workspace_bytes,
-        "random": op.random,
-        "view": op.view,
-        "replayable": op.replayable,
-        "shape_only": op.operator.shape_only,
-    }
-
-
-def _allocations(
-    recorder: Recorder, facts: StepFacts, strings: _Strings, devices: list[str]
-) -> list[dict[str, Any]]:
-    ledger = recorder.ledger
-    packed = {save.allocation for save in recorder.saved.saves}
-    rows = []
-    for allocation, size in enumerate(ledger.bytes):
-        device = ledger.device[allocation]
-        if device not in devices:
-            devices.append(device)
-        rows.append(
-            {
-                "bytes": size,
-                "device": devices.index(device),
-                "category": _category(allocation, facts, packed, static=ledger.static[allocation]),
-                "producer": ledger.producer[allocation],
-                "natural": ledger.ranges(allocation),
-                "name": strings.id(facts.names.get(allocation, "")),
-                "law": None,
+                "dtype": self._string(str(dtype).removeprefix("torch.")),
             }
         )
-    return rows
+
+    def op(
+        self,
+        name: str,
+        phase: str,
+        *,
+        module: str = "",
+        source: str = "",
+        arguments: str = "",
+        node: int | None,
+        reads: Iterable[int],
+        writes: Iterable[int] = (),
+        outputs: Iterable[int],
+        flops: int,
+        moved_bytes: int,
+        workspace_bytes: int = 0,
+        random: bool = False,
+        view: bool,
+        replayable: bool,
+        shape_only: bool,
+    ) -> None:
+        """Add an op.
+
+        Args:
+            name: Overload name (``aten.addmm.default``).
+            phase: ``forward``, ``backward`` or ``optimizer``.
+            module: Path of the innermost module.
+            source: ``file:line`` that called it.
+            arguments: Arguments that are not tensors, as text.
+            node: Number of the autograd node that it makes in forward or runs in backward.
+            reads: Values read.
+            writes: Values written, at their version afterwards.
+            outputs: Values returned.
+            flops: Floating-point operations.
+            moved_bytes: Bytes read plus bytes written, each value once.
+            workspace_bytes: Scratch inside the op.
+            random: Draws random numbers.
+            view: Only makes a view.
+            replayable: Can be run again with the same result.
+            shape_only: Reads no element of its first tensor.
+        """
+        self._ops.append(
+            {
+                "name": self._string(name),
+                "phase": phase,
+                "module": self._string(module),
+                "source": self._string(source),
+                "arguments": self._string(arguments),
+                "node": node,
+                "reads": list(reads),
+                "writes": list(writes),
+                "outputs": list(outputs),
+                "flops": flops,
+                "moved_bytes": moved_bytes,
+                "workspace_bytes": workspace_bytes,
+                "random": random,
+                "view": view,
+                "replayable": replayable,
+                "shape_only": shape_only,
+            }
+        )
+
+    def saved(self, value: int, *, node: int, pack: int, unpack: int | None, release: int) -> None:
+        """Add a tensor that autograd saves.
+
+        Args:
+            value: What is saved.
+            node: Number of the node that saves it.
+            pack: Position at which it is saved.
+            unpack: Position at which backward asks for it; ``None`` when it never does.
+            release: Position at which the node lets go.
+        """
+        self._saved.append(
+            {"value": value, "node": node, "pack": pack, "unpack": unpack, "release": release}
+        )
+
+    def region(self, module: str, class_name: str, *, call: int, start: int, end: int) -> None:
+        """Add a call of a module.
+
+        Args:
+            module: Path of the module; empty for the root.
+            class_name: Name of its class.
+            call: How many times it had been entered before in the step.
+            start: First op of the call.
+            end: One past its last op.
+        """
+        self._regions.append(
+            {
+                "module": self._string(module),
+                "class": self._string(class_name),
+                "call": call,
+                "start": start,
+                "end": end,
+            }
+        )
+
+    def update(
+        self,
+        parameter: int,
+        gradient: int,
+        *,
+        ready: int,
+        temporary_bytes: int,
+        moved_bytes: int,
+        state: Iterable[int],
+    ) -> None:
+        """Add the optimizer's update of one parameter.
+
+        Args:
+            parameter: Allocation of the parameter.
+            gradient: Allocation of its gradient.
+            ready: Position at which the gradient is complete.
+            temporary_bytes: Peak of temporaries while it is updated alone.
+            moved_bytes: Bytes moved by that update.
+            state: Allocations of the optimizer's state for this parameter alone.
+        """
+        self._updates.append(
+            {
+                "parameter": parameter,
+                "gradient": gradient,
+                "ready": ready,
+                "temporary_bytes": temporary_bytes,
+                "moved_bytes": moved_bytes,
+                "state": list(state),
+            }
+        )
+
+    def trace(self, meta: Meta) -> dict[str, Any]:
+        """The trace of all that was added, recorded at one batch size.
+
+        Args:
+            meta: Where it comes from.
+        """
+        return {
+            "meta": meta,
+            "allocations": self._allocations,
+            "devices": list(self._devices),
+            "values": self._values,
+            "ops": self._ops,
+            "saved": self._saved,
+            "regions": self._regions,
+            "updates": self._updates,
+            "strings": list(self._strings),
+            "couplings": None,
+        }
+
+    def _string(self, text: str) -> int:
+        return self._strings.setdefault(text, len(self._strings))
 
 
-def _category(allocation: int, facts: StepFacts, packed: set[int], *, static: bool) -> str:
-    roles = (
-        (facts.parameters, "parameter"),
-        (facts.module_buffers, "module_buffer"),
-        (facts.optimizer_state, "optimizer_state"),
-        (facts.inputs, "input"),
-        (facts.gradients, "gradient"),
-    )
-    for members, role in roles:
-        if allocation in members:
-            return role
-    if static:
-        return "input"
-    return "activation" if allocation in packed else "temporary"
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """How a loss reduces over the batch.
-
-    Attributes:
-        kind: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
-        elements: Number of elements it reduces; in proportion to the batch for a true reduction
-            over examples, which two batch sizes can tell.
-    """
-
-    kind: str = ""
-    elements: int = 0
-
-
-def loss_reduction(recorder: Recorder, facts: StepFacts) -> Reduction:
-    """How the loss reduces over the batch, followed back from its value.
+def with_held(
+    trace: Mapping[str, Any], name: str, held: Iterable[tuple[int, int]]
+) -> dict[str, Any]:
+    """A trace with memory that is there when the step begins and that no op touches.
 
     Args:
-        recorder: The recorder after the step.
-        facts: Names the loss value and the batch size.
-
-    Returns:
-        The reduction.
+        trace: The trace; it stays as it is.
+        name: Name of that memory.
+        held: Sizes in bytes on the first device, each with the position at which it goes.
     """
-    if facts.loss is None or facts.batch <= 0:
-        return Reduction()
-    producers: dict[int, int] = {}
-    for index, op in enumerate(recorder.ops):
-        if op.phase != FORWARD:
-            break
-        for value in (*op.outputs, *op.writes):
-            producers[value] = index
-    return _follow(facts.loss, recorder, facts.batch, producers, depth=0)
+    strings = [*trace["strings"], name]
+    rows = [
+        _allocation(size_bytes, 0, "input", None, [[0, end]], len(strings) - 1)
+        for size_bytes, end in held
+    ]
+    return {**trace, "allocations": [*trace["allocations"], *rows], "strings": strings}
 
 
-def _follow(
-    value: int, recorder: Recorder, batch: int, producers: dict[int, int], depth: int
-) -> Reduction:
-    index = producers.get(value)
-    if index is None or depth > _DEEPEST_LOSS:
-        return Reduction()
-    op = recorder.ops[index]
-    found = recorder.reductions.get(index)
-    if found is not None:
-        elements = math.prod(recorder.ledger.values[op.reads[0]][3])
-        whole = elements >= batch and elements % batch == 0
-        return Reduction(found, elements) if whole else Reduction()
-    name = op.operator.name
-    if op.view or (name in _COPIES and len(op.reads) == 1):
-        return _follow(op.reads[0], recorder, batch, producers, depth + 1)
-    if name in _SCALINGS and len(op.reads) == 1 and not _may_be_batch(op.arguments, batch):
-        reduction = _follow(op.reads[0], recorder, batch, producers, depth + 1)
-        return reduction if reduction.kind != "sum" else Reduction()
-    if name in _SUMS and len(op.reads) == 2:  # noqa: PLR2004 - both terms are tensors
-        terms = [_follow(read, recorder, batch, producers, depth + 1) for read in op.reads]
-        same = terms[0].kind == terms[1].kind
-        return Reduction(terms[0].kind, sum(t.elements for t in terms)) if same else Reduction()
-    return Reduction()
-
-
-def _may_be_batch(arguments: str, batch: int) -> bool:
-    """Whether the factor of a scaling may have been computed from the batch size."""
-    try:
-        factor = abs(float(arguments.split(",", maxsplit=1)[0].partition("=")[2]))
-    except ValueError:
-        return True
-    if factor == 0.0 or batch == 1:
-        return True
-    return any((candidate / batch).is_integer() for candidate in (factor, 1.0 / factor))
+def _allocation(
+    size_bytes: int,
+    device: int,
+    category: str,
+    producer: int | None,
+    natural: Sequence[Sequence[int]],
+    name: int,
+) -> dict[str, Any]:
+    return {
+        "bytes": size_bytes,
+        "device": device,
+        "category": category,
+        "producer": producer,
+        "natural": natural,
+        "name": name,
+        "law": None,
+    }

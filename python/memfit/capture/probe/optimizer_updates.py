@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.record.roles import Update
 from memfit.capture.stage.stage import Stage
-from memfit.capture.trace_writer import Update
 from memfit.tensors.operators import operator_of
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
 

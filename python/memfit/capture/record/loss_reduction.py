@@ -1,6 +1,6 @@
 """How a call that may be a loss reduces its elements.
 
-Not responsible for which call is the loss (:mod:`memfit.capture.trace_writer`).
+Not responsible for which call is the loss (:mod:`memfit.capture.record.step_loss`).
 """
 
 from __future__ import annotations

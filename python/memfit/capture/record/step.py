@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,37 +18,10 @@ from torch.optim import Optimizer
 
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
+from memfit.capture.record.roles import Roles, Update
 from memfit.capture.stage.stage import Stage, batch_entries
-from memfit.capture.trace_writer import Update
 from memfit.errors import MemfitError, StepPhase, UsageError, WorkloadError
 from memfit.tensors.storage import is_fixed
-
-
-@dataclass
-class Roles:
-    """Which allocation is what, and what each is called.
-
-    Attributes:
-        parameters: Allocations of parameters.
-        module_buffers: Allocations of module buffers.
-        inputs: Allocations of batch tensors.
-        optimizer_state: Allocations of optimizer state.
-        gradients: Allocations of gradients.
-        names: Name of an allocation that has one.
-        fixed: Allocations of parameters in memory that cannot be let go.
-        updates: Trainable parameters in the order their gradients became ready.
-        loss: Value of the loss, or ``None``.
-    """
-
-    parameters: set[int] = field(default_factory=set)
-    module_buffers: set[int] = field(default_factory=set)
-    inputs: set[int] = field(default_factory=set)
-    optimizer_state: set[int] = field(default_factory=set)
-    gradients: set[int] = field(default_factory=set)
-    names: dict[int, str] = field(default_factory=dict)
-    fixed: set[int] = field(default_factory=set)
-    updates: list[Update] = field(default_factory=list)
-    loss: int | None = None
 
 
 class StepRunner:

@@ -4,7 +4,7 @@ Responsible for saying a joint graph in the words of ``crates/memfit-engine/src/
 partition saves is what autograd would save, each read of a forward tensor in backward is one saved
 tensor, inputs live throughout. So the planner of eager steps plans joint graphs too, by the same
 definition of a dropped allocation. Not responsible for how the graph was read
-(:mod:`memfit.run.compiled.joint`).
+(:mod:`memfit.run.compiled.joint`) nor for the document (:mod:`memfit.capture.trace_writer`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from memfit import _native
+from memfit.capture.record.recorder import BACKWARD, FORWARD
+from memfit.capture.trace_writer import Meta, TraceWriter
 from memfit.run.compiled.inductor.op_costs import Cost
 from memfit.run.compiled.inductor.rates import NOMINAL, Place
-from memfit.run.compiled.joint import Joint, Op
+from memfit.run.compiled.joint import Joint, Op, Tensor
 from memfit.run.compiled.schedule import Decision
 from memfit.tensors.operators import operator_of
 from memfit.torch_versions import size_hint
@@ -86,7 +88,7 @@ def decision_of(answer: Mapping[str, Any], storage_of: Mapping[tuple[int, int], 
 def trace_json(
     joint: Joint, costs: Sequence[Cost]
 ) -> tuple[dict[str, Any], dict[tuple[int, int], int]]:
-    """Say a joint graph as a trace.
+    """Say a joint graph as a trace; storages and tensors keep their numbers.
 
     Args:
         joint: The graph.
@@ -95,142 +97,90 @@ def trace_json(
     Returns:
         The trace, and the storage behind each op and position among what it returns.
     """
-    writer = _Writer(joint, costs)
-    return writer.trace(), writer.storage_of
+    writer = TraceWriter()
+    for index, (op, cost) in enumerate(zip(joint.ops, costs, strict=True)):
+        writer.op(
+            _name(op),
+            BACKWARD if op.backward else FORWARD,
+            node=index if op.backward else None,
+            reads=op.reads,
+            outputs=op.returns,
+            flops=cost.flops,
+            moved_bytes=cost.moved_bytes,
+            view=op.view,
+            replayable=op.replayable,
+            shape_only=_shape_only(op),
+        )
+    _allocations(writer, joint)
+    for tensor in joint.tensors:
+        shape, dtype = _shape_and_dtype(tensor)
+        writer.value(tensor.storage, shape=shape, dtype=dtype)
+    _saved(writer, joint)
+    meta = Meta(
+        target="joint graph",
+        torch_version=torch.__version__,
+        device_kind=joint.device_kind,
+        optimizer="",
+        batch=0,
+        training=True,
+        captured="joint",
+        notes=[],
+    )
+    return writer.trace(meta), _storage_of(joint)
 
 
-class _Writer:
-    """Builds the JSON of a trace; storages and tensors keep their numbers."""
+def _storage_of(joint: Joint) -> dict[tuple[int, int], int]:
+    """Storages that forward makes, by the op and the position among what it returns."""
+    return {
+        (index, position): joint.tensors[tensor].storage
+        for index, op in enumerate(joint.ops[: joint.forward_end])
+        for position, tensor in enumerate(op.returns)
+        if joint.tensors[tensor].fresh
+    }
 
-    def __init__(self, joint: Joint, costs: Sequence[Cost]) -> None:
-        self._joint = joint
-        self._costs = costs
-        self._strings = [""]
-        self._ids = {"": 0}
-        self._end = len(joint.ops)
-        self._forward_end = joint.forward_end
-        self.storage_of: dict[tuple[int, int], int] = {}
-        for index, op in enumerate(joint.ops[: self._forward_end]):
-            for position, tensor in enumerate(op.returns):
-                if joint.tensors[tensor].fresh:
-                    self.storage_of[index, position] = joint.tensors[tensor].storage
 
-    def _id(self, text: str) -> int:
-        found = self._ids.get(text)
-        if found is None:
-            found = self._ids[text] = len(self._strings)
-            self._strings.append(text)
-        return found
+def _allocations(writer: TraceWriter, joint: Joint) -> None:
+    """Add the storages; what autograd would hold for backward is not held by anything else."""
+    device = writer.device(joint.device_kind)
+    forward_end, step_end = joint.forward_end, len(joint.ops)
+    read_in_backward: dict[int, int] = {}
+    for index in range(forward_end, step_end):
+        for tensor in joint.ops[index].reads:
+            read_in_backward[joint.tensors[tensor].storage] = index
+    returned = {joint.tensors[t].storage for t in joint.backward_outputs}
+    for index, storage in enumerate(joint.storages):
+        start, end = max(storage.op, 0), storage.last_forward + 1
+        if storage.op < 0 or index in returned:
+            end = step_end
+        elif storage.leaves:
+            end = forward_end if index in joint.released else step_end
+        elif storage.op >= forward_end:
+            end = read_in_backward.get(index, storage.op) + 1
+        writer.allocation(
+            storage.bytes,
+            device=device,
+            category="input" if storage.op < 0 else "activation",
+            producer=storage.op if storage.op >= 0 else None,
+            natural=[[start, max(end, start + 1)]],
+        )
 
-    def trace(self) -> dict[str, Any]:
-        joint = self._joint
-        ops = [self._op(index, op) for index, op in enumerate(joint.ops)]
-        device = joint.device_kind
-        return {
-            "meta": {
-                "target": "joint graph",
-                "torch_version": torch.__version__,
-                "device_kind": device,
-                "optimizer": "",
-                "batch": 0,
-                "training": True,
-                "captured": "joint",
-                "notes": [],
-            },
-            "allocations": self._allocations(),
-            "devices": [device],
-            "values": [self._value(index) for index in range(len(joint.tensors))],
-            "ops": ops,
-            "saved": self._saved(),
-            "regions": [],
-            "updates": [],
-            "strings": self._strings,
-            "couplings": None,
-        }
 
-    def _op(self, index: int, op: Op) -> dict[str, Any]:
-        return {
-            "name": self._id(_name(op)),
-            "phase": "backward" if op.backward else "forward",
-            "module": 0,
-            "source": 0,
-            "arguments": 0,
-            "node": index if op.backward else None,
-            "reads": list(op.reads),
-            "writes": [],
-            "outputs": list(op.returns),
-            "flops": self._costs[index].flops,
-            "moved_bytes": self._costs[index].moved_bytes,
-            "workspace_bytes": 0,
-            "random": False,
-            "view": op.view,
-            "replayable": op.replayable,
-            "shape_only": _shape_only(op),
-        }
+def _saved(writer: TraceWriter, joint: Joint) -> None:
+    """Add each read of a tensor of forward in backward."""
+    forward_end = joint.forward_end
+    for index in range(forward_end, len(joint.ops)):
+        for tensor in dict.fromkeys(joint.ops[index].reads):
+            made = joint.tensors[tensor].op
+            if 0 <= made < forward_end:
+                writer.saved(tensor, node=index, pack=made + 1, unpack=index, release=index + 1)
 
-    def _value(self, index: int) -> dict[str, Any]:
-        tensor = self._joint.tensors[index]
-        value = tensor.node.meta.get("val")
-        shape: list[int] = []
-        dtype = "float32"
-        if isinstance(value, torch.Tensor):
-            shape = [size_hint(s, 1) for s in value.shape]
-            dtype = str(value.dtype).removeprefix("torch.")
-        return {
-            "allocation": tensor.storage,
-            "version": 0,
-            "offset": 0,
-            "shape": shape,
-            "stride": [],
-            "dtype": self._id(dtype),
-        }
 
-    def _allocations(self) -> list[dict[str, Any]]:
-        joint = self._joint
-        read_in_backward: dict[int, int] = {}
-        for index in range(self._forward_end, self._end):
-            for tensor in joint.ops[index].reads:
-                read_in_backward[joint.tensors[tensor].storage] = index
-        returned = {joint.tensors[t].storage for t in joint.backward_outputs}
-        rows = []
-        for index, storage in enumerate(joint.storages):
-            start, end = max(storage.op, 0), storage.last_forward + 1
-            backward = storage.op >= self._forward_end
-            if storage.op < 0 or index in returned:
-                end = self._end
-            elif storage.leaves:
-                end = self._forward_end if index in joint.released else self._end
-            elif backward:
-                end = read_in_backward.get(index, storage.op) + 1
-            rows.append(
-                {
-                    "bytes": storage.bytes,
-                    "device": 0,
-                    "category": "input" if storage.op < 0 else "activation",
-                    "producer": storage.op if storage.op >= 0 else None,
-                    "natural": [[start, max(end, start + 1)]],
-                    "name": 0,
-                    "law": None,
-                }
-            )
-        return rows
-
-    def _saved(self) -> list[dict[str, Any]]:
-        joint, rows = self._joint, []
-        for index in range(self._forward_end, self._end):
-            for tensor in dict.fromkeys(joint.ops[index].reads):
-                made = joint.tensors[tensor].op
-                if 0 <= made < self._forward_end:
-                    rows.append(
-                        {
-                            "value": tensor,
-                            "node": index,
-                            "pack": made + 1,
-                            "unpack": index,
-                            "release": index + 1,
-                        }
-                    )
-        return rows
+def _shape_and_dtype(tensor: Tensor) -> tuple[list[int], torch.dtype]:
+    """Sizes, symbolic ones by their hints, and element type; a node without a value is a scalar."""
+    value = tensor.node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [size_hint(s, 1) for s in value.shape], value.dtype
+    return [], torch.float32
 
 
 def _name(op: Op) -> str:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.apply.remat.records import require_unchanged, version_of
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
-from memfit.capture.record.step import Roles
+from memfit.capture.record.roles import Roles
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.spill import SpillFile

@@ -19,7 +19,8 @@ from memfit import _native
 from memfit._native import gpu_profile
 from memfit.answers import Plan, Trace
 from memfit.apply.offload.tiers import open_tier
-from memfit.capture.trace_writer import StepFacts, trace_json
+from memfit.capture.as_trace import trace_json
+from memfit.capture.trace_writer import Meta, with_held
 from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.plan.cost_source import offer
@@ -54,7 +55,8 @@ class RecordedStep:
                 nowhere.
         """
         recorder, roles = observation.recorder, observation.roles
-        facts = StepFacts(
+        on_cpu = observation.device_kind == "cpu"
+        meta = Meta(
             target=target,
             torch_version=torch.__version__,
             device_kind=observation.device_kind,
@@ -62,22 +64,16 @@ class RecordedStep:
             batch=0,
             training=True,
             captured="real",
-            parameters=roles.parameters,
-            module_buffers=roles.module_buffers,
-            inputs=roles.inputs,
-            optimizer_state=roles.optimizer_state,
-            gradients=roles.gradients,
-            names=roles.names,
-            updates=roles.updates,
-            fixed=roles.fixed,
+            probe_threads=torch.get_num_threads() if on_cpu else 0,
             fused_optimizer_refusal="the script calls the optimizer",
             per_parameter_refusal=observation.state_stays,
             offloaded_parameters_refusal=offloaded_parameters_refusal(),
+            loss_reduction="",
+            fixed_parameters=sorted(roles.fixed),
+            notes=list(recorder.notes),
         )
-        if observation.device_kind == "cpu":
-            facts.workspace = {i: size for i, size in enumerate(recorder.scratch) if size > 0}
-            facts.probe_threads = torch.get_num_threads()
-        self._json = trace_json(recorder, facts)
+        scratch = {i: size for i, size in enumerate(recorder.scratch) if size > 0 and on_cpu}
+        self._json = trace_json(recorder, roles, meta, scratch)
         costs = _costs(observation)
         self._costs = json.dumps(costs)
         profile = costs.get("profile") or {}
@@ -119,25 +115,9 @@ class RecordedStep:
         """
         ops = self._json["ops"]
         forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
-        strings = [*self._json["strings"], OUTSIDE]
-        besides = [
-            {
-                "bytes": size,
-                "device": 0,
-                "category": "input",
-                "producer": None,
-                "natural": [[0, end]],
-                "name": len(strings) - 1,
-                "law": None,
-            }
-            for size, end in ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
-            if size > 0 and end > 0
-        ]
-        described = {
-            **self._json,
-            "allocations": [*self._json["allocations"], *besides],
-            "strings": strings,
-        }
+        besides = ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
+        held = [(size, end) for size, end in besides if size > 0 and end > 0]
+        described = with_held(self._json, OUTSIDE, held)
         trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
         request = {
             "budget": str(budget),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memfit.capture.trace_writer import Update
+from memfit.capture.record.roles import Update
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
 
 
