@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
+use memfit_engine::bytes::Budget;
 use memfit_engine::cost::{CostSource, DeviceProfile};
 use memfit_engine::plan::{PlanRequest, plan};
 use memfit_engine::predict::{PredictRequest, predict};
@@ -27,6 +28,6 @@ fuzz_target!(|data: &[u8]| {
         op_overhead_seconds: 1e-6,
         ..DeviceProfile::default()
     };
-    let request = PlanRequest { budget: "60%".to_owned(), ..PlanRequest::default() };
+    let request = PlanRequest { budget: Budget::Percent(60.0), ..PlanRequest::default() };
     let _plan = plan(&trace, &CostSource::Roofline { profile }, &request);
 });

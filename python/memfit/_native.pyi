@@ -11,6 +11,7 @@ __all__ = [
     "LeaseClient",
     "ParkedCudaMemory",
     "ParkedMemory",
+    "PlanSession",
     "PoolMachine",
     "Room",
     "Snapshot",
@@ -30,7 +31,6 @@ __all__ = [
     "explanation_text",
     "file_kind",
     "forget_refusal",
-    "front",
     "front_page",
     "front_text",
     "gpu_memory",
@@ -334,6 +334,69 @@ class ParkedMemory:
         """What it did so far, as JSON."""
 
 @final
+class PlanSession:
+    """The conversation that ends in the plan of one step; it asks, and is answered.
+
+    An answer to another question than :meth:`next` asks, or of another step than the trace, raises
+    ``UsageError`` and changes nothing.
+    """
+
+    def __new__(
+        cls, request_json: str, place: str | None = None, *, front: bool = False
+    ) -> PlanSession:
+        """Begin one.
+
+        Args:
+            request_json: What is asked for.
+            place: Where things may be offloaded to, if the request has no offer of it.
+            front: For many budgets; it ends with :meth:`front`.
+
+        Raises:
+            BudgetError: The request's budget cannot be read.
+        """
+
+    def next(
+        self,
+    ) -> (
+        tuple[Literal["trace", "slices", "plan"]]
+        | tuple[Literal["costs"], str]
+        | tuple[Literal["offer"], str, str, str | None]
+        | tuple[Literal["nothing"], str]
+    ):
+        """What is needed now.
+
+        ``costs`` comes with the kind of device; ``offer`` with that, the place, and what the device
+        can do as JSON, where op times come from that; ``nothing`` with the plan as JSON.
+        """
+
+    def trace(self, trace: Trace) -> None:
+        """Answer with the trace."""
+
+    def costs(self, json: str) -> None:
+        """Answer with the cost source."""
+
+    def offer(self, json: str) -> None:
+        """Answer with how fast the place is."""
+
+    def slices(self, trace: Trace | None) -> None:
+        """Answer with the trace in slices; ``None`` where the step cannot be captured again."""
+
+    def search(self, time_limit: float | None = None) -> None:
+        """Answer with a plan, found in about so many seconds if they are given.
+
+        Raises:
+            UsageError: The costs are not those of the trace.
+        """
+
+    def front(self, budget: str | None = None) -> str:
+        """Plan for many budgets, on all cores, and for one that is asked for.
+
+        Raises:
+            BudgetError: The budget cannot be read.
+            UsageError: The costs are not those of the trace.
+        """
+
+@final
 class PoolMachine:
     """Which models of a pool are in memory, and who waits; decides, and moves nothing.
 
@@ -445,17 +508,6 @@ class Trace:
 
         Raises:
             CaptureError: A trace is not valid, or not of the same step.
-        """
-
-    def wants_alternatives(self, request_json: str, plan_json: str | None = None) -> bool:
-        """Whether a plan may get better with the step in slices.
-
-        Args:
-            request_json: The request.
-            plan_json: The plan made without; ``None`` before any.
-
-        Raises:
-            UsageError: The request or the plan is malformed.
         """
 
     @staticmethod
@@ -637,14 +689,6 @@ def evaluate(trace: Trace, request_json: str) -> str:
 
 def plan(trace: Trace, costs_json: str, request_json: str, time_limit: float | None = None) -> str:
     """Plan a step, in about so many seconds if they are given.
-
-    Raises:
-        BudgetError: The request's budget cannot be read.
-        UsageError: The costs are not those of the trace.
-    """
-
-def front(trace: Trace, costs_json: str, request_json: str) -> str:
-    """Plan a step for many budgets, on all cores.
 
     Raises:
         BudgetError: The request's budget cannot be read.

@@ -88,8 +88,9 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A budget as written: absolute, or a fraction of the unplanned peak.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// A budget: absolute, or a fraction of the unplanned peak. In JSON, the text that people write.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Budget {
     /// So many bytes.
     Absolute(Bytes),
@@ -179,6 +180,29 @@ impl Budget {
     }
 }
 
+impl fmt::Display for Budget {
+    /// Shows `3221225472` or `60%`: what [`Budget::parse`] reads as the same budget.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absolute(bytes) => write!(f, "{}", bytes.0),
+            Self::Percent(percent) => write!(f, "{percent}%"),
+        }
+    }
+}
+
+impl From<Budget> for String {
+    fn from(budget: Budget) -> Self {
+        budget.to_string()
+    }
+}
+
+impl TryFrom<String> for Budget {
+    type Error = BudgetError;
+    fn try_from(text: String) -> Result<Self, BudgetError> {
+        Self::parse(&text)
+    }
+}
+
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -235,6 +259,19 @@ mod tests {
     fn percent_is_of_the_unplanned_peak() {
         assert_eq!(Budget::Percent(50.0).resolve(Bytes(1000)), Bytes(500));
         assert_eq!(Budget::Absolute(Bytes(7)).resolve(Bytes(1000)), Bytes(7));
+    }
+
+    #[test]
+    fn a_budget_reads_as_itself_from_what_it_shows() {
+        for (text, shown) in [("3GiB", "3221225472"), ("60 %", "60%"), ("0.10%", "0.1%")] {
+            let budget = Budget::parse(text).unwrap();
+            assert_eq!(budget.to_string(), shown);
+            let json = serde_json::to_string(&budget).unwrap();
+            assert_eq!(json, format!("\"{shown}\""));
+            assert_eq!(serde_json::from_str::<Budget>(&json).unwrap(), budget);
+        }
+        let refused = serde_json::from_str::<Budget>("\"lots\"").unwrap_err();
+        assert!(refused.to_string().contains("cannot read `lots`"));
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod offload;
 mod parameters;
 mod parking;
 mod parking_cuda;
+mod planning;
 mod pool;
 
 use pyo3::import_exception;
@@ -42,14 +43,14 @@ mod _native {
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::file;
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Front, FrontRequest, Plan, PlanError, PlanRequest, TimeLimit};
+    use memfit_engine::plan::{self, Front, Plan, PlanError, PlanRequest, TimeLimit};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
     use memfit_engine::trace;
     use pyo3::prelude::*;
     use pyo3::types::PyBytes;
-    use serde::Serialize;
     use serde::de::DeserializeOwned;
+    use serde::{Deserialize, Serialize};
 
     #[pymodule_export]
     use super::budget::{
@@ -74,6 +75,8 @@ mod _native {
     use super::parking::ParkedMemory;
     #[pymodule_export]
     use super::parking_cuda::{ParkedCudaMemory, half_of_free_host_bytes, held_cuda_bytes};
+    #[pymodule_export]
+    use super::planning::PlanSession;
     #[pymodule_export]
     use super::pool::PoolMachine;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
@@ -173,25 +176,6 @@ mod _native {
             })
         }
 
-        /// Whether a plan may get better with the step in slices; `plan_json` is one made without.
-        #[pyo3(signature = (request_json, plan_json=None))]
-        fn wants_alternatives(
-            &self,
-            py: Python<'_>,
-            request_json: &str,
-            plan_json: Option<&str>,
-        ) -> PyResult<bool> {
-            let request: PlanRequest = from_json("request", request_json)?;
-            let made: Option<Plan> = plan_json.map(|json| from_json("plan", json)).transpose()?;
-            py.detach(|| {
-                Ok(plan::wants_alternatives(
-                    &self.trace,
-                    &request,
-                    made.as_ref(),
-                ))
-            })
-        }
-
         /// The trace as `memfit show` prints it.
         fn text(&self, py: Python<'_>) -> String {
             py.detach(|| memfit::of_trace(&self.trace))
@@ -263,13 +247,11 @@ mod _native {
     #[pyfunction]
     #[pyo3(name = "predict")]
     fn predict_json(py: Python<'_>, trace: &Trace, request_json: &str) -> PyResult<String> {
-        let request: PredictRequest = from_json("request", request_json)?;
+        let request: PredictRequest = request_from_json(request_json)?;
         let trace = Arc::clone(&trace.trace);
         py.detach(|| {
-            let prediction = predict::predict(&trace, &request).map_err(|error| match error {
-                predict::PredictError::Budget(error) => BudgetError::new_err(error.to_string()),
-                predict::PredictError::Batch(_) => UsageError::new_err(error.to_string()),
-            })?;
+            let prediction = predict::predict(&trace, &request)
+                .map_err(|error| UsageError::new_err(error.to_string()))?;
             to_json(&prediction)
         })
     }
@@ -293,7 +275,7 @@ mod _native {
         time_limit: Option<f64>,
     ) -> PyResult<String> {
         let costs: CostSource = from_json("costs", costs_json)?;
-        let request: PlanRequest = from_json("request", request_json)?;
+        let request: PlanRequest = request_from_json(request_json)?;
         let trace = Arc::clone(&trace.trace);
         py.detach(|| {
             let began = Instant::now();
@@ -302,27 +284,8 @@ mod _native {
                 seconds,
                 elapsed: &elapsed,
             });
-            let plan = plan::plan_within(&trace, &costs, &request, limit).map_err(plan_error)?;
-            to_json(&plan)
-        })
-    }
-
-    /// Plans a step for many budgets, on all cores; takes and returns JSON.
-    #[pyfunction]
-    #[pyo3(name = "front")]
-    fn front_json(
-        py: Python<'_>,
-        trace: &Trace,
-        costs_json: &str,
-        request_json: &str,
-    ) -> PyResult<String> {
-        let costs: CostSource = from_json("costs", costs_json)?;
-        let mut request: FrontRequest = from_json("request", request_json)?;
-        request.threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let trace = Arc::clone(&trace.trace);
-        py.detach(|| {
-            let front = plan::front(&trace, &costs, &request).map_err(plan_error)?;
-            to_json(&front)
+            let plan = plan::plan_within(&trace, &costs, &request, limit);
+            to_json(&plan.map_err(|error| plan_error(&error))?)
         })
     }
 
@@ -481,11 +444,8 @@ mod _native {
         })
     }
 
-    fn plan_error(error: PlanError) -> PyErr {
-        match error {
-            PlanError::Budget(error) => BudgetError::new_err(error.to_string()),
-            error => UsageError::new_err(error.to_string()),
-        }
+    pub(crate) fn plan_error(error: &PlanError) -> PyErr {
+        UsageError::new_err(error.to_string())
     }
 
     fn checked_trace(json: &[u8]) -> PyResult<trace::Trace> {
@@ -497,12 +457,25 @@ mod _native {
         Ok(trace)
     }
 
-    fn from_json<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
+    /// A request; a budget that cannot be read is an error of its own.
+    pub(crate) fn request_from_json<T: DeserializeOwned>(json: &str) -> PyResult<T> {
+        #[derive(Deserialize)]
+        struct Written {
+            budget: String,
+        }
+        from_json("request", json).map_err(|error| {
+            let written = serde_json::from_str::<Written>(json).ok();
+            let refused = written.and_then(|written| Budget::parse(&written.budget).err());
+            refused.map_or(error, |error| BudgetError::new_err(error.to_string()))
+        })
+    }
+
+    pub(crate) fn from_json<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
         serde_json::from_str(json)
             .map_err(|error| UsageError::new_err(format!("the {what} is not valid: {error}")))
     }
 
-    fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
+    pub(crate) fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
         serde_json::to_string(value)
             .map_err(|error| UsageError::new_err(format!("cannot write JSON: {error}")))
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use memfit_engine::bytes::BudgetError;
 use memfit_engine::file::FileError;
-use memfit_engine::plan::PlanError;
+use memfit_engine::plan::{AnswerError, PlanError};
 use memfit_engine::predict::PredictError;
 
 use crate::exit::Exit;
@@ -137,8 +137,14 @@ impl From<PlanError> for Failure {
     fn from(error: PlanError) -> Self {
         match error {
             PlanError::Invalid(_) => Self::Internal(error.to_string()),
-            PlanError::Budget(_) | PlanError::Cost(_) => Self::usage(error.to_string()),
+            PlanError::Cost(_) => Self::usage(error.to_string()),
         }
+    }
+}
+
+impl From<AnswerError> for Failure {
+    fn from(error: AnswerError) -> Self {
+        Self::Internal(error.to_string())
     }
 }
 

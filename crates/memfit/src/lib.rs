@@ -18,6 +18,7 @@ mod host;
 mod interrupt;
 pub mod lease;
 mod monitor;
+mod planning;
 mod printer;
 mod progress;
 mod report;

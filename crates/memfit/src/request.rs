@@ -112,8 +112,7 @@ pub(crate) struct PlanChoice {
 }
 
 impl PlanChoice {
-    pub(crate) fn parse(arguments: &PlanChoiceArguments, budget: &str) -> Result<Self, Failure> {
-        Budget::parse(budget)?;
+    pub(crate) fn parse(arguments: &PlanChoiceArguments, budget: Budget) -> Result<Self, Failure> {
         let mut notes = Vec::new();
         let allow = match arguments.allow {
             ClassChoice::Exact => Class::Exact,
@@ -126,7 +125,7 @@ impl PlanChoice {
             }
         };
         let request = PlanRequest {
-            budget: budget.to_owned(),
+            budget,
             allow,
             own_loop: arguments.own_loop,
             forbid: arguments.forbid.clone(),

@@ -1,15 +1,14 @@
 //! One run of the program: the host, the output, and the steps that several commands share.
 //!
-//! Responsible for getting a trace (captured or read), a prediction, costs and a plan, with progress
-//! and interruption. Not responsible for what a command does with them.
+//! Responsible for getting a trace (captured or read), a prediction and a measurement, with progress and interruption.
+//! Not responsible for a plan (`planning.rs`), nor for what a command does with them.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use memfit_engine::cost::CostSource;
 use memfit_engine::file;
-use memfit_engine::plan::{self, Class, Front, FrontRequest, Offer, Plan, PlanRequest, TimeLimit};
+use memfit_engine::plan::{self, Class, Plan, PlanRequest};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::Trace;
 
@@ -22,7 +21,7 @@ use crate::progress::Progress;
 use crate::report::compiled::CompiledAnswer;
 use crate::report::measured::Measurement;
 use crate::report::words;
-use crate::request::{LiveTarget, PlanChoice, Target};
+use crate::request::{LiveTarget, Target};
 
 /// What a command needs to do its work.
 pub(crate) struct Session<'a> {
@@ -131,20 +130,30 @@ impl Session<'_> {
         Ok(prediction?)
     }
 
-    /// Captures a live target in slices too, where that may make for a better plan.
-    pub(crate) fn in_slices(
+    /// Captures a live target in slices too, where any plan may want that.
+    pub(crate) fn slices_for_any_plan(
         &mut self,
         target: &Target,
         recorded: &mut Recorded,
-        request: &PlanRequest,
-        made: Option<&Plan>,
-    ) -> Result<bool, Failure> {
-        let Target::Live(live) = target else {
-            return Ok(false);
+    ) -> Result<(), Failure> {
+        let widest = PlanRequest {
+            allow: Class::Equivalent,
+            ..PlanRequest::default()
         };
-        if !plan::wants_alternatives(&recorded.trace, request, made) {
-            return Ok(false);
+        if let Target::Live(live) = target
+            && plan::wants_alternatives(&recorded.trace, &widest, None)
+        {
+            self.in_slices(live, recorded)?;
         }
+        Ok(())
+    }
+
+    /// Captures a live target in slices too.
+    pub(crate) fn in_slices(
+        &mut self,
+        live: &LiveTarget,
+        recorded: &mut Recorded,
+    ) -> Result<(), Failure> {
         let what = format!("capturing {} in slices", live.name);
         let device = recorded.device.clone();
         let (file, seconds) = self.slow(&what, |host| {
@@ -156,146 +165,7 @@ impl Session<'_> {
         recorded.trace = Arc::new(trace);
         recorded.file = file;
         recorded.capture_seconds = recorded.capture_seconds.map(|before| before + seconds);
-        Ok(true)
-    }
-
-    /// Plans the step; `recorded` gets the step in slices where the plan needs that.
-    pub(crate) fn plan(
-        &mut self,
-        target: &Target,
-        recorded: &mut Recorded,
-        choice: &PlanChoice,
-    ) -> Result<Planned, Failure> {
-        for note in &choice.notes {
-            self.printer.note(&format!("note: {note}"))?;
-        }
-        let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
-        let mut request = choice.request.clone();
-        request.offload = self.offer(recorded, choice, &costs)?;
-        let limit = choice.time_limit;
-        self.in_slices(target, recorded, &request, None)?;
-        let (mut plan, mut seconds) = self.search(recorded, &request, &costs, limit)?;
-        if self.in_slices(target, recorded, &request, Some(&plan))? {
-            let (again, more) = self.search(recorded, &request, &costs, limit)?;
-            plan = again;
-            seconds += more;
-        }
-        // A profiled step is a run of the model, not part of planning.
-        let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
-        Ok(Planned {
-            plan,
-            request,
-            plan_seconds: seconds + cost_seconds,
-        })
-    }
-
-    fn search(
-        &mut self,
-        recorded: &Recorded,
-        request: &PlanRequest,
-        costs: &CostSource,
-        time_limit: Option<f64>,
-    ) -> Result<(Plan, f64), Failure> {
-        let trace = Arc::clone(&recorded.trace);
-        let (costs, request) = (costs.clone(), request.clone());
-        let (plan, seconds) = self.slow("planning", |host| {
-            interruptible(host, move || {
-                let began = Instant::now();
-                let elapsed = || began.elapsed().as_secs_f64();
-                let limit = time_limit.map(|seconds| TimeLimit {
-                    seconds,
-                    elapsed: &elapsed,
-                });
-                plan::plan_within(&trace, &costs, &request, limit)
-            })
-        })?;
-        Ok((plan?, seconds))
-    }
-
-    /// Plans the step for many budgets.
-    pub(crate) fn front(
-        &mut self,
-        target: &Target,
-        recorded: &mut Recorded,
-        choice: &PlanChoice,
-        mut request: FrontRequest,
-    ) -> Result<(Front, f64), Failure> {
-        let widest = PlanRequest {
-            allow: Class::Equivalent,
-            ..choice.request.clone()
-        };
-        self.in_slices(target, recorded, &widest, None)?;
-        let (costs, cost_seconds) = self.costs(target, recorded, choice)?;
-        request.offload = self.offer(recorded, choice, &costs)?;
-        let trace = Arc::clone(&recorded.trace);
-        let (front, seconds) = self.slow("planning for many budgets", |host| {
-            interruptible(host, move || plan::front(&trace, &costs, &request))
-        })?;
-        let cost_seconds = if choice.profile { 0.0 } else { cost_seconds };
-        Ok((front?, seconds + cost_seconds))
-    }
-
-    /// The place for what is offloaded, if one was named, and how fast it is.
-    fn offer(
-        &mut self,
-        recorded: &Recorded,
-        choice: &PlanChoice,
-        costs: &CostSource,
-    ) -> Result<Option<Offer>, Failure> {
-        let Some(place) = &choice.offload else {
-            return Ok(None);
-        };
-        let device_kind = &recorded.trace.meta.device_kind;
-        let profile = match costs {
-            CostSource::Roofline { profile } => serde_json::to_string(profile).ok(),
-            CostSource::Profile { .. } => None,
-        };
-        let what = format!("measuring how fast `{place}` is");
-        let (json, _) = self.slow(&what, |host| {
-            Ok(host.offer(device_kind, place, profile.as_deref())?)
-        })?;
-        let offer =
-            serde_json::from_str(&json).map_err(|error| Failure::bad_answer("offer", error))?;
-        Ok(Some(offer))
-    }
-
-    fn costs(
-        &mut self,
-        target: &Target,
-        recorded: &Recorded,
-        choice: &PlanChoice,
-    ) -> Result<(CostSource, f64), Failure> {
-        if !choice.profile {
-            let device_kind = &recorded.trace.meta.device_kind;
-            if let Some(gpu) = choice.gpu {
-                if device_kind != "cuda" {
-                    return Err(Failure::usage(format!(
-                        "`--gpu` names a GPU and the step runs on `{device_kind}`"
-                    ))
-                    .hint("capture it for a GPU, which need not be here: `--device cuda`"));
-                }
-                let profile = gpu.profile();
-                return Ok((CostSource::Roofline { profile }, 0.0));
-            }
-            let (json, seconds) = self.slow("measuring this machine", |host| {
-                Ok(host.device_profile(device_kind, choice.costs.as_deref())?)
-            })?;
-            let profile = serde_json::from_str(&json)
-                .map_err(|error| Failure::bad_answer("device_profile", error))?;
-            return Ok((CostSource::Roofline { profile }, seconds));
-        }
-        let Target::Live(live) = target else {
-            return Err(
-                Failure::usage("`--profile` runs the model, and a saved trace has none")
-                    .hint("give the function that builds the workload: FILE.py:FUNCTION"),
-            );
-        };
-        let (json, seconds) = self.slow("profiling one step", |host| {
-            Ok(host.op_seconds(&live.name, &live.settings, &recorded.file)?)
-        })?;
-        let costs = serde_json::from_str(&json)
-            .map_err(|error| Failure::bad_answer("op_seconds", error))?;
-        Ok((costs, seconds))
+        Ok(())
     }
 
     /// Runs the step with and without the plan.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from memfit import _native
 from memfit.answers import Front, Plan, Trace
 from memfit.api.predict import traced
 from memfit.errors import UsageError
 from memfit.options import Allowed, Kind
-from memfit.plan.planner import Choice, CostSource, in_slices, offer_of, place_name, plan_trace
+from memfit.plan.planner import Choice, CostSource, front_of_trace, place_name, plan_trace
 from memfit.run.profile import profiled
 from memfit.workload import Workload
 
@@ -105,15 +103,9 @@ def pareto(
     recorded = traced(subject)
     source = CostSource(profile, None if costs is None else Path(costs), gpu)
     workload = subject if isinstance(subject, Workload) else None
+    choice = Choice("equivalent", own_loop, tuple(forbid), place_name(offload))
     op_times = op_times_of(source, recorded, workload)
-    request = {
-        "budget": None if budget is None else str(budget),
-        "own_loop": own_loop,
-        "forbid": list(forbid),
-        "offload": offer_of(recorded, op_times, place_name(offload)),
-    }
-    recorded = in_slices(recorded, workload, {"allow": "equivalent", "forbid": list(forbid)})
-    return Front(_native.front(recorded.native, op_times, json.dumps(request)))
+    return front_of_trace(recorded, op_times, budget, choice, workload)
 
 
 def op_times_of(source: CostSource, recorded: Trace, workload: Workload | None) -> str:

@@ -1,8 +1,8 @@
-"""Planning a recorded step: the trace, its costs and what was asked, handed to the engine.
+"""Planning a recorded step: the engine asks, and is answered here.
 
-Responsible for asking for the step in slices where a plan may need it, and for how fast the place
-is that things may be offloaded to. Not responsible for defaults (:mod:`memfit.api`) nor for
-choosing: that is the engine's.
+Responsible for the answers: the trace, its costs, the offer of a place, the step in slices. Not
+responsible for what is asked, nor for choosing (both are the engine's,
+:class:`memfit._native.PlanSession`), nor for defaults (:mod:`memfit.api`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit import _native
-from memfit.answers import Plan, Trace
+from memfit.answers import Front, Plan, Trace
 from memfit.errors import UsageError
 from memfit.options import Allowed, Kind
 from memfit.plan.alternatives import with_alternatives
@@ -58,6 +58,10 @@ class Choice:
     forbid: tuple[Kind, ...]
     place: str | None
 
+    def limits(self) -> dict[str, Any]:
+        """What of it holds for every class, in the words of the engine's requests."""
+        return {"own_loop": self.own_loop, "forbid": list(self.forbid)}
+
 
 def plan_trace(
     recorded: Trace,
@@ -70,28 +74,46 @@ def plan_trace(
     """Plan, and record the step in slices only where a plan may need that."""
     if time_limit is not None and not 0 < time_limit < float("inf"):
         raise UsageError(f"`time_limit={time_limit}` is no number of seconds")
-    request = {
-        "budget": str(budget),
-        "allow": choice.allow,
-        "own_loop": choice.own_loop,
-        "forbid": list(choice.forbid),
-        "offload": offer_of(recorded, costs, choice.place),
-    }
-    recorded = in_slices(recorded, workload, request)
-    made = _native.plan(recorded.native, costs, json.dumps(request), time_limit)
-    wider = in_slices(recorded, workload, request, made)
-    if wider is not recorded:
-        made = _native.plan(wider.native, costs, json.dumps(request), time_limit)
+    request = {"budget": str(budget), "allow": choice.allow, **choice.limits()}
+    planning = _native.PlanSession(json.dumps(request), choice.place)
+    while (made := _answered(planning, recorded, costs, workload)) is None:
+        planning.search(time_limit)
     return Plan(made)
 
 
-def in_slices(
-    recorded: Trace, workload: Workload | None, request: dict[str, Any], made: str | None = None
-) -> Trace:
-    """The trace with the step in slices, where that may make for a better plan."""
-    if workload is None or not recorded.native.wants_alternatives(json.dumps(request), made):
-        return recorded
-    return Trace(with_alternatives(workload, recorded.native))
+def front_of_trace(
+    recorded: Trace,
+    costs: str,
+    budget: str | int | None,
+    choice: Choice,
+    workload: Workload | None,
+) -> Front:
+    """Plan for many budgets, and for one that is asked for; of every class, whatever is allowed."""
+    planning = _native.PlanSession(json.dumps(choice.limits()), choice.place, front=True)
+    _answered(planning, recorded, costs, workload)
+    return Front(planning.front(None if budget is None else str(budget)))
+
+
+def _answered(
+    planning: _native.PlanSession, recorded: Trace, costs: str, workload: Workload | None
+) -> str | None:
+    """Answer what planning asks, up to its next search; the plan where there is none any more."""
+    while True:
+        match planning.next():
+            case ("trace",):
+                planning.trace(recorded.native)
+            case ("costs", _):
+                planning.costs(costs)
+            case ("offer", device_kind, place, profile):
+                known = json.loads(profile) if profile else {}
+                planning.offer(json.dumps(offer(device_kind, place, known)))
+            case ("slices",):
+                native = recorded.native
+                planning.slices(with_alternatives(workload, native) if workload else None)
+            case ("plan",):
+                return None
+            case ("nothing", made):
+                return made
 
 
 def place_name(offload: str | PathLike[str] | None) -> str | None:

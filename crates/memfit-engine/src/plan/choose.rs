@@ -14,7 +14,7 @@ use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason, TECHNIQUES,
     Verdict, actions, arena,
 };
-use crate::bytes::{Budget, Bytes};
+use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
 use crate::predict;
 use crate::step::{Treatment, Variant};
@@ -24,7 +24,7 @@ use crate::trace::{SCHEMA_VERSION, Trace};
 ///
 /// # Errors
 ///
-/// A budget that cannot be read, unusable op times, or a plan that fails its own check.
+/// Unusable op times, or a plan that fails its own check.
 pub fn plan(trace: &Trace, source: &CostSource, request: &PlanRequest) -> Result<Plan, PlanError> {
     plan_within(trace, source, request, None)
 }
@@ -45,7 +45,7 @@ pub fn plan_within(
     }
     let costs = Costs::new(trace, source)?;
     let unplanned_peak = predict::unplanned_peak(trace);
-    let budget = Budget::parse(&request.budget)?.resolve(unplanned_peak);
+    let budget = request.budget.resolve(unplanned_peak);
     let margin = predict::margin(trace, unplanned_peak);
     let cap = budget - margin;
     let sliced = alternatives::sliced(trace, source, &costs, request)?;
@@ -330,6 +330,7 @@ mod tests {
     use proptest::test_runner::TestRunner;
 
     use super::*;
+    use crate::bytes::Budget;
     use crate::step::random;
     use crate::trace::sample;
 
@@ -341,7 +342,7 @@ mod tests {
 
     fn request(budget: u64) -> PlanRequest {
         PlanRequest {
-            budget: budget.to_string(),
+            budget: Budget::Absolute(Bytes(budget)),
             ..PlanRequest::default()
         }
     }

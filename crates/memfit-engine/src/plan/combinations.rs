@@ -188,6 +188,7 @@ mod tests {
         StopReason, Tier, Verdict, plan,
     };
     use super::*;
+    use crate::bytes::Budget;
     use crate::cost::CostSource;
     use crate::trace::sample::Builder;
     use crate::trace::{Category, Phase, Trace, sample};
@@ -214,7 +215,7 @@ mod tests {
 
     fn request(budget: u64, rate: f64) -> PlanRequest {
         PlanRequest {
-            budget: budget.to_string(),
+            budget: Budget::Absolute(Bytes(budget)),
             offload: Some(Offer {
                 tier: Tier::Disk,
                 folder: "/scratch".to_owned(),

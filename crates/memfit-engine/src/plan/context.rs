@@ -11,7 +11,7 @@ use super::search::search::{Found, nothing_done, search};
 use super::technique::micro_batch;
 use super::validate::InvalidPlan;
 use super::{Class, PlanRequest, StopReason};
-use crate::bytes::{BudgetError, Bytes};
+use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
 use crate::step::{Passes, Variant};
 use crate::trace::{Alternative, Category, Trace};
@@ -19,9 +19,6 @@ use crate::trace::{Alternative, Category, Trace};
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum PlanError {
-    /// The budget cannot be read.
-    #[error(transparent)]
-    Budget(#[from] BudgetError),
     /// The op times cannot be used.
     #[error(transparent)]
     Cost(#[from] CostError),

@@ -30,8 +30,8 @@ use crate::trace::{SCHEMA_VERSION, Trace};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FrontRequest {
-    /// A budget that is planned for besides those that the front needs, as written (`3GiB`, `60%`).
-    pub budget: Option<String>,
+    /// A budget that is planned for besides those that the front needs.
+    pub budget: Option<Budget>,
     /// As in [`PlanRequest`].
     pub own_loop: bool,
     /// As in [`PlanRequest`].
@@ -159,8 +159,7 @@ pub fn front(
     let costs = Costs::new(trace, source)?;
     let unplanned_peak = predict::unplanned_peak(trace);
     let margin = predict::margin(trace, unplanned_peak);
-    let budget = request.budget.as_deref().map(Budget::parse).transpose()?;
-    let budget = budget.map(|budget| budget.resolve(unplanned_peak));
+    let budget = request.budget.map(|budget| budget.resolve(unplanned_peak));
     let fronts = Fronts {
         trace,
         source,
@@ -275,7 +274,7 @@ struct Fronts<'t> {
 impl Fronts<'_> {
     fn plan_request(&self, allow: Class, cap: Bytes) -> PlanRequest {
         PlanRequest {
-            budget: (cap + self.margin).0.max(1).to_string(),
+            budget: Budget::Absolute((cap + self.margin).max(Bytes(1))),
             allow,
             own_loop: self.request.own_loop,
             forbid: self.request.forbid.clone(),
@@ -319,7 +318,7 @@ impl Fronts<'_> {
     /// Where a sweep begins: the smallest peak that a search for it alone finds.
     fn lowest(&self, allow: Class) -> Result<Bytes, PlanError> {
         let mut request = self.plan_request(allow, Bytes::ZERO);
-        "1".clone_into(&mut request.budget);
+        request.budget = Budget::Absolute(Bytes(1));
         if allow == Class::Exact {
             // Otherwise planning goes on to the next class.
             request
@@ -523,7 +522,7 @@ mod tests {
                     assert!(number == other || !beats, "{better:?} beats {point:?}");
                 }
                 let request = PlanRequest {
-                    budget: point.budget_bytes.0.to_string(),
+                    budget: Budget::Absolute(point.budget_bytes),
                     allow: point.allow,
                     ..PlanRequest::default()
                 };
@@ -581,7 +580,7 @@ mod tests {
     fn a_budget_asked_for_is_planned_for() {
         let trace = sample::chain();
         let request = FrontRequest {
-            budget: Some("771".to_owned()),
+            budget: Some(Budget::Absolute(Bytes(771))),
             ..FrontRequest::default()
         };
         let front = front(&trace, &source(&trace), &request).unwrap();

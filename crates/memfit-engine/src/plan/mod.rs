@@ -2,9 +2,9 @@
 //!
 //! Responsible for the plan's types (this file and `action.rs`), for the techniques (`technique/`), for the choice among
 //! them (`choose.rs`, `combinations.rs`), the search within one combination of them (`search/`), the lower bound
-//! (`bound/`), the front over all budgets (`front.rs`) and the check every plan passes before anyone sees it
-//! (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for carrying it out (the Python
-//! package).
+//! (`bound/`), the front over all budgets (`front.rs`), the conversation in which planning asks for what it needs
+//! (`session.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for what a plan
+//! does to memory ([`crate::step`]) or for carrying it out (the Python package).
 
 mod action;
 mod actions;
@@ -16,6 +16,7 @@ mod combinations;
 mod context;
 mod front;
 mod search;
+mod session;
 mod technique;
 mod validate;
 
@@ -25,6 +26,7 @@ pub use context::PlanError;
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, front};
 pub use search::limits::TimeLimit;
 pub use search::transfers::Offer;
+pub use session::{Answer, AnswerError, Made, Need, PlanSession, Search};
 pub use technique::chunk::candidates::{chunks, wants_alternatives};
 pub use technique::offload::Offload;
 pub use technique::offload_optimizer::OffloadOptimizer;
@@ -35,7 +37,7 @@ pub use validate::InvalidPlan;
 
 use serde::{Deserialize, Serialize};
 
-use crate::bytes::Bytes;
+use crate::bytes::{Budget, Bytes};
 use crate::predict::reserved::Reserved;
 use crate::trace::OpIndex;
 
@@ -43,8 +45,8 @@ use crate::trace::OpIndex;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PlanRequest {
-    /// The budget as written (`3GiB`, `60%`).
-    pub budget: String,
+    /// The budget.
+    pub budget: Budget,
     /// The widest class the user allows beyond what is needed.
     pub allow: Class,
     /// The user drives forward, backward and optimizer: only actions that live in forward.
@@ -58,7 +60,7 @@ pub struct PlanRequest {
 impl Default for PlanRequest {
     fn default() -> Self {
         Self {
-            budget: "100%".to_owned(),
+            budget: Budget::Percent(100.0),
             allow: Class::Exact,
             own_loop: false,
             forbid: Vec::new(),

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::Settings;
-use crate::bytes::{Budget, BudgetError, Bytes};
+use crate::bytes::{Budget, Bytes};
 use crate::cost::devices;
 use crate::predict::reserved::{Requests, Reserved};
 use crate::step::lives::lives;
@@ -18,21 +18,18 @@ use crate::step::{Evaluator, Holding, StepModel, Treatment, Variant};
 use crate::trace::{AllocationId, BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
 
 /// What to predict.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PredictRequest {
     /// Another batch size than the captured one.
     pub batch: Option<u64>,
     /// A budget, to answer which batch is the largest that fits.
-    pub budget: Option<String>,
+    pub budget: Option<Budget>,
 }
 
 /// Why there is no prediction.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PredictError {
-    /// The budget cannot be read.
-    #[error(transparent)]
-    Budget(#[from] BudgetError),
     /// The trace cannot be scaled to the batch asked for.
     #[error("cannot predict another batch size: {0}")]
     Batch(#[from] BatchError),
@@ -174,7 +171,7 @@ const LARGEST_BATCH: u64 = 1 << 24;
 ///
 /// # Errors
 ///
-/// A budget that cannot be read, or another batch than the trace can be scaled to.
+/// Another batch than the trace can be scaled to.
 pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, PredictError> {
     let scaled;
     let at = match request.batch {
@@ -197,10 +194,8 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         .map_or(Bytes::ZERO, |op| op.workspace_bytes);
     let heights = evaluator.timeline(&none);
     let reserved = reserved(at, &model);
-    let largest_batch = match &request.budget {
-        Some(text) => largest_batch(trace, Budget::parse(text)?.resolve(peak_bytes)),
-        None => None,
-    };
+    let budget = request.budget.map(|budget| budget.resolve(peak_bytes));
+    let largest_batch = budget.and_then(|budget| largest_batch(trace, budget));
     let (interval_bytes, uncertainty) = interval(at, peak_bytes);
     Ok(Prediction {
         schema_version: SCHEMA_VERSION,
@@ -557,7 +552,7 @@ mod tests {
             .with_second(&sample::batched_chain(2))
             .unwrap();
         let request = PredictRequest {
-            budget: Some("3000".into()),
+            budget: Some(Budget::Absolute(Bytes(3000))),
             ..Default::default()
         };
         let batch = predict(&trace, &request).unwrap().largest_batch.unwrap();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use memfit_engine::bytes::Bytes;
+use memfit_engine::bytes::{Budget, Bytes};
 use memfit_engine::cost::{CostSource, DeviceProfile};
 use memfit_engine::plan::{PlanRequest, plan};
 use memfit_engine::predict::{PredictRequest, predict};
@@ -201,7 +201,7 @@ proptest! {
     #[test]
     fn nonsense_that_passes_the_check_panics_nowhere(trace in traces(), percent in 1_u32..120) {
         prop_assume!(trace.check().is_ok());
-        let request = PredictRequest { batch: Some(7), budget: Some("1000".into()) };
+        let request = PredictRequest { batch: Some(7), budget: Some(Budget::Absolute(Bytes(1000))) };
         let _ = predict(&trace, &request);
         let prediction = predict(&trace, &PredictRequest::default()).unwrap();
         prop_assert!(prediction.interval_bytes.0 <= prediction.interval_bytes.1);
@@ -213,7 +213,7 @@ proptest! {
             op_overhead_seconds: 1e-6,
             ..DeviceProfile::default()
         };
-        let request = PlanRequest { budget: format!("{percent}%"), ..PlanRequest::default() };
+        let request = PlanRequest { budget: Budget::Percent(f64::from(percent)), ..PlanRequest::default() };
         // Nonsense may fail the plan's own check, as two readings of it can differ; nothing else.
         let _ = plan(&trace, &CostSource::Roofline { profile }, &request);
     }

@@ -7,6 +7,7 @@
 use std::path::Path;
 use std::time::Instant;
 
+use memfit_engine::bytes::Budget;
 use memfit_engine::plan::{Class, PlanRequest, Verdict};
 use memfit_engine::predict::PredictRequest;
 
@@ -29,7 +30,7 @@ use crate::session::Session;
 /// The step that is tried.
 const STEP: &str = "memfit.doctor.step:build";
 /// Of the unplanned peak: it takes a plan, and an exact one does.
-const BUDGET: &str = "90%";
+const BUDGET: Budget = Budget::Percent(90.0);
 /// For a failure that nothing else explains.
 const REPORT: &str = "report this output as a bug of memfit";
 
@@ -150,7 +151,7 @@ fn step(device: &str) -> LiveTarget {
 fn choice() -> PlanChoice {
     PlanChoice {
         request: PlanRequest {
-            budget: BUDGET.to_owned(),
+            budget: BUDGET,
             allow: Class::Exact,
             own_loop: false,
             forbid: Vec::new(),

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use memfit_engine::bytes::Budget;
-use memfit_engine::plan::{Front, FrontRequest};
+use memfit_engine::plan::Front;
 
 use crate::args::{DeviceChoice, Format, PlanArguments};
 use crate::error::Failure;
@@ -23,10 +23,9 @@ pub(super) fn run(
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
-    if let Some(budget) = &arguments.budget {
-        Budget::parse(budget)?;
-    }
-    let choice = PlanChoice::parse(&arguments.choice, "100%")?;
+    let budget = arguments.budget.as_deref().map(Budget::parse).transpose()?;
+    // A front has no budget of its own.
+    let choice = PlanChoice::parse(&arguments.choice, Budget::Percent(100.0))?;
     if choice.time_limit.is_some() {
         return Err(Failure::usage(
             "`--time-limit` is for one plan, and `--pareto` makes many",
@@ -37,14 +36,7 @@ pub(super) fn run(
 
     let mut recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
     session.tell_notes(&recorded.trace.meta.notes)?;
-    let request = FrontRequest {
-        budget: arguments.budget.clone(),
-        own_loop: choice.request.own_loop,
-        forbid: choice.request.forbid.clone(),
-        offload: None,
-        threads: std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get),
-    };
-    let (front, plan_seconds) = session.front(&target, &mut recorded, &choice, request)?;
+    let (front, plan_seconds) = session.front(&target, &mut recorded, &choice, budget)?;
     file.commit(draw(&front).as_bytes())?;
     let report = match session.format {
         Format::Text => text::front(&front, session.printer.report_palette()),

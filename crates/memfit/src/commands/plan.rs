@@ -1,5 +1,6 @@
 //! `memfit plan`: the fastest way found to make a step fit.
 
+use memfit_engine::bytes::Budget;
 use memfit_engine::file;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
@@ -20,7 +21,7 @@ pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Resul
     }
     let target = Target::parse(&arguments.target)?;
     // Without `--pareto`, the command line requires it.
-    let budget = arguments.budget.as_deref().unwrap_or_default();
+    let budget = Budget::parse(arguments.budget.as_deref().unwrap_or_default())?;
     let choice = PlanChoice::parse(&arguments.choice, budget)?;
     let save = arguments
         .save

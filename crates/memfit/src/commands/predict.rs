@@ -1,7 +1,7 @@
 //! `memfit predict`: how much memory a step takes, and what takes it.
 
 use memfit_engine::bytes::Budget;
-use memfit_engine::plan::{Class, PlanRequest, Verdict};
+use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
 
 use crate::args::{DeviceChoice, Format, PredictArguments};
@@ -28,16 +28,12 @@ pub(crate) fn run(
     let mut recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
     let request = PredictRequest {
         batch: arguments.batch,
-        budget: arguments.budget.clone(),
+        budget,
     };
     let prediction = session.predict(&recorded.trace, request)?;
     if let Some(file) = save {
         // A saved trace builds no model: it has to hold all that a plan may ask for.
-        let widest = PlanRequest {
-            allow: Class::Equivalent,
-            ..PlanRequest::default()
-        };
-        session.in_slices(&target, &mut recorded, &widest, None)?;
+        session.slices_for_any_plan(&target, &mut recorded)?;
         file.commit(&recorded.file)?;
     }
 

@@ -1,5 +1,6 @@
 //! `memfit verify`: the plan against the truth.
 
+use memfit_engine::bytes::Budget;
 use memfit_engine::plan::Verdict;
 
 use crate::args::{Format, VerifyArguments};
@@ -16,7 +17,7 @@ use crate::session::{Planned, Session};
 
 pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
     let live = Target::parse(&arguments.target)?.live("verify")?;
-    let choice = PlanChoice::parse(&arguments.choice, &arguments.budget)?;
+    let choice = PlanChoice::parse(&arguments.choice, Budget::parse(&arguments.budget)?)?;
     let target = Target::Live(live.clone());
 
     let mut recorded = session.record(&target, None)?;

@@ -35,6 +35,7 @@ fn write(_: &Chosen<'_>, plan: &mut Plan) {
 
 mod tests {
     use super::*;
+    use crate::bytes::Budget;
     use crate::cost::CostSource;
     use crate::plan::{PlanRequest, Refusal, plan};
     use crate::trace::sample;
@@ -47,7 +48,7 @@ mod tests {
         target.clone_into(&mut trace.meta.target);
         let op_seconds = vec![1.0; trace.ops.len()];
         let request = PlanRequest {
-            budget: "1".to_owned(),
+            budget: Budget::Absolute(Bytes(1)),
             ..PlanRequest::default()
         };
         plan(&trace, &CostSource::Profile { op_seconds }, &request).unwrap()

@@ -86,14 +86,14 @@ pub(in crate::plan) fn outcomes(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bytes::Bytes;
+    use crate::bytes::{Budget, Bytes};
     use crate::plan::{Class, Details, Verdict, plan, wants_alternatives};
     use crate::predict;
     use crate::trace::{Alternative, Alternatives, Chunk, LossChunk, sample};
 
     fn request(budget: u64, allow: Class) -> PlanRequest {
         PlanRequest {
-            budget: budget.to_string(),
+            budget: Budget::Absolute(Bytes(budget)),
             allow,
             ..PlanRequest::default()
         }

@@ -278,26 +278,7 @@ fn parameter(trace: &Trace, value: ValueId, classes: u64) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::sample::Builder;
-
-    /// `log_softmax(float(view(x @ t(weight))))` over some rows, with something between product and loss.
-    fn step(rows: u64, between: Option<&str>) -> Trace {
-        let mut builder = Builder::new(rows);
-        let weight = builder.allocation(&[100, 8], Category::Parameter, 0);
-        let own = builder.trace.allocation_of(weight);
-        builder.trace.allocations[own.index()].name = builder.string("head.weight");
-        let input = builder.allocation(&[rows, 8], Category::Input, 0);
-        let turned = builder.value(own, 0, &[8, 100]);
-        let shape = [rows, 100];
-        let forward = Phase::Forward;
-        let mut logits = builder.op("aten.mm.default", forward, &[input, turned], &shape);
-        if let Some(name) = between {
-            logits = builder.op(name, forward, &[logits], &shape);
-        }
-        let wide = builder.op("aten._to_copy.default", forward, &[logits], &shape);
-        builder.op("aten._log_softmax.default", forward, &[wide], &shape);
-        builder.finish()
-    }
+    use crate::trace::sample::loss_over_classes as step;
 
     #[test]
     fn a_loss_over_the_product_with_a_parameter_is_found_through_copies() {

@@ -1,0 +1,575 @@
+//! One conversation that ends in a plan.
+//!
+//! Responsible for what planning needs to know, in which order, and for when a step is worth a capture in slices. Not
+//! responsible for finding any of it out (whoever holds the conversation does), nor for the search (`choose.rs`).
+//!
+//! The machine is pure: no clock, no I/O, and it calls nobody. [`PlanSession::next`] says what it needs, the same until
+//! [`PlanSession::answer`] brings it:
+//!
+//! ```text
+//! Trace -> Costs -> [Offer] -> [Slices] -> Plan -> [Slices -> Plan] -> Nothing
+//! ```
+//!
+//! An offer is needed where a place is named; slices are needed before the first search where the class allowed has
+//! them, and after it where the plan made without them does not fit.
+
+use std::sync::Arc;
+
+use super::{
+    Class, Front, FrontRequest, Offer, Plan, PlanError, PlanRequest, TimeLimit, bottleneck, front,
+    plan_within, wants_alternatives,
+};
+use crate::bytes::Budget;
+use crate::cost::{CostSource, DeviceProfile};
+use crate::trace::Trace;
+
+/// What planning needs next.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Need {
+    /// The recorded step.
+    Trace,
+    /// Where its op times come from.
+    Costs {
+        /// The kind of device that the step is for.
+        device_kind: String,
+    },
+    /// How fast the place is that was named for what is offloaded.
+    Offer {
+        /// The kind of device that the step is for.
+        device_kind: String,
+        /// The place.
+        place: String,
+        /// What the device can do, where op times come from that.
+        profile: Option<Box<DeviceProfile>>,
+    },
+    /// The trace with the step in slices, if it can be captured so.
+    Slices,
+    /// The plan that this search finds.
+    Plan(Search),
+    /// Nothing: this is the plan.
+    Nothing(Box<Made>),
+}
+
+impl Need {
+    /// What it is called in messages.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Trace => "a trace",
+            Self::Costs { .. } => "costs",
+            Self::Offer { .. } => "an offer",
+            Self::Slices => "slices",
+            Self::Plan(_) => "a plan",
+            Self::Nothing(_) => "nothing",
+        }
+    }
+}
+
+/// What a [`Need`] asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Answer {
+    /// The recorded step.
+    Trace(Arc<Trace>),
+    /// Where its op times come from.
+    Costs(CostSource),
+    /// The place for what is offloaded.
+    Offer(Offer),
+    /// The trace with the step in slices.
+    Slices(Arc<Trace>),
+    /// The step cannot be captured again; it is not asked for any more.
+    NoSlices,
+    /// What the search found.
+    Plan(Box<Plan>),
+}
+
+impl Answer {
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Trace(_) => "a trace",
+            Self::Costs(_) => "costs",
+            Self::Offer(_) => "an offer",
+            Self::Slices(_) | Self::NoSlices => "slices",
+            Self::Plan(_) => "a plan",
+        }
+    }
+}
+
+/// Why an answer was not taken; the conversation is where it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum AnswerError {
+    /// It answers another question.
+    #[error("planning needs {needed}, and was given {given}")]
+    NotAsked {
+        /// What is needed.
+        needed: &'static str,
+        /// What was given.
+        given: &'static str,
+    },
+    /// The trace or the plan is of another step.
+    #[error("planning was given {given} of another step")]
+    AnotherStep {
+        /// What was given.
+        given: &'static str,
+    },
+    /// The trace does not say whether the step runs in slices.
+    #[error("planning needs slices, and was given a trace without")]
+    NotInSlices,
+}
+
+/// A plan, and what it was made for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Made {
+    /// The plan.
+    pub plan: Plan,
+    /// What was asked for, with the place for what is offloaded.
+    pub request: PlanRequest,
+}
+
+/// A search, with all that it needs: it may run on another thread.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Search {
+    trace: Arc<Trace>,
+    costs: Arc<CostSource>,
+    request: PlanRequest,
+}
+
+impl Search {
+    /// Plans the step.
+    ///
+    /// # Errors
+    ///
+    /// As [`plan_within`].
+    pub fn plan(&self, limit: Option<TimeLimit<'_>>) -> Result<Plan, PlanError> {
+        plan_within(&self.trace, &self.costs, &self.request, limit)
+    }
+
+    /// Plans the step for many budgets, on so many threads; for `budget` besides those that the front needs.
+    ///
+    /// # Errors
+    ///
+    /// As [`front`].
+    pub fn front(&self, budget: Option<Budget>, threads: usize) -> Result<Front, PlanError> {
+        let request = FrontRequest {
+            budget,
+            own_loop: self.request.own_loop,
+            forbid: self.request.forbid.clone(),
+            offload: self.request.offload.clone(),
+            threads,
+        };
+        front(&self.trace, &self.costs, &request)
+    }
+}
+
+/// What is known once it was told.
+#[derive(Debug, Clone)]
+struct Known {
+    trace: Arc<Trace>,
+    costs: Arc<CostSource>,
+}
+
+/// How far the conversation is, named by what it lacks.
+#[derive(Debug, Clone)]
+enum Lacks {
+    Trace,
+    Costs(Arc<Trace>),
+    Offer(Known, String),
+    /// With the plan that was made without slices, if one was.
+    Slices(Known, Option<Box<Plan>>),
+    Plan(Known),
+    Nothing(Box<Plan>),
+}
+
+/// A conversation about the plan of one step; see the head of this file.
+#[derive(Debug, Clone)]
+pub struct PlanSession {
+    request: PlanRequest,
+    /// Where to offload to, until the offer is there.
+    place: Option<String>,
+    may_slice: bool,
+    lacks: Lacks,
+}
+
+impl PlanSession {
+    /// Begins a conversation.
+    ///
+    /// `place` is where things may be offloaded to, by the name that the offer is asked for; without one the
+    /// request's own offer stands, if it has one.
+    #[must_use]
+    pub const fn new(request: PlanRequest, place: Option<String>) -> Self {
+        Self {
+            request,
+            place,
+            may_slice: true,
+            lacks: Lacks::Trace,
+        }
+    }
+
+    /// Begins a conversation about plans for many budgets: it ends with [`Search::front`] of the search that it asks
+    /// for. The request's budget and class do not matter.
+    #[must_use]
+    pub fn for_front(mut request: PlanRequest, place: Option<String>) -> Self {
+        request.allow = Class::Equivalent;
+        Self::new(request, place)
+    }
+
+    /// What is needed now.
+    #[must_use]
+    pub fn next(&self) -> Need {
+        match &self.lacks {
+            Lacks::Trace => Need::Trace,
+            Lacks::Costs(trace) => Need::Costs {
+                device_kind: trace.meta.device_kind.clone(),
+            },
+            Lacks::Offer(known, place) => Need::Offer {
+                device_kind: known.trace.meta.device_kind.clone(),
+                place: place.clone(),
+                profile: match &*known.costs {
+                    CostSource::Roofline { profile } => Some(Box::new(profile.clone())),
+                    CostSource::Profile { .. } => None,
+                },
+            },
+            Lacks::Slices(..) => Need::Slices,
+            Lacks::Plan(known) => Need::Plan(Search {
+                trace: Arc::clone(&known.trace),
+                costs: Arc::clone(&known.costs),
+                request: self.request.clone(),
+            }),
+            Lacks::Nothing(plan) => Need::Nothing(Box::new(Made {
+                plan: (**plan).clone(),
+                request: self.request.clone(),
+            })),
+        }
+    }
+
+    /// Takes what was needed.
+    ///
+    /// # Errors
+    ///
+    /// It is not what was asked for, or not of the step that the conversation is about.
+    pub fn answer(&mut self, answer: Answer) -> Result<(), AnswerError> {
+        let given = answer.name();
+        self.lacks = match (self.lacks.clone(), answer) {
+            (Lacks::Trace, Answer::Trace(trace)) => Lacks::Costs(trace),
+            (Lacks::Costs(trace), Answer::Costs(costs)) => {
+                let costs = Arc::new(costs);
+                let known = Known { trace, costs };
+                match self.place.take() {
+                    Some(place) => Lacks::Offer(known, place),
+                    None => self.before_search(known),
+                }
+            }
+            (Lacks::Offer(known, _), Answer::Offer(offer)) => {
+                self.request.offload = Some(offer);
+                self.before_search(known)
+            }
+            (Lacks::Slices(known, _), Answer::Slices(trace)) => {
+                if bottleneck::digest(&trace) != bottleneck::digest(&known.trace) {
+                    return Err(AnswerError::AnotherStep { given });
+                }
+                if trace.alternatives.is_none() {
+                    return Err(AnswerError::NotInSlices);
+                }
+                Lacks::Plan(Known { trace, ..known })
+            }
+            (Lacks::Slices(known, made), Answer::NoSlices) => {
+                self.may_slice = false;
+                made.map_or(Lacks::Plan(known), Lacks::Nothing)
+            }
+            (Lacks::Plan(known), Answer::Plan(plan)) => {
+                if plan.trace_digest != bottleneck::digest(&known.trace) {
+                    return Err(AnswerError::AnotherStep { given });
+                }
+                if self.wants_slices(&known, Some(&plan)) {
+                    Lacks::Slices(known, Some(plan))
+                } else {
+                    Lacks::Nothing(plan)
+                }
+            }
+            _ => {
+                let needed = self.next().name();
+                return Err(AnswerError::NotAsked { needed, given });
+            }
+        };
+        Ok(())
+    }
+
+    fn before_search(&self, known: Known) -> Lacks {
+        if self.wants_slices(&known, None) {
+            Lacks::Slices(known, None)
+        } else {
+            Lacks::Plan(known)
+        }
+    }
+
+    fn wants_slices(&self, known: &Known, made: Option<&Plan>) -> bool {
+        self.may_slice && wants_alternatives(&known.trace, &self.request, made)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::Bytes;
+    use crate::plan::{ActionKind, Tier, Verdict, plan};
+    use crate::trace::{Alternative, Alternatives, sample};
+
+    /// A step whose loss is worth slices.
+    fn step() -> Arc<Trace> {
+        Arc::new(sample::loss_over_classes(512, None))
+    }
+
+    /// The same with what came of a capture in slices: all that it makes in an eighth of the bytes.
+    fn in_slices(whole: &Trace) -> Arc<Trace> {
+        let chunk = crate::plan::chunks(whole).unwrap().swap_remove(0);
+        let mut trace = whole.clone();
+        for allocation in &mut trace.allocations {
+            if allocation.producer.is_some() {
+                allocation.bytes = Bytes(allocation.bytes.0 / 8);
+            }
+        }
+        Arc::new(Trace {
+            alternatives: Some(Alternatives {
+                steps: vec![Alternative { chunk, trace }],
+                refusal: String::new(),
+            }),
+            ..whole.clone()
+        })
+    }
+
+    fn costs(trace: &Trace) -> CostSource {
+        CostSource::Profile {
+            op_seconds: vec![1.0; trace.ops.len()],
+        }
+    }
+
+    fn roofline() -> (CostSource, DeviceProfile) {
+        let profile = DeviceProfile {
+            name: "a test machine".to_owned(),
+            bytes_per_second: 1e10,
+            op_overhead_seconds: 1e-6,
+            ..DeviceProfile::default()
+        };
+        let source = CostSource::Roofline {
+            profile: profile.clone(),
+        };
+        (source, profile)
+    }
+
+    fn offer() -> Offer {
+        Offer {
+            tier: Tier::Disk,
+            folder: "/scratch".to_owned(),
+            write_bytes_per_second: 1e9,
+            read_bytes_per_second: 2e9,
+        }
+    }
+
+    fn request(budget: Budget, allow: Class) -> PlanRequest {
+        PlanRequest {
+            budget,
+            allow,
+            ..PlanRequest::default()
+        }
+    }
+
+    /// Answers a conversation as its user would, and writes down what it asked for.
+    fn scripted(
+        mut session: PlanSession,
+        trace: &Arc<Trace>,
+        costs: &CostSource,
+        may_slice: bool,
+    ) -> (Vec<&'static str>, Made) {
+        let mut asked = Vec::new();
+        loop {
+            let need = session.next();
+            assert_eq!(
+                session.next(),
+                need,
+                "it needs the same until it is answered"
+            );
+            asked.push(need.name());
+            let answer = match need {
+                Need::Trace => Answer::Trace(Arc::clone(trace)),
+                Need::Costs { device_kind } => {
+                    assert_eq!(device_kind, "cpu");
+                    Answer::Costs(costs.clone())
+                }
+                Need::Offer { place, .. } => {
+                    assert_eq!(place, "/scratch");
+                    Answer::Offer(offer())
+                }
+                Need::Slices if may_slice => Answer::Slices(in_slices(trace)),
+                Need::Slices => Answer::NoSlices,
+                Need::Plan(search) => Answer::Plan(Box::new(search.plan(None).unwrap())),
+                Need::Nothing(made) => return (asked, *made),
+            };
+            session.answer(answer).unwrap();
+        }
+    }
+
+    const STRAIGHT: [&str; 4] = ["a trace", "costs", "a plan", "nothing"];
+
+    #[test]
+    fn without_a_place_or_slices_it_needs_a_trace_costs_and_one_search() {
+        let trace = Arc::new(sample::chain());
+        let request = request(Budget::Percent(80.0), Class::Exact);
+        let session = PlanSession::new(request.clone(), None);
+        let (asked, made) = scripted(session, &trace, &costs(&trace), true);
+        assert_eq!(asked, STRAIGHT);
+        assert_eq!(made.plan, plan(&trace, &costs(&trace), &request).unwrap());
+        assert_eq!(made.request, request);
+    }
+
+    #[test]
+    fn a_named_place_is_asked_for_with_the_profile_that_plans_use() {
+        let trace = Arc::new(sample::chain());
+        let mut request = request(Budget::Percent(80.0), Class::Exact);
+        let place = Some("/scratch".to_owned());
+        let session = PlanSession::new(request.clone(), place.clone());
+        let (asked, made) = scripted(session.clone(), &trace, &roofline().0, true);
+        assert_eq!(asked, ["a trace", "costs", "an offer", "a plan", "nothing"]);
+        request.offload = Some(offer());
+        assert_eq!(made.plan, plan(&trace, &roofline().0, &request).unwrap());
+        assert_eq!(made.request, request);
+
+        for (costs, known) in [
+            (roofline().0, Some(Box::new(roofline().1))),
+            (costs(&trace), None),
+        ] {
+            let mut session = session.clone();
+            session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
+            session.answer(Answer::Costs(costs)).unwrap();
+            let Need::Offer { profile, .. } = session.next() else {
+                panic!("{:?}", session.next())
+            };
+            assert_eq!(profile, known);
+        }
+    }
+
+    #[test]
+    fn slices_are_needed_first_where_their_class_is_allowed() {
+        let trace = step();
+        let request = request(Budget::Percent(50.0), Class::Equivalent);
+        let session = PlanSession::new(request.clone(), None);
+        let (asked, made) = scripted(session, &trace, &costs(&trace), true);
+        assert_eq!(asked, ["a trace", "costs", "slices", "a plan", "nothing"]);
+        let sliced = in_slices(&trace);
+        assert_eq!(made.plan, plan(&sliced, &costs(&trace), &request).unwrap());
+        assert_eq!(made.plan.actions[0].kind(), ActionKind::Chunk);
+    }
+
+    #[test]
+    fn slices_are_needed_later_where_the_plan_without_does_not_fit() {
+        let trace = step();
+        let within = |budget| PlanSession::new(request(budget, Class::Exact), None);
+        let (asked, _) = scripted(within(Budget::Percent(110.0)), &trace, &costs(&trace), true);
+        assert_eq!(asked, STRAIGHT);
+
+        let tight = Budget::Percent(50.0);
+        let (asked, made) = scripted(within(tight), &trace, &costs(&trace), true);
+        let twice = ["a trace", "costs", "a plan", "slices", "a plan", "nothing"];
+        assert_eq!(asked, twice);
+        assert_eq!(made.plan.verdict, Verdict::Fits);
+        let sliced = in_slices(&trace);
+        let alone = plan(&sliced, &costs(&trace), &request(tight, Class::Exact)).unwrap();
+        assert_eq!(made.plan, alone);
+    }
+
+    #[test]
+    fn refused_slices_are_not_asked_for_again() {
+        let trace = step();
+        for (allow, expected) in [
+            (
+                Class::Equivalent,
+                ["a trace", "costs", "slices", "a plan", "nothing"],
+            ),
+            (
+                Class::Exact,
+                ["a trace", "costs", "a plan", "slices", "nothing"],
+            ),
+        ] {
+            let request = request(Budget::Percent(50.0), allow);
+            let session = PlanSession::new(request.clone(), None);
+            let (asked, made) = scripted(session, &trace, &costs(&trace), false);
+            assert_eq!(asked, expected);
+            assert_eq!(made.plan, plan(&trace, &costs(&trace), &request).unwrap());
+            assert_eq!(made.plan.verdict, Verdict::DoesNotFit);
+        }
+    }
+
+    #[test]
+    fn a_front_needs_slices_and_ends_with_its_search() {
+        let trace = step();
+        let exact = request(Budget::Percent(100.0), Class::Exact);
+        let mut session = PlanSession::for_front(exact, None);
+        session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
+        session.answer(Answer::Costs(costs(&trace))).unwrap();
+        assert_eq!(session.next(), Need::Slices);
+        let sliced = in_slices(&trace);
+        session.answer(Answer::Slices(Arc::clone(&sliced))).unwrap();
+        let Need::Plan(search) = session.next() else {
+            panic!("{:?}", session.next())
+        };
+        let request = FrontRequest {
+            budget: Some(Budget::Percent(50.0)),
+            ..FrontRequest::default()
+        };
+        let alone = front(&sliced, &costs(&trace), &request).unwrap();
+        assert_eq!(search.front(request.budget, 1).unwrap(), alone);
+    }
+
+    #[test]
+    fn an_answer_to_another_question_changes_nothing() {
+        let trace = step();
+        let whole = plan(&trace, &costs(&trace), &PlanRequest::default()).unwrap();
+        let answers = [
+            Answer::Trace(Arc::clone(&trace)),
+            Answer::Costs(costs(&trace)),
+            Answer::Offer(offer()),
+            Answer::Slices(in_slices(&trace)),
+            Answer::Plan(Box::new(whole)),
+        ];
+        let request = request(Budget::Percent(50.0), Class::Equivalent);
+        let mut session = PlanSession::new(request, Some("/scratch".to_owned()));
+        for asked in 0..=answers.len() {
+            for (number, answer) in answers.iter().enumerate() {
+                if number != asked {
+                    let before = session.next();
+                    let (needed, given) = (before.name(), answer.name());
+                    let refused = session.answer(answer.clone()).unwrap_err();
+                    assert_eq!(refused, AnswerError::NotAsked { needed, given });
+                    assert_eq!(session.next(), before);
+                }
+            }
+            if let Some(answer) = answers.get(asked) {
+                session.answer(answer.clone()).unwrap();
+            }
+        }
+        assert!(matches!(session.next(), Need::Nothing(_)));
+        let refused = session.answer(Answer::NoSlices).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "planning needs nothing, and was given slices"
+        );
+    }
+
+    #[test]
+    fn slices_and_plans_of_another_step_are_refused() {
+        let (trace, other) = (step(), sample::loss_over_classes(1024, None));
+        let request = request(Budget::Percent(50.0), Class::Equivalent);
+        let mut session = PlanSession::new(request.clone(), None);
+        session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
+        session.answer(Answer::Costs(costs(&trace))).unwrap();
+        let refused = session.answer(Answer::Slices(in_slices(&other)));
+        let given = "slices";
+        assert_eq!(refused, Err(AnswerError::AnotherStep { given }));
+        let refused = session.answer(Answer::Slices(Arc::clone(&trace)));
+        assert_eq!(refused, Err(AnswerError::NotInSlices));
+        session.answer(Answer::NoSlices).unwrap();
+        let theirs = plan(&other, &costs(&other), &request).unwrap();
+        let refused = session.answer(Answer::Plan(Box::new(theirs)));
+        let given = "a plan";
+        assert_eq!(refused, Err(AnswerError::AnotherStep { given }));
+        assert!(matches!(session.next(), Need::Plan(_)));
+    }
+}

@@ -1,0 +1,131 @@
+//! The conversation in which planning asks for what it needs.
+//!
+//! Responsible for conversion, as the rest of the binding, and for the clock and the threads of a search, which the
+//! engine has not. The interpreter is released while a search runs.
+
+use std::num::NonZeroUsize;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use memfit_engine::bytes::Budget;
+use memfit_engine::plan::{self, Answer, Need, PlanRequest, Search, TimeLimit};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::_native::{Trace, from_json, plan_error, request_from_json, to_json};
+use crate::{BudgetError, UsageError};
+
+/// A conversation about the plan of one step; it asks, and whoever holds it answers.
+#[pyclass(frozen, module = "memfit._native")]
+pub(crate) struct PlanSession {
+    session: Mutex<plan::PlanSession>,
+}
+
+#[pymethods]
+impl PlanSession {
+    /// Begins one for a request as JSON and a place for what is offloaded; `front`: for many budgets.
+    #[new]
+    #[pyo3(signature = (request_json, place=None, *, front=false))]
+    fn new(request_json: &str, place: Option<String>, front: bool) -> PyResult<Self> {
+        let request: PlanRequest = request_from_json(request_json)?;
+        let begin = if front {
+            plan::PlanSession::for_front
+        } else {
+            plan::PlanSession::new
+        };
+        Ok(Self {
+            session: Mutex::new(begin(request, place)),
+        })
+    }
+
+    /// What is needed now: its name, and what there is to know about it.
+    fn next<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        match self.lock().next() {
+            Need::Trace => ("trace",).into_pyobject(py),
+            Need::Costs { device_kind } => ("costs", device_kind).into_pyobject(py),
+            Need::Offer {
+                device_kind,
+                place,
+                profile,
+            } => {
+                let profile = profile.as_deref().map(to_json).transpose()?;
+                ("offer", device_kind, place, profile).into_pyobject(py)
+            }
+            Need::Slices => ("slices",).into_pyobject(py),
+            Need::Plan(_) => ("plan",).into_pyobject(py),
+            Need::Nothing(made) => ("nothing", to_json(&made.plan)?).into_pyobject(py),
+        }
+    }
+
+    /// Brings the trace.
+    fn trace(&self, py: Python<'_>, trace: &Trace) -> PyResult<()> {
+        self.answer(py, Answer::Trace(trace.shared()))
+    }
+
+    /// Brings the costs, as JSON.
+    fn costs(&self, py: Python<'_>, json: &str) -> PyResult<()> {
+        self.answer(py, Answer::Costs(from_json("costs", json)?))
+    }
+
+    /// Brings the offer of the place, as JSON.
+    fn offer(&self, py: Python<'_>, json: &str) -> PyResult<()> {
+        self.answer(py, Answer::Offer(from_json("offer", json)?))
+    }
+
+    /// Brings the trace with the step in slices; none where it cannot be captured again.
+    fn slices(&self, py: Python<'_>, trace: Option<&Trace>) -> PyResult<()> {
+        let answer = trace.map_or(Answer::NoSlices, |trace| Answer::Slices(trace.shared()));
+        self.answer(py, answer)
+    }
+
+    /// Searches for the plan that is needed and brings it, in about so many seconds if they are given.
+    #[pyo3(signature = (time_limit=None))]
+    fn search(&self, py: Python<'_>, time_limit: Option<f64>) -> PyResult<()> {
+        let search = self.needed_search()?;
+        let plan = py.detach(|| {
+            let began = Instant::now();
+            let elapsed = || began.elapsed().as_secs_f64();
+            let limit = time_limit.map(|seconds| TimeLimit {
+                seconds,
+                elapsed: &elapsed,
+            });
+            search.plan(limit).map_err(|error| plan_error(&error))
+        })?;
+        self.answer(py, Answer::Plan(Box::new(plan)))
+    }
+
+    /// Searches for plans for many budgets, on all cores, and for one that is asked for; returns JSON.
+    #[pyo3(signature = (budget=None))]
+    fn front(&self, py: Python<'_>, budget: Option<&str>) -> PyResult<String> {
+        let budget = budget.map(Budget::parse).transpose();
+        let budget = budget.map_err(|error| BudgetError::new_err(error.to_string()))?;
+        let search = self.needed_search()?;
+        py.detach(|| {
+            let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+            let front = search.front(budget, threads);
+            to_json(&front.map_err(|error| plan_error(&error))?)
+        })
+    }
+}
+
+impl PlanSession {
+    fn lock(&self) -> MutexGuard<'_, plan::PlanSession> {
+        // The engine does not panic, and no call leaves it half changed.
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answer(&self, py: Python<'_>, answer: Answer) -> PyResult<()> {
+        py.detach(|| self.lock().answer(answer))
+            .map_err(|error| UsageError::new_err(error.to_string()))
+    }
+
+    fn needed_search(&self) -> PyResult<Search> {
+        match self.lock().next() {
+            Need::Plan(search) => Ok(search),
+            need => Err(UsageError::new_err(format!(
+                "planning needs {}, and no search",
+                need.name()
+            ))),
+        }
+    }
+}
