@@ -363,7 +363,7 @@ impl Host for NoHost {
     fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<String, HostError> {
         no()
     }
-    fn besides(&mut self, _: &str) -> Result<u64, HostError> {
+    fn overhead_bytes(&mut self, _: &str) -> Result<u64, HostError> {
         no()
     }
     fn examine(&mut self, _: Option<&str>) -> Result<String, HostError> {

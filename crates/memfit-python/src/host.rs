@@ -130,8 +130,8 @@ impl Host for PythonHost {
         })
     }
 
-    fn besides(&mut self, device: &str) -> Result<u64, HostError> {
-        self.ask(|host| host.call_method1("besides", (device,))?.extract())
+    fn overhead_bytes(&mut self, device: &str) -> Result<u64, HostError> {
+        self.ask(|host| host.call_method1("overhead_bytes", (device,))?.extract())
     }
 
     fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError> {

@@ -160,7 +160,7 @@ Examples:
   memfit calibrate                                         this machine's processor, about 15 s
   memfit calibrate --device cuda
   memfit calibrate --folder /scratch                       the disk there, for offload
-  memfit calibrate --output node7.json --format json       elsewhere; for `memfit plan --costs`
+  memfit calibrate --output node7.json --format json       a file of your own, for `--costs`
 
 Products and convolutions by type and size, memory bandwidth from cache to beyond it, the cost of
 an op that does nothing, copies between host and device, the disk. `memfit plan` uses the profile
@@ -181,7 +181,7 @@ Examples:
 The script runs as `python train.py` would run it. Standard output is the script's; the summary goes
 to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run.
 
-Where a broker runs, the budget and what torch takes besides tensors are leased before the script
+Where a broker runs, the budget and what torch takes apart from tensors are leased before the script
 starts, and what its plan does not need is given back. Where none runs, the script runs alone.")]
     Run(RunArguments),
 
@@ -216,7 +216,7 @@ Examples:
   memfit devices --fit step.memfit --format json
 
 Room is what is free now and, where a broker runs, no more than it can still grant. A step needs its
-unplanned predicted peak and what torch takes besides tensors. `memfit plan` makes it need less.")]
+unplanned predicted peak and what torch takes apart from tensors. `memfit plan` makes it need less.")]
     Devices(DevicesArguments),
 
     /// Show devices, leases and processes live, with their history

@@ -126,12 +126,12 @@ pub trait Host {
         profile: Option<&str>,
     ) -> Result<String, HostError>;
 
-    /// Measures what a process with torch takes on a device besides tensors, once, and keeps it.
+    /// Measures what a process with torch takes on a device apart from tensors, once, and keeps it.
     ///
     /// # Errors
     ///
     /// There is no such device, or torch is not there.
-    fn besides(&mut self, device: &str) -> Result<u64, HostError>;
+    fn overhead_bytes(&mut self, device: &str) -> Result<u64, HostError>;
 
     /// Says what is installed, and which features work with it, as JSON; torch is looked at, not needed.
     ///

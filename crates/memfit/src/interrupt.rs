@@ -108,7 +108,7 @@ mod tests {
         fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
             unreachable!()
         }
-        fn besides(&mut self, _: &str) -> Result<u64, HostError> {
+        fn overhead_bytes(&mut self, _: &str) -> Result<u64, HostError> {
             unreachable!()
         }
         fn examine(&mut self, _: Option<&str>) -> Result<String, HostError> {

@@ -300,8 +300,8 @@ def _remarks(absent: list[dict[str, Any]], cache: dict[str, Any], *, is_usable: 
     said = torch_versions.remarks()
     if cache["why_not"] is not None:
         said.append(
-            "profiles cannot be kept here: `memfit calibrate --output FILE.json` writes one "
-            "elsewhere, and `memfit plan --costs FILE.json` uses it"
+            "profiles cannot be kept here: write one with `memfit calibrate --output FILE.json`, "
+            "and plan with `memfit plan --costs FILE.json`"
         )
     found = torch_versions.installed()
     if found and re.search(r"\.dev|a\d+\+git|\+git", found[0].version):

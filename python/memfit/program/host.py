@@ -164,8 +164,8 @@ class Host:
             known = json.loads(profile) if profile else {}
             return json.dumps(offer(device_kind, place, known))
 
-    def besides(self, device: str) -> int:
-        """Measure what a process with torch takes on a device besides tensors.
+    def overhead_bytes(self, device: str) -> int:
+        """Measure what a process with torch takes on a device apart from tensors.
 
         Args:
             device: ``host`` or ``cuda:0``.

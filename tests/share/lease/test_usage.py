@@ -89,7 +89,7 @@ def test_ps_tells_what_of_the_host_is_in_use(broker: Broker) -> None:
 def test_a_host_of_which_more_could_be_granted_than_is_free_is_named(idle_broker: Broker) -> None:
     total = psutil.virtual_memory().total
     idle_broker.start(memory=f"host={total}")
-    words = "more could be granted than is free: memory that nobody leases is in use\n"
+    words = "more could be granted than is free: memory without a lease is in use\n"
     assert words in ps(idle_broker)
 
 

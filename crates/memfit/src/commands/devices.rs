@@ -68,15 +68,19 @@ fn needs(target: &Target, found: &[Room], session: &mut Session<'_>) -> Result<V
             continue;
         }
         let prediction = session.predict(&recorded.trace, PredictRequest::default())?;
-        let besides = if kind == "cpu" {
-            let what = "measuring what torch takes besides tensors";
-            Bytes(session.slow(what, |host| Ok(host.besides("host")?))?.0)
+        let overhead = if kind == "cpu" {
+            let what = "measuring what torch takes apart from tensors";
+            Bytes(
+                session
+                    .slow(what, |host| Ok(host.overhead_bytes("host")?))?
+                    .0,
+            )
         } else {
             CONTEXT_BYTES
         };
         needs.push(Need {
             kind,
-            bytes: prediction.needed_bytes() + besides,
+            bytes: prediction.needed_bytes() + overhead,
         });
     }
     Ok(needs)

@@ -424,7 +424,7 @@ pub(super) mod tests {
         assert_eq!(
             view.notes,
             [
-                "cuda:7: 3.00 GiB more could be granted than is free: memory that nobody leases is in use"
+                "cuda:7: 3.00 GiB more could be granted than is free: memory without a lease is in use"
             ]
         );
     }

@@ -41,7 +41,7 @@ pub(crate) fn shortfall(device: &DeviceStatus) -> Option<String> {
     let reason = if is_too_large {
         "it may grant more than there is"
     } else {
-        "memory that nobody leases is in use"
+        "memory without a lease is in use"
     };
     let name = words::inert(&device.name, 20);
     Some(format!(
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(shortfall(&used(70, 40, 50)), None);
         assert_eq!(
             shortfall(&used(70, 40, 53)).unwrap(),
-            "cuda:0: 3.00 GiB more could be granted than is free: memory that nobody leases is in use"
+            "cuda:0: 3.00 GiB more could be granted than is free: memory without a lease is in use"
         );
         assert_eq!(
             shortfall(&used(90, 40, 40)).unwrap(),

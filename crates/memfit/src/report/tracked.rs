@@ -163,7 +163,7 @@ pub(crate) struct RunLease {
     pub(crate) device: String,
     /// Leased before the script started: the budget and `besides_bytes`.
     pub(crate) leased_bytes: Bytes,
-    /// What torch takes besides tensors, as measured in a process of its own.
+    /// What torch takes apart from tensors, as measured in a process of its own.
     pub(crate) besides_bytes: Bytes,
     /// How long the script waited for it to be granted.
     pub(crate) waited_seconds: f64,

@@ -227,7 +227,7 @@ fn the_summary_of_a_script_says_what_was_leased() {
     let outcome = host.run("run a.py");
     let (_, lease) = outcome.stderr.split_once("Lease\n").unwrap();
     insta::assert_snapshot!(lease, @"
-    6.00 GiB of `host`, after waiting 61.0 s: the budget and 512.0 MiB that torch takes besides tensors
+    6.00 GiB of `host`, after waiting 61.0 s: the budget and 512.0 MiB that torch takes apart from tensors
     1.00 GiB that no plan needed were given back
     ");
 }

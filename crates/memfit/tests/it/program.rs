@@ -123,7 +123,7 @@ impl Host for FakeHost {
         .to_string())
     }
 
-    fn besides(&mut self, _: &str) -> Result<u64, HostError> {
+    fn overhead_bytes(&mut self, _: &str) -> Result<u64, HostError> {
         Ok(1 << 20)
     }
 

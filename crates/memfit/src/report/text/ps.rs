@@ -212,7 +212,7 @@ mod tests {
         device   granted       free   capacity     in use
         host    6.00 GiB  10.00 GiB  16.00 GiB  15.00 GiB
 
-        host: 1.00 GiB more could be granted than is free: memory that nobody leases is in use
+        host: 1.00 GiB more could be granted than is free: memory without a lease is in use
         host: 2.00 GiB are not granted while others than lease holders use them
 
         host: 9.00 GiB available, tasks waited for memory 1.2 % of the last 10 s

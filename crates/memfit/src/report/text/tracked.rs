@@ -219,7 +219,7 @@ fn leased(lease: &RunLease) -> Vec<String> {
         seconds => format!(", after waiting {}", words::seconds(seconds)),
     };
     let mut lines = vec![format!(
-        "{} of `{}`{waited}: the budget and {} that torch takes besides tensors",
+        "{} of `{}`{waited}: the budget and {} that torch takes apart from tensors",
         lease.leased_bytes, lease.device, lease.besides_bytes
     )];
     if lease.kept_bytes < lease.leased_bytes {
