@@ -1,14 +1,20 @@
 """What all tests share: markers for what is not everywhere, few threads, a small heap to search."""
 
 import gc
+import os
 
 import pytest
 import torch
 from alone import end
+from forks import FORKS
 
 from memfit.torch_versions import offloaded_parameters_refusal
 
 torch.set_num_threads(1)
+
+# Inductor would compile and load a program for each set of vector instructions that the processor
+# has, to see whether the compiler has it too. Processes that tests start inherit this.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,9 +25,10 @@ def _heap_of_its_own():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _end_of_lone_processes():
+def _end_of_what_forks():
     yield
     end()
+    FORKS.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,14 +1,20 @@
-"""Running the installed program as a person would."""
+"""Running the installed program as a person would, but for the time that importing torch takes.
+
+Responsible for what most tests ask of the program: arguments in; exit code and output back. The
+console script runs in a fork (:mod:`forks`); tests of its start run it themselves.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from forks import FORKS, environment
+
+__all__ = ["FOLDER", "PROGRAM", "Outcome", "environment", "run"]
 
 FOLDER = Path(__file__).parent
 PROGRAM = Path(sys.executable).with_name("memfit")
@@ -28,20 +34,7 @@ class Outcome:
         return json.loads(self.stdout)
 
 
-def environment() -> dict[str, str]:
-    """The caller's environment with one thread, so that tests do not fight for cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 def run(*arguments: str, folder: Path = FOLDER, timeout: float = 120) -> Outcome:
     """Run ``memfit`` in a folder and wait."""
-    done = subprocess.run(
-        [PROGRAM, *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    done = FORKS.run(PROGRAM, *arguments, folder=folder, timeout=timeout)
+    return Outcome(done.code, done.stdout, done.stderr)

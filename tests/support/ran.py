@@ -7,7 +7,6 @@ files and exit code. Not responsible for starting quickly (:mod:`forks`).
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forks import FEW_THREADS, Forks, output
-
-FORKS = Forks()
+from forks import FORKS, Command, environment
 
 
 @dataclass
@@ -69,7 +66,7 @@ def in_processes(commands: list[tuple[list[str], Path]]) -> list[Ran]:
     processes = [
         subprocess.Popen(
             [sys.executable, *words],
-            env={**os.environ, **FEW_THREADS, **settings(folder)},
+            env={**environment(), **settings(folder)},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -86,10 +83,10 @@ def in_processes(commands: list[tuple[list[str], Path]]) -> list[Ran]:
 
 def in_forks(commands: list[tuple[list[str], Path]]) -> list[Ran]:
     """Run commands side by side, without the time that importing torch takes."""
-    codes = FORKS.run([(words, folder, settings(folder)) for words, folder in commands])
+    ends = FORKS.run_all([Command(words, folder, settings(folder)) for words, folder in commands])
     return [
-        left_behind(folder, code, *(output(folder, s).read_text() for s in ("stdout", "stderr")))
-        for (_, folder), code in zip(commands, codes, strict=True)
+        left_behind(folder, end.code, end.stdout, end.stderr)
+        for (_, folder), end in zip(commands, ends, strict=True)
     ]
 
 
