@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import FORKS, Done
 
 from memfit._native import Store, StoredBlock
 from memfit.errors import OffloadError, UsageError
@@ -38,11 +39,10 @@ def fetch(block: StoredBlock, like: torch.Tensor) -> torch.Tensor:
     return back
 
 
-def run_alone(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_alone(code: str, folder: Path) -> Done:
     """Run code in a process of its own, with `store`'s module imported."""
     prelude = "import os, sys, torch\nfrom memfit._native import Store\n"
-    command = [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return FORKS.run("-c", prelude + textwrap.dedent(code), folder)
 
 
 def test_tensors_come_back_as_they_were(store):
@@ -141,7 +141,7 @@ def test_nothing_is_left_after_a_kill_in_the_middle_of_a_transfer(tmp_path):
         """,
         tmp_path,
     )
-    assert done.returncode == -signal.SIGKILL
+    assert done.code == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import FORKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -38,6 +39,13 @@ COMMANDS = (
     "completions",
     "man",
 )
+NO_WARNING = """
+import runpy, sys, warnings
+warnings.simplefilter("error", UserWarning)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script like `python -W error::UserWarning`."""
 CLI = ROOT / "docs" / "reference" / "cli.md"
 
 
@@ -74,15 +82,8 @@ def test_programs_run(page: Path, tmp_path: Path):
     # Its own process and folder: what one page defines or writes is nothing to the next.
     script = tmp_path / "page.py"
     script.write_text(runnable)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", script],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = FORKS.run("-c", NO_WARNING, script, folder=tmp_path, timeout=600)
+    assert done.code == 0, done.stderr
 
 
 def cli_reference() -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import browser as chromium
 import pytest
-from reports import PROGRAM
+
+from program import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,15 +35,10 @@ ARROW_RIGHT = "\ue014"
 def front(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("front")
     (folder / HOSTILE).write_text(MODEL)
-    done = subprocess.run(
-        [PROGRAM, "plan", f"{HOSTILE}:build", "--pareto", "front.html", "--format", "json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "front.html", json.loads(done.stdout)
+    words = ["plan", f"{HOSTILE}:build", "--pareto", "front.html", "--format", "json"]
+    done = run(*words, folder=folder)
+    assert done.code == 0, done.stderr
+    return folder / "front.html", done.json
 
 
 def test_every_plan_is_shown_and_said(browser: chromium.Browser, front: tuple[Path, Any]):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import FORKS
 from torch import nn
 
 import memfit
+import program
 from memfit.errors import UsageError
 from memfit.measure import curves, transfers
 from memfit.plan import cost_source, profiles
@@ -152,16 +152,8 @@ def test_numbers_are_checked_by_the_engine(made: dict[str, Any], cache: Path):
 
 def test_a_torn_file_ends_the_program_with_2(cache: Path):
     cache.write_text('{"schema_version": 1, "kin')
-    program = [sys.executable, "-m", "memfit", "plan", "workloads.py:mlp", "--budget", "90%"]
-    done = subprocess.run(
-        program,
-        cwd=Path(__file__).parents[1] / "support",
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
+    done = program.run("plan", "workloads.py:mlp", "--budget", "90%")
+    assert done.code == 2, done.stderr
     assert "is no device profile" in done.stderr
     assert "memfit calibrate" in done.stderr
 
@@ -187,15 +179,9 @@ def test_without_a_gpu_a_datasheet_stands_in(cache: Path):
 
 
 def test_the_command_writes_what_plans_read(tmp_path: Path):
-    program = [sys.executable, "-m", "memfit", "calibrate", "--seconds", "0.3", "--format", "json"]
-    done = subprocess.run(
-        [*program, "--folder", str(tmp_path)],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["calibrate", "--seconds", "0.3", "--format", "json", "--folder", str(tmp_path)]
+    done = FORKS.run("-m", "memfit", *words, XDG_CACHE_HOME=str(tmp_path))
+    assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     file = tmp_path / "memfit" / "cpu.json"
     assert document["path"] == str(file)

@@ -3,51 +3,48 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import FORKS, Done, environment
 
 MIB = 1 << 20
+Run = Callable[..., Done]
 
 
-class Ran:
-    """What a process left behind."""
-
-    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
-        self.code, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
-
-
-def start(words: list[str], folder: Path, **settings: Any) -> Ran:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("KINETO_LOG_LEVEL", None)  # other tests of this session may have set it
-    return Ran(
-        subprocess.run(
-            [sys.executable, *words],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            **settings,
-        )
+def start(words: list[str], folder: Path, **settings: Any) -> Done:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **settings,
     )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
-def python(folder: Path, *words: str) -> Ran:
+def python(folder: Path, *words: str) -> Done:
     return start(list(words), folder)
 
 
-def memfit(folder: Path, *words: str, **settings: Any) -> Ran:
+def memfit(folder: Path, *words: str, **settings: Any) -> Done:
     return start(["-m", "memfit", "run", *words], folder, **settings)
+
+
+def in_a_fork(folder: Path, *words: str) -> Done:
+    """The same without the time that importing torch takes."""
+    return FORKS.run("-m", "memfit", "run", *words, folder=folder)
 
 
 def write(folder: Path, name: str, code: str) -> None:
@@ -56,7 +53,7 @@ def write(folder: Path, name: str, code: str) -> None:
     path.write_text(textwrap.dedent(code))
 
 
-def assert_same(folder: Path, *words: str) -> Ran:
+def assert_same(folder: Path, *words: str) -> Done:
     """The script's output, its errors and its exit code are those it has under ``python``."""
     expected, found = python(folder, *words), memfit(folder, *words)
     assert found.stdout == expected.stdout
@@ -224,9 +221,9 @@ TRAINING = """
 PARAMETERS = 2 * (256 * 256 + 256) * 4
 
 
-def report(folder: Path, *words: str) -> tuple[Ran, dict[str, Any]]:
+def report(folder: Path, *words: str, run: Run = memfit) -> tuple[Done, dict[str, Any]]:
     write(folder, "train.py", TRAINING)
-    ran = memfit(folder, "--report", "report.json", "train.py", *words)
+    ran = run(folder, "--report", "report.json", "train.py", *words)
     return ran, json.loads((folder / "report.json").read_text())
 
 
@@ -250,13 +247,13 @@ def test_the_summary_of_a_training_script(tmp_path: Path):
 
 
 def test_a_summed_loss_is_found(tmp_path: Path):
-    ran, found = report(tmp_path, "sum")
+    ran, found = report(tmp_path, "sum", run=in_a_fork)
     assert found["steps"]["growth_cause"].startswith("`total` (train.py:")
     assert "loss.item()" in ran.stderr
 
 
 def test_growth_is_measured(tmp_path: Path):
-    _, found = report(tmp_path, "collect")
+    _, found = report(tmp_path, "collect", run=in_a_fork)
     assert found["steps"]["growth_bytes_per_step"] == 4000
     assert found["steps"]["growing"] == 8
 
@@ -307,7 +304,8 @@ CUDA_OOM = """
 
 def test_a_snapshot_of_cuda_memory_when_it_runs_out(tmp_path: Path):
     write(tmp_path, "script.py", CUDA_OOM)
-    ran = memfit(tmp_path, "--snapshot", "oom.pickle", "--report", "report.json", "script.py")
+    words = ["--snapshot", "oom.pickle", "--report", "report.json", "script.py"]
+    ran = in_a_fork(tmp_path, *words)
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["snapshot"] == str(tmp_path / "oom.pickle"), ran.stderr
     assert (tmp_path / "oom.pickle").read_text() == "[{'max_entries': 1000000}]"
@@ -319,7 +317,7 @@ def test_a_snapshot_of_cuda_memory_when_it_runs_out(tmp_path: Path):
 
 def test_without_cuda_there_is_no_snapshot(tmp_path: Path):
     write(tmp_path, "script.py", "import torch; torch.empty(3)")
-    ran = memfit(tmp_path, "--snapshot", "none.pickle", "script.py")
+    ran = in_a_fork(tmp_path, "--snapshot", "none.pickle", "script.py")
     assert ran.code == 0
     assert "no snapshot was written: the script did not use CUDA" in ran.stderr
     assert not (tmp_path / "none.pickle").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from brokers import START_SECONDS, Broker, until
+from forks import FORKS
 
 import memfit
 from memfit import _native
@@ -125,15 +126,10 @@ def test_the_budget_and_what_torch_takes_besides_are_held_from_the_start_and_the
     assert found["losses"] == json.loads(plain(started))["losses"]
 
 
-def plain(started: Start) -> str:
+def plain(started: Start, *words: str) -> str:
     """What the script prints by itself."""
-    done = subprocess.run(
-        [sys.executable, str(started.folder / "train.py")],
-        env=started.environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = FORKS.run(started.folder / "train.py", *words)
+    assert done.code == 0, done.stderr
     return done.stdout
 
 
@@ -216,7 +212,7 @@ def test_a_percentage_is_not_leased_and_the_run_says_so(
 
 
 GOES_ON = """
-    import json, os, time, torch
+    import json, sys, time, torch
     from pathlib import Path
     from torch import nn
 
@@ -225,7 +221,7 @@ GOES_ON = """
     model = nn.Sequential(*[block() for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
-    steps = int(os.environ.get("STEPS", "0"))
+    steps = int((sys.argv[1:] or ["0"])[0])
     while len(losses) < steps or not (steps or Path("stop").exists()):
         loss = model(torch.randn(1024, 256)).square().mean()
         loss.backward()
@@ -259,8 +255,7 @@ def test_a_planned_script_gives_way_between_two_steps_and_grows_again(
     assert run.returncode == 0, stderr
     assert "gave 8.0 MiB of `host` to a process that needs them" in stderr, stderr
     losses = json.loads(stdout)
-    started.environment["STEPS"] = str(len(losses))
-    assert losses == json.loads(plain(started))
+    assert losses == json.loads(plain(started, str(len(losses))))
 
 
 def test_a_script_that_no_plan_is_known_for_says_no_at_once(

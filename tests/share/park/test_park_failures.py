@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from forks import FORKS
 
 MIB = 1 << 20
 
@@ -39,15 +40,22 @@ def told(action):
 """
 
 
-def run_alone(code, *arguments, before=(), ends=0):
+def run_alone(code, *arguments, ends=0):
+    done = FORKS.run("-c", PRELUDE + textwrap.dedent(code), *arguments)
+    assert done.code == ends, done.stderr
+    return done
+
+
+def run_new(code, *arguments, before=()):
+    """Run in a process that nothing but its own start has touched, maybe by another program."""
     command = [*before, sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == ends, done.stderr
+    assert done.returncode == 0, done.stderr
     return done
 
 
 def test_all_memory_of_the_parameters_is_given_back_and_no_more_is_taken(tmp_path):
-    done = run_alone(
+    done = run_new(
         """
         first = ParkedModel(nn.Linear(1024, 1024), sys.argv[1], allow_memory=True)
         for _ in range(2):  # brings in the code that this takes, which is files' too
@@ -71,7 +79,7 @@ def test_all_memory_of_the_parameters_is_given_back_and_no_more_is_taken(tmp_pat
 
 
 def test_a_wake_without_memory_leaves_the_model_parked_and_whole(tmp_path):
-    done = run_alone(
+    done = run_new(
         """
         model = model_of(64)
         before = model.weight.detach().clone()
@@ -130,7 +138,7 @@ def test_a_full_disk_leaves_the_model_awake_and_takes_no_room(tmp_path):
         ).returncode
     ):
         pytest.skip("needs the right to mount a small file system")
-    done = run_alone(
+    done = run_new(
         """
         import subprocess
         mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "memfit", sys.argv[1]]
