@@ -10,19 +10,22 @@ from torch.nn import functional
 import memfit
 
 
-def build(batch: int = 4, resolution: int = 64, width: int = 64) -> memfit.Workload:
+def build(
+    batch: int = 4, resolution: int = 64, width: int = 64, layers: int = 2
+) -> memfit.Workload:
     """UNet with random weights.
 
     Args:
         batch: Number of images.
         resolution: Height and width in pixels.
         width: Channels of the first level; the third and fourth have twice as many.
+        layers: Residual blocks of a level on the way down; on the way up there is one more.
     """
     model = diffusers.UNet2DModel(
         sample_size=resolution,
         in_channels=3,
         out_channels=3,
-        layers_per_block=2,
+        layers_per_block=layers,
         dropout=0.1,
         block_out_channels=(width, width, width * 2, width * 2),
         down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,11 +32,16 @@ def _unplanned_lives(trace: dict[str, Any]) -> list[list[tuple[int, int]]]:
     return [_merged(ranges) for ranges in held]
 
 
+@functools.cache
+def lean_recording(name: str) -> dict[str, Any]:
+    """A recording, which is only read."""
+    return record(small_example(name), probe=False)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_union_of_natural_ranges_and_saves_is_the_ordinary_life(name: str) -> None:
-    workload = small_example(name)
-    lean = record(workload, probe=False)
-    ordinary = record(workload, probe=False, lean=False)
+    lean = lean_recording(name)
+    ordinary = record(small_example(name), probe=False, lean=False)
 
     assert [op["name"] for op in lean["ops"]] == [op["name"] for op in ordinary["ops"]]
     kept = [_merged([(s, e) for s, e in a["natural"]]) for a in ordinary["allocations"]]
@@ -44,7 +50,7 @@ def test_union_of_natural_ranges_and_saves_is_the_ordinary_life(name: str) -> No
 
 @pytest.mark.parametrize("name", SMALL)
 def test_lean_recording_shows_what_autograd_alone_keeps(name: str) -> None:
-    trace = record(small_example(name), probe=False)
+    trace = lean_recording(name)
     lives = _unplanned_lives(trace)
     shorter = sum(
         _merged([(s, e) for s, e in allocation["natural"]]) != life

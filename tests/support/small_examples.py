@@ -16,7 +16,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 2, "resolution": 64, "layers": 18},
     "vit": {"batch": 2, "name": "vit_tiny_patch16_224", "depth": 2},
     "convnext": {"batch": 2, "name": "convnext_atto", "resolution": 64},
-    "unet": {"batch": 2, "resolution": 16, "width": 32},
+    "unet": {"batch": 2, "resolution": 16, "width": 32, "layers": 1},
 }
 
 _FOLDER = Path(__file__).parents[2] / "examples"
