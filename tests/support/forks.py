@@ -48,8 +48,8 @@ READ_LATER = {
 """Environment variables that nothing reads before a command needs them."""
 
 USED = (
-    "memfit.__main__",
     "memfit.capture",
+    "memfit.program.host",
     "memfit.run.fitted",
     "memfit.run.script.script",
     "memfit.verify",

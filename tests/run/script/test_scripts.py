@@ -106,7 +106,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_script_runs(tmp_path: Pat
 
 
 def test_mnist_has_the_same_losses_files_and_exit_code(tmp_path: Path):
-    words = ("--epochs", "2", "--batch-size", "300", "--save-model")
+    words = ("--epochs", "2", "--batch-size", "90", "--save-model")
     ran = run(tmp_path, "90%", SCRIPTS / "mnist.py", *words, ways=in_processes)
     (loop,) = ran.loops
     assert (loop["models"], loop["optimizers"]) == (["Net"], ["Adadelta"])
@@ -602,8 +602,7 @@ def test_workers_of_a_loader_say_nothing_and_neither_does_quiet(tmp_path: Path):
     assert ran.stderr.count("Budget") == 1
     fitting = ["-m", "memfit", "run", "--budget", "70%"]
     script = str(tmp_path / "train.py")
-    # A library in a fork reports the objects frozen there as leaks when it ends.
-    quiet, told = in_processes(
+    quiet, told = in_forks(
         [
             ([*fitting, "--quiet", script], tmp_path / "quiet"),
             ([*fitting, "--format", "json", script], tmp_path / "json"),

@@ -84,7 +84,7 @@ def main():
     device = torch.device("cpu")
     g = torch.Generator().manual_seed(0)
     ds = torch.utils.data.TensorDataset(
-        torch.randn(1000, 1, 28, 28, generator=g), torch.randint(0, 10, (1000,), generator=g)
+        torch.randn(300, 1, 28, 28, generator=g), torch.randint(0, 10, (300,), generator=g)
     )
     train_loader = torch.utils.data.DataLoader(ds, batch_size=args.batch_size, shuffle=True)
     test_loader = torch.utils.data.DataLoader(ds, batch_size=100)
