@@ -70,6 +70,7 @@ def test_what_the_model_keeps_is_held():
 
 
 @pytest.mark.skipif(toolchain.missing("cpu") is not None, reason="needs a compiler")
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_a_step_of_two_graphs_takes_what_is_told_of_it():
     work = workload()
     fitted = memfit.fit(work, "200%", compile=True)

@@ -1,14 +1,12 @@
 """`memfit.fit(..., compile=True)`: graphs, shares, caches, and the way back to eager."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from forks import FORKS
 from graphs import Layers, Transformer, tokens
 from torch import nn
 from torch._inductor import config as inductor
@@ -149,12 +147,11 @@ print(counts["autograd_cache_hit"], counts["autograd_cache_miss"])
 
 @needs_compiler
 def test_another_process_finds_the_compiled_graphs_and_another_budget_does_not(tmp_path):
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-
     def hits_and_misses(percent):
-        command = [sys.executable, "-c", _CACHED, str(percent)]
-        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return tuple(map(int, out.stdout.split()[-2:]))
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = FORKS.run("-c", _CACHED, str(percent), **cache)
+        assert done.code == 0, done.stderr
+        return tuple(map(int, done.stdout.split()[-2:]))
 
     assert hits_and_misses(110) == (0, 1)
     assert hits_and_misses(110) == (1, 0)

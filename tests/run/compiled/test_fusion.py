@@ -3,9 +3,6 @@
 import pytest
 import torch
 from graphs import Layers, Transformer, tokens
-from torch._functorch import config as functorch
-from torch._inductor import config as inductor
-from torch._inductor.async_compile import AsyncCompile
 
 import memfit
 from memfit.run.compiled import toolchain
@@ -96,18 +93,8 @@ def of_tied():
     return Tied(), (ids, ids), lambda model, batch: model(*batch)
 
 
-@pytest.fixture
-def _kernels_that_do_nothing(monkeypatch):
-    """Code is generated and runs, and allocates as ever; its loops are empty and quickly built."""
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
-    torch._dynamo.reset()
-    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        yield
-    torch._dynamo.reset()
-
-
 @needs_compiler
-@pytest.mark.usefixtures("_kernels_that_do_nothing")
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize(
     ("build", "fraction", "error"),
     [

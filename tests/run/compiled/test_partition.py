@@ -1,5 +1,6 @@
 """Decisions on joint graphs, carried out: same numbers, and the peak that was said."""
 
+import functools
 import random
 
 import pytest
@@ -109,6 +110,14 @@ def inputs_unread_by_backward(joint, made):
     )
 
 
+@functools.cache
+def of_keeping_everything(build, batch):
+    """What running a model gives with nothing dropped, and its module buffers after it."""
+    model = build()
+    kept = run(model, batch(), lambda _: KEEP_ALL)
+    return kept, list(model.buffers())
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("build", "batch"),
@@ -117,11 +126,7 @@ def inputs_unread_by_backward(joint, made):
 )
 def test_gradients_are_bitwise_those_of_keeping_everything(build, batch, seed):
     model = build()
-    buffers = [b.clone() for b in model.buffers()]
-    kept = run(model, batch(), lambda _: KEEP_ALL)
-    after = [b.clone() for b in model.buffers()]
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+    kept, after = of_keeping_everything(build, batch)
     cut = run(model, batch(), at_random(seed))
     assert cut.schedules[0].recomputed != kept.schedules[0].recomputed
     assert torch.equal(cut.loss, kept.loss)
@@ -142,9 +147,20 @@ def test_dropout_draws_once_and_its_gradients_are_those_of_torchs_own_partition(
     assert all(map(torch.equal, found.gradients, expected.gradients))
 
 
+@functools.cache
+def deep(blocks, batch):
+    """The graph of a transformer, which is only read."""
+    return run(transformer(blocks=blocks), tokens(batch), lambda _: KEEP_ALL).joints[0]
+
+
+@functools.cache
+def least_of(blocks, batch):
+    """What is chosen for no bytes at all."""
+    return search.choose(deep(blocks, batch), 0)
+
+
 def test_less_target_never_means_more_peak():
-    found = run(transformer(blocks=4), tokens(), lambda _: KEEP_ALL)
-    joint = found.joints[0]
+    joint = deep(4, 4)
     full = schedule(joint, KEEP_ALL).peak_bytes
     chosen = [search.choose(joint, full * percent // 100) for percent in range(100, 0, -10)]
     peaks = [one.peak_bytes for one in chosen]
@@ -157,16 +173,16 @@ def test_less_target_never_means_more_peak():
 
 @pytest.mark.parametrize("fraction", [0.3, 0.1])
 def test_boundaries_reach_lower_than_torchs_own_budget(fraction):
-    model = transformer(blocks=6)
-    joint = run(model, tokens(16), lambda _: KEEP_ALL).joints[0]
-    least = search.choose(joint, 0)
+    least = least_of(6, 16)
     with torch._functorch.config.patch(activation_memory_budget=fraction):
-        torchs = run_by_torch(model, tokens(16), min_cut_rematerialization_partition)
+        torchs = run_by_torch(
+            transformer(blocks=6), tokens(16), min_cut_rematerialization_partition
+        )
     assert least.peak_bytes < max(torchs.forward_peaks + torchs.backward_peaks)
 
 
 def test_the_engines_plan_of_a_graph_keeps_its_budget_here():
-    joint = run(transformer(blocks=4), tokens(16), lambda _: KEEP_ALL).joints[0]
+    joint = deep(4, 16)
     full = schedule(joint, KEEP_ALL).peak_bytes
     target = joint.input_bytes + (full - joint.input_bytes) * 7 // 10
     decision = as_trace.plan(joint, costs(joint), target)
@@ -176,7 +192,7 @@ def test_the_engines_plan_of_a_graph_keeps_its_budget_here():
 
 
 def test_narrow_places_of_a_chain_are_its_block_boundaries():
-    joint = run(transformer(blocks=4), tokens(16), lambda _: KEEP_ALL).joints[0]
+    joint = deep(4, 16)
     places = block_boundaries.narrow_places(joint, 1.01)
     assert len(places) >= 8  # two residual sums a block
     residual_stream = 16 * 32 * 16 * 4

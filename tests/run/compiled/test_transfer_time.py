@@ -1,5 +1,6 @@
 """What transfers cost a compiled step, beside the graphs as written run tick by tick."""
 
+import functools
 import math
 import random
 from collections import deque
@@ -22,8 +23,9 @@ def _small_tensors_leave(monkeypatch):
     monkeypatch.setattr(transfer_time, "REQUEST_SECONDS", 0.0)
 
 
+@functools.cache
 def moved(seed):
-    """A transformer's graphs with some tensors elsewhere and some computed again."""
+    """A transformer's graphs with some tensors elsewhere and some computed again; only read."""
 
     def decide(joint):
         draw = random.Random(seed)

@@ -1,5 +1,6 @@
 """Saved tensors of compiled graphs elsewhere: same gradients, less memory, errors by name."""
 
+import functools
 import gc
 import random
 
@@ -55,11 +56,16 @@ def some_away(seed):
     return decide
 
 
+@functools.cache
+def of_keeping_everything(which):
+    model, batch = models()[which]
+    return run(model, batch, lambda _: KEEP_ALL)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_bitwise_those_of_keeping_everything(which, seed, transit):
-    model, batch = models()[which]
-    kept = run(model, batch, lambda _: KEEP_ALL)
+    kept = of_keeping_everything(which)
     model, batch = models()[which]
     with moving(transit):
         moved = run(model, batch, some_away(seed))
@@ -82,8 +88,8 @@ def test_the_predicted_peak_has_what_leaves_where_it_is(which, transit):
 
 
 def test_less_is_saved_in_memory_and_the_backward_peak_falls(transit):
+    stayed = of_keeping_everything(0)
     model, batch = models()[0]
-    stayed = run(model, batch, lambda _: KEEP_ALL)
 
     def all_away(joint):
         saved = schedule(joint, KEEP_ALL)
@@ -96,8 +102,9 @@ def test_less_is_saved_in_memory_and_the_backward_peak_falls(transit):
     assert moved.forward_peaks[0] < stayed.forward_peaks[0]
 
 
+@functools.cache
 def products():
-    """The graph of matrix products in a row, each of which saves what it reads."""
+    """The graph of matrix products in a row, each of which saves what it reads; only read."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
     (joint,) = run(Mean(model), (torch.randn(1024, 256),), lambda _: KEEP_ALL).joints
@@ -237,11 +244,17 @@ def trained(budget, steps=4, **options):
     return found, [p.detach().clone() for p in work.model.parameters()], fitted
 
 
+@functools.cache
+def trained_in_memory():
+    """Losses and parameters, and a budget of less than computing again reaches."""
+    found, parameters, fitted = trained("200%")
+    return found, parameters, fitted.report().measured_peak_bytes // 2
+
+
 @needs_compiler
 @pytest.mark.usefixtures("quick_disk")
 def test_a_compiled_step_keeps_its_budget_with_tensors_on_a_disk(tmp_path):
-    losses, parameters, plain = trained("200%")
-    budget = plain.report().measured_peak_bytes // 2  # Less than computing again reaches.
+    losses, parameters, budget = trained_in_memory()
     least = tmp_path / "elsewhere"
     least.mkdir()
     found, moved, fitted = trained(budget, offload=least)
@@ -264,8 +277,7 @@ def test_a_compiled_step_keeps_its_budget_with_tensors_on_a_disk(tmp_path):
 @needs_compiler
 @pytest.mark.usefixtures("quick_disk")
 def test_a_failed_write_is_an_error_before_any_update(tmp_path, monkeypatch):
-    _, _, plain = trained("200%", steps=3)
-    budget = plain.report().measured_peak_bytes // 2  # Less than computing again reaches.
+    _, _, budget = trained_in_memory()
     _, _, fitted = trained(budget, offload=tmp_path)
     before = [p.detach().clone() for p in fitted.workload.model.parameters()]
 
