@@ -9,6 +9,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import NotCompiledWarning
+from memfit.run.compiled import fit as fitting
 from memfit.run.compiled import toolchain
 from memfit.run.compiled.fitted import MAX_CORRECTIONS, CompiledFitted
 
@@ -17,8 +18,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def workload():
+    torch.manual_seed(0)
+    return memfit.Workload(
+        nn.Sequential(Layers(), Layers()),
+        torch.randn(2048, 32),
+        lambda model, batch: model(batch).square().mean(),
+    )
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    """The joint graphs of the step, which plans only read."""
+    return fitting._graphs(workload())
+
+
 @pytest.fixture
-def fit(monkeypatch):
+def fit(graphs, monkeypatch):
     """Fits whose steps run eager and are measured at what `takes` says of a plan."""
     adopt = CompiledFitted._adopt
 
@@ -27,13 +43,7 @@ def fit(monkeypatch):
         self._compiled = self.workload.loss
 
     def made(budget, takes=None):
-        torch.manual_seed(0)
-        workload = memfit.Workload(
-            nn.Sequential(Layers(), Layers()),
-            torch.randn(2048, 32),
-            lambda model, batch: model(batch).square().mean(),
-        )
-        fitted = memfit.fit(workload, budget, compile=True)
+        fitted = memfit.fit(workload(), budget, compile=True)
         assert isinstance(fitted, CompiledFitted)
 
         def claim():
@@ -45,6 +55,7 @@ def fit(monkeypatch):
         return fitted
 
     monkeypatch.setattr(CompiledFitted, "_adopt", adopt_eager)
+    monkeypatch.setattr(fitting, "_graphs", lambda _: graphs)
     return made
 
 
