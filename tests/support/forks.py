@@ -190,7 +190,11 @@ class _Fresh(_Started):
         )
 
     def exit_code(self, timeout: float) -> int:
-        return self._process.wait(timeout)
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
 
 
 class _Fork(_Started):
