@@ -84,8 +84,9 @@ format: venv ## Format Rust and Python
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only --quiet .
 
-docs: venv ## Write the pages that are made from the program
+docs: venv ## Write the pages and the types that are made from the program
 	MEMFIT_WRITE_DOCS=1 $(BIN)/python -m pytest --quiet tests/docs -k command_line_reference
+	$(BIN)/python tests/schema/python_types.py --write
 
 clean: ## Remove .venv and build outputs
 	rm -rf $(VENV) target python/memfit/*.so

@@ -77,7 +77,7 @@ def table_row(row: dict[str, Any]) -> str:
         peak = gib(unplanned["predicted_peak_bytes"])
         return f"| {row['model']} | {budget} | {peak} | {least} | | | | |"
     ratio = planned["step_cpu_seconds"] / unplanned["step_cpu_seconds"]
-    numerics = f"{row['loss']['class']}, {row['gradients']['class']}"
+    numerics = f"{row['loss']['agreement']}, {row['gradients']['agreement']}"
     actions = ", ".join(
         SHORT[action["kind"]]
         + (f" of {action['count']}" if action["kind"] == "remat" else "")

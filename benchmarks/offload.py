@@ -91,7 +91,7 @@ def plan_all_stored(trace: memfit.Trace, window_bytes: int) -> tuple[dict[str, A
 
     def evaluate(stores: list[int]) -> dict[str, Any]:
         request = {"drops": [], "stores": [[s, None] for s in stores], "window_bytes": window_bytes}
-        answer: dict[str, Any] = json.loads(_native.evaluate(trace.native, json.dumps(request)))
+        answer: dict[str, Any] = _native.evaluate(trace.native, request)
         return answer
 
     stores = evaluate([])["storable"]
@@ -108,7 +108,7 @@ def plan_all_stored(trace: memfit.Trace, window_bytes: int) -> tuple[dict[str, A
         "names": distinct,
         "forward": [distinct.index(name) for name in names],
     }
-    action = {"kind": "offload", "class": "exact", "count": len(stores), "bytes": 0}
+    action = {"kind": "offload", "promise": "exact", "count": len(stores), "bytes": 0}
     return {"actions": [{**action, "offload": offload}]}, evaluation["peak_bytes"]
 
 

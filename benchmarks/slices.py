@@ -56,7 +56,7 @@ def verified(target: str, options: tuple[str, ...]) -> dict[str, Any]:
 def is_fine(row: dict[str, Any]) -> bool:
     """Whether a row kept its promises."""
     kept = row["planned"]["measured_peak_bytes"] <= row["budget_bytes"]
-    return kept and row["gradients"]["class"] in {"bitwise", "equivalent"}
+    return kept and row["gradients"]["agreement"] in {"bitwise", "equivalent"}
 
 
 def table_row(row: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ def table_row(row: dict[str, Any]) -> str:
         gib(measured),
         gib(measured - row["floor_bytes"]),
         f"{planned['step_cpu_seconds'] / unplanned['step_cpu_seconds']:.2f} x",
-        row["gradients"]["class"],
+        row["gradients"]["agreement"],
     ]
     return f"| {' | '.join(cells)} |"
 

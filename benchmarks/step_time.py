@@ -85,10 +85,7 @@ def one(name: str, profile: Path) -> dict[str, Any]:
         "profiled step": cost_source.profiled(workload, trace.native),
     }
     request = {"budget": BUDGET, "allow": "exact", "own_loop": False, "forbid": ["micro_batch"]}
-    plans = {
-        source: json.loads(_native.plan(trace.native, cost, json.dumps(request)))
-        for source, cost in sources.items()
-    }
+    plans = {source: _native.plan(trace.native, cost, request) for source, cost in sources.items()}
     steps = {"unplanned": Fitted(workload, {"actions": []}).step}
     steps |= {source: Fitted(workload, plan).step for source, plan in plans.items()}
     times: dict[str, list[float]] = {key: [] for key in steps}
@@ -118,9 +115,9 @@ def captured(name: str) -> tuple[memfit.Trace, memfit.Workload]:
     return memfit.trace(workload), workload
 
 
-def roofline(profile: dict[str, Any]) -> str:
+def roofline(profile: dict[str, Any]) -> dict[str, Any]:
     """A profile as the engine's cost source."""
-    return json.dumps({"kind": "roofline", "profile": profile})
+    return {"kind": "roofline", "profile": profile}
 
 
 def error(row: dict[str, Any], source: str, way: str) -> float:

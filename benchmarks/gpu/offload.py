@@ -146,7 +146,7 @@ def offloading(case: Case, kind: str, place: str, costs: Path) -> Iterator[Row]:
     }
     bits = steps.Bits(workload, eager)
     for way, fitted in ways.items():
-        exact = plans[way].as_dict()["class"] == "exact"
+        exact = plans[way].as_dict()["promise"] == "exact"
         compared = peaks.of_bits(bits, bits.of(fitted), exact=exact)
         found = steps.peaks(fitted.step, workload, device)
         report = fitted.report()

@@ -112,7 +112,7 @@ def planned(case: Case, kind: str, budget: str) -> Iterator[Row]:
     workload, eager = steps.ordinary(workload)
     with Fitted(workload, plan.as_dict(), loss_reduction=plan.loss_reduction) as fitted:
         yield from ways_compared(
-            workload, eager, fitted, device, plan.budget_bytes, exact=plan.as_dict()["class"]
+            workload, eager, fitted, device, plan.budget_bytes, exact=plan.as_dict()["promise"]
         )
 
 
@@ -123,7 +123,7 @@ def of_plan(plan: memfit.Plan) -> Row:
         "verdict": document["verdict"],
         "budget_bytes": document["budget_bytes"],
         "minimum_budget_bytes": plan.minimum_budget_bytes,
-        "class": document["class"],
+        "promise": document["promise"],
         "predicted_peak_bytes": document["planned"]["predicted_peak_bytes"],
         "predicted_step_ratio": document["predicted_step_ratio"],
         "predicted_step_seconds": document["planned"]["predicted_step_seconds"],
@@ -188,7 +188,7 @@ def ways_compared(
 
 def undo(eager: Fitted, fitted: Fitted) -> dict[str, Callable[[], None]] | None:
     """What each way undoes of the other: state and parameters have other homes, if they do."""
-    kinds = {action["kind"] for action in fitted.plan["actions"]}
+    kinds = {action.kind for action in fitted.plan.actions}
     if kinds.isdisjoint({"offload_optimizer", "offload_parameters"}):
         return None
     return {"unplanned": eager.place_state, "planned": fitted.place_state}

@@ -138,7 +138,7 @@ class Bits:
 
 def is_bitwise(compared: dict[str, Any]) -> bool:
     """Whether all that was compared has the same bits."""
-    return all(compared[what]["class"] == "bitwise" for what in WHAT)
+    return all(compared[what]["agreement"] == "bitwise" for what in WHAT)
 
 
 def error_of(compared: dict[str, Any]) -> float:

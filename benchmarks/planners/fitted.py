@@ -52,13 +52,13 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
     cost_source.profiled(workload, trace.native)  # the process's memory settles in its first steps
     profile_seconds, op_times = _timed(lambda: cost_source.profiled(workload, trace.native))
     trace.save(folder / f"{stem}.memfit")
-    (folder / f"{stem}.costs.json").write_text(op_times)
+    (folder / f"{stem}.costs.json").write_text(json.dumps(op_times))
     make_optimizer(workload)
     step = ordinary_step(workload)
     step()
     profiled_step_seconds = statistics.median(cpu_seconds(step) for _ in range(STEPS_AFTER_PROFILE))
-    unbounded = json.dumps({"budget": "1000000GiB"})
-    plan = json.loads(_native.plan(trace.native, op_times, unbounded, None))
+    unbounded = {"budget": "1000000GiB"}
+    plan = _native.plan(trace.native, op_times, unbounded, None)
     return {
         "capture_seconds": capture_seconds,
         "profile_seconds": profile_seconds,
@@ -96,14 +96,12 @@ def planned(
         CannotRunError: No plan fits.
     """
     trace = memfit.Trace.decode(prepared.with_suffix(".memfit").read_bytes())
-    op_times = prepared.with_suffix(".costs.json").read_text()
+    op_times = json.loads(prepared.with_suffix(".costs.json").read_text())
     seconds = LEAST_SECONDS if budget == "minimum" else None
 
     def ask(budget: str) -> tuple[float, dict[str, Any]]:
         request = {"allow": allow, "own_loop": False, "forbid": forbid, "budget": budget}
-        asked = json.dumps(request)
-        spent, text = _timed(lambda: _native.plan(trace.native, op_times, asked, seconds))
-        return spent, json.loads(text)
+        return _timed(lambda: _native.plan(trace.native, op_times, request, seconds))
 
     if budget == "minimum":
         _, least = ask("1%")
@@ -124,7 +122,7 @@ def planned(
             "predicted_eager_seconds": plan["unplanned"]["predicted_step_seconds"],
             "predicted_step_ratio": plan["predicted_step_ratio"],
             "lower_bound_ratio": plan["lower_bound_ratio"],
-            "class": plan.get("class"),
+            "promise": plan.get("promise"),
             "actions": [
                 {"kind": action["kind"], "count": action.get("count")} for action in plan["actions"]
             ],

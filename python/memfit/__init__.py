@@ -6,7 +6,7 @@
     loss = fitted.step(batch)
 
 What needs torch is imported at its first use, so that the ``memfit`` command and saved traces do
-not wait for it.
+not wait for it; so are the answers, whose types are many.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memfit.answers import Explanation, Front, Plan, Prediction, Trace, load
-from memfit.api.explain import explain
 from memfit.errors import (
     BudgetError,
     CaptureError,
@@ -44,12 +42,28 @@ from memfit.share.lease import Lease, lease
 from memfit.torch_required import require_torch
 
 if TYPE_CHECKING:
+    from memfit.answers import (
+        Calibration,
+        CompiledPlan,
+        Explanation,
+        Front,
+        Plan,
+        Prediction,
+        Replay,
+        Trace,
+        Verification,
+        load,
+    )
+    from memfit.api.calibrate import calibrate
     from memfit.api.device import device
+    from memfit.api.explain import explain, replay
     from memfit.api.fit import fit
     from memfit.api.place import Placement, place
     from memfit.api.plan import pareto, plan
     from memfit.api.predict import predict, trace
+    from memfit.api.verify import verify
     from memfit.guard.guard import guard
+    from memfit.options import Options
     from memfit.run.fitted import Fitted
     from memfit.share.park.parked import ParkedModel, park
     from memfit.share.pool.pool import Pool
@@ -59,7 +73,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "Calibration",
     "CaptureError",
+    "CompiledPlan",
     "DivergenceWarning",
     "DoesNotFit",
     "Explanation",
@@ -72,6 +88,7 @@ __all__ = [
     "NoBrokerWarning",
     "NotCompiledWarning",
     "OffloadError",
+    "Options",
     "OutOfBudget",
     "ParkError",
     "ParkedModel",
@@ -81,14 +98,17 @@ __all__ = [
     "PoolError",
     "Prediction",
     "RecoveryWarning",
+    "Replay",
     "ReplayError",
     "SnapshotError",
     "TorchVersionWarning",
     "Trace",
     "TraceFileError",
     "UsageError",
+    "Verification",
     "Workload",
     "WorkloadError",
+    "calibrate",
     "device",
     "explain",
     "fit",
@@ -100,31 +120,50 @@ __all__ = [
     "place",
     "plan",
     "predict",
+    "replay",
     "trace",
     "track",
+    "verify",
     "weightless",
 ]
 
 _HOMES = {
+    "Calibration": "memfit.answers",
+    "CompiledPlan": "memfit.answers",
+    "Explanation": "memfit.answers",
     "Fitted": "memfit.run.fitted",
+    "Front": "memfit.answers",
+    "Options": "memfit.options",
     "ParkedModel": "memfit.share.park.parked",
     "Placement": "memfit.api.place",
+    "Plan": "memfit.answers",
     "Pool": "memfit.share.pool.pool",
+    "Prediction": "memfit.answers",
+    "Replay": "memfit.answers",
+    "Trace": "memfit.answers",
+    "Verification": "memfit.answers",
     "Workload": "memfit.workload",
+    "calibrate": "memfit.api.calibrate",
     "device": "memfit.api.device",
+    "explain": "memfit.api.explain",
     "fit": "memfit.api.fit",
     "guard": "memfit.guard.guard",
+    "load": "memfit.answers",
     "pareto": "memfit.api.plan",
     "park": "memfit.share.park.parked",
     "place": "memfit.api.place",
     "plan": "memfit.api.plan",
     "predict": "memfit.api.predict",
+    "replay": "memfit.api.explain",
     "trace": "memfit.api.predict",
     "track": "memfit.track.track",
+    "verify": "memfit.api.verify",
     "weightless": "memfit.weights.weightless",
 }
 
-_WITHOUT_TORCH = frozenset({"memfit.api.place"})
+_WITHOUT_TORCH = frozenset(
+    {"memfit.answers", "memfit.api.explain", "memfit.api.place", "memfit.options"}
+)
 
 
 class _Module(ModuleType):

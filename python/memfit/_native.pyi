@@ -20,6 +20,7 @@ __all__ = [
     "Trace",
     "broker_path",
     "bytes_text",
+    "calibration",
     "check_profile",
     "context_bytes",
     "count_allocations",
@@ -53,11 +54,13 @@ __all__ = [
     "resident_bytes",
     "rooms",
     "run",
+    "schema",
     "seed_blocks",
     "taken_bytes",
     "techniques",
     "track_text",
     "uncounted_blocks",
+    "verification",
 ]
 
 @final
@@ -342,12 +345,12 @@ class PlanSession:
     """
 
     def __new__(
-        cls, request_json: str, place: str | None = None, *, front: bool = False
+        cls, request: Mapping[str, Any], place: str | None = None, *, front: bool = False
     ) -> PlanSession:
         """Begin one.
 
         Args:
-            request_json: What is asked for.
+            request: What is asked for.
             place: Where things may be offloaded to, if the request has no offer of it.
             front: For many budgets; it ends with :meth:`front`.
 
@@ -360,22 +363,22 @@ class PlanSession:
     ) -> (
         tuple[Literal["trace", "slices", "plan"]]
         | tuple[Literal["costs"], str]
-        | tuple[Literal["offer"], str, str, str | None]
-        | tuple[Literal["nothing"], str]
+        | tuple[Literal["offer"], str, str, dict[str, Any] | None]
+        | tuple[Literal["nothing"], dict[str, Any]]
     ):
         """What is needed now.
 
         ``costs`` comes with the kind of device; ``offer`` with that, the place, and what the device
-        can do as JSON, where op times come from that; ``nothing`` with the plan as JSON.
+        can do, where op times come from that; ``nothing`` with the plan.
         """
 
     def trace(self, trace: Trace) -> None:
         """Answer with the trace."""
 
-    def costs(self, json: str) -> None:
+    def costs(self, costs: Mapping[str, Any]) -> None:
         """Answer with the cost source."""
 
-    def offer(self, json: str) -> None:
+    def offer(self, offer: Mapping[str, Any]) -> None:
         """Answer with how fast the place is."""
 
     def slices(self, trace: Trace | None) -> None:
@@ -388,7 +391,7 @@ class PlanSession:
             UsageError: The costs are not those of the trace.
         """
 
-    def front(self, budget: str | None = None) -> str:
+    def front(self, budget: str | None = None) -> dict[str, Any]:
         """Plan for many budgets, on all cores, and for one that is asked for.
 
         Raises:
@@ -493,17 +496,17 @@ class Trace:
             CaptureError: The JSON is no valid trace.
         """
 
-    def chunks(self) -> str:
-        """What of the step is worth a capture in slices, as a JSON list."""
+    def chunks(self) -> list[dict[str, Any]]:
+        """What of the step is worth a capture in slices."""
 
     def with_alternatives(
-        self, steps: Sequence[tuple[str, bytes, bytes | None]], refusal: str
+        self, steps: Sequence[tuple[Mapping[str, Any], bytes, bytes | None]], refusal: str
     ) -> Trace:
         """Add captures of the step in slices.
 
         Args:
-            steps: For each a chunk as JSON, its trace as JSON, and the trace at another batch size
-                if there is one.
+            steps: For each a chunk, its trace as JSON, and the trace at another batch size if there
+                is one.
             refusal: Why there are no more; empty if nothing failed.
 
         Raises:
@@ -557,14 +560,28 @@ class Snapshot:
         before: tuple[str, Snapshot] | None = None,
         steps: int | None = None,
         device_memory_bytes: int | None = None,
-    ) -> str:
-        """Explain the snapshot, as JSON.
+    ) -> dict[str, Any]:
+        """Explain the snapshot.
 
         Args:
             source: Its name, for the report.
             before: An earlier snapshot of the same program, with its name.
             steps: Steps between the two.
             device_memory_bytes: Memory of the device.
+        """
+
+    def replay(
+        self, source: str, settings: str, device_memory_bytes: int | None
+    ) -> tuple[dict[str, Any], str]:
+        """Run the requests again under other allocator settings: the document and the text.
+
+        Args:
+            source: Its name, for the report.
+            settings: As in ``PYTORCH_CUDA_ALLOC_CONF``; empty for those worth trying.
+            device_memory_bytes: Memory of the device.
+
+        Raises:
+            UsageError: A setting is unknown.
         """
 
 @final
@@ -669,7 +686,7 @@ class StoredBlock:
     def forget(self) -> None:
         """Wait for the transfer under way, and give the block's room in the file back."""
 
-def predict(trace: Trace, request_json: str) -> str:
+def predict(trace: Trace, request: Mapping[str, Any]) -> dict[str, Any]:
     """Predict a step.
 
     Raises:
@@ -680,14 +697,19 @@ def predict(trace: Trace, request_json: str) -> str:
 def reserved_beside_model(trace: Trace) -> int | None:
     """What the caching allocator takes for a step beside the model; None where there is none."""
 
-def evaluate(trace: Trace, request_json: str) -> str:
+def evaluate(trace: Trace, request: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate a step under treatments chosen by hand; for tests of the executor.
 
     Raises:
         UsageError: The request is not of the shape it should be.
     """
 
-def plan(trace: Trace, costs_json: str, request_json: str, time_limit: float | None = None) -> str:
+def plan(
+    trace: Trace,
+    costs: Mapping[str, Any],
+    request: Mapping[str, Any],
+    time_limit: float | None = None,
+) -> dict[str, Any]:
     """Plan a step, in about so many seconds if they are given.
 
     Raises:
@@ -697,21 +719,21 @@ def plan(trace: Trace, costs_json: str, request_json: str, time_limit: float | N
 
 def place(
     csv: bytes, capacity: int | None, alignment: int, threads: int, time_limit: float | None
-) -> str:
+) -> tuple[list[str], dict[str, Any]]:
     """Place the allocations of a CSV: the lowest placement, or any within ``capacity`` bytes.
 
     Returns:
-        A pair as JSON: the ids, and the answer.
+        The ids, and the answer.
 
     Raises:
         UsageError: The CSV cannot be read, or the time limit is no number of seconds.
     """
 
-def prediction_text(json: str) -> str:
-    """The text of a prediction, from its JSON."""
+def prediction_text(prediction: Mapping[str, Any]) -> str:
+    """The text of a prediction."""
 
-def explanation_text(json: str) -> str:
-    """The text of an explanation, from its JSON."""
+def explanation_text(explanation: Mapping[str, Any]) -> str:
+    """The text of an explanation."""
 
 def track_text(json: str) -> str:
     """The text of a track's record, from its JSON."""
@@ -725,27 +747,57 @@ def bytes_text(count: int) -> str:
 def techniques() -> list[str]:
     """The names of all techniques."""
 
-def effect(json: str) -> str:
-    """What an action of a plan does, in the words of the reports, from its JSON."""
+def effect(action: Mapping[str, Any]) -> str:
+    """What an action of a plan does, in the words of the reports."""
 
-def plan_text(json: str) -> str:
-    """The text of a plan, from its JSON."""
+def schema() -> dict[str, Any]:
+    """The JSON Schema of every answer."""
 
-def front_text(json: str) -> str:
-    """The text of a front, from its JSON."""
+def verification(
+    plan: Mapping[str, Any],
+    measured: Mapping[str, Any] | None,
+    compiled: bool,
+    capture_seconds: float,
+    plan_seconds: float,
+) -> tuple[dict[str, Any], str]:
+    """The document and the text of a verification.
 
-def front_page(json: str, svg: bool = False) -> str:
-    """The page of a front, or with ``svg`` the plot alone, from its JSON."""
+    Args:
+        plan: The eager plan.
+        measured: What real steps gave; ``None`` where nothing ran.
+        compiled: Whether it is of compiled steps.
+        capture_seconds: Time the capture took.
+        plan_seconds: Time the plan took.
 
-def decode_plan(data: bytes) -> str:
-    """The bytes of a ``.memfit`` file as plan JSON.
+    Raises:
+        UsageError: What was measured is not of the shape it should be.
+    """
+
+def calibration(profile: Mapping[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """The document and the text of a calibration whose profile was written to ``path``.
+
+    Raises:
+        UsageError: The profile is not of the shape it should be.
+    """
+
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """The text of a plan."""
+
+def front_text(front: Mapping[str, Any]) -> str:
+    """The text of a front."""
+
+def front_page(front: Mapping[str, Any], svg: bool = False) -> str:
+    """The page of a front, or with ``svg`` the plot alone."""
+
+def decode_plan(data: bytes) -> dict[str, Any]:
+    """The plan that the bytes of a ``.memfit`` file hold.
 
     Raises:
         TraceFileError: The bytes are no whole plan of a known schema.
     """
 
-def encode_plan(json: str) -> bytes:
-    """Plan JSON as the bytes of a ``.memfit`` file."""
+def encode_plan(plan: Mapping[str, Any]) -> bytes:
+    """A plan as the bytes of a ``.memfit`` file."""
 
 def file_kind(data: bytes) -> Literal["trace", "plan"]:
     """What the bytes of a ``.memfit`` file hold.
@@ -773,15 +825,15 @@ def rooms() -> str:
 def gpu_memory() -> list[tuple[str, int, int]]:
     """The GPUs that NVML sees, as device, total and used bytes; none where it cannot be used."""
 
-def gpu_profile(name: str | None) -> str:
-    """A GPU's datasheet as device profile JSON; without a name, of the one that stands in.
+def gpu_profile(name: str | None) -> dict[str, Any]:
+    """A GPU's datasheet as a device profile; without a name, of the one that stands in.
 
     Raises:
         UsageError: No datasheet of such a GPU is known, or several are.
     """
 
-def check_profile(json: str) -> None:
-    """Check that device profile JSON can be used for costs.
+def check_profile(profile: Mapping[str, Any]) -> None:
+    """Check that a device profile can be used for costs.
 
     Raises:
         UsageError: It is not of that shape, or a number in it is not positive.

@@ -1,8 +1,8 @@
-"""What memfit answers: a trace, a prediction, a plan, an explanation, as objects.
+"""What memfit answers: a trace, a prediction, a plan, an explanation and more.
 
-Responsible for reading and saving them and for their attributes. Not responsible for how they come
-about (:mod:`memfit.api.fit`, :mod:`memfit.api.explain`) nor for any number in them: the engine
-computes those, and the attributes are the fields of its structs under the same names.
+Responsible for reading, saving and printing them. Not responsible for their fields
+(:mod:`memfit.schema`, made from the engine's structs), nor for how they come about
+(:mod:`memfit.api`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
-from memfit import _native
+from memfit import _native, schema
 from memfit.errors import TraceFileError, UsageError
+from memfit.records import plain, read
 
 
 def save(path: str | os.PathLike[str], data: bytes) -> None:
@@ -99,67 +101,44 @@ class Trace:
 
 
 class _Answer:
-    """A struct of the engine, read from its JSON."""
+    """What all answers can do; the fields are those of the engine's struct."""
 
-    def __init__(self, text: str) -> None:
-        """Read the answer.
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Self:
+        """The answer from the engine's value.
 
         Args:
-            text: The struct as JSON.
+            value: The struct's fields by name.
         """
-        self._text = text
-        self._fields = json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields))
-
-    def json(self) -> str:
-        """The whole answer as JSON."""
-        return self._text
+        return read(cls, value)
 
     def as_dict(self) -> dict[str, Any]:
         """The whole answer as plain dictionaries and lists."""
-        fields: dict[str, Any] = json.loads(self._text)
+        fields: dict[str, Any] = plain(self)
         return fields
 
-    def __getattr__(self, name: str) -> Any:
-        """A field of the engine's struct."""
-        if not name.startswith("_"):
-            try:
-                return getattr(self._fields, name)
-            except AttributeError:
-                pass
-        message = f"`{type(self).__name__}` has no field `{name}`"
-        raise AttributeError(message)
-
-    def __dir__(self) -> list[str]:
-        """The fields, for completion."""
-        return [*super().__dir__(), *vars(self._fields)]
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the other says the same."""
-        return isinstance(other, type(self)) and other.json() == self._text
-
-    def __hash__(self) -> int:
-        """A hash of what it says."""
-        return hash(self._text)
+    def json(self) -> str:
+        """The whole answer as JSON."""
+        return json.dumps(self.as_dict(), separators=(",", ":"))
 
 
-class Prediction(_Answer):
-    """What an unplanned step takes.
+@dataclass(frozen=True, kw_only=True)
+class Prediction(_Answer, schema.Prediction):
+    """What an unplanned step takes; ``print`` shows the report.
 
-    ``predicted_peak_bytes``, ``interval_bytes``, ``peak``, ``breakdown``, ``top``, ``timeline``,
-    ``phases``, ``largest_batch``, ``devices``: see the JSON reference.
+    The fields are those of :class:`memfit.schema.Prediction`.
     """
 
     def __str__(self) -> str:
         """The prediction as ``memfit predict`` prints it."""
-        return _native.prediction_text(self._text)
+        return _native.prediction_text(self.as_dict())
 
 
-class Plan(_Answer):
-    """How to make a step fit.
+@dataclass(frozen=True, kw_only=True)
+class Plan(_Answer, schema.Plan):
+    """How to make a step fit; ``print`` shows the report.
 
-    ``verdict``, ``budget_bytes``, ``unplanned``, ``planned``, ``minimum_peak_bytes``, ``actions``,
-    ``predicted_step_ratio``, ``lower_bound_ratio``, ``refusals``, ``bottleneck``: see the JSON
-    reference.
+    The fields are those of :class:`memfit.schema.Plan`.
     """
 
     @classmethod
@@ -175,17 +154,17 @@ class Plan(_Answer):
         Raises:
             TraceFileError: The bytes are no whole plan of a known schema.
         """
-        return cls(_native.decode_plan(data))
+        return cls.of(_native.decode_plan(data))
 
     @property
     def fits(self) -> bool:
         """Whether the planned step stays within the budget."""
-        return bool(self.verdict == "fits")
+        return self.verdict == "fits"
 
     @property
     def minimum_budget_bytes(self) -> int:
         """The smallest budget to ask for: the smallest peak found, and what is kept free."""
-        return int(self.minimum_peak_bytes + self.margin_bytes)
+        return self.minimum_peak_bytes + self.margin_bytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.
@@ -196,19 +175,48 @@ class Plan(_Answer):
         Raises:
             UsageError: The file cannot be written.
         """
-        save(path, _native.encode_plan(self._text))
+        save(path, _native.encode_plan(self.as_dict()))
 
     def __str__(self) -> str:
         """The plan as ``memfit plan`` prints it."""
-        return _native.plan_text(self._text)
+        return _native.plan_text(self.as_dict())
 
 
-class Front(_Answer):
-    """Step time against peak over all budgets; each point is a plan.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPeak:
+    """What a compiled step is predicted to take; how long it takes is not predicted.
 
-    ``points``, each with ``budget_bytes``, ``predicted_peak_bytes``, ``predicted_step_ratio``,
-    ``lower_bound_ratio``, ``class`` and ``actions``; ``unplanned``, ``minimum_peak_bytes``,
-    ``bound``: see the JSON reference.
+    Attributes:
+        predicted_peak_bytes: Peak of allocated bytes.
+    """
+
+    predicted_peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPlan(_Answer):
+    """How to make a compiled step fit.
+
+    Attributes:
+        verdict: Whether it does.
+        budget_bytes: The budget.
+        planned: With the plan.
+        actions: What is done, in the words of :class:`Plan`.
+        graphs: What is done to each joint graph, in the order of forward.
+    """
+
+    verdict: schema.Verdict
+    budget_bytes: int
+    planned: PlannedPeak
+    actions: tuple[schema.CompiledAction, ...]
+    graphs: tuple[schema.CompiledGraph, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front(_Answer, schema.Front):
+    """Step time against peak over all budgets; each point is a plan. ``print`` shows the report.
+
+    The fields are those of :class:`memfit.schema.Front`.
     """
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -224,23 +232,74 @@ class Front(_Answer):
         if ending not in {".html", ".htm", ".svg"}:
             message = f"cannot tell what to write from `{path}`: write FILE.html or FILE.svg"
             raise UsageError(message)
-        save(path, _native.front_page(self._text, ending == ".svg").encode())
+        save(path, _native.front_page(self.as_dict(), ending == ".svg").encode())
 
     def __str__(self) -> str:
         """The front as ``memfit plan --pareto`` prints it."""
-        return _native.front_text(self._text)
+        return _native.front_text(self.as_dict())
 
 
-class Explanation(_Answer):
-    """What happened in a CUDA memory snapshot.
+@dataclass(frozen=True, kw_only=True)
+class Explanation(_Answer, schema.Explanation):
+    """What happened in a CUDA memory snapshot; ``print`` shows the report.
 
-    ``source``, ``events``, ``problems``, and ``devices``, each with ``peak``, ``owners``,
-    ``fragmentation``, ``oom``, ``growth`` and ``counterfactuals``: see the JSON reference.
+    The fields are those of :class:`memfit.schema.Explanation`.
     """
 
     def __str__(self) -> str:
         """The explanation as ``memfit explain`` prints it."""
-        return _native.explanation_text(self._text)
+        return _native.explanation_text(self.as_dict())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told(_Answer):
+    """An answer whose text was made with it."""
+
+    text: str = field(default="", repr=False, compare=False)
+
+    @classmethod
+    def told(cls, value: Mapping[str, Any], text: str) -> Self:
+        """The answer from the engine's value and its text.
+
+        Args:
+            value: The struct's fields by name.
+            text: The report.
+        """
+        return replace(cls.of(value), text=text)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole answer as plain dictionaries and lists, without the text."""
+        fields = super().as_dict()
+        del fields["text"]
+        return fields
+
+    def __str__(self) -> str:
+        """The report as the command prints it."""
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification(_Told, schema.Verification):
+    """A plan beside what real steps took; ``print`` shows the report.
+
+    The fields are those of :class:`memfit.schema.Verification`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(_Told, schema.Replay):
+    """The requests of a snapshot under other allocator settings; ``print`` shows the report.
+
+    The fields are those of :class:`memfit.schema.Replay`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(_Told, schema.Calibration):
+    """What ops cost on this machine, kept for plans; ``print`` shows the report.
+
+    The fields are those of :class:`memfit.schema.Calibration`.
+    """
 
 
 def load(path: str | os.PathLike[str]) -> Trace | Plan:

@@ -7,25 +7,15 @@ does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Literal
+from typing import Self, TypedDict, Unpack, get_args
 
 from memfit.errors import UsageError
-
-Allowed = Literal["exact", "equivalent", "approximate"]
-"""The loosest class of action that may be considered where a stricter one fits."""
-
-Kind = Literal[
-    "remat",
-    "fuse_optimizer",
-    "micro_batch",
-    "allocator_settings",
-    "offload",
-    "offload_optimizer",
-    "offload_parameters",
-    "chunk",
-]
-"""A technique."""
+from memfit.schema import Kind, Promise
 
 HOST = "host"
 """The name of the host's memory where a folder could be meant; ``./host`` is a folder."""
@@ -50,3 +40,101 @@ def place_of(place: str) -> str:
         message = f"cannot offload to `{place}`: there is no such folder"
         raise UsageError(f"{message}\nhint: make it, or name another")
     return str(folder)
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of :class:`Options` as keywords."""
+
+    allow: Promise
+    own_loop: bool
+    forbid: Sequence[Kind]
+    offload: str | PathLike[str] | None
+    profile: bool
+    costs: str | PathLike[str] | None
+    gpu: str | None
+    time_limit: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a step may be planned.
+
+    Attributes:
+        allow: Loosest promise to consider even where a stricter plan fits.
+        own_loop: Only plan what works inside the caller's own loop.
+        forbid: Techniques to leave out.
+        offload: Where activations, optimizer state and parameters may be offloaded to: a folder for
+            files, or ``"host"`` for the host's memory (steps on CUDA). ``None`` for nowhere.
+        profile: Take op times from one real step; the subject must be a workload.
+        costs: Take them from a profile that ``memfit calibrate`` wrote. By default, the one kept
+            for this machine if it matches, else a quick measurement.
+        gpu: Take them from a GPU's datasheet (``"h100"``), for a step on CUDA.
+        time_limit: Answer after about so many seconds with the best plan found; by default the
+            search stops by its own count, so that equal inputs give equal plans.
+    """
+
+    allow: Promise = "exact"
+    own_loop: bool = False
+    forbid: Sequence[Kind] = ()
+    offload: str | PathLike[str] | None = None
+    profile: bool = False
+    costs: str | PathLike[str] | None = None
+    gpu: str | None = None
+    time_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no plan can be made for.
+
+        Raises:
+            UsageError: Always with the option's name and what it may be.
+        """
+        _one_of("allow", self.allow, get_args(Promise))
+        if isinstance(self.forbid, str):
+            raise UsageError(f"`forbid` is a list of techniques: write `forbid=[{self.forbid!r}]`")
+        for kind in self.forbid:
+            _one_of("forbid", kind, get_args(Kind))
+        if self.profile + (self.costs is not None) + (self.gpu is not None) > 1:
+            raise UsageError("op times have one source: give one of `profile`, `costs` and `gpu`")
+        limit = self.time_limit
+        if limit is not None and not 0 < limit < float("inf"):
+            raise UsageError(f"`time_limit={limit}` is no number of seconds")
+
+    @classmethod
+    def of(cls, options: Options | None, **keywords: Unpack[OptionKeywords]) -> Self:
+        """The options with some of them set by keywords.
+
+        Args:
+            options: Those there are; ``None`` for the defaults.
+            **keywords: Fields that replace them.
+
+        Raises:
+            UsageError: A keyword is no option, or a value cannot be.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in keywords:
+            _one_of("option", name, known)
+        if options is None:
+            return cls(**keywords)
+        if not isinstance(options, cls):
+            kind = type(options).__name__
+            raise UsageError(f"expected a `memfit.Options`, got `{kind}`: name the option")
+        return replace(options, **keywords)
+
+    @property
+    def place(self) -> str | None:
+        """Where to offload to, as text."""
+        return None if self.offload is None else fspath(self.offload)
+
+    @property
+    def costs_file(self) -> Path | None:
+        """The profile to take op times from."""
+        return None if self.costs is None else Path(self.costs)
+
+
+def _one_of(name: str, given: object, known: Sequence[str]) -> None:
+    """Refuse a word that is not one of those known, with the nearest."""
+    if given in known:
+        return
+    near = get_close_matches(str(given), known, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(known)}"
+    raise UsageError(f"`{name}` knows no `{given}`\nhint: {hint}")

@@ -15,7 +15,7 @@ from memfit.apply.executor import Executor, Subject, Technique, without
 from memfit.apply.part import Part
 from memfit.options import Kind
 
-NOOP = {"kind": "noop", "class": "exact", "count": 1, "bytes": 0}
+NOOP = {"kind": "noop", "promise": "exact", "count": 1, "bytes": 0}
 """As the engine's test-only technique writes it into a plan."""
 
 
@@ -68,7 +68,7 @@ def test_a_new_technique_is_asked_around_a_step(noop):
 
 
 def test_a_new_technique_is_asked_around_each_update_that_runs_in_backward(noop):
-    fuse = {"kind": "fuse_optimizer", "class": "exact", "count": 2, "bytes": 0}
+    fuse = {"kind": "fuse_optimizer", "promise": "exact", "count": 2, "bytes": 0}
     fitted = memfit.Fitted(workload(), {"actions": [NOOP, fuse]})
     fitted.step()
     for shape in ((2, 3), (2,)):

@@ -246,7 +246,7 @@ def check(seed, folder):
     assert predicted <= most, (kinds, peak, predicted)
     assert (report.divergence, report.kept_drops) == ("", ()), kinds
     pairs = [*zip(expected[0], results, strict=True), *zip(expected[1], state, strict=True)]
-    if document["class"] == "exact":
+    if document["promise"] == "exact":
         assert all(torch.equal(a, b) for a, b in pairs), kinds
     elif not made.draws and not made.half:
         # Not the parameters: where a gradient is nothing but rounding, Adam's step is not.

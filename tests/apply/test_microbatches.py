@@ -18,9 +18,9 @@ from memfit.workload import Workload
 
 
 def pieces(count, **more):
-    actions = [{"kind": "micro_batch", "class": "equivalent", "count": count, "bytes": 0}]
+    actions = [{"kind": "micro_batch", "promise": "equivalent", "count": count, "bytes": 0}]
     if more.get("fuse"):
-        actions.insert(0, {"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0})
+        actions.insert(0, {"kind": "fuse_optimizer", "promise": "exact", "count": 1, "bytes": 0})
     return {"actions": actions}
 
 

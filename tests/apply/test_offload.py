@@ -553,7 +553,7 @@ def test_ctrl_c_while_a_transfer_is_waited_for_leaves_a_model_that_goes_on(
 
 
 def _plan(offload, **more):
-    action = {"kind": "offload", "class": "exact", "count": 1, "bytes": 0}
+    action = {"kind": "offload", "promise": "exact", "count": 1, "bytes": 0}
     return {"actions": [{**action, "offload": {**offload, **more}}]}
 
 

@@ -56,7 +56,7 @@ def directions(window_bytes=0, least_bytes=16, names=None, **more):
 def plan(*, fuse=False, **more):
     state = {"kind": "offload_optimizer", "offload_optimizer": directions(**more)}
     kinds = [{"kind": "fuse_optimizer"}] if fuse else []
-    return {"actions": [{**action, "class": "exact"} for action in [*kinds, state]]}
+    return {"actions": [{**action, "promise": "exact"} for action in [*kinds, state]]}
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ def skips_one(model, batch):
 
 
 def test_pieces_of_the_batch_update_once():
-    pieces = {"kind": "micro_batch", "class": "equivalent", "count": 3}
+    pieces = {"kind": "micro_batch", "promise": "equivalent", "count": 3}
     results = []
     for actions in ([pieces], [pieces, *plan(window_bytes=10**6)["actions"]]):
         workload = build()
@@ -356,7 +356,7 @@ def test_verify_agrees(tmp_path):
     made = memfit.plan(trace, budget, forbid=forbid, offload=tmp_path).as_dict()
     assert made["verdict"] == "fits"
     outcome = verify(build, made, loss_reduction="mean")
-    kinds = {outcome[part]["class"] for part in ("loss", "gradients", "parameters", "buffers")}
+    kinds = {outcome[part]["agreement"] for part in ("loss", "gradients", "parameters", "buffers")}
     assert kinds == {"bitwise"}
     assert outcome["planned"]["measured_peak_bytes"] <= made["budget_bytes"]
     assert outcome["unplanned"]["measured_peak_bytes"] > made["budget_bytes"]

@@ -88,7 +88,7 @@ def plan(workload, *, room=3 * WEIGHT, ahead=WEIGHT, fuse=False, state=False, pi
         actions.append({"kind": "offload_optimizer", "offload_optimizer": directions})
     if fuse:
         actions.append({"kind": "fuse_optimizer"})
-    return {"actions": [{**action, "class": "exact"} for action in [*actions, *cut(pieces)]]}
+    return {"actions": [{**action, "promise": "exact"} for action in [*actions, *cut(pieces)]]}
 
 
 def cut(pieces):
@@ -384,7 +384,7 @@ def test_a_step_that_fits_only_without_its_parameters_is_planned_measured_and_bi
     assert made.verdict == "fits"
     assert "offload_parameters" in [action.kind for action in made.actions]
     verified = verify(wide, made.as_dict(), loss_reduction="mean", steps=2)
-    kinds = [verified[what]["class"] for what in ("loss", "gradients", "parameters")]
+    kinds = [verified[what]["agreement"] for what in ("loss", "gradients", "parameters")]
     assert kinds == ["bitwise"] * 3
     planned = verified["planned"]
     assert planned["measured_peak_bytes"] <= budget
@@ -422,7 +422,7 @@ def test_a_step_that_fits_only_without_its_parameters_and_by_another_action(
     assert {"offload_parameters", beside} <= kinds
     verified = verify(tall, found.as_dict(), loss_reduction="mean", steps=2)
     same = {"bitwise"} if "micro_batch" in forbid else {"bitwise", "equivalent"}
-    assert {verified[what]["class"] for what in ("loss", "gradients", "parameters")} <= same
+    assert {verified[what]["agreement"] for what in ("loss", "gradients", "parameters")} <= same
     measured = verified["planned"]["measured_peak_bytes"]
     assert measured <= found.budget_bytes
     predicted = found.planned.predicted_peak_bytes
@@ -467,7 +467,7 @@ def test_parameters_that_cannot_be_let_go_stay_and_the_others_go(tmp_path):
     (directions,) = filter(None, kinds)
     assert sorted(directions["names"]) == [f"{layer}.0.weight" for layer in range(4, 8)]
     verified = verify(loaded, made.as_dict(), loss_reduction="mean", steps=2)
-    assert verified["parameters"]["class"] == "bitwise"
+    assert verified["parameters"]["agreement"] == "bitwise"
     measured = verified["planned"]["measured_peak_bytes"]
     assert measured <= made.budget_bytes
     predicted = made.planned.predicted_peak_bytes

@@ -71,7 +71,7 @@ def step_is_the_same(budget, **options):
     """The plan, after its two steps were compared with the unplanned ones."""
     workload = build()
     with memfit.fit(workload, budget, **options) as fitted:
-        plan = fitted.plan
+        plan = fitted.plan.as_dict()
         first = fitted.step()
         static = static_tensors(workload, fitted.optimizer)
         losses = []
@@ -90,7 +90,7 @@ def test_a_plan_offloads_where_nothing_may_be_computed_again(tmp_path):
     forbid = ["remat", "micro_batch"]
     plan = step_is_the_same("70%", offload=tmp_path, forbid=forbid)
     offload = kinds(plan)["offload"]
-    assert offload["class"] == "exact"
+    assert offload["promise"] == "exact"
     assert offload["offload"]["folder"] == str(tmp_path)
     assert sorted(offload["offload"]["order"]) == list(range(offload["count"]))
     assert list(tmp_path.iterdir()) == []

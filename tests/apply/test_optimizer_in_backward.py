@@ -13,7 +13,7 @@ from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
 from memfit.workload import Workload
 
-FUSE = {"actions": [{"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0}]}
+FUSE = {"actions": [{"kind": "fuse_optimizer", "promise": "exact", "count": 1, "bytes": 0}]}
 NOTHING = {"actions": []}
 
 OPTIMIZERS = {

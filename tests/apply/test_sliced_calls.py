@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,7 +95,7 @@ def _workload(*layers: nn.Module, shape=(2, 48)) -> memfit.Workload:
 
 
 def _calls(workload: memfit.Workload) -> list[dict]:
-    chunks = json.loads(memfit.trace(workload).native.chunks())
+    chunks = memfit.trace(workload).native.chunks()
     return chunks[-1]["calls"] if chunks else []
 
 

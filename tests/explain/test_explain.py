@@ -36,7 +36,7 @@ def test_peaks_of_real_runs_are_those_of_a_plain_rollback(name: str):
     path = real(name)
     states = totals(path)
     explanation = memfit.explain(path)
-    assert explanation.problems == []
+    assert explanation.problems == ()
     (device,) = explanation.devices
     peak = device.peak
     for count, said in enumerate(
@@ -66,12 +66,12 @@ def test_a_training_step_has_its_owners():
     assert by_category["optimizer_state"] == pytest.approx(2 * parameters, rel=0.03)
     assert by_category["activation"] > device.peak.allocated_bytes / 2
     assert any(owner.module.endswith("model.py:520") for owner in device.owners)
-    assert device.growth == []
+    assert device.growth == ()
 
 
-def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "memfit", "explain", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def program(*arguments: object, command: str = "explain") -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "memfit", command, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_python_and_the_program_say_the_same():
@@ -110,7 +110,7 @@ def test_what_grew_between_two_snapshots():
     (device,) = explanation.devices
     assert sum(it.bytes for it in device.growth) == freed
     assert sum(it.bytes_per_step for it in device.growth) == freed // 2
-    assert memfit.explain(later, before=later).devices[0].growth == []
+    assert memfit.explain(later, before=later).devices[0].growth == ()
 
 
 def test_the_device_divides_with_its_memory():
@@ -137,3 +137,17 @@ def test_what_is_no_snapshot_is_refused(tmp_path: Path):
         memfit.explain(path, device_memory="60%")
     with pytest.raises(memfit.BudgetError, match="lots"):
         memfit.explain(path, device_memory="lots")
+
+
+def test_a_replay_is_what_the_program_says():
+    path = FIXTURES / "oom_live_set.pickle"
+    document = program(path, "--format", "json", command="replay")
+    replayed = memfit.replay(path)
+    assert replayed.as_dict() == json.loads(document.stdout)
+    assert str(replayed).startswith(str(path))
+    (device,) = replayed.devices
+    assert [it.is_recorded for it in device.replays].count(True) == 1
+    asked = memfit.replay(path, {"max_split_size_mb": 256})
+    assert any("max_split_size_mb:256" in it.settings for it in asked.devices[0].replays)
+    with pytest.raises(memfit.UsageError, match="max_splitt"):
+        memfit.replay(path, {"max_splitt": 1})

@@ -153,7 +153,7 @@ def workload(name: str) -> memfit.Workload:
 
 def plans(name: str, trace: memfit.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The plans of a model, each with what it is asked for."""
-    costs = json.dumps({"kind": "roofline", "profile": json.loads(PROFILE.read_text())})
+    costs = {"kind": "roofline", "profile": json.loads(PROFILE.read_text())}
     for budget in BUDGETS:
         for allow in ("exact", "equivalent"):
             for offer in (None, OFFER):
@@ -164,14 +164,15 @@ def plans(name: str, trace: memfit.Trace) -> Iterator[tuple[str, dict[str, Any]]
                     "forbid": [],
                     "offload": offer,
                 }
-                made = _native.plan(trace.native, costs, json.dumps(request), None)
+                made = _native.plan(trace.native, costs, request, None)
                 asked = f"{name}, {budget}, {allow}, {'host' if offer else 'nowhere'}"
-                yield asked, json.loads(made)
+                yield asked, made
 
 
 def kept(plan: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a plan."""
-    actions = json.dumps(plan["actions"], sort_keys=True).encode()
+    """What is kept of a plan, its actions as plans of version 1 said them."""
+    said = [{("class" if k == "promise" else k): v for k, v in a.items()} for a in plan["actions"]]
+    actions = json.dumps(said, sort_keys=True).encode()
     return {
         "predicted_peak_bytes": plan["planned"]["predicted_peak_bytes"],
         "predicted_step_ratio": plan["predicted_step_ratio"],

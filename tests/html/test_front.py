@@ -44,7 +44,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_every_plan_is_shown_and_said(browser: chromium.Browser, front: tuple[Path, Any]):
     page, said = front
     points = said["points"]
-    assert {point["class"] for point in points} == {"exact", "equivalent"}
+    assert {point["promise"] for point in points} == {"exact", "equivalent"}
     browser.resize(1180, 1000)
     browser.emulate(prefers_color_scheme="light")
     browser.log()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,6 @@ import memfit
 from memfit import _native
 from memfit.errors import BudgetError, UsageError
 from memfit.plan import planner
-from memfit.plan.planner import Choice
-
-CHOICE = Choice("exact", own_loop=False, forbid=(), place=None)
 
 
 def words() -> memfit.Workload:
@@ -30,15 +28,15 @@ def words() -> memfit.Workload:
     )
 
 
-def costs(trace: memfit.Trace) -> str:
+def costs(trace: memfit.Trace) -> dict[str, Any]:
     """An op takes a second."""
     ops = json.loads(trace.json())["ops"]
-    return json.dumps({"kind": "profile", "op_seconds": [1.0] * len(ops)})
+    return {"kind": "profile", "op_seconds": [1.0] * len(ops)}
 
 
 def test_planning_asks_in_turn_and_says_what_for(tmp_path):
     trace = memfit.trace(words())
-    request = json.dumps({"budget": "110%"})
+    request = {"budget": "110%"}
     planning = _native.PlanSession(request, str(tmp_path))
     assert planning.next() == ("trace",)
     planning.trace(trace.native)
@@ -46,17 +44,17 @@ def test_planning_asks_in_turn_and_says_what_for(tmp_path):
     planning.costs(costs(trace))
     assert planning.next() == ("offer", "cpu", str(tmp_path), None)
     rates = {"write_bytes_per_second": 1e9, "read_bytes_per_second": 1e9}
-    planning.offer(json.dumps({"tier": "disk", "folder": str(tmp_path), **rates}))
+    planning.offer({"tier": "disk", "folder": str(tmp_path), **rates})
     assert planning.next() == ("plan",)
     planning.search()
     need = planning.next()
     assert need[0] == "nothing"
-    assert json.loads(need[1])["verdict"] == "fits"
+    assert need[1]["verdict"] == "fits"
 
 
 def test_an_answer_to_another_question_is_refused_and_changes_nothing():
     trace = memfit.trace(words())
-    planning = _native.PlanSession("{}")
+    planning = _native.PlanSession({})
     with pytest.raises(UsageError, match="planning needs a trace, and was given costs"):
         planning.costs(costs(trace))
     with pytest.raises(UsageError, match="planning needs a trace, and no search"):
@@ -66,11 +64,11 @@ def test_an_answer_to_another_question_is_refused_and_changes_nothing():
 
 def test_a_budget_that_cannot_be_read_is_an_error_of_its_own():
     with pytest.raises(BudgetError, match=r"^cannot read `lots` as a budget: no number; write"):
-        _native.PlanSession(json.dumps({"budget": "lots"}))
-    with pytest.raises(UsageError, match="the request is not valid: invalid type"):
-        _native.PlanSession(json.dumps({"budget": 7}))
-    with pytest.raises(UsageError, match="the request is not valid: unknown variant"):
-        _native.PlanSession(json.dumps({"budget": "7", "forbid": ["sleep"]}))
+        _native.PlanSession({"budget": "lots"})
+    with pytest.raises(UsageError, match="the plan request is not valid: "):
+        _native.PlanSession({"budget": 7})
+    with pytest.raises(UsageError, match="the plan request is not valid: unknown variant"):
+        _native.PlanSession({"budget": "7", "forbid": ["sleep"]})
 
 
 @pytest.mark.parametrize(("allow", "budget"), [("equivalent", "100%"), ("exact", "1")])
@@ -85,12 +83,12 @@ def test_the_step_is_recorded_in_slices_once_and_only_with_its_workload(monkeypa
         return recorded[-1]
 
     monkeypatch.setattr(planner, "with_alternatives", counted)
-    choice = Choice(allow, own_loop=False, forbid=(), place=None)
-    alone = planner.plan_trace(trace, costs(trace), budget, choice, None)
+    options = memfit.Options(allow=allow)
+    alone = planner.plan_trace(trace, costs(trace), budget, options, None)
     assert recorded == []
-    made = planner.plan_trace(trace, costs(trace), budget, choice, workload)
+    made = planner.plan_trace(trace, costs(trace), budget, options, workload)
     (sliced,) = recorded
-    assert made == planner.plan_trace(memfit.Trace(sliced), costs(trace), budget, choice, None)
+    assert made == planner.plan_trace(memfit.Trace(sliced), costs(trace), budget, options, None)
     assert made.minimum_peak_bytes <= alone.minimum_peak_bytes
 
 
@@ -98,4 +96,4 @@ def test_a_plan_that_fits_records_nothing_in_slices(monkeypatch):
     workload = words()
     trace = memfit.trace(workload)
     monkeypatch.delattr(planner, "with_alternatives")
-    assert planner.plan_trace(trace, costs(trace), "110%", CHOICE, workload).fits
+    assert planner.plan_trace(trace, costs(trace), "110%", memfit.Options(), workload).fits

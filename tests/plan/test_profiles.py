@@ -188,3 +188,16 @@ def test_the_command_writes_what_plans_read(tmp_path: Path):
     assert document["schema_version"] == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["memfit"]
     assert profiles.read(file)["samples"] == document["samples"]
+
+
+def test_the_library_calibrates_and_plans_find_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = memfit.calibrate(seconds=0.2, folder=tmp_path)
+    file = tmp_path / "memfit" / "cpu.json"
+    assert found.path == str(file)
+    assert profiles.read(file)["samples"] == found.as_dict()["samples"]
+    assert found.profile.flops_per_second["float32"] > 0
+    assert str(file) in str(found)
+    assert found.date in memfit.plan(workload(), "90%").cost_source
+    named = memfit.calibrate(seconds=0.2, output=tmp_path / "named.json")
+    assert named.path == str(tmp_path / "named.json")

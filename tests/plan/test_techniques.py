@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import typing
 
 import pytest
@@ -19,11 +18,11 @@ def test_the_engine_plans_what_python_names_and_carries_out():
 
 
 def test_an_action_is_told_in_the_words_of_the_reports():
-    action = {"kind": "micro_batch", "class": "equivalent", "count": 4, "bytes": 1}
-    assert _native.effect(json.dumps(action)) == "the batch in 4 pieces"
+    action = {"kind": "micro_batch", "promise": "equivalent", "count": 4, "bytes": 1}
+    assert _native.effect(action) == "the batch in 4 pieces"
 
 
 def test_an_action_that_lacks_its_directions_is_refused():
-    action = {"kind": "remat", "class": "exact", "count": 4, "bytes": 1}
+    action = {"kind": "remat", "promise": "exact", "count": 4, "bytes": 1}
     with pytest.raises(UsageError, match="missing field `remat`"):
-        _native.effect(json.dumps(action))
+        _native.effect(action)

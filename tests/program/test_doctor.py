@@ -340,8 +340,8 @@ def test_a_home_that_cannot_be_written_to(torchless: Path, unwritable: Path):
     assert document["folders"][0]["why_not"].startswith(f"cannot write to `{unwritable}")
     (remark,) = document["remarks"]
     assert remark == (
-        "profiles cannot be kept here: `memfit calibrate --output FILE.json` writes one elsewhere, "
-        "and `memfit plan --costs FILE.json` uses it"
+        "profiles cannot be kept here: write one with `memfit calibrate --output FILE.json`, "
+        "and plan with `memfit plan --costs FILE.json`"
     )
     assert document["folders"][1]["why_not"] is None
 

@@ -112,7 +112,7 @@ def test_the_smallest_budget_that_a_refusal_names_is_enough(build: Callable[[], 
     budget = caught.value.minimum_budget_bytes
     assert f"({budget} bytes)" in str(caught.value)
     fitted = memfit.fit(build(), budget=budget)
-    assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget
+    assert fitted.plan.planned.predicted_peak_bytes <= budget
 
 
 def test_a_saved_plan_is_run(tmp_path):
@@ -124,7 +124,8 @@ def test_a_saved_plan_is_run(tmp_path):
     loaded = memfit.load(tmp_path / "plan.memfit")
     assert isinstance(loaded, memfit.Plan)
     fitted = memfit.fit(workload, plan=loaded)
-    assert fitted.plan == made.as_dict()
+    assert fitted.plan is loaded
+    assert loaded == made
     loss = fitted.step(workload.batch)
     torch.manual_seed(1)
     other = workloads.mlp()

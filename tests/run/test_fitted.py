@@ -89,13 +89,15 @@ def test_remat_with_the_optimizer_inside_backward_is_bitwise():
     expected, _ = run(workload(), NOTHING)
     load = workload()
     plan = remat_plan(load)
-    plan["actions"].insert(0, {"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0})
+    plan["actions"].insert(
+        0, {"kind": "fuse_optimizer", "promise": "exact", "count": 1, "bytes": 0}
+    )
     got, _ = run(load, plan)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 def test_remat_inside_micro_batches_equals_micro_batches_alone():
-    cut = {"kind": "micro_batch", "class": "equivalent", "count": 2, "bytes": 0}
+    cut = {"kind": "micro_batch", "promise": "equivalent", "count": 2, "bytes": 0}
     expected, _ = run(workload(), {"actions": [cut]})
     load = workload()
     plan = remat_plan(load, load.batch[:4])
@@ -184,7 +186,7 @@ def test_an_own_loop():
 
 @pytest.mark.parametrize("kind", ["fuse_optimizer", "micro_batch"])
 def test_an_own_loop_refuses_what_lives_outside_forward(kind):
-    plan = {"actions": [{"kind": kind, "class": "exact", "count": 2, "bytes": 0}]}
+    plan = {"actions": [{"kind": kind, "promise": "exact", "count": 2, "bytes": 0}]}
     fitted = Fitted(workload(), plan)
     with pytest.raises(UsageError, match="own_loop=True"), fitted.forward():
         pass

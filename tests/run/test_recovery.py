@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from memfit import _native
 from memfit.run.fitted import Fitted
 from memfit.run.recovery import Recovery
 from memfit.run.step_backup import BeforeStep, Buffers
+from memfit.schema import FuseOptimizerAction
 from memfit.track import cpu
 
 KIB = 1 << 10
@@ -99,7 +101,7 @@ def test_a_recovered_step_is_the_eager_one_bit_for_bit():
     reference = Fitted(workload(eager), {"actions": []})
     budget = _native.taken_bytes() + int(peak * 1.1)
     fitted = guarded(net, budget)
-    assert not [a for a in fitted.plan["actions"] if a["kind"] == "remat"]
+    assert not [a for a in fitted.plan.actions if a.kind == "remat"]
     torch.manual_seed(11)
     want = [reference.step() for _ in range(3)]
     ballast = torch.empty(budget - _native.taken_bytes() - int(peak * 0.75), dtype=torch.uint8)
@@ -117,7 +119,7 @@ def test_a_recovered_step_is_the_eager_one_bit_for_bit():
     report = fitted.report()
     assert (report.recovered_steps, report.steps) == (1, 3)
     assert 1 <= report.refused_attempts <= 3
-    assert [a for a in fitted.plan["actions"] if a["kind"] == "remat"]
+    assert [a for a in fitted.plan.actions if a.kind == "remat"]
     assert all(p.grad is None for p in net.parameters())
     fitted.close()
     del ballast
@@ -183,7 +185,7 @@ def test_a_step_refused_while_the_optimizer_makes_its_state_is_recovered():
 
     fitted_budget = _native.taken_bytes() + int(plan.unplanned.predicted_peak_bytes) + room
     work = workload(net, lambda p: Filled(p, lr=1e-2))
-    fitted = Fitted(work, {"actions": []}, recovery=Recovery(work, fitted_budget, within))
+    fitted = Fitted(work, plan, recovery=Recovery(work, fitted_budget, within))
     torch.manual_seed(11)
     with pytest.warns(memfit.RecoveryWarning):
         got = fitted.step()
@@ -203,12 +205,12 @@ def test_updated_parameters_are_said_and_not_run_again():
             torch.empty(1 << 30, dtype=torch.uint8)
         return gradient
 
-    fused = {"kind": "fuse_optimizer"}
+    fused = FuseOptimizerAction(kind="fuse_optimizer", promise="exact", count=1, bytes=0)
     plan = memfit.plan(workload(net), "100%")
     budget = _native.taken_bytes() + 100 * (1 << 20)
     work = workload(net)
     recovery = Recovery(work, budget, lambda *_: plan)
-    fitted = Fitted(work, {**plan.as_dict(), "actions": [fused]}, recovery=recovery)
+    fitted = Fitted(work, replace(plan, actions=(fused,)), recovery=recovery)
     fitted.step()
     net[0].linear.weight.register_hook(update)
     refuse[0] = True
@@ -232,7 +234,7 @@ def test_retries_end():
     work = workload(net)
     before = everything(net, None)
     budget = _native.taken_bytes() + 100 * KIB
-    fitted = Fitted(work, {"actions": []}, recovery=Recovery(work, budget, within))
+    fitted = Fitted(work, plan, recovery=Recovery(work, budget, within))
     with pytest.raises(memfit.OutOfBudget) as caught:
         fitted.step()
     assert same(everything(net, None), before)
@@ -356,7 +358,7 @@ def test_a_budget_below_the_model_itself_is_held_with_its_parameters_elsewhere(t
         unplanned = memfit.plan(workload, "100%").unplanned.predicted_peak_bytes
         budget = min(unplanned * 22 // 100, size - 1)
         fitted = memfit.fit(workload, budget, offload={str(tmp_path)!r}, guard=True)
-        kinds = [action["kind"] for action in fitted.plan["actions"]]
+        kinds = [action.kind for action in fitted.plan.actions]
         for step in range(3):
             fitted.step()
         taken = _native.taken_bytes()

@@ -128,7 +128,7 @@ class ForwardOps:
             "actions": [
                 {
                     "kind": "remat",
-                    "class": "exact",
+                    "promise": "exact",
                     "count": 1,
                     "bytes": 0,
                     "remat": self.remat(*args, **kwargs),

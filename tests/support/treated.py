@@ -25,7 +25,7 @@ class Treated:
             "stores": list(self.stores.items()),
             "window_bytes": self.window_bytes,
         }
-        return json.loads(_native.evaluate(self.trace.native, json.dumps(request)))
+        return _native.evaluate(self.trace.native, request)
 
     def plan(self) -> dict[str, Any]:
         """The plan, watching the whole forward."""
@@ -48,7 +48,7 @@ class Treated:
             "order": [places[a] for a in self.evaluate()["fetch_order"]],
             **watched,
         }
-        action = {"class": "exact", "count": 1, "bytes": 0}
+        action = {"promise": "exact", "count": 1, "bytes": 0}
         actions = []
         if drops:
             actions.append({"kind": "remat", **action, "remat": {"drops": drops, **watched}})

@@ -92,7 +92,7 @@ def test_activations_and_state_are_offloaded_bitwise_within_budget(tmp_path: Pat
     options = {"offload": tmp_path, "forbid": ["offload_parameters"]}
     budget = int(memfit.plan(workload(), budget="1GiB", **options).minimum_peak_bytes * 1.2)
     with memfit.fit(workload(), budget=budget, **options) as fitted:
-        kinds = {action["kind"] for action in fitted.plan["actions"]}
+        kinds = {action.kind for action in fitted.plan.actions}
         assert kinds & {"offload", "offload_optimizer"}
         found = two_steps(fitted)
         measured = measure_peak(fitted.step, static_tensors(fitted.workload, fitted.optimizer))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import workloads
 from handmade import record
 from torch import nn
 
+import memfit
 from memfit.measure import calibrate, paired_cpu_seconds
 from memfit.measure.peak import storage_bytes
 from memfit.run import fitted as fitted_module
@@ -32,7 +34,7 @@ def remat_plan(drop=lambda m: "bernoulli" not in m.name):
     return record(load.model, lambda: load.loss(load.model, load.batch)).plan(drop)
 
 
-BITWISE = {"class": "bitwise", "max_relative_error": 0.0}
+BITWISE = {"agreement": "bitwise", "max_relative_error": 0.0}
 
 
 def test_an_exact_plan_is_bitwise_and_lower():
@@ -62,21 +64,21 @@ def test_micro_batches_are_equivalent():
         )
         return load
 
-    plan = {"actions": [{"kind": "micro_batch", "class": "equivalent", "count": 4, "bytes": 0}]}
+    plan = {"actions": [{"kind": "micro_batch", "promise": "equivalent", "count": 4, "bytes": 0}]}
     result = verify(no_dropout, plan, steps=1)
-    assert result["gradients"]["class"] == "equivalent"
+    assert result["gradients"]["agreement"] == "equivalent"
     assert 0 < result["gradients"]["max_relative_error"] <= 1e-5
 
 
 def test_a_plan_that_changes_the_numbers_is_told():
-    plan = {"actions": [{"kind": "micro_batch", "class": "equivalent", "count": 2, "bytes": 0}]}
+    plan = {"actions": [{"kind": "micro_batch", "promise": "equivalent", "count": 2, "bytes": 0}]}
     result = verify(factory, plan, steps=1)  # batch normalisation, so not the same
-    assert result["gradients"]["class"] == "different"
+    assert result["gradients"]["agreement"] == "different"
     assert result["gradients"]["max_relative_error"] > 1e-3
 
 
 def test_the_optimizer_inside_backward_is_bitwise():
-    plan = {"actions": [{"kind": "fuse_optimizer", "class": "exact", "count": 1, "bytes": 0}]}
+    plan = {"actions": [{"kind": "fuse_optimizer", "promise": "exact", "count": 1, "bytes": 0}]}
     result = verify(factory, plan, steps=1)
     for what in ("loss", "gradients", "parameters", "buffers"):
         assert result[what] == BITWISE, what
@@ -176,3 +178,32 @@ def test_a_step_that_does_not_fit_is_timed_on_fewer_examples(monkeypatch):
     assert len(seconds) == len(trace["ops"])
     with pytest.raises(fitted_module.UsageError, match="are free"):
         profile_ops(load, trace, available_bytes=1000)
+
+
+def test_a_workload_is_verified_and_left_as_it_was():
+    workload = workloads.mlp()
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    found = memfit.verify(workload, "90%", steps=1)
+    assert found.holds
+    assert found.verdict == "fits"
+    assert found.loss.agreement == found.gradients.agreement == "bitwise"
+    assert found.planned.measured_peak_bytes <= found.budget_bytes
+    assert all(action.promise == "exact" for action in found.plan.actions)
+    assert "bitwise equal" in str(found)
+    assert "text" not in found.as_dict()
+    for mine, was in zip(workload.model.parameters(), before, strict=True):
+        assert torch.equal(mine, was)
+
+
+def test_a_plan_that_was_made_is_verified():
+    made = memfit.plan(workloads.mlp(), "90%")
+    found = memfit.verify(workloads.mlp, plan=made, steps=1)
+    assert found.holds
+    assert found.budget_bytes == made.budget_bytes
+    with pytest.raises(memfit.UsageError, match="give a `budget`, or a `plan`"):
+        memfit.verify(workloads.mlp)
+
+
+def test_where_no_plan_fits_nothing_runs():
+    found = memfit.verify(workloads.mlp, 1000, steps=1)
+    assert (found.verdict, found.holds, found.loss) == ("does_not_fit", None, None)

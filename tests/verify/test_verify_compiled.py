@@ -45,7 +45,7 @@ def test_rounding_is_measured_by_what_torch_alone_is_off(error, kind):
     )
     assert yardstick == pytest.approx(1e-4, rel=1e-2)
     assert against == {"reference": "eager", "tolerance": 2 * yardstick}
-    assert compared["gradients"]["class"] == kind
+    assert compared["gradients"]["agreement"] == kind
     assert compared["gradients"]["max_relative_error"] == pytest.approx(error, rel=1e-2)
 
 
@@ -55,7 +55,7 @@ def test_an_error_that_is_no_rounding_is_no_yardstick():
     compared, against, yardstick = judged(workload, eager, wrong, wrong)
     assert yardstick == pytest.approx(0.5, rel=1e-2)
     assert against["tolerance"] == pytest.approx(1e-5)
-    assert compared["loss"]["class"] == "different"
+    assert compared["loss"]["agreement"] == "different"
 
 
 def test_a_step_that_draws_is_held_against_the_one_that_draws_the_same(monkeypatch):
@@ -70,9 +70,9 @@ def test_a_step_that_draws_is_held_against_the_one_that_draws_the_same(monkeypat
     compared, against, yardstick = judged(workload, eager, inductor, inductor)
     assert against == {"reference": "torch_compile", "tolerance": 1e-5}
     assert yardstick == pytest.approx(0.0)
-    assert compared["gradients"]["class"] == "bitwise"
+    assert compared["gradients"]["agreement"] == "bitwise"
     compared, *_ = judged(workload, eager, inductor, eager)
-    assert compared["gradients"]["class"] == "different"
+    assert compared["gradients"]["agreement"] == "different"
 
 
 def test_a_step_that_cannot_be_compiled_says_why():

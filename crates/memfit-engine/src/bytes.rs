@@ -8,6 +8,7 @@ use std::iter::Sum;
 use std::num::IntErrorKind;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// A number of bytes.
@@ -15,7 +16,18 @@ use serde::{Deserialize, Serialize};
 /// Addition saturates at `u64::MAX` and subtraction at zero: a sum of sizes read from a hostile file
 /// must not panic, and a saturated peak still compares as "does not fit".
 #[derive(
-    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+    Debug,
+    Clone,
+    Copy,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    JsonSchema,
+    Serialize,
+    Deserialize,
 )]
 #[serde(transparent)]
 pub struct Bytes(pub u64);

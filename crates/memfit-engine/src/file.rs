@@ -15,8 +15,8 @@ use flate2::read::ZlibDecoder;
 use flate2::write::ZlibEncoder;
 use serde::{Deserialize, Serialize};
 
-use crate::plan::Plan;
-use crate::trace::{SCHEMA_VERSION, Trace, TraceError};
+use crate::plan::{self, Plan};
+use crate::trace::{self, Trace, TraceError};
 
 /// What a file holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,11 +43,13 @@ pub enum FileError {
     NotMemfit,
     /// It was written by a later memfit.
     #[error(
-        "the file has schema version {found}, this memfit reads up to {SCHEMA_VERSION}: install memfit {writer} or newer"
+        "the file has schema version {found}, this memfit reads up to {known}: install memfit {writer} or newer"
     )]
     TooNew {
         /// The file's version.
         found: u32,
+        /// The newest that is known for what it holds.
+        known: u32,
         /// The memfit that wrote it.
         writer: String,
     },
@@ -121,7 +123,7 @@ pub fn peek_kind(file: &[u8]) -> Result<FileKind, FileError> {
 
 fn encode_body<T: Serialize>(kind: FileKind, body: &T) -> Vec<u8> {
     let header = Header {
-        schema_version: SCHEMA_VERSION,
+        schema_version: kind.schema_version(),
         kind,
         memfit: env!("CARGO_PKG_VERSION").to_owned(),
     };
@@ -148,7 +150,10 @@ fn split_header(file: &[u8]) -> Result<(Header, &[u8]), FileError> {
         .get("schema_version")
         .and_then(serde_json::Value::as_u64);
     let version = version.ok_or(FileError::NotMemfit)?;
-    if version > u64::from(SCHEMA_VERSION) {
+    let kind = loose.get("kind").cloned();
+    let kind = kind.and_then(|kind| serde_json::from_value::<FileKind>(kind).ok());
+    let known = kind.map_or(NEWEST_VERSION, FileKind::schema_version);
+    if version > u64::from(known) {
         let writer = loose
             .get("memfit")
             .and_then(|w| w.as_str())
@@ -156,6 +161,7 @@ fn split_header(file: &[u8]) -> Result<(Header, &[u8]), FileError> {
             .to_owned();
         return Err(FileError::TooNew {
             found: u32::try_from(version).unwrap_or(u32::MAX),
+            known,
             writer,
         });
     }
@@ -182,7 +188,21 @@ fn decode_body<T: for<'a> Deserialize<'a>>(file: &[u8], wanted: FileKind) -> Res
     serde_json::from_slice(&json).map_err(|error| FileError::Body(error.to_string()))
 }
 
+/// Where a file holds something unknown, it is of a later schema if its version is above this.
+const NEWEST_VERSION: u32 = if trace::SCHEMA_VERSION > plan::SCHEMA_VERSION {
+    trace::SCHEMA_VERSION
+} else {
+    plan::SCHEMA_VERSION
+};
+
 impl FileKind {
+    const fn schema_version(self) -> u32 {
+        match self {
+            Self::Trace => trace::SCHEMA_VERSION,
+            Self::Plan => plan::SCHEMA_VERSION,
+        }
+    }
+
     const fn name(self) -> &'static str {
         match self {
             Self::Trace => "trace",
@@ -229,6 +249,29 @@ mod tests {
             decode_plan(&encode(&sample::chain())),
             Err(FileError::WrongKind { .. })
         ));
+    }
+
+    #[test]
+    fn a_plan_of_version_1_is_read() {
+        let trace = sample::chain();
+        let op_seconds = vec![1.0; trace.ops.len()];
+        let costs = crate::cost::CostSource::Profile { op_seconds };
+        let request = plan::PlanRequest {
+            budget: crate::bytes::Budget::Absolute(crate::bytes::Bytes(1)),
+            ..plan::PlanRequest::default()
+        };
+        let plan = plan::plan(&trace, &costs, &request).unwrap();
+        assert!(!plan.actions.is_empty());
+        let json = serde_json::to_string(&plan).unwrap();
+        let before = json.replace("\"promise\"", "\"class\"");
+        assert_ne!(before, json);
+        let mut encoder = ZlibEncoder::new(
+            b"{\"schema_version\":1,\"kind\":\"plan\",\"memfit\":\"0.1.0\"}\n".to_vec(),
+            Compression::fast(),
+        );
+        encoder.write_all(before.as_bytes()).unwrap();
+        assert_eq!(decode_plan(&encoder.finish().unwrap()).unwrap(), plan);
+        assert_eq!(decode_plan(&encode_plan(&plan)).unwrap(), plan);
     }
 
     proptest! {

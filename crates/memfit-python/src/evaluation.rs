@@ -7,30 +7,43 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::step::{Evaluator, StepModel, Treatment, Variant};
 use memfit_engine::trace::{AllocationId, OpIndex};
 use pyo3::prelude::*;
-use serde::Deserialize;
-use serde_json::json;
+use serde::{Deserialize, Serialize};
 
 use crate::_native::Trace;
 use crate::UsageError;
+use crate::value::Value;
 
 /// An allocation and its home.
 #[derive(Deserialize)]
 struct Treated(u32, Option<OpIndex>);
 
 #[derive(Deserialize)]
-struct Request {
+pub(crate) struct EvaluationRequest {
     drops: Vec<Treated>,
     stores: Vec<Treated>,
     window_bytes: Bytes,
 }
 
-/// Evaluates a step; takes and returns JSON.
+#[derive(Serialize)]
+pub(crate) struct Evaluation {
+    peak_bytes: Bytes,
+    is_valid: bool,
+    replayed: usize,
+    fetch_order: Vec<AllocationId>,
+    droppable: Vec<u32>,
+    storable: Vec<u32>,
+    may_have_home: Vec<u32>,
+}
+
+/// Evaluates a step.
 #[pyfunction]
-#[pyo3(name = "evaluate")]
-pub(crate) fn evaluate_json(py: Python<'_>, trace: &Trace, request_json: &str) -> PyResult<String> {
+pub(crate) fn evaluate(
+    py: Python<'_>,
+    trace: &Trace,
+    request: Value<EvaluationRequest>,
+) -> PyResult<Value<Evaluation>> {
     let usage = |error: &dyn std::fmt::Display| UsageError::new_err(error.to_string());
-    let request: Request = serde_json::from_str(request_json).map_err(|error| usage(&error))?;
-    let trace = trace.shared();
+    let (request, trace) = (request.0, trace.shared());
     py.detach(|| {
         let variant = Variant {
             window_bytes: request.window_bytes,
@@ -55,15 +68,14 @@ pub(crate) fn evaluate_json(py: Python<'_>, trace: &Trace, request_json: &str) -
             all.filter(|&id| is_allowed(AllocationId(id)))
                 .collect::<Vec<_>>()
         };
-        Ok(json!({
-            "peak_bytes": evaluation.peak_bytes,
-            "is_valid": evaluation.valid,
-            "replayed": evaluator.replayed().count(),
-            "fetch_order": model.fetch_order(&treatments).collect::<Vec<_>>(),
-            "droppable": of(&|id| model.is_droppable(id)),
-            "storable": of(&|id| model.is_storable(id)),
-            "may_have_home": of(&|id| model.may_have_home(id)),
-        })
-        .to_string())
+        Ok(Value(Evaluation {
+            peak_bytes: evaluation.peak_bytes,
+            is_valid: evaluation.valid,
+            replayed: evaluator.replayed().count(),
+            fetch_order: model.fetch_order(&treatments).collect(),
+            droppable: of(&|id| model.is_droppable(id)),
+            storable: of(&|id| model.is_storable(id)),
+            may_have_home: of(&|id| model.may_have_home(id)),
+        }))
     })
 }

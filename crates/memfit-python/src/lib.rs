@@ -1,8 +1,13 @@
 //! The binding: module `memfit._native`.
 //!
 //! Responsible for conversion and error mapping, nothing else: no decision about memory is made here.
-//! Values cross as JSON text or encoded files, so that neither side holds the other's objects. The
-//! interpreter is released around every call into the engine.
+//! Answers and requests cross as values (`value.rs`), traces as JSON text or encoded files, so that neither side holds
+//! the other's objects. The interpreter is released around every call into the engine.
+
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "what Python passes is made anew for the call"
+)]
 
 mod budget;
 mod counting;
@@ -15,6 +20,7 @@ mod parking;
 mod parking_cuda;
 mod planning;
 mod pool;
+mod value;
 
 use pyo3::import_exception;
 use pyo3::prelude::*;
@@ -43,14 +49,13 @@ mod _native {
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::file;
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Front, Plan, PlanError, PlanRequest, TimeLimit};
+    use memfit_engine::plan::{self, Front, Plan, PlanRequest, TimeLimit};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
     use memfit_engine::trace;
     use pyo3::prelude::*;
     use pyo3::types::PyBytes;
-    use serde::de::DeserializeOwned;
-    use serde::{Deserialize, Serialize};
+    use serde::Serialize;
 
     #[pymodule_export]
     use super::budget::{
@@ -63,7 +68,7 @@ mod _native {
         refused_bytes, seed_blocks, uncounted_blocks,
     };
     #[pymodule_export]
-    use super::evaluation::evaluate_json;
+    use super::evaluation::evaluate;
     use super::host::PythonHost;
     #[pymodule_export]
     use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
@@ -79,7 +84,11 @@ mod _native {
     use super::planning::PlanSession;
     #[pymodule_export]
     use super::pool::PoolMachine;
+    use super::value::Value;
     use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
+
+    /// A step in slices: which, its trace as JSON, and the trace at another batch size if there is one.
+    type InSlices = (Value<trace::Chunk>, Vec<u8>, Option<Vec<u8>>);
 
     /// One recorded step, checked.
     #[pyclass(frozen, module = "memfit._native")]
@@ -137,17 +146,16 @@ mod _native {
             py.detach(|| to_json(&*self.trace))
         }
 
-        /// What of the step is worth a capture in slices, as a JSON list.
-        fn chunks(&self, py: Python<'_>) -> PyResult<String> {
-            py.detach(|| to_json(&plan::chunks(&self.trace).unwrap_or_default()))
+        /// What of the step is worth a capture in slices.
+        fn chunks(&self, py: Python<'_>) -> Value<Vec<trace::Chunk>> {
+            Value(py.detach(|| plan::chunks(&self.trace).unwrap_or_default()))
         }
 
-        /// The trace with the step in slices: each a chunk as JSON, its trace as JSON, and the trace at
-        /// another batch size if there is one. `refusal` says why there are no more.
+        /// The trace with the step in slices. `refusal` says why there are no more.
         fn with_alternatives(
             &self,
             py: Python<'_>,
-            steps: Vec<(String, Vec<u8>, Option<Vec<u8>>)>,
+            steps: Vec<InSlices>,
             refusal: String,
         ) -> PyResult<Self> {
             let trace = py.detach(|| {
@@ -156,7 +164,7 @@ mod _native {
                     let second = second.as_deref().map(checked_trace).transpose()?;
                     let batch = self.trace.meta.batch;
                     Ok(trace::Alternative {
-                        chunk: from_json("chunk", &chunk)?,
+                        chunk: chunk.0,
                         trace: trace::Trace::from_captures(first, second.as_ref(), batch),
                     })
                 });
@@ -219,7 +227,7 @@ mod _native {
             py.detach(|| to_json(&*self.snapshot))
         }
 
-        /// Explains the snapshot, as JSON; `before` is an earlier one with its name.
+        /// Explains the snapshot; `before` is an earlier one with its name.
         #[pyo3(signature = (source, before=None, steps=None, device_memory_bytes=None))]
         fn explain(
             &self,
@@ -228,7 +236,7 @@ mod _native {
             before: Option<(String, PyRef<'_, Snapshot>)>,
             steps: Option<u64>,
             device_memory_bytes: Option<u64>,
-        ) -> PyResult<String> {
+        ) -> Value<Explanation> {
             let before = before.map(|(name, before)| (name, Arc::clone(&before.snapshot)));
             py.detach(|| {
                 let before = before.as_ref();
@@ -238,22 +246,35 @@ mod _native {
                     steps,
                     device_memory: device_memory_bytes.map(Bytes),
                 };
-                to_json(&explain::explain(&self.snapshot, &request))
+                Value(explain::explain(&self.snapshot, &request))
             })
+        }
+
+        /// Runs the requests again under other allocator settings: the document and the text.
+        fn replay(
+            &self,
+            py: Python<'_>,
+            source: String,
+            settings: &str,
+            device_memory_bytes: Option<u64>,
+        ) -> PyResult<Value<memfit::Answer>> {
+            let memory = device_memory_bytes.map(Bytes);
+            let answer = py.detach(|| memfit::replay(&self.snapshot, source, settings, memory));
+            answer.map(Value).map_err(usage)
         }
     }
 
-    /// Predicts a step; takes and returns JSON.
+    /// Predicts a step.
     #[pyfunction]
     #[pyo3(name = "predict")]
-    fn predict_json(py: Python<'_>, trace: &Trace, request_json: &str) -> PyResult<String> {
-        let request: PredictRequest = request_from_json(request_json)?;
+    fn predict_step(
+        py: Python<'_>,
+        trace: &Trace,
+        request: Value<PredictRequest>,
+    ) -> PyResult<Value<Prediction>> {
         let trace = Arc::clone(&trace.trace);
-        py.detach(|| {
-            let prediction = predict::predict(&trace, &request)
-                .map_err(|error| UsageError::new_err(error.to_string()))?;
-            to_json(&prediction)
-        })
+        let prediction = py.detach(|| predict::predict(&trace, &request.0));
+        prediction.map(Value).map_err(usage)
     }
 
     /// What the caching allocator takes for a step beside the model; none where there is no such allocator.
@@ -264,42 +285,39 @@ mod _native {
             .map(|bytes| bytes.0)
     }
 
-    /// Plans a step, in about so many seconds if they are given; takes and returns JSON.
+    /// Plans a step, in about so many seconds if they are given.
     #[pyfunction]
-    #[pyo3(name = "plan", signature = (trace, costs_json, request_json, time_limit=None))]
-    fn plan_json(
+    #[pyo3(name = "plan", signature = (trace, costs, request, time_limit=None))]
+    fn plan_step(
         py: Python<'_>,
         trace: &Trace,
-        costs_json: &str,
-        request_json: &str,
+        costs: Value<CostSource>,
+        request: Value<PlanRequest>,
         time_limit: Option<f64>,
-    ) -> PyResult<String> {
-        let costs: CostSource = from_json("costs", costs_json)?;
-        let request: PlanRequest = request_from_json(request_json)?;
+    ) -> PyResult<Value<Plan>> {
         let trace = Arc::clone(&trace.trace);
-        py.detach(|| {
+        let plan = py.detach(|| {
             let began = Instant::now();
             let elapsed = || began.elapsed().as_secs_f64();
             let limit = time_limit.map(|seconds| TimeLimit {
                 seconds,
                 elapsed: &elapsed,
             });
-            let plan = plan::plan_within(&trace, &costs, &request, limit);
-            to_json(&plan.map_err(|error| plan_error(&error))?)
-        })
+            plan::plan_within(&trace, &costs.0, &request.0, limit)
+        });
+        plan.map(Value).map_err(usage)
     }
 
-    /// Places the allocations of a CSV; returns JSON.
+    /// Places the allocations of a CSV: their names, and the placement.
     #[pyfunction]
-    #[pyo3(name = "place", signature = (csv, capacity, alignment, threads, time_limit))]
-    fn place_json(
+    fn place(
         py: Python<'_>,
         csv: &[u8],
         capacity: Option<u64>,
         alignment: u64,
         threads: usize,
         time_limit: Option<f64>,
-    ) -> PyResult<String> {
+    ) -> PyResult<Value<(Vec<String>, placement::Answer)>> {
         let usage = |error: &dyn std::fmt::Display| UsageError::new_err(error.to_string());
         let limit = time_limit.map(Duration::try_from_secs_f64);
         let limit = limit.transpose().map_err(|error| usage(&error))?;
@@ -313,22 +331,20 @@ mod _native {
             let stop = || limit.is_some_and(|limit| start.elapsed() >= limit);
             let answer = placement::place(&table.problem, &request, &stop);
             let answer = answer.map_err(|error| usage(&error))?;
-            to_json(&(table.ids, answer))
+            Ok(Value((table.ids, answer)))
         })
     }
 
-    /// The text of a prediction, from its JSON.
+    /// The text of a prediction.
     #[pyfunction]
-    fn prediction_text(py: Python<'_>, json: &str) -> PyResult<String> {
-        let prediction: Prediction = from_json("prediction", json)?;
-        Ok(py.detach(|| memfit::of_prediction(&prediction)))
+    fn prediction_text(py: Python<'_>, prediction: Value<Prediction>) -> String {
+        py.detach(|| memfit::of_prediction(&prediction.0))
     }
 
-    /// The text of an explanation, from its JSON.
+    /// The text of an explanation.
     #[pyfunction]
-    fn explanation_text(py: Python<'_>, json: &str) -> PyResult<String> {
-        let explanation: Explanation = from_json("explanation", json)?;
-        Ok(py.detach(|| memfit::of_explanation(&explanation)))
+    fn explanation_text(py: Python<'_>, explanation: Value<Explanation>) -> String {
+        py.detach(|| memfit::of_explanation(&explanation.0))
     }
 
     /// The text of a track's record, from its JSON.
@@ -336,6 +352,42 @@ mod _native {
     fn track_text(py: Python<'_>, json: &str) -> PyResult<String> {
         py.detach(|| memfit::of_track(json))
             .map_err(|error| UsageError::new_err(format!("the record is not valid: {error}")))
+    }
+
+    /// The document and the text of a verification; `measured` is what real steps gave, none where nothing ran.
+    #[pyfunction]
+    fn verification(
+        plan: Value<Plan>,
+        measured: Option<Value<serde_json::Value>>,
+        compiled: bool,
+        capture_seconds: f64,
+        plan_seconds: f64,
+    ) -> PyResult<Value<memfit::Answer>> {
+        let (plan, measured) = (plan.0, measured.map(|measured| measured.0));
+        let answer = match measured {
+            Some(measured) if compiled => {
+                memfit::compiled_verification(&plan, measured, capture_seconds, plan_seconds)
+            }
+            measured => memfit::verification(&plan, measured, capture_seconds, plan_seconds),
+        };
+        answer.map(Value).map_err(usage)
+    }
+
+    /// The document and the text of a calibration whose profile was written to `path`.
+    #[pyfunction]
+    fn calibration(
+        profile: Value<serde_json::Value>,
+        path: String,
+    ) -> PyResult<Value<memfit::Answer>> {
+        memfit::calibration(profile.0, path)
+            .map(Value)
+            .map_err(usage)
+    }
+
+    /// The JSON Schema of every answer.
+    #[pyfunction]
+    fn schema() -> Value<serde_json::Value> {
+        Value(memfit::schema())
     }
 
     /// Bytes as the reports write them, `1.5 GiB`.
@@ -350,49 +402,42 @@ mod _native {
         plan::TECHNIQUES.iter().map(|it| it.name).collect()
     }
 
-    /// What an action of a plan does, in the words of the reports, from its JSON.
+    /// What an action of a plan does, in the words of the reports.
     #[pyfunction]
-    fn effect(json: &str) -> PyResult<String> {
-        let action: plan::Action = from_json("action", json)?;
-        Ok(action.summary().effect())
+    fn effect(action: Value<plan::Action>) -> String {
+        action.0.summary().effect()
     }
 
-    /// The text of a plan, from its JSON.
+    /// The text of a plan.
     #[pyfunction]
-    fn plan_text(py: Python<'_>, json: &str) -> PyResult<String> {
-        let plan: Plan = from_json("plan", json)?;
-        Ok(py.detach(|| memfit::of_plan(&plan)))
+    fn plan_text(py: Python<'_>, plan: Value<Plan>) -> String {
+        py.detach(|| memfit::of_plan(&plan.0))
     }
 
-    /// The text of a front, from its JSON.
+    /// The text of a front.
     #[pyfunction]
-    fn front_text(py: Python<'_>, json: &str) -> PyResult<String> {
-        let front: Front = from_json("front", json)?;
-        Ok(py.detach(|| memfit::of_front(&front)))
+    fn front_text(py: Python<'_>, front: Value<Front>) -> String {
+        py.detach(|| memfit::of_front(&front.0))
     }
 
-    /// The page of a front, or with `svg` the plot alone, from its JSON.
+    /// The page of a front, or with `svg` the plot alone.
     #[pyfunction]
-    #[pyo3(signature = (json, svg=false))]
-    fn front_page(py: Python<'_>, json: &str, svg: bool) -> PyResult<String> {
-        let front: Front = from_json("front", json)?;
-        Ok(py.detach(|| memfit::page_of_front(&front, svg)))
+    #[pyo3(signature = (front, svg=false))]
+    fn front_page(py: Python<'_>, front: Value<Front>, svg: bool) -> String {
+        py.detach(|| memfit::page_of_front(&front.0, svg))
     }
 
-    /// The bytes of a `.memfit` file as plan JSON.
+    /// The plan that the bytes of a `.memfit` file hold.
     #[pyfunction]
-    fn decode_plan(py: Python<'_>, data: &[u8]) -> PyResult<String> {
-        py.detach(|| {
-            let plan = file::decode_plan(data).map_err(|error| file_error(&error))?;
-            to_json(&plan)
-        })
+    fn decode_plan(py: Python<'_>, data: &[u8]) -> PyResult<Value<Plan>> {
+        let plan = py.detach(|| file::decode_plan(data));
+        plan.map(Value).map_err(|error| file_error(&error))
     }
 
-    /// Plan JSON as the bytes of a `.memfit` file.
+    /// A plan as the bytes of a `.memfit` file.
     #[pyfunction]
-    fn encode_plan<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let plan: Plan = from_json("plan", json)?;
-        Ok(PyBytes::new(py, &py.detach(|| file::encode_plan(&plan))))
+    fn encode_plan(py: Python<'_>, plan: Value<Plan>) -> Bound<'_, PyBytes> {
+        PyBytes::new(py, &py.detach(|| file::encode_plan(&plan.0)))
     }
 
     /// What the bytes of a `.memfit` file hold: `trace` or `plan`.
@@ -406,23 +451,19 @@ mod _native {
 
     /// The datasheet of a GPU as a device profile; without a name, of the one that stands in.
     #[pyfunction]
-    #[pyo3(signature = (name))]
-    fn gpu_profile(name: Option<&str>) -> PyResult<String> {
+    fn gpu_profile(name: Option<&str>) -> PyResult<Value<DeviceProfile>> {
         let Some(name) = name else {
-            return to_json(&devices::stand_in());
+            return Ok(Value(devices::stand_in()));
         };
         let device = devices::find(name).map_err(|error| UsageError::new_err(error.to_string()))?;
-        to_json(&device.profile())
+        Ok(Value(device.profile()))
     }
 
     /// Checks that a device profile can be used.
     #[pyfunction]
-    fn check_profile(json: &str) -> PyResult<()> {
-        let profile: DeviceProfile =
-            serde_json::from_str(json).map_err(|error| UsageError::new_err(error.to_string()))?;
-        profile
-            .check()
-            .map_err(|error| UsageError::new_err(error.to_string()))
+    fn check_profile(profile: Value<DeviceProfile>) -> PyResult<()> {
+        let checked = profile.0.check();
+        checked.map_err(|error| UsageError::new_err(error.to_string()))
     }
 
     /// A budget as written, in bytes.
@@ -444,7 +485,7 @@ mod _native {
         })
     }
 
-    pub(crate) fn plan_error(error: &PlanError) -> PyErr {
+    pub(crate) fn usage(error: impl std::fmt::Display) -> PyErr {
         UsageError::new_err(error.to_string())
     }
 
@@ -457,25 +498,7 @@ mod _native {
         Ok(trace)
     }
 
-    /// A request; a budget that cannot be read is an error of its own.
-    pub(crate) fn request_from_json<T: DeserializeOwned>(json: &str) -> PyResult<T> {
-        #[derive(Deserialize)]
-        struct Written {
-            budget: String,
-        }
-        from_json("request", json).map_err(|error| {
-            let written = serde_json::from_str::<Written>(json).ok();
-            let refused = written.and_then(|written| Budget::parse(&written.budget).err());
-            refused.map_or(error, |error| BudgetError::new_err(error.to_string()))
-        })
-    }
-
-    pub(crate) fn from_json<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
-        serde_json::from_str(json)
-            .map_err(|error| UsageError::new_err(format!("the {what} is not valid: {error}")))
-    }
-
-    pub(crate) fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
+    fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
         serde_json::to_string(value)
             .map_err(|error| UsageError::new_err(format!("cannot write JSON: {error}")))
     }

@@ -8,11 +8,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Budget;
-use memfit_engine::plan::{self, Answer, Need, PlanRequest, Search, TimeLimit};
+use memfit_engine::cost::CostSource;
+use memfit_engine::plan::{self, Answer, Front, Need, Offer, PlanRequest, Search, TimeLimit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::_native::{Trace, from_json, plan_error, request_from_json, to_json};
+use crate::_native::{Trace, usage};
+use crate::value::Value;
 use crate::{BudgetError, UsageError};
 
 /// A conversation about the plan of one step; it asks, and whoever holds it answers.
@@ -23,19 +25,18 @@ pub(crate) struct PlanSession {
 
 #[pymethods]
 impl PlanSession {
-    /// Begins one for a request as JSON and a place for what is offloaded; `front`: for many budgets.
+    /// Begins one for a request and a place for what is offloaded; `front`: for many budgets.
     #[new]
-    #[pyo3(signature = (request_json, place=None, *, front=false))]
-    fn new(request_json: &str, place: Option<String>, front: bool) -> PyResult<Self> {
-        let request: PlanRequest = request_from_json(request_json)?;
+    #[pyo3(signature = (request, place=None, *, front=false))]
+    fn new(request: Value<PlanRequest>, place: Option<String>, front: bool) -> Self {
         let begin = if front {
             plan::PlanSession::for_front
         } else {
             plan::PlanSession::new
         };
-        Ok(Self {
-            session: Mutex::new(begin(request, place)),
-        })
+        Self {
+            session: Mutex::new(begin(request.0, place)),
+        }
     }
 
     /// What is needed now: its name, and what there is to know about it.
@@ -48,12 +49,12 @@ impl PlanSession {
                 place,
                 profile,
             } => {
-                let profile = profile.as_deref().map(to_json).transpose()?;
+                let profile = profile.map(|profile| Value(*profile));
                 ("offer", device_kind, place, profile).into_pyobject(py)
             }
             Need::Slices => ("slices",).into_pyobject(py),
             Need::Plan(_) => ("plan",).into_pyobject(py),
-            Need::Nothing(made) => ("nothing", to_json(&made.plan)?).into_pyobject(py),
+            Need::Nothing(made) => ("nothing", Value(made.plan)).into_pyobject(py),
         }
     }
 
@@ -62,14 +63,14 @@ impl PlanSession {
         self.answer(py, Answer::Trace(trace.shared()))
     }
 
-    /// Brings the costs, as JSON.
-    fn costs(&self, py: Python<'_>, json: &str) -> PyResult<()> {
-        self.answer(py, Answer::Costs(from_json("costs", json)?))
+    /// Brings the costs.
+    fn costs(&self, py: Python<'_>, costs: Value<CostSource>) -> PyResult<()> {
+        self.answer(py, Answer::Costs(costs.0))
     }
 
-    /// Brings the offer of the place, as JSON.
-    fn offer(&self, py: Python<'_>, json: &str) -> PyResult<()> {
-        self.answer(py, Answer::Offer(from_json("offer", json)?))
+    /// Brings the offer of the place.
+    fn offer(&self, py: Python<'_>, offer: Value<Offer>) -> PyResult<()> {
+        self.answer(py, Answer::Offer(offer.0))
     }
 
     /// Brings the trace with the step in slices; none where it cannot be captured again.
@@ -89,21 +90,20 @@ impl PlanSession {
                 seconds,
                 elapsed: &elapsed,
             });
-            search.plan(limit).map_err(|error| plan_error(&error))
+            search.plan(limit).map_err(usage)
         })?;
         self.answer(py, Answer::Plan(Box::new(plan)))
     }
 
-    /// Searches for plans for many budgets, on all cores, and for one that is asked for; returns JSON.
+    /// Searches for plans for many budgets, on all cores, and for one that is asked for.
     #[pyo3(signature = (budget=None))]
-    fn front(&self, py: Python<'_>, budget: Option<&str>) -> PyResult<String> {
+    fn front(&self, py: Python<'_>, budget: Option<&str>) -> PyResult<Value<Front>> {
         let budget = budget.map(Budget::parse).transpose();
         let budget = budget.map_err(|error| BudgetError::new_err(error.to_string()))?;
         let search = self.needed_search()?;
         py.detach(|| {
             let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-            let front = search.front(budget, threads);
-            to_json(&front.map_err(|error| plan_error(&error))?)
+            search.front(budget, threads).map(Value).map_err(usage)
         })
     }
 }

@@ -8,6 +8,7 @@
 //! progress appear only on a terminal; a file is written whole or not at all; a broken pipe is no
 //! failure; nothing here exits the process.
 
+mod answer;
 mod args;
 mod broker;
 mod commands;
@@ -31,10 +32,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use clap::Parser as _;
 
+pub use answer::{Answer, calibration, compiled_verification, replay, verification};
 pub use exit::Exit;
 pub use host::{Calibration, Host, HostError, HostErrorKind, Script, ScriptLease, Settings};
 pub use printer::Streams;
 pub use report::front::page_of_front;
+pub use report::schema::schema;
 pub use report::text::{of_explanation, of_front, of_plan, of_prediction, of_trace, of_track};
 
 use args::{Arguments, ColorChoice};

@@ -1,4 +1,4 @@
-"""The question asked of a CUDA memory snapshot.
+"""The questions asked of a CUDA memory snapshot: :func:`memfit.explain`, :func:`memfit.replay`.
 
 Responsible for taking a snapshot as a file or as what ``torch.cuda.memory._snapshot()`` returns.
 Not responsible for what is found in it (the engine). Needs no torch.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from memfit import _native
-from memfit.answers import Explanation
+from memfit.answers import Explanation, Replay
 from memfit.errors import SnapshotError, UsageError
 
 Source: TypeAlias = str | os.PathLike[str] | dict[str, Any]
@@ -52,7 +53,34 @@ def explain(
     earlier = None if before is None else _read(before)
     if steps is not None and (before is None or steps < 1):
         raise UsageError(f"`steps={steps}` counts the steps since `before`, at least one")
-    return Explanation(native.explain(source, earlier, steps, _bytes(device_memory)))
+    return Explanation.of(native.explain(source, earlier, steps, _bytes(device_memory)))
+
+
+def replay(
+    snapshot: Source,
+    settings: Mapping[str, object] | None = None,
+    *,
+    device_memory: str | int | None = None,
+) -> Replay:
+    """Run the requests of a snapshot again under other settings of the caching allocator.
+
+    Args:
+        snapshot: As in :func:`explain`.
+        settings: As in ``PYTORCH_CUDA_ALLOC_CONF``, ``{"max_split_size_mb": 256}``, on top of those
+            of the recording; by default those worth trying.
+        device_memory: As in :func:`explain`: where less is free, more is refused.
+
+    Returns:
+        What each of the settings would have taken, the best first.
+
+    Raises:
+        SnapshotError: The file or the dictionary is no memory snapshot.
+        UsageError: The file cannot be read, or a setting is unknown.
+        BudgetError: ``device_memory`` cannot be read.
+    """
+    source, native = _read(snapshot)
+    asked = ",".join(f"{name}:{value}" for name, value in (settings or {}).items())
+    return Replay.told(*native.replay(source, asked, _bytes(device_memory)))
 
 
 def _read(snapshot: Source) -> tuple[str, _native.Snapshot]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from memfit._native import bytes_text
 from memfit.answers import Plan, Trace
 from memfit.api.plan import op_times_of
 from memfit.api.predict import trace
 from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
-from memfit.options import Allowed, Kind
-from memfit.plan.planner import Choice, CostSource, meta_of, offer_of, place_name, plan_trace
+from memfit.options import OptionKeywords, Options
+from memfit.plan.planner import meta_of, offer_of, op_times_without_run, plan_trace
 from memfit.run.elastic import Elastic
 from memfit.run.fitted import Fitted
 from memfit.run.recovery import Recovery
@@ -27,42 +25,32 @@ from memfit.workload import Workload
 def fit(
     workload: Workload,
     budget: str | int | None = None,
+    options: Options | None = None,
     *,
     plan: Plan | None = None,
     lease: Lease | None = None,
-    allow: Allowed = "exact",
-    own_loop: bool = False,
-    forbid: Sequence[Kind] = (),
-    offload: str | PathLike[str] | None = None,
-    profile: bool = False,
-    costs: str | PathLike[str] | None = None,
-    gpu: str | None = None,
     compile: bool = False,  # noqa: A002 - the word people know from torch
     guard: bool = False,
+    **keywords: Unpack[OptionKeywords],
 ) -> Fitted:
     """Plan a step and apply the plan.
 
     Args:
         workload: The step; the model is used as it is.
         budget: As in :func:`plan`; not with a ``lease`` or a ``plan``.
+        options: As in :func:`plan`; with ``own_loop`` use ``with fitted.forward():``.
         plan: Run by this plan of the workload, from :func:`plan` or :func:`load`, within its own
             budget; other batches are planned for as they come.
         lease: Stay within what a lease holds on the step's device, less what this process takes
-            there besides; with a ``floor`` it gives way between steps when another needs room, and
-            takes it again later. See ``fitted.elastic``.
-        allow: As in :func:`plan`.
-        own_loop: As in :func:`plan`; then use ``with fitted.forward():``.
-        forbid: As in :func:`plan`.
-        offload: As in :func:`plan`.
-        profile: As in :func:`plan`.
-        costs: As in :func:`plan`.
-        gpu: As in :func:`plan`.
+            there otherwise; with a ``floor`` it gives way between steps when another needs room,
+            and takes it again later. See ``fitted.elastic``.
         compile: Run the loss under ``torch.compile``, its graphs cut for the budget; equivalent
             class. Where that cannot be, the step runs eager; a warning and ``report()`` say why.
         guard: Refuse what would bring the tensors of this process above the budget while a step
             runs, whoever holds them; a refused step is put back and run by a tighter plan. See
             :func:`memfit.guard` for what counts. With a ``lease`` the budget is what it holds, less
-            what the process takes besides tensors, and follows it.
+            what the process takes apart from tensors, and follows it.
+        **keywords: As in :func:`plan`.
 
     Returns:
         The fitted workload: ``fitted.step(batch)`` runs one step inside the budget. With
@@ -77,17 +65,20 @@ def fit(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    _refuse_guard(asked=guard, with_other=compile or own_loop)
+    chosen = Options.of(options, **keywords)
+    _refuse_guard(asked=guard, with_other=compile or chosen.own_loop)
     elastic, within = _within(workload, budget, plan, lease, compiled=compile)
     limit = elastic.hold() if elastic is not None and guard else None
     recorded = trace(workload)
     meta = meta_of(recorded)
-    source = CostSource(profile, None if costs is None else Path(costs), gpu)
-    choice = Choice(allow, own_loop, tuple(forbid), place_name(offload))
-    op_times = op_times_of(source, recorded, workload)
-    made = plan or plan_trace(recorded, op_times, within, choice, workload)
+    op_times = op_times_of(chosen, recorded, workload)
+    made = plan or plan_trace(recorded, op_times, within, chosen, workload)
 
-    def replan(batch: Any) -> dict[str, Any] | None:
+    def again(moved: Trace, subject: Workload, budget_bytes: int) -> Plan:
+        """Plan for another batch or budget, without running the model."""
+        return plan_trace(moved, op_times_without_run(moved, chosen), budget_bytes, chosen, subject)
+
+    def replan(batch: Any) -> Plan | None:
         """Plan again for a batch that the step was not captured with.
 
         The budget stays the same number of bytes, also where it was given as a percentage.
@@ -95,21 +86,21 @@ def fit(
         other = replace(workload, batch=batch)
         moved = trace(other)
         room = made.budget_bytes if elastic is None else elastic.budget_bytes
-        again = plan_trace(moved, source.roofline(moved), room, choice, other)
-        return again.as_dict() if again.fits else None
+        found = again(moved, other, room)
+        return found if found.fits else None
 
     def plan_again(batch: Any, budget_bytes: int) -> Plan:
         """Plan the step with a batch for a number of bytes, whether that fits or not."""
         is_own = batch is workload.batch
         subject = workload if is_own else replace(workload, batch=batch)
         moved = recorded if is_own else trace(subject)
-        return plan_trace(moved, source.roofline(moved), budget_bytes, choice, subject)
+        return again(moved, subject, budget_bytes)
 
     def eager(optimizer: Any, not_compiled: str = "") -> Fitted:
         """The workload fitted by the eager plan."""
         return Fitted(
             replace(workload, optimizer=optimizer),
-            made.as_dict(),
+            made,
             loss_reduction=meta["loss_reduction"],
             replan=replan,
             not_compiled=not_compiled,
@@ -119,7 +110,7 @@ def fit(
     not_compiled = ""
     if compile:
         instead = eager if made.fits else None
-        compiled = _compiled(workload, recorded, op_times, made.budget_bytes, choice, instead)
+        compiled = _compiled(workload, recorded, op_times, made.budget_bytes, chosen, instead)
         if isinstance(compiled, Fitted):
             return compiled
         not_compiled = compiled
@@ -134,7 +125,7 @@ def fit(
             fitted,
             made,
             lambda budget, seconds: plan_trace(
-                recorded, op_times, budget, choice, workload, seconds
+                recorded, op_times, budget, replace(chosen, time_limit=seconds), workload
             ),
         )
     return fitted
@@ -194,9 +185,9 @@ def _within(
 def _compiled(
     workload: Workload,
     recorded: Trace,
-    op_times: str,
+    op_times: Mapping[str, Any],
     budget_bytes: int,
-    choice: Choice,
+    options: Options,
     eager: Callable[[Any], Fitted] | None,
 ) -> Fitted | str:
     """The workload fitted under ``torch.compile``, or why it cannot be."""
@@ -208,10 +199,10 @@ def _compiled(
     from memfit.run.compiled.fit import fit_compiled
 
     request = {
-        "own_loop": choice.own_loop,
-        "forbid": list(choice.forbid),
-        "offload": offer_of(recorded, op_times, choice.place),
-        "profile": json.loads(op_times).get("profile") or {},
+        "own_loop": options.own_loop,
+        "forbid": list(options.forbid),
+        "offload": offer_of(recorded, op_times, options.place),
+        "profile": op_times.get("profile") or {},
     }
     found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, request, eager)
     return found if isinstance(found, Fitted) else found.reason

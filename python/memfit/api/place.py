@@ -5,7 +5,6 @@ Responsible for the public function and its result. Not responsible for the sear
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ def place(
     if capacity is not None and capacity < 0:
         raise UsageError(f"`capacity` is {capacity}: it cannot be negative")
     count = threads or os.cpu_count() or 1
-    ids, answer = json.loads(_native.place(text, capacity, alignment, count, time_limit))
+    ids, answer = _native.place(text, capacity, alignment, count, time_limit)
     placed = answer["placement"]
     return Placement(
         status=answer["status"],

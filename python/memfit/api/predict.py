@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from memfit import _native
@@ -62,7 +61,7 @@ def predict(
         CaptureError: The step cannot be recorded.
     """
     request = {"batch": batch, "budget": None if budget is None else str(budget)}
-    return Prediction(_native.predict(traced(subject).native, json.dumps(request)))
+    return Prediction.of(_native.predict(traced(subject).native, request))
 
 
 def traced(subject: Workload | Trace) -> Trace:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from memfit.answers import Plan
 from memfit.apply.allocator_settings import set_up
 from memfit.apply.micro_batch import MicroBatches
 from memfit.apply.offload.optimizer_state import StateDirections, StateElsewhere
@@ -158,14 +159,14 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Mapping[str, Any], subject: Subject, after: Executor | None = None
+        self, plan: Plan | Mapping[str, Any], subject: Subject, after: Executor | None = None
     ) -> None:
         """Take a plan apart, and check that it can be carried out on this.
 
         Nothing is installed yet, and nothing goes anywhere before :meth:`place`.
 
         Args:
-            plan: The plan as parsed JSON.
+            plan: The plan, or a mapping with its ``actions``.
             subject: What it is carried out on.
             after: The executor before this one; what both plans keep elsewhere alike stays there.
 
@@ -174,7 +175,8 @@ class Executor:
             OffloadError: The plan offloads, and the folder cannot be used.
         """
         try:
-            actions = {action["kind"]: action for action in plan["actions"]}
+            said = plan.as_dict() if isinstance(plan, Plan) else plan
+            actions = {action["kind"]: action for action in said["actions"]}
         except (KeyError, TypeError) as error:
             message = f"this is not a plan: {error!r}"
             raise UsageError(message) from error

@@ -36,7 +36,7 @@ def with_alternatives(workload: Workload, trace: Trace, *, device: str | None = 
     Returns:
         The trace with its alternatives; where none was found, it says why.
     """
-    chunks = json.loads(trace.chunks())
+    chunks = trace.chunks()
     meta = json.loads(trace.json())["meta"] if chunks else {}
     if meta.get("captured") == "real":
         return trace.with_alternatives([], "the step was captured by running it")
@@ -62,7 +62,7 @@ class _Found:
         whole_loss: Whether the loss cannot be computed in slices.
     """
 
-    steps: list[tuple[str, bytes, bytes | None]] = field(default_factory=list)
+    steps: list[tuple[dict[str, Any], bytes, bytes | None]] = field(default_factory=list)
     refusal: str = ""
     whole_loss: bool = False
 
@@ -95,7 +95,7 @@ def _record(
         second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
     found.steps.append(
         (
-            json.dumps(chunk),
+            chunk,
             json.dumps(first).encode(),
             json.dumps(second).encode() if second is not None else None,
         )

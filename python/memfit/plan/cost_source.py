@@ -1,6 +1,6 @@
 """Where a plan's op times come from.
 
-Responsible for choosing among the cost sources and writing them as the engine's JSON: a
+Responsible for choosing among the cost sources and saying them as the engine does: a
 calibrated profile, the datasheet of a GPU, or a quick roofline of this machine. Not responsible for
 measuring (:mod:`memfit.measure`), for the op times of a real step (:mod:`memfit.run.profile`), nor
 for profile files (:mod:`memfit.plan.profiles`).
@@ -8,7 +8,6 @@ for profile files (:mod:`memfit.plan.profiles`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -52,14 +51,14 @@ def device_profile(device_kind: str, file: Path | None = None) -> dict[str, Any]
     if found is not None:
         return found
     if device_kind == "cuda" and not torch.cuda.is_available():
-        return dict(json.loads(gpu_profile(None)))
+        return gpu_profile(None)
     profile = dict(quick(device_kind))
     if why_not:
         profile["name"] = f"{profile['name']}; {why_not}"
     return profile
 
 
-def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None) -> str:
+def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None) -> dict[str, Any]:
     """The cost source that needs no run of the model.
 
     Args:
@@ -68,13 +67,13 @@ def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None)
         gpu: Name of a GPU whose datasheet to use instead.
 
     Returns:
-        A cost source of the engine, as JSON.
+        A cost source of the engine.
 
     Raises:
         UsageError: As in :func:`device_profile`, or no datasheet of such a GPU is known.
     """
-    profile = device_profile(device_kind, file) if gpu is None else json.loads(gpu_profile(gpu))
-    return json.dumps({"kind": "roofline", "profile": profile})
+    profile = device_profile(device_kind, file) if gpu is None else gpu_profile(gpu)
+    return {"kind": "roofline", "profile": profile}
 
 
 _PROBE_BYTES = 64 << 20

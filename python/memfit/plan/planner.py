@@ -8,15 +8,13 @@ responsible for what is asked, nor for choosing (both are the engine's,
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from os import PathLike, fspath
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from memfit import _native
 from memfit.answers import Front, Plan, Trace
 from memfit.errors import UsageError
-from memfit.options import Allowed, Kind
+from memfit.options import Options
 from memfit.plan.alternatives import with_alternatives
 from memfit.plan.cost_source import offer, roofline
 from memfit.workload import Workload
@@ -28,75 +26,57 @@ def meta_of(recorded: Trace) -> dict[str, str]:
     return meta
 
 
-@dataclass(frozen=True, slots=True)
-class CostSource:
-    """Where op times are asked to come from."""
+def op_times_without_run(recorded: Trace, options: Options) -> dict[str, Any]:
+    """The engine's cost source, without running the model.
 
-    profile: bool
-    file: Path | None
-    gpu: str | None
-
-    def __post_init__(self) -> None:
-        """Refuse two sources."""
-        if self.profile + (self.file is not None) + (self.gpu is not None) > 1:
-            raise UsageError("op times have one source: give one of `profile`, `costs` and `gpu`")
-
-    def roofline(self, recorded: Trace) -> str:
-        """The engine's cost source, without running the model."""
-        device_kind = meta_of(recorded)["device_kind"]
-        if self.gpu is not None and device_kind != "cuda":
-            raise UsageError(f"`gpu` names a GPU and the step runs on `{device_kind}`")
-        return roofline(device_kind, self.file, self.gpu)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which plans are allowed."""
-
-    allow: Allowed
-    own_loop: bool
-    forbid: tuple[Kind, ...]
-    place: str | None
-
-    def limits(self) -> dict[str, Any]:
-        """What of it holds for every class, in the words of the engine's requests."""
-        return {"own_loop": self.own_loop, "forbid": list(self.forbid)}
+    Raises:
+        UsageError: The profile cannot be read, or there is no such GPU.
+    """
+    device_kind = meta_of(recorded)["device_kind"]
+    if options.gpu is not None and device_kind != "cuda":
+        raise UsageError(f"`gpu` names a GPU and the step runs on `{device_kind}`")
+    return roofline(device_kind, options.costs_file, options.gpu)
 
 
 def plan_trace(
     recorded: Trace,
-    costs: str,
+    costs: Mapping[str, Any],
     budget: str | int,
-    choice: Choice,
+    options: Options,
     workload: Workload | None,
-    time_limit: float | None = None,
 ) -> Plan:
     """Plan, and record the step in slices only where a plan may need that."""
-    if time_limit is not None and not 0 < time_limit < float("inf"):
-        raise UsageError(f"`time_limit={time_limit}` is no number of seconds")
-    request = {"budget": str(budget), "allow": choice.allow, **choice.limits()}
-    planning = _native.PlanSession(json.dumps(request), choice.place)
+    request = {"budget": str(budget), "allow": options.allow, **_limits(options)}
+    planning = _native.PlanSession(request, options.place)
     while (made := _answered(planning, recorded, costs, workload)) is None:
-        planning.search(time_limit)
-    return Plan(made)
+        planning.search(options.time_limit)
+    return Plan.of(made)
 
 
 def front_of_trace(
     recorded: Trace,
-    costs: str,
+    costs: Mapping[str, Any],
     budget: str | int | None,
-    choice: Choice,
+    options: Options,
     workload: Workload | None,
 ) -> Front:
     """Plan for many budgets, and for one that is asked for; of every class, whatever is allowed."""
-    planning = _native.PlanSession(json.dumps(choice.limits()), choice.place, front=True)
+    planning = _native.PlanSession(_limits(options), options.place, front=True)
     _answered(planning, recorded, costs, workload)
-    return Front(planning.front(None if budget is None else str(budget)))
+    return Front.of(planning.front(None if budget is None else str(budget)))
+
+
+def _limits(options: Options) -> dict[str, Any]:
+    """What of the options holds for every class, in the words of the engine's requests."""
+    return {"own_loop": options.own_loop, "forbid": list(options.forbid)}
 
 
 def _answered(
-    planning: _native.PlanSession, recorded: Trace, costs: str, workload: Workload | None
-) -> str | None:
+    planning: _native.PlanSession,
+    recorded: Trace,
+    costs: Mapping[str, Any],
+    workload: Workload | None,
+) -> dict[str, Any] | None:
     """Answer what planning asks, up to its next search; the plan where there is none any more."""
     while True:
         match planning.next():
@@ -105,8 +85,7 @@ def _answered(
             case ("costs", _):
                 planning.costs(costs)
             case ("offer", device_kind, place, profile):
-                known = json.loads(profile) if profile else {}
-                planning.offer(json.dumps(offer(device_kind, place, known)))
+                planning.offer(offer(device_kind, place, profile or {}))
             case ("slices",):
                 native = recorded.native
                 planning.slices(with_alternatives(workload, native) if workload else None)
@@ -116,17 +95,8 @@ def _answered(
                 return made
 
 
-def place_name(offload: str | PathLike[str] | None) -> str | None:
-    """The name of a place to offload to.
-
-    Args:
-        offload: A folder, or ``"host"``; ``None`` for nowhere.
-    """
-    return None if offload is None else fspath(offload)
-
-
-def offer_of(recorded: Trace, costs: str, place: str | None) -> dict[str, Any] | None:
+def offer_of(recorded: Trace, costs: Mapping[str, Any], place: str | None) -> dict[str, Any] | None:
     """How fast the place for what is offloaded is; ``None`` where there is none."""
     if place is None:
         return None
-    return offer(meta_of(recorded)["device_kind"], place, json.loads(costs).get("profile") or {})
+    return offer(meta_of(recorded)["device_kind"], place, costs.get("profile") or {})

@@ -193,9 +193,10 @@ def _check(path: Path, profile: dict[str, Any], again: str) -> None:
     from memfit._native import check_profile
 
     try:
-        check_profile(json.dumps(profile))
-    except (UsageError, ValueError) as error:
-        raise UsageError(f"`{path}` is no device profile: {error}\n{again}") from error
+        check_profile(profile)
+    except UsageError as error:
+        reason = str(error).removeprefix("the device profile is not valid: ")
+        raise UsageError(f"`{path}` is no device profile: {reason}\n{again}") from error
 
 
 def usable(device_kind: str, path: Path | None) -> tuple[dict[str, Any] | None, str]:

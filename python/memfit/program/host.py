@@ -130,7 +130,8 @@ class Host:
             from memfit.program.target import workload_factory
             from memfit.run.profile import profiled
 
-            return profiled(workload_factory(target, settings)(), Trace.decode(trace))
+            costs = profiled(workload_factory(target, settings)(), Trace.decode(trace))
+            return json.dumps(costs)
 
     def device_profile(self, device_kind: str, file: Path | None) -> str:
         """Find or measure the profile of a device for the roofline.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -44,7 +44,7 @@ class Driven(Protocol):
     def place_state(self) -> None:
         """Lay the model and the optimizer's state where the plan has them between steps."""
 
-    def follow(self, plan: dict[str, Any]) -> None:
+    def follow(self, plan: Plan) -> None:
         """Run the steps that come by this plan."""
 
 
@@ -199,7 +199,7 @@ class Elastic:
         return self._planner(budget_bytes, PLAN_SECONDS)
 
     def _follow(self, made: Plan) -> None:
-        self._fitted_now().follow(made.as_dict())
+        self._fitted_now().follow(made)
         self._ratio = float(made.predicted_step_ratio)
         self._made = made
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memfit.answers import Plan
+from memfit.answers import CompiledPlan, Plan
 from memfit.apply.executor import Executor, Subject
 from memfit.apply.micro_batch import REDUCTIONS, Weights, cut
 from memfit.errors import UsageError
@@ -33,7 +33,7 @@ from memfit.workload import Workload
 if TYPE_CHECKING:
     from memfit.run.recovery import Recovery
 
-Replan = Callable[[Any], Mapping[str, Any] | None]
+Replan = Callable[[Any], Plan | None]
 """Captures and plans again for a batch; ``None`` to go on as before."""
 
 MAX_REPLANS = 2
@@ -104,7 +104,8 @@ class Fitted:
 
         Args:
             workload: The workload the plan was made for. Its model is left unmodified.
-            plan: The plan, from :func:`memfit.plan` or :func:`memfit.load`; or as parsed JSON.
+            plan: The plan, from :func:`memfit.plan` or :func:`memfit.load`; or a mapping with no
+                more than its ``actions``, as in its JSON.
             loss_reduction: How the loss reduces over the batch, as the trace says; one of
                 ``mean``, ``sum``, ``token_mean``, or empty for what the plan says of it, or else
                 for watching the loss.
@@ -134,22 +135,28 @@ class Fitted:
             raise UsageError(message)
         self._loss_reduction = loss_reduction
         self._offload_dir = offload_dir
-        said = plan.as_dict() if isinstance(plan, Plan) else plan
-        self._usual = self._read(said)
+        self._usual = self._read(plan)
         self._by_shape: dict[Any, Executor] = {}
         self._diverged: set[Any] = set()
         self._attempts: dict[Any, int] = {}
         self._shape: Any = None
         self._running = self._usual
+        self._plan = plan
         self._steps = 0
         self._replans = 0
         self._closed = False
         self.elastic: Elastic | None = None
 
     @property
-    def plan(self) -> Mapping[str, Any]:
-        """The plan that the last step ran by, or the next one will if none ran."""
-        return self._running.plan
+    def plan(self) -> Plan | CompiledPlan:
+        """The plan that the last step ran by, or the next one will if none ran.
+
+        Raises:
+            UsageError: It was fitted by actions without a plan.
+        """
+        if not isinstance(self._plan, Plan):
+            raise UsageError("this was fitted by actions alone: it has no plan")
+        return self._plan
 
     def __enter__(self) -> Self:
         """Use the fitted workload inside a ``with``; leaving closes it."""
@@ -347,26 +354,27 @@ class Fitted:
 
     # Plans
 
-    def follow(self, plan: Mapping[str, Any]) -> None:
+    def follow(self, plan: Plan | Mapping[str, Any]) -> None:
         """Run by another plan of the same workload from the next step on.
 
         Args:
-            plan: The plan as parsed JSON.
+            plan: As in :class:`Fitted`.
 
         Raises:
             UsageError: The plan asks for what this workload cannot do.
         """
         self._usual = self._running = self._read(plan)
+        self._plan = plan
         self._by_shape.clear()
         self._diverged.clear()
         self._attempts.clear()
 
-    def adopt(self, batch: Any, plan: Mapping[str, Any]) -> None:
+    def adopt(self, batch: Any, plan: Plan | Mapping[str, Any]) -> None:
         """Run batches of a shape by another plan from now on.
 
         Args:
             batch: A batch of that shape.
-            plan: The plan as parsed JSON.
+            plan: As in :class:`Fitted`.
 
         Raises:
             UsageError: The plan asks for what this workload cannot do.
@@ -417,6 +425,7 @@ class Fitted:
                 executor = self._by_shape[shape] = self._read(plan)
         self._shape = shape
         self._running = executor
+        self._plan = executor.plan
         return executor
 
     def _completed(self, executor: Executor) -> None:
@@ -427,7 +436,7 @@ class Fitted:
         if self._attempts.get(self._shape, 0) < MAX_REPLANS:
             self._diverged.add(self._shape)
 
-    def _read(self, plan: Mapping[str, Any]) -> Executor:
+    def _read(self, plan: Plan | Mapping[str, Any]) -> Executor:
         """Take a plan apart and check that this workload can do what it asks."""
         workload = self.workload
         subject = Subject(

@@ -322,8 +322,8 @@ def _growth(op: Mapping[str, Any], timed: _Timed, examples_ratio: float) -> floa
     return examples_ratio if op["flops"] > 0 else grown
 
 
-def profiled(workload: Workload, trace: Trace) -> str:
-    """The cost source of one real, profiled step, as JSON.
+def profiled(workload: Workload, trace: Trace) -> dict[str, Any]:
+    """The cost source of one real, profiled step, as the engine has it.
 
     Args:
         workload: The workload that the trace is of; its step really runs.
@@ -333,4 +333,4 @@ def profiled(workload: Workload, trace: Trace) -> str:
         Seconds of each op of the trace.
     """
     seconds = profile_ops(workload, json.loads(trace.json()))
-    return json.dumps({"kind": "profile", "op_seconds": list(seconds)})
+    return {"kind": "profile", "op_seconds": list(seconds)}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from memfit import _native
-from memfit.answers import Plan
+from memfit.answers import CompiledPlan, Plan
 from memfit.errors import BudgetError, OutOfBudget, RecoveryWarning
 from memfit.guard.limit import Limit, limit_on
 from memfit.measure.peak import static_tensors, storage_bytes
@@ -57,7 +57,7 @@ class Driven(Protocol):
         """The optimizer, once there is one."""
 
     @property
-    def plan(self) -> Mapping[str, Any]:
+    def plan(self) -> Plan | CompiledPlan:
         """The plan that steps run by."""
 
     @property
@@ -70,7 +70,7 @@ class Driven(Protocol):
     def step_once(self, batch: Any) -> Any:
         """Run one step."""
 
-    def adopt(self, batch: Any, plan: Mapping[str, Any]) -> None:
+    def adopt(self, batch: Any, plan: Plan) -> None:
         """Run steps with such a batch by this plan."""
 
 
@@ -142,7 +142,7 @@ class Recovery:
                 if refusals:
                     self._recovered(refusals[0], fitted.plan)
                 return result
-            fitted.adopt(batch, tighter.as_dict())
+            fitted.adopt(batch, tighter)
 
     def _attempt(self, fitted: Driven, batch: Any) -> Any:
         """One try. The rest of the program may allocate what it likes between steps."""
@@ -181,15 +181,15 @@ class Recovery:
     def _target(self, fitted: Driven, batch: Any, refused: OutOfBudget) -> int:
         """Peak that a plan must have so that the step fits beside what else is taken."""
         budget_bytes = self._limit.budget_bytes
-        peak_bytes = int(fitted.plan.get("planned", {}).get("predicted_peak_bytes", budget_bytes))
+        peak_bytes = fitted.plan.planned.predicted_peak_bytes
         short = refused.in_use_bytes + refused.requested_bytes - refused.budget_bytes
         static = static_tensors(replace(self._workload, batch=batch), fitted.optimizer)
         besides = self._limit.in_use_bytes() - storage_bytes(static, self._limit.device_type)
         return max(0, min(peak_bytes - max(short, 1), budget_bytes - max(besides, 0)))
 
-    def _recovered(self, refused: OutOfBudget, plan: Mapping[str, Any]) -> None:
+    def _recovered(self, refused: OutOfBudget, plan: Plan | CompiledPlan) -> None:
         self.counts.recovered_steps += 1
-        peak_bytes = int(plan["planned"]["predicted_peak_bytes"])
+        peak_bytes = plan.planned.predicted_peak_bytes
         warnings.warn(
             f"a step was refused {_native.bytes_text(refused.requested_bytes)} at "
             f"{_native.bytes_text(refused.in_use_bytes)} in use, within a budget of "

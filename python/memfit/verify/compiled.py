@@ -15,12 +15,13 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from memfit.errors import NotCompiledWarning
+from memfit.records import plain
 from memfit.run.compiled.fit import NotCompiled, fit_compiled
 from memfit.run.compiled.fitted import CompiledFitted
 from memfit.run.compiled.recording import own_code
@@ -97,7 +98,7 @@ def verify_compiled(
         return {
             **measured,
             **compared,
-            "predicted_peak_bytes": planned.plan["planned"]["predicted_peak_bytes"],
+            "predicted_peak_bytes": planned.plan.planned.predicted_peak_bytes,
             "compiled": {**judged, **_described(planned), "torch_compile": alone},
         }
 
@@ -166,6 +167,6 @@ def _described(planned: CompiledFitted) -> dict[str, Any]:
     return {
         "corrections": report.corrections,
         "loosened": report.loosened,
-        "actions": planned.plan["actions"],
-        "graphs": [asdict(graph) for graph in report.graphs],
+        "actions": [plain(action) for action in planned.plan.actions],
+        "graphs": [plain(graph) for graph in report.graphs],
     }

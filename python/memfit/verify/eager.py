@@ -64,9 +64,9 @@ class _Comparison:
     def result(self, tolerance: float) -> dict[str, Any]:
         """The comparison in the words of the JSON contract."""
         if self.bitwise:
-            return {"class": "bitwise", "max_relative_error": 0.0}
+            return {"agreement": "bitwise", "max_relative_error": 0.0}
         kind = "equivalent" if self.max_relative_error <= tolerance else "different"
-        return {"class": kind, "max_relative_error": self.max_relative_error}
+        return {"agreement": kind, "max_relative_error": self.max_relative_error}
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -113,9 +113,9 @@ def verify(
 
     Returns:
         ``unplanned`` and ``planned``, each with ``measured_peak_bytes`` and ``step_cpu_seconds``;
-        ``loss``, ``gradients``, ``parameters`` and ``buffers``, each with ``class`` (``bitwise``,
-        ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``, where the model
-        left the plan, empty if it did not; ``kept_drops``, drops not carried out.
+        ``loss``, ``gradients``, ``parameters`` and ``buffers``, each with ``agreement``
+        (``bitwise``, ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``,
+        where the model left the plan, empty if it did not; ``kept_drops``, drops not carried out.
     """
     with random_state_kept():
         seed()

@@ -69,7 +69,7 @@ def test_compiled_steps_with_dropout_are_those_compiled_without_memfit():
     assert got == pytest.approx(expected, rel=1e-5)
     for ours, theirs in zip(parameters, expected_parameters, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
-    assert fitted.plan["actions"][0]["class"] == "equivalent"
+    assert fitted.plan.actions[0].promise == "equivalent"
 
 
 def encoder():
@@ -105,10 +105,10 @@ def test_a_budget_below_the_optimizers_own_peak_is_met_with_its_state_elsewhere(
         memfit.fit(encoder(), budget, compile=True, offload=tmp_path, forbid=stays)
     fitted = memfit.fit(workload, budget, compile=True, offload=tmp_path)
     assert isinstance(fitted, CompiledFitted)
-    assert "offload_optimizer" in {action["kind"] for action in fitted.plan["actions"]}
+    assert "offload_optimizer" in {action.kind for action in fitted.plan.actions}
     before = State.of(replace(workload, optimizer=fitted.optimizer))
     got, parameters = losses(workload, fitted.step)
-    predicted = fitted.plan["planned"]["predicted_peak_bytes"]
+    predicted = fitted.plan.planned.predicted_peak_bytes
     measured = measure_peak(fitted.step, static_tensors(workload, fitted.optimizer))
     report = fitted.report()
     assert report.not_compiled == ""
@@ -243,14 +243,14 @@ def test_where_compiled_code_takes_more_than_the_budget_the_step_runs_eager(monk
     assert isinstance(fitted, CompiledFitted)
     # As if Inductor had taken twice the budget, whatever it was cut for; without its compile time.
     monkeypatch.setattr(fitted, "_compiled", workload.loss)
-    monkeypatch.setattr(fitted, "_measured_bytes", 2 * fitted.plan["budget_bytes"])
+    monkeypatch.setattr(fitted, "_measured_bytes", 2 * fitted.plan.budget_bytes)
     monkeypatch.setattr(fitted, "_counts", lambda: False)
     monkeypatch.setattr(fitted, "_cut_for", lambda _: None)
     fitted.step()
     with pytest.warns(NotCompiledWarning, match="from here on the step runs eager"):
         fitted.step()
     assert "above its budget" in fitted.report().not_compiled
-    assert "graphs" not in fitted.plan
+    assert isinstance(fitted.plan, memfit.Plan)
     before = [p.detach().clone() for p in workload.model.parameters()]
     state = fitted.optimizer.state_dict()["state"][0]["step"].clone()
     fitted.step()

@@ -124,5 +124,5 @@ def test_what_a_compiled_step_takes_is_predicted(build, fraction, error):
     assert report.not_compiled == ""
     assert report.corrections == 0
     assert 0 < report.measured_peak_bytes <= budget
-    predicted = fitted.plan["planned"]["predicted_peak_bytes"]
+    predicted = fitted.plan.planned.predicted_peak_bytes
     assert predicted == pytest.approx(report.measured_peak_bytes, rel=error)

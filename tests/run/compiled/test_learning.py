@@ -76,11 +76,11 @@ def test_a_step_far_below_its_budget_is_cut_again_for_more(fit):
     assert report.loosened
     assert report.corrections == 0
     assert second.added_seconds < first.added_seconds
-    budget = fitted.plan["budget_bytes"]
+    budget = fitted.plan.budget_bytes
     assert first.budget_bytes == budget
     assert report.measured_peak_bytes <= budget
     # What was learned is in the prediction: it is less than what is told of the graphs.
-    assert fitted.plan["planned"]["predicted_peak_bytes"] <= budget < second.told_bytes
+    assert fitted.plan.planned.predicted_peak_bytes <= budget < second.told_bytes
 
 
 def test_garbage_that_a_step_collects_does_not_hide_its_peak(fit):
@@ -123,7 +123,7 @@ def test_what_was_cut_for_more_and_takes_too_much_goes_back(fit):
     assert len(set(map(id, tight))) == 2
     assert fitted._compiled_plan is tight[0]
     assert not report.loosened
-    assert report.measured_peak_bytes <= fitted.plan["budget_bytes"]
+    assert report.measured_peak_bytes <= fitted.plan.budget_bytes
     assert report.not_compiled == ""
 
 
@@ -132,8 +132,8 @@ def test_one_correction_is_enough_where_graphs_take_the_same_beyond_what_is_told
     report = settle(fitted)
     assert report.corrections == 1
     assert report.not_compiled == ""
-    assert report.measured_peak_bytes <= fitted.plan["budget_bytes"]
-    assert fitted.plan["planned"]["predicted_peak_bytes"] == report.measured_peak_bytes
+    assert report.measured_peak_bytes <= fitted.plan.budget_bytes
+    assert fitted.plan.planned.predicted_peak_bytes == report.measured_peak_bytes
 
 
 def test_each_correction_after_the_first_leaves_more_free_than_was_measured(fit, monkeypatch):

@@ -263,11 +263,11 @@ def test_a_compiled_step_keeps_its_budget_with_tensors_on_a_disk(tmp_path):
     assert report.offloaded_tensors > 0
     assert report.offloaded_bytes_read == report.offloaded_bytes_written > 0
     assert report.corrections == 0
-    told = fitted.plan["planned"]["predicted_peak_bytes"]
+    told = fitted.plan.planned.predicted_peak_bytes
     assert told <= budget
     assert report.measured_peak_bytes == pytest.approx(told, rel=0.001)
     assert report.measured_peak_bytes <= budget
-    assert any(action["kind"] == "compiled_offload" for action in fitted.plan["actions"])
+    assert any(action.kind == "offload" for action in fitted.plan.actions)
     assert found == pytest.approx(losses, rel=1e-5)
     for one, other in zip(parameters, moved, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

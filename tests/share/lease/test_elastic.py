@@ -85,7 +85,7 @@ def test_a_lease_gives_way_within_a_step_and_comes_back_and_the_results_are_the_
     expected = [twin.step() for _ in range(6)]
     torch.manual_seed(1)
     losses = [fitted.step(), fitted.step()]
-    assert fitted.plan["actions"] == []
+    assert fitted.plan.actions == ()
 
     # Another needs so much that the step has to do with two thirds of what it takes.
     other = Other(idle_broker)
@@ -94,7 +94,7 @@ def test_a_lease_gives_way_within_a_step_and_comes_back_and_the_results_are_the_
     losses.append(fitted.step())
     granted, _, _ = waits.result(timeout=10)
     assert lease.bytes == follower.besides_bytes + peak * 2 // 3
-    assert fitted.plan["actions"] != []
+    assert fitted.plan.actions != ()
     assert (follower.shrunk, follower.declined) == (1, 0)
     static = static_tensors(fitted.workload, fitted.optimizer)
     measured = measure_peak(lambda: losses.append(fitted.step()), static).peak_bytes
@@ -105,7 +105,7 @@ def test_a_lease_gives_way_within_a_step_and_comes_back_and_the_results_are_the_
     losses += [fitted.step(), fitted.step()]
     assert lease.bytes == whole
     assert follower.grown == 1
-    assert fitted.plan["actions"] == []
+    assert fitted.plan.actions == ()
     assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
     for name, value in state(twin).items():
         assert torch.equal(value, state(fitted)[name]), name
@@ -122,7 +122,7 @@ def test_a_step_that_cannot_do_with_so_little_gives_what_it_can_and_goes_on(
     fitted.step()
     with pytest.raises(memfit.LeaseError, match="no room"):
         waits.result(timeout=30)
-    minimum = fitted.plan["minimum_peak_bytes"]
+    minimum = fitted.plan.minimum_peak_bytes
     assert minimum <= follower.budget_bytes < whole - follower.besides_bytes
     fitted.step()
 
@@ -152,8 +152,8 @@ def test_alone_a_lease_bounds_the_step_as_a_budget_does(idle_broker: Broker) -> 
     with lease:
         fitted = memfit.fit(step, lease=lease)
         fitted.step()
-    assert fitted.plan["actions"]
-    assert fitted.plan["budget_bytes"] < peak
+    assert fitted.plan.actions
+    assert fitted.plan.budget_bytes < peak
 
 
 @pytest.mark.parametrize(

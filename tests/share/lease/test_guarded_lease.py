@@ -198,7 +198,7 @@ def test_a_step_that_is_refused_within_its_lease_runs_by_a_tighter_plan(
     idle_broker.start(memory="host=64GiB")
     lease = memfit.lease(elastic.besides_of(step, "host") + peak + 8 * MIB)
     fitted = memfit.fit(step, lease=lease, guard=True, forbid=["fuse_optimizer"])
-    assert fitted.plan["actions"] == []
+    assert fitted.plan.actions == ()
     other = torch.ones(peak // 3 + 8 * MIB, dtype=torch.uint8)  # nobody planned for it
     torch.manual_seed(1)
     with pytest.warns(memfit.RecoveryWarning):

@@ -471,7 +471,7 @@ def test_a_model_whose_parameters_a_plan_keeps_elsewhere_is_refused(park, tmp_pa
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     )
     with memfit.fit(workload, "25%", offload=tmp_path) as fitted:
-        assert "offload_parameters" in {action["kind"] for action in fitted.plan["actions"]}
+        assert "offload_parameters" in {action.kind for action in fitted.plan.actions}
         fitted.step()
         with pytest.raises(ParkError, match=r"`0\.weight`.*offloaded") as refused:
             memfit.park(model, tmp_path)

@@ -5,12 +5,13 @@
 //!
 //! Invariant: [`Curve::seconds`] never falls when the work grows, whatever noise the points hold.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::cost::error::CostError;
 
 /// One measured size.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct Point {
     /// FLOPs or bytes, as the curve's owner says.
     pub work: f64,
@@ -22,7 +23,7 @@ pub struct Point {
 ///
 /// A roofline (Williams, Waterman and Patterson, *Roofline*, CACM 52(4), 2009) with one number for each roof
 /// says that small ops reach the peak rate, which they do not. A curve holds the rate that each size reached.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, JsonSchema, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve {
     /// Ascending by work.

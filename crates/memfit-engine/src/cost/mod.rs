@@ -16,6 +16,7 @@ pub use error::CostError;
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::cost::curve::Curve;
@@ -26,7 +27,7 @@ use crate::trace::{Op, Phase, Trace};
 pub const TF32: &str = "tf32";
 
 /// What a device can do, measured by calibration or taken from a datasheet.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct DeviceProfile {
     /// What was measured, for people.
     pub name: String,
@@ -46,7 +47,7 @@ pub struct DeviceProfile {
 }
 
 /// Measured seconds of ops by their work, dispatch included.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct Curves {
     /// By kind (`matmul`, `convolution`, `convolution_backward`, `attention`, `attention_backward`) and element
     /// type; work in FLOPs. A kind that is missing follows `matmul`, and without that the flat rate.
@@ -77,7 +78,7 @@ impl Curves {
 }
 
 /// Bytes a second between a device and elsewhere, each absent where not known.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, JsonSchema, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Transfers {
     /// From pinned host memory.

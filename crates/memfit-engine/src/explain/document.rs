@@ -10,13 +10,14 @@ use super::oom::OutOfMemory;
 use super::owners::Owner;
 use super::steps::StepSource;
 use crate::bytes::Bytes;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Version of the shapes in this file.
 pub const SCHEMA_VERSION: u32 = 1;
 
 /// What happened to the memory of every device in a snapshot.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Explanation {
     /// Version of this shape.
     pub schema_version: u32,
@@ -33,7 +34,7 @@ pub struct Explanation {
 }
 
 /// Something in the file that contradicts itself.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Contradiction {
     /// The device, when it is about one.
     pub device: Option<u32>,
@@ -44,7 +45,7 @@ pub struct Contradiction {
 }
 
 /// What happened to one device's memory.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct DeviceExplanation {
     /// Index of the device.
     pub index: u32,
@@ -79,7 +80,7 @@ pub struct DeviceExplanation {
 }
 
 /// The peaks of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Peak {
     /// Most bytes held by tensors.
     pub allocated_bytes: Bytes,
@@ -99,7 +100,7 @@ pub struct Peak {
 }
 
 /// Bytes of a device at a moment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Held {
     /// Held by tensors.
     pub allocated_bytes: Bytes,
@@ -110,7 +111,7 @@ pub struct Held {
 }
 
 /// The steps of a recording.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct StepsFound {
     /// Boundaries between steps.
     pub boundary_count: u64,
@@ -119,7 +120,7 @@ pub struct StepsFound {
 }
 
 /// What other allocator settings would have done with the same requests.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Counterfactual {
     /// As in `PYTORCH_CUDA_ALLOC_CONF`.
     pub settings: String,

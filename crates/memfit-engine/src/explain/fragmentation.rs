@@ -17,6 +17,7 @@ use super::moment::{self, Filled};
 use super::owners::{Category, Judge};
 use crate::bytes::Bytes;
 use crate::snapshot::DeviceRecord;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Pinned segments told; the others are counted.
@@ -25,8 +26,9 @@ const MAX_PINNED: usize = 50;
 const MAX_BLOCKS: usize = 8;
 
 /// What the inactive bytes are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[schemars(rename = "FragmentationVerdict")]
 pub enum Verdict {
     /// Less than 5 % of what is reserved is inactive.
     Negligible,
@@ -37,7 +39,7 @@ pub enum Verdict {
 }
 
 /// A block that keeps a segment.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct PinningBlock {
     /// Its bytes.
     pub bytes: Bytes,
@@ -48,7 +50,7 @@ pub struct PinningBlock {
 }
 
 /// A segment of which more than half is inactive although blocks are in it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct PinnedSegment {
     /// Where it starts.
     pub address: u64,
@@ -63,7 +65,7 @@ pub struct PinnedSegment {
 }
 
 /// The inactive bytes of the peak.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Fragmentation {
     /// Reserved and in no block, at the peak.
     pub inactive_bytes: Bytes,

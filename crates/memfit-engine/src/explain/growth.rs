@@ -19,6 +19,7 @@ use super::sites::{Phase, Sites};
 use super::steps::{MIN_BOUNDARIES, Steps};
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, BlockState, DeviceRecord, Snapshot, StackIndex};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Boundaries looked at; of more, evenly spaced ones.
@@ -34,7 +35,9 @@ const SMALL_BYTES: u64 = 512;
 const GRAPH_STACKS: usize = 3;
 
 /// A kind of leak that people make.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Pattern {
     /// Activations of every step stay: something holds the autograd graph, such as `total_loss += loss`.
@@ -46,7 +49,7 @@ pub enum Pattern {
 }
 
 /// A stack whose bytes rise at every step.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Growth {
     /// Frames, one a line, innermost first.
     pub stack: String,

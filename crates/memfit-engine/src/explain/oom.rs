@@ -41,6 +41,7 @@ use super::moment::{self, Filled};
 use super::peak::Totals;
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord, Event, StackIndex};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 const MIB: u64 = 1 << 20;
@@ -56,7 +57,7 @@ const LARGE_LINE_BYTES: u64 = 10 * MIB;
 const MAX_CONTEXT_BYTES: Bytes = Bytes(1 << 30);
 
 /// What a refusal comes down to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
     /// The tensors alive and the request are too much.
@@ -72,7 +73,7 @@ pub enum Cause {
 }
 
 /// How the device's memory divides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Parts {
     /// Held by tensors.
     pub live_set: Bytes,
@@ -87,7 +88,7 @@ pub struct Parts {
 }
 
 /// One refusal.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct OutOfMemory {
     /// Index of the event.
     pub event: u64,

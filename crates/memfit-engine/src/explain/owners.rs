@@ -37,11 +37,15 @@ use super::peak::event_of;
 use super::sites::{BEFORE_RECORDING, NO_STACK, Phase, Sites};
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord, PoolIndex, Snapshot, StackIndex, TextIndex};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// What a block was for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
+#[schemars(rename = "SnapshotCategory")]
 pub enum Category {
     /// A parameter or buffer of a module.
     Parameter,
@@ -98,7 +102,9 @@ impl Category {
 }
 
 /// Why a category is believed: one word for each reason in the table above.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Evidence {
     /// Rule 1.
@@ -114,7 +120,7 @@ pub enum Evidence {
 }
 
 /// Bytes that one stack holds for one purpose.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Owner {
     /// Frames, one a line, innermost first, as `file:line function`.
     pub stack: String,

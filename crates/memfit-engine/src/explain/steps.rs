@@ -16,13 +16,14 @@ use std::collections::BTreeMap;
 use super::owners::Judge;
 use super::sites::Phase;
 use crate::snapshot::{Action, DeviceRecord, Snapshot, StackIndex};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Three whole steps lie between four boundaries.
 pub(super) const MIN_BOUNDARIES: usize = 4;
 
 /// How the boundaries were found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StepSource {
     /// Rule 1.

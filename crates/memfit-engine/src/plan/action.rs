@@ -4,6 +4,7 @@
 //! executor needs more, one field. Not responsible for which action a technique becomes, nor for the words about it
 //! (`technique/`).
 
+use schemars::JsonSchema;
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -12,10 +13,11 @@ use super::technique::{ActionKind, Details};
 use crate::bytes::Bytes;
 
 /// One technique as applied.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Deserialize)]
 pub struct Action {
     /// Its promise.
-    pub class: Class,
+    #[serde(alias = "class")]
+    pub promise: Class,
     /// Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded state, slices, or pieces of
     /// the batch.
     pub count: u64,
@@ -31,7 +33,7 @@ impl Action {
     /// One with its technique's promise.
     pub(super) fn new(details: Details, count: u64, bytes: Bytes) -> Self {
         Self {
-            class: details.kind().technique().promise,
+            promise: details.kind().technique().promise,
             count,
             bytes,
             details,
@@ -49,7 +51,7 @@ impl Action {
     pub const fn summary(&self) -> ActionSummary {
         ActionSummary {
             kind: self.kind(),
-            class: self.class,
+            promise: self.promise,
             count: self.count,
             bytes: self.bytes,
             resident_bytes: match &self.details {
@@ -67,7 +69,7 @@ impl Serialize for Action {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut fields = serializer.serialize_map(None)?;
         fields.serialize_entry("kind", &self.kind())?;
-        fields.serialize_entry("class", &self.class)?;
+        fields.serialize_entry("promise", &self.promise)?;
         fields.serialize_entry("count", &self.count)?;
         fields.serialize_entry("bytes", &self.bytes)?;
         self.details.serialize_into(&mut fields)?;
@@ -76,12 +78,13 @@ impl Serialize for Action {
 }
 
 /// One action without what only the executor needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct ActionSummary {
     /// Which technique.
     pub kind: ActionKind,
     /// Its promise.
-    pub class: Class,
+    #[serde(alias = "class")]
+    pub promise: Class,
     /// As in [`Action`].
     pub count: u64,
     /// As in [`Action`].
@@ -97,7 +100,7 @@ impl ActionSummary {
     pub fn new(kind: ActionKind, count: u64, bytes: Bytes) -> Self {
         Self {
             kind,
-            class: kind.technique().promise,
+            promise: kind.technique().promise,
             count,
             bytes,
             resident_bytes: None,
@@ -116,24 +119,24 @@ mod tests {
     use super::*;
     use crate::plan::TECHNIQUES;
 
-    /// An action of each kind as plans have always written it.
+    /// An action of each kind as plans write it.
     const KEPT: [&str; 8] = [
-        r#"{"kind":"remat","class":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
-        r#"{"kind":"fuse_optimizer","class":"exact","count":12,"bytes":99840}"#,
-        r#"{"kind":"micro_batch","class":"equivalent","count":4,"bytes":18446744073709551615}"#,
-        r#"{"kind":"allocator_settings","class":"exact","count":1,"bytes":0,"settings":"expandable_segments:True"}"#,
-        r#"{"kind":"offload","class":"exact","count":1,"bytes":64,"offload":{"tier":"disk","folder":"/scratch","window_bytes":128,"stores":[{"op":3,"output":1,"shape":[],"bytes":64,"module":""}],"order":[0],"active":[],"names":[],"forward":[]}}"#,
-        r#"{"kind":"offload_optimizer","class":"exact","count":1,"bytes":64,"offload_optimizer":{"tier":"host","folder":"","window_bytes":0,"least_bytes":4096,"order":["head.weight"]}}"#,
-        r#"{"kind":"offload_parameters","class":"exact","count":1,"bytes":64,"offload_parameters":{"tier":"disk","folder":"/scratch","room_bytes":32,"ahead_bytes":16,"names":["head.weight"],"order":[0,0]}}"#,
-        r#"{"kind":"chunk","class":"equivalent","count":8,"bytes":64,"chunk":{"loss":{"slices":8,"weight":"head.weight","rows":4,"classes":8,"logit_bytes":128}}}"#,
+        r#"{"kind":"remat","promise":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
+        r#"{"kind":"fuse_optimizer","promise":"exact","count":12,"bytes":99840}"#,
+        r#"{"kind":"micro_batch","promise":"equivalent","count":4,"bytes":18446744073709551615}"#,
+        r#"{"kind":"allocator_settings","promise":"exact","count":1,"bytes":0,"settings":"expandable_segments:True"}"#,
+        r#"{"kind":"offload","promise":"exact","count":1,"bytes":64,"offload":{"tier":"disk","folder":"/scratch","window_bytes":128,"stores":[{"op":3,"output":1,"shape":[],"bytes":64,"module":""}],"order":[0],"active":[],"names":[],"forward":[]}}"#,
+        r#"{"kind":"offload_optimizer","promise":"exact","count":1,"bytes":64,"offload_optimizer":{"tier":"host","folder":"","window_bytes":0,"least_bytes":4096,"order":["head.weight"]}}"#,
+        r#"{"kind":"offload_parameters","promise":"exact","count":1,"bytes":64,"offload_parameters":{"tier":"disk","folder":"/scratch","room_bytes":32,"ahead_bytes":16,"names":["head.weight"],"order":[0,0]}}"#,
+        r#"{"kind":"chunk","promise":"equivalent","count":8,"bytes":64,"chunk":{"loss":{"slices":8,"weight":"head.weight","rows":4,"classes":8,"logit_bytes":128}}}"#,
     ];
 
     #[test]
-    fn each_kind_is_read_and_written_as_ever() {
+    fn each_kind_is_read_and_written_as_plans_have_it() {
         let read = KEPT.map(|json| serde_json::from_str::<Action>(json).unwrap());
         for (action, json) in read.iter().zip(KEPT) {
             assert_eq!(serde_json::to_string(action).unwrap(), json);
-            assert_eq!(action.class, action.kind().technique().promise);
+            assert_eq!(action.promise, action.kind().technique().promise);
         }
         let kinds = TECHNIQUES.iter().map(|it| it.kind);
         let kinds = kinds.filter(|&kind| kind != ActionKind::Noop);
@@ -141,9 +144,18 @@ mod tests {
     }
 
     #[test]
+    fn the_promise_is_read_under_its_name_in_version_1() {
+        for json in KEPT {
+            let before = json.replace("promise", "class");
+            let read: Action = serde_json::from_str(&before).unwrap();
+            assert_eq!(read, serde_json::from_str(json).unwrap());
+        }
+    }
+
+    #[test]
     fn what_may_be_absent_or_foreign_does_not_matter() {
         let action = r#"{"offload_optimizer":{"tier":"host","window_bytes":0,"least_bytes":1,"order":[]},
-                         "bytes":1,"remat":null,"count":1,"class":"exact","later":[1],"kind":"offload_optimizer"}"#;
+                         "bytes":1,"remat":null,"count":1,"promise":"exact","later":[1],"kind":"offload_optimizer"}"#;
         let action: Action = serde_json::from_str(action).unwrap();
         let Details::OffloadOptimizer { offload_optimizer } = action.details else {
             panic!("{action:?}")
@@ -155,31 +167,31 @@ mod tests {
     fn what_an_executor_could_not_carry_out_is_refused() {
         for (json, said) in [
             (
-                r#"{"kind":"remat","class":"exact","count":1,"bytes":1}"#,
+                r#"{"kind":"remat","promise":"exact","count":1,"bytes":1}"#,
                 "missing field `remat`",
             ),
             (
-                r#"{"kind":"remat","class":"exact","count":1,"bytes":1,"remat":null}"#,
+                r#"{"kind":"remat","promise":"exact","count":1,"bytes":1,"remat":null}"#,
                 "invalid type: null",
             ),
             (
-                r#"{"kind":"chunk","class":"exact","count":1,"bytes":1,"offload":{}}"#,
+                r#"{"kind":"chunk","promise":"exact","count":1,"bytes":1,"offload":{}}"#,
                 "missing field `chunk`",
             ),
             (
-                r#"{"kind":"allocator_settings","class":"exact","count":1,"bytes":1}"#,
+                r#"{"kind":"allocator_settings","promise":"exact","count":1,"bytes":1}"#,
                 "missing field `settings`",
             ),
             (
-                r#"{"kind":"magic","class":"exact","count":1,"bytes":1}"#,
+                r#"{"kind":"magic","promise":"exact","count":1,"bytes":1}"#,
                 "unknown variant `magic`",
             ),
             (
-                r#"{"class":"exact","count":1,"bytes":1}"#,
+                r#"{"promise":"exact","count":1,"bytes":1}"#,
                 "missing field `kind`",
             ),
             (
-                r#"{"kind":"micro_batch","class":"exact","count":-1,"bytes":1}"#,
+                r#"{"kind":"micro_batch","promise":"exact","count":-1,"bytes":1}"#,
                 "invalid value",
             ),
         ] {

@@ -11,14 +11,14 @@ use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::chunk::alternatives;
 use super::{
-    ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, StopReason, TECHNIQUES,
-    Verdict, actions, arena,
+    ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
+    TECHNIQUES, Verdict, actions, arena,
 };
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
 use crate::predict;
 use crate::step::{Treatment, Variant};
-use crate::trace::{SCHEMA_VERSION, Trace};
+use crate::trace::Trace;
 
 /// Plans a step.
 ///
@@ -98,7 +98,7 @@ impl Planner<'_> {
             budget_bytes: budget,
             margin_bytes: margin,
             verdict: Verdict::Fits,
-            class: Class::Exact,
+            promise: Class::Exact,
             unplanned,
             planned: unplanned,
             reserved: None,
@@ -273,7 +273,7 @@ impl Planner<'_> {
         let gains = ratio < plan.predicted_step_ratio * WORTH_TELLING;
         let kinds = actions::equivalent_kinds(outcome, candidate);
         gains.then_some(NextClass {
-            class: Class::Equivalent,
+            promise: Class::Equivalent,
             predicted_peak_bytes: candidate.evaluation.peak_bytes,
             predicted_step_ratio: ratio,
             kinds,

@@ -251,7 +251,7 @@ mod tests {
     fn state_goes_where_nothing_else_brings_the_step_under_its_budget() {
         let trace = chain_with_state();
         let plan = planned(&trace, &request(STATE * 3 / 2, 1e6));
-        assert_eq!((plan.verdict, plan.class), (Verdict::Fits, Class::Exact));
+        assert_eq!((plan.verdict, plan.promise), (Verdict::Fits, Class::Exact));
         let action = plan
             .actions
             .iter()
@@ -392,7 +392,7 @@ mod tests {
         let weight = 100_000;
         // Room for three of eight.
         let plan = planned(&trace, &request(weight * 7 / 2, 1e6));
-        assert_eq!((plan.verdict, plan.class), (Verdict::Fits, Class::Exact));
+        assert_eq!((plan.verdict, plan.promise), (Verdict::Fits, Class::Exact));
         let mut actions = plan.actions.iter();
         let action = actions.find_map(parameters_away);
         let directions = action.expect("only parameters are large enough");

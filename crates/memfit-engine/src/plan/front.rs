@@ -14,17 +14,18 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{
     Action, ActionKind, ActionSummary, Class, Estimate, Offer, Plan, PlanError, PlanRequest,
-    Refusal, StopReason, TECHNIQUES, Technique, Verdict, plan,
+    Refusal, SCHEMA_VERSION, StopReason, TECHNIQUES, Technique, Verdict, plan,
 };
 use crate::bytes::{Budget, Bytes};
 use crate::cost::{CostSource, Costs};
 use crate::predict;
 use crate::predict::reserved::Reserved;
-use crate::trace::{SCHEMA_VERSION, Trace};
+use crate::trace::Trace;
 
 /// What a user asks for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -55,7 +56,7 @@ impl Default for FrontRequest {
 }
 
 /// Why no more budgets were planned.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FrontStop {
     /// What is left between neighbours is too small to see.
@@ -65,14 +66,15 @@ pub enum FrontStop {
 }
 
 /// A plan on the front.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct FrontPoint {
     /// The budget: planning for it gives this plan.
     pub budget_bytes: Bytes,
     /// What was allowed then.
     pub allow: Class,
     /// Loosest class among the actions.
-    pub class: Class,
+    #[serde(alias = "class")]
+    pub promise: Class,
     /// Peak of allocated bytes.
     pub predicted_peak_bytes: Bytes,
     /// Step time under the front's cost source.
@@ -90,7 +92,7 @@ pub struct FrontPoint {
 }
 
 /// What no plan can beat.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct FrontBound {
     /// No plan of any class on the front whose peak is at most this ...
     pub peak_bytes: Bytes,
@@ -99,7 +101,7 @@ pub struct FrontBound {
 }
 
 /// The answer.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct Front {
     /// Version of this shape.
     pub schema_version: u32,
@@ -244,7 +246,7 @@ impl Rung {
 
     /// Is the plan one of the sweep's class? Where nothing exact fits, planning goes on to the next class.
     fn is_of_sweep(&self) -> bool {
-        self.fits() && self.plan.class <= self.allow
+        self.fits() && self.plan.promise <= self.allow
     }
 
     /// The least cap at which the plan would still fit.
@@ -410,7 +412,7 @@ fn undominated(rungs: &[Rung]) -> Vec<FrontPoint> {
         .filter(|rung| rung.fits())
         .map(|rung| point(rung.allow, &rung.plan))
         .collect();
-    let rest = |point: &FrontPoint| (point.class, point.allow, point.budget_bytes);
+    let rest = |point: &FrontPoint| (point.promise, point.allow, point.budget_bytes);
     points.sort_by(|a, b| {
         let peaks = a.predicted_peak_bytes.cmp(&b.predicted_peak_bytes);
         let times = a.predicted_step_ratio.total_cmp(&b.predicted_step_ratio);
@@ -419,11 +421,11 @@ fn undominated(rungs: &[Rung]) -> Vec<FrontPoint> {
     let mut kept = Vec::new();
     for class in [Class::Exact, Class::Equivalent, Class::Approximate] {
         let mut fastest = f64::INFINITY;
-        for point in points.iter().filter(|point| point.class <= class) {
+        for point in points.iter().filter(|point| point.promise <= class) {
             // Sums of the same times in another order differ by rounding.
             if point.predicted_step_ratio < fastest * (1.0 - 1e-9) {
                 fastest = point.predicted_step_ratio;
-                if point.class == class {
+                if point.promise == class {
                     kept.push(point.clone());
                 }
             }
@@ -436,7 +438,7 @@ fn point(allow: Class, plan: &Plan) -> FrontPoint {
     FrontPoint {
         budget_bytes: plan.budget_bytes,
         allow,
-        class: plan.class,
+        promise: plan.promise,
         predicted_peak_bytes: plan.planned.predicted_peak_bytes,
         predicted_step_seconds: plan.planned.predicted_step_seconds,
         predicted_step_ratio: plan.predicted_step_ratio,
@@ -518,7 +520,7 @@ mod tests {
                 for (other, better) in front.points.iter().enumerate() {
                     let beats = better.predicted_peak_bytes <= point.predicted_peak_bytes
                         && better.predicted_step_ratio <= point.predicted_step_ratio
-                        && better.class <= point.class;
+                        && better.promise <= point.promise;
                     assert!(number == other || !beats, "{better:?} beats {point:?}");
                 }
                 let request = PlanRequest {

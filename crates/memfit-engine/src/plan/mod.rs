@@ -35,6 +35,7 @@ pub use technique::remat::Remat;
 pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};
 pub use validate::InvalidPlan;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::{Budget, Bytes};
@@ -69,11 +70,26 @@ impl Default for PlanRequest {
     }
 }
 
+/// Version of the shapes of plans and fronts. 2: `class` became `promise`; version 1 is read too.
+pub const SCHEMA_VERSION: u32 = 2;
+
 /// The promise an action makes about numbers. Ordered from strict to loose.
 #[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    JsonSchema,
+    Serialize,
+    Deserialize,
+    Default,
 )]
 #[serde(rename_all = "snake_case")]
+#[schemars(rename = "Promise")]
 pub enum Class {
     /// Loss and every gradient bitwise equal to the unplanned step.
     #[default]
@@ -85,7 +101,9 @@ pub enum Class {
 }
 
 /// Where bytes go that leave a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Tier {
     /// The host's memory: for devices that have one of their own.
@@ -95,7 +113,7 @@ pub enum Tier {
 }
 
 /// One dropped or stored allocation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Dropped {
     /// Index of the forward op that creates it.
     pub op: OpIndex,
@@ -114,7 +132,7 @@ pub struct Dropped {
 }
 
 /// A module call that the executor watches.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, JsonSchema, Serialize, Deserialize)]
 pub struct ActiveRegion {
     /// Module path; empty for the whole forward.
     pub module: String,
@@ -127,7 +145,7 @@ pub struct ActiveRegion {
 }
 
 /// Does the planned step fit?
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
     /// Predicted peak plus margin is within the budget.
@@ -137,7 +155,7 @@ pub enum Verdict {
 }
 
 /// Why the search ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StopReason {
     /// The unplanned step fits: nothing to do.
@@ -159,7 +177,7 @@ pub enum StopReason {
 }
 
 /// A predicted step.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct Estimate {
     /// Peak of allocated bytes.
     pub predicted_peak_bytes: Bytes,
@@ -167,9 +185,11 @@ pub struct Estimate {
     pub predicted_step_seconds: f64,
 }
 
-/// One block of memory for all that a step allocates, each allocation at an offset known beforehand: no
-/// fragmentation. What is there before the step, such as parameters, lies outside.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// One block of memory for all that a step allocates.
+///
+/// Each allocation has an offset known beforehand: no fragmentation. What is there before the step, such as
+/// parameters, lies outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Arena {
     /// Bytes of the smallest block found, sizes rounded as the device's allocator does.
     pub bytes: Bytes,
@@ -178,7 +198,7 @@ pub struct Arena {
 }
 
 /// Why an action is not in the plan.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Refusal {
     /// The action.
     pub kind: ActionKind,
@@ -187,10 +207,11 @@ pub struct Refusal {
 }
 
 /// What a looser class would gain.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct NextClass {
     /// The class.
-    pub class: Class,
+    #[serde(alias = "class")]
+    pub promise: Class,
     /// Peak under its best plan for the same budget.
     pub predicted_peak_bytes: Bytes,
     /// Its step time over the unplanned one.
@@ -200,7 +221,7 @@ pub struct NextClass {
 }
 
 /// What is alive at the moment that stops the peak from going lower.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Bottleneck {
     /// The op, `aten.addmm.default`.
     pub op: String,
@@ -215,7 +236,7 @@ pub struct Bottleneck {
 }
 
 /// The answer.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct Plan {
     /// Version of this shape.
     pub schema_version: u32,
@@ -232,7 +253,8 @@ pub struct Plan {
     /// Does it fit?
     pub verdict: Verdict,
     /// Loosest class among the actions.
-    pub class: Class,
+    #[serde(alias = "class")]
+    pub promise: Class,
     /// Without a plan.
     pub unplanned: Estimate,
     /// With it. Where nothing fits: the plan with the smallest peak found.

@@ -7,6 +7,7 @@ pub mod reserved;
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::Settings;
@@ -36,7 +37,7 @@ pub enum PredictError {
 }
 
 /// What a prediction says. One struct: the text report, the JSON and Python read the same fields.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub struct Prediction {
     /// Version of this shape.
     pub schema_version: u32,
@@ -75,7 +76,7 @@ pub struct Prediction {
 }
 
 /// Where the peak is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct PeakPoint {
     /// Index of the op.
     pub op_index: u32,
@@ -90,7 +91,7 @@ pub struct PeakPoint {
 }
 
 /// Bytes alive at the peak; each list sums to the peak, largest first.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Breakdown {
     /// By category.
     pub category: Vec<Share>,
@@ -101,7 +102,7 @@ pub struct Breakdown {
 }
 
 /// One owner.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Share {
     /// Its name; `(before the step)` for what no op of the step made.
     pub name: String,
@@ -112,7 +113,7 @@ pub struct Share {
 }
 
 /// One allocation alive at the peak.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct TopAllocation {
     /// Its size.
     pub bytes: Bytes,
@@ -133,7 +134,7 @@ pub struct TopAllocation {
 }
 
 /// One point of the timeline.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct TimelinePoint {
     /// Index of the first op of the stretch.
     pub op_index: u32,
@@ -142,7 +143,7 @@ pub struct TimelinePoint {
 }
 
 /// Does the step fit on a device?
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct DeviceFit {
     /// The device.
     pub device: String,

@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::{BlockId, Device, FreeOrder, OutOfMemory, Settings, Simulator};
@@ -17,7 +18,7 @@ use crate::step::lives::Life;
 use crate::trace::{Category, Trace};
 
 /// What the allocator is predicted to hold.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Reserved {
     /// Peak of bytes taken from the device under the settings of `settings`.
     pub peak_reserved_bytes: Bytes,

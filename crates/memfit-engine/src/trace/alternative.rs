@@ -7,13 +7,14 @@
 //! Slices change which ops run, so their memory is not derived from the plain trace: the step is captured
 //! once more with its slices, and that trace is as good as any.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Trace, TraceError};
 use crate::bytes::Bytes;
 
 /// What of a step runs in slices; one of the two at least.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Chunk {
     /// The loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -24,7 +25,7 @@ pub struct Chunk {
 }
 
 /// A module call that treats the rows of its input one by one, computed for some rows at a time.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct CallChunk {
     /// Path of the module.
     pub module: String,
@@ -37,8 +38,8 @@ pub struct CallChunk {
     pub draws: bool,
 }
 
-/// A loss over many classes, computed in slices of rows so that its logits never exist as a whole.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// A loss over many classes in slices of rows: its logits never exist as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct LossChunk {
     /// Number of slices, at most.
     pub slices: u64,

@@ -34,6 +34,7 @@ pub use alternative::{Alternative, Alternatives, CallChunk, Chunk, LossChunk};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
@@ -44,7 +45,7 @@ pub const SCHEMA_VERSION: u32 = 1;
 macro_rules! index_type {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize)]
         #[serde(transparent)]
         pub struct $name(pub u32);
 
@@ -159,7 +160,9 @@ fn unknown_optimizer() -> Option<String> {
 }
 
 /// What an allocation is for. Bound when the step has ended, when its role is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
     /// A parameter of the model.
@@ -222,7 +225,9 @@ pub struct Value {
 }
 
 /// Part of the step an op belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     /// Model and loss.

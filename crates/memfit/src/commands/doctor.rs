@@ -118,7 +118,7 @@ fn carry_out(job: &mut MainJob, session: &mut Session<'_>) -> Result<Option<Stri
     take_in(&mut unplanned, measured.unplanned);
     take_in(&mut within, measured.planned);
     (job.unplanned, job.planned) = (Some(unplanned), Some(within));
-    let agreement = measured.loss.class.max(measured.gradients.class);
+    let agreement = measured.loss.agreement.max(measured.gradients.agreement);
     job.agreement = Some(agreement);
     let peak = measured.planned.measured_peak_bytes;
     if peak > plan.budget_bytes {

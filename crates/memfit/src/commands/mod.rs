@@ -12,11 +12,11 @@ mod place;
 mod plan;
 mod predict;
 mod ps;
-mod replay;
+pub(crate) mod replay;
 mod run;
 mod show;
 mod top;
-mod verify;
+pub(crate) mod verify;
 
 use crate::args::Command;
 use crate::error::Failure;

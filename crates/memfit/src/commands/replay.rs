@@ -28,20 +28,14 @@ pub(crate) fn run(arguments: &ReplayArguments, session: &mut Session<'_>) -> Res
         .transpose()?;
     let asked = settings(arguments)?;
     let snapshot = read(&arguments.snapshot, session)?;
-    let subject = Arc::clone(&snapshot);
-    let (devices, _) = session.slow("replaying", |host| {
-        interruptible(host, move || {
-            let devices = subject.devices.iter();
-            devices
-                .map(|device| one_device(&subject, device, &asked, memory))
-                .collect::<Vec<_>>()
-        })
+    let (subject, source) = (
+        Arc::clone(&snapshot),
+        arguments.snapshot.display().to_string(),
+    );
+    let (document, _) = session.slow("replaying", |host| {
+        interruptible(host, move || document(&subject, source, &asked, memory))
     })?;
-    let document = ReplayDocument {
-        schema_version: SCHEMA_VERSION,
-        source: arguments.snapshot.display().to_string(),
-        devices,
-    };
+    let document = document.map_err(Failure::usage)?;
     let report = match session.format {
         Format::Text => text::replay(&document, session.printer.report_palette()),
         Format::Json => json(&document)?,
@@ -61,9 +55,25 @@ fn settings(arguments: &ReplayArguments) -> Result<String, Failure> {
         };
         parts.push(format!("{}:{}", name.trim(), value.trim()));
     }
-    let text = parts.join(",");
-    Settings::parse(&text).map_err(|error| Failure::usage(error.to_string()))?;
-    Ok(text)
+    Ok(parts.join(","))
+}
+
+/// The requests of all devices, replayed.
+pub(crate) fn document(
+    snapshot: &Snapshot,
+    source: String,
+    asked: &str,
+    memory: Option<Bytes>,
+) -> Result<ReplayDocument, String> {
+    Settings::parse(asked).map_err(|error| error.to_string())?;
+    let devices = snapshot.devices.iter();
+    Ok(ReplayDocument {
+        schema_version: SCHEMA_VERSION,
+        source,
+        devices: devices
+            .map(|device| one_device(snapshot, device, asked, memory))
+            .collect(),
+    })
 }
 
 fn one_device(

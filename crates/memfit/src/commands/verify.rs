@@ -1,7 +1,7 @@
 //! `memfit verify`: the plan against the truth.
 
 use memfit_engine::bytes::Budget;
-use memfit_engine::plan::Verdict;
+use memfit_engine::plan::{Plan, Verdict};
 
 use crate::args::{Format, VerifyArguments};
 use crate::error::Failure;
@@ -13,7 +13,7 @@ use crate::report::document::{
 use crate::report::measured::{MeasuredStep, Measurement};
 use crate::report::{json, text};
 use crate::request::{PlanChoice, Target};
-use crate::session::{Planned, Session};
+use crate::session::Session;
 
 pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
     let live = Target::parse(&arguments.target)?.live("verify")?;
@@ -23,7 +23,8 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     let mut recorded = session.record(&target, None)?;
     session.tell_notes(&recorded.trace.meta.notes)?;
     let planned = session.plan(&target, &mut recorded, &choice)?;
-    let mut document = document(&planned, recorded.capture_seconds.unwrap_or_default());
+    let capture_seconds = recorded.capture_seconds.unwrap_or_default();
+    let mut document = document(&planned.plan, capture_seconds, planned.plan_seconds);
     if arguments.compile {
         match session.measure_compiled(&live, &recorded, &planned)? {
             CompiledAnswer::Ran(ran) => return compiled(document, *ran, session),
@@ -59,17 +60,26 @@ fn compiled(
     ran: CompiledMeasurement,
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
+    let measured = take_in_compiled(&mut document, ran);
+    print(&document, session)?;
+    judge(&document, &measured, session)
+}
+
+/// Takes a step that ran compiled into the document.
+pub(crate) fn take_in_compiled(
+    document: &mut VerifyDocument,
+    ran: CompiledMeasurement,
+) -> Measurement {
     document.planned.predicted_peak_bytes = ran.predicted_peak_bytes;
     document.verdict = Verdict::Fits;
     document.plan = None;
     document.compiled = Some(ran.compiled);
-    take_in(&mut document, &ran.measurement);
-    print(&document, session)?;
-    judge(&document, &ran.measurement, session)
+    take_in(document, &ran.measurement);
+    ran.measurement
 }
 
 /// Takes what was measured into the document.
-fn take_in(document: &mut VerifyDocument, measured: &Measurement) {
+pub(crate) fn take_in(document: &mut VerifyDocument, measured: &Measurement) {
     document.unplanned = with_measurement(document.unplanned, measured.unplanned);
     document.planned = with_measurement(document.planned, measured.planned);
     document.gradients = Some(measured.gradients);
@@ -77,6 +87,7 @@ fn take_in(document: &mut VerifyDocument, measured: &Measurement) {
     if measured.planned.measured_peak_bytes > document.budget_bytes {
         document.verdict = Verdict::DoesNotFit;
     }
+    document.holds = Some(document.keeps_its_word() && measured.keeps_buffers(document.class()));
 }
 
 fn print(document: &VerifyDocument, session: &mut Session<'_>) -> Result<(), Failure> {
@@ -95,7 +106,7 @@ fn judge(
 ) -> Result<Exit, Failure> {
     let class = document.class();
     session.tell_notes(&measured.notes(class))?;
-    Ok(if document.holds() && measured.keeps_buffers(class) {
+    Ok(if document.holds == Some(true) {
         Exit::Done
     } else {
         Exit::No
@@ -103,8 +114,7 @@ fn judge(
 }
 
 /// The document before anything ran.
-fn document(planned: &Planned, capture_seconds: f64) -> VerifyDocument {
-    let plan = &planned.plan;
+pub(crate) fn document(plan: &Plan, capture_seconds: f64, plan_seconds: f64) -> VerifyDocument {
     let facts = |predicted_peak_bytes| StepFacts {
         predicted_peak_bytes,
         measured_peak_bytes: None,
@@ -115,6 +125,7 @@ fn document(planned: &Planned, capture_seconds: f64) -> VerifyDocument {
         target: plan.target.clone(),
         budget_bytes: plan.budget_bytes,
         verdict: plan.verdict,
+        holds: None,
         unplanned: facts(plan.unplanned.predicted_peak_bytes),
         planned: facts(plan.planned.predicted_peak_bytes),
         minimum_peak_bytes: plan.minimum_peak_bytes,
@@ -124,7 +135,7 @@ fn document(planned: &Planned, capture_seconds: f64) -> VerifyDocument {
         compiled: None,
         not_compiled: None,
         capture_seconds,
-        plan_seconds: planned.plan_seconds,
+        plan_seconds,
     }
 }
 

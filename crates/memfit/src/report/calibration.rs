@@ -3,10 +3,12 @@
 //! Responsible for the shape, a contract as that of `document.rs`. Not responsible for the numbers.
 
 use memfit_engine::cost::DeviceProfile;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// `memfit calibrate --format json`.
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Deserialize, Serialize)]
+#[schemars(rename = "Calibration")]
 pub(crate) struct CalibrateDocument {
     pub(crate) schema_version: u32,
     pub(crate) kind: String,
@@ -30,14 +32,14 @@ pub(crate) struct CalibrateDocument {
 }
 
 /// Where and how files were written and read.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Deserialize, Serialize)]
 pub(crate) struct MeasuredDisk {
     pub(crate) folder: String,
     pub(crate) method: String,
 }
 
 /// One size of one op.
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Deserialize, Serialize)]
 pub(crate) struct MeasuredSize {
     pub(crate) what: String,
     /// Work of an op that computes.

@@ -3,7 +3,8 @@
 //! Responsible for the shapes, as `document.rs` is for all others.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::Class;
+use memfit_engine::plan::{ActionKind, Class};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::measured::{MeasuredStep, Measurement};
@@ -31,7 +32,7 @@ pub(crate) struct CompiledMeasurement {
 }
 
 /// What there is to say about a step that ran compiled.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct CompiledFacts {
     /// What loss and gradients are held against.
     pub(crate) reference: Reference,
@@ -47,7 +48,7 @@ pub(crate) struct CompiledFacts {
 }
 
 /// What a compiled step is held against.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Reference {
     /// The eager step.
@@ -57,7 +58,7 @@ pub(crate) enum Reference {
 }
 
 /// The step under `torch.compile` without memfit.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct TorchCompile {
     #[serde(flatten)]
     pub(crate) step: MeasuredStep,
@@ -66,28 +67,17 @@ pub(crate) struct TorchCompile {
 }
 
 /// One technique of a compiled plan.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct CompiledAction {
-    pub(crate) kind: CompiledKind,
-    pub(crate) class: Class,
-    /// Ops that run again, saved tensors elsewhere, or parameters with state elsewhere.
+    pub(crate) kind: ActionKind,
+    #[serde(alias = "class")]
+    pub(crate) promise: Class,
+    /// Ops recomputed, saved tensors offloaded, or parameters with offloaded state.
     pub(crate) count: u64,
 }
 
-/// Techniques of compiled plans.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum CompiledKind {
-    /// Ops of forward run again in backward.
-    CompiledRemat,
-    /// Tensors that forward saves are elsewhere until backward wants them.
-    CompiledOffload,
-    /// The optimizer's state is kept elsewhere, and fetched for one parameter at a time.
-    OffloadOptimizer,
-}
-
 /// What was done to one joint graph.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct CompiledGraph {
     /// Calls in it.
     pub(crate) ops: u64,

@@ -1,7 +1,7 @@
 //! The JSON documents: what `--format json` prints. `docs/reference/json.md` describes them.
 //!
-//! Responsible for the shapes, which are a contract: fields are added, never renamed, and
-//! `schema_version` rises when one changes its meaning. Integers are bytes unless the name says
+//! Responsible for the shapes, which are a contract: fields are added, and `schema_version`
+//! rises when one changes its name or meaning. Integers are bytes unless the name says
 //! otherwise. Not responsible for how the values come about.
 
 use memfit_engine::bytes::Bytes;
@@ -13,13 +13,14 @@ use memfit_engine::plan::{
 use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::predict::{Breakdown, Prediction};
 use memfit_engine::trace::{Category, Coupling, Phase, Trace};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::compiled::CompiledFacts;
 use super::measured::Comparison;
 
-/// Version of every shape in this file.
-pub(crate) const SCHEMA_VERSION: u32 = 1;
+/// Version of every shape in this file. 2: `class` of actions became `promise`, that of comparisons `agreement`.
+pub(crate) const SCHEMA_VERSION: u32 = 2;
 
 /// `memfit predict --format json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -78,11 +79,11 @@ pub(crate) struct PlanDocument {
 }
 
 /// A plan without what only the executor needs.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize)]
 pub(crate) struct PlanSummary {
     /// Loosest class among the actions; the reports read it, the JSON has it on each action.
     #[serde(skip)]
-    pub(crate) class: Class,
+    pub(crate) promise: Class,
     pub(crate) actions: Vec<ActionSummary>,
     /// Planned over unplanned step time.
     pub(crate) predicted_step_ratio: f64,
@@ -93,7 +94,7 @@ pub(crate) struct PlanSummary {
 impl PlanSummary {
     pub(crate) fn of(plan: &Plan) -> Self {
         Self {
-            class: plan.class,
+            promise: plan.promise,
             actions: plan.actions.iter().map(Action::summary).collect(),
             predicted_step_ratio: plan.predicted_step_ratio,
             lower_bound_ratio: plan.lower_bound_ratio,
@@ -143,13 +144,16 @@ pub(crate) struct FrontDocument {
 }
 
 /// `memfit verify --format json`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize)]
+#[schemars(rename = "Verification")]
 pub(crate) struct VerifyDocument {
     pub(crate) schema_version: u32,
     pub(crate) target: String,
     pub(crate) budget_bytes: Bytes,
     /// `fits` when the measured planned peak is within the budget.
     pub(crate) verdict: Verdict,
+    /// Whether peak and numbers are what the plan promises; `null` when nothing ran.
+    pub(crate) holds: Option<bool>,
     pub(crate) unplanned: StepFacts,
     pub(crate) planned: StepFacts,
     pub(crate) minimum_peak_bytes: Bytes,
@@ -170,7 +174,7 @@ pub(crate) struct VerifyDocument {
 }
 
 /// One way to run the step: what was predicted and what was measured.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize)]
 pub(crate) struct StepFacts {
     pub(crate) predicted_peak_bytes: Bytes,
     /// Absent when nothing ran.
@@ -180,10 +184,10 @@ pub(crate) struct StepFacts {
 }
 
 impl VerifyDocument {
-    /// Whether everything that the plan promised was seen.
-    pub(crate) fn holds(&self) -> bool {
+    /// Whether the peak and the loss and gradients are what the plan promises.
+    pub(crate) fn keeps_its_word(&self) -> bool {
         let kept = |comparison: &Option<Comparison>| {
-            comparison.is_some_and(|comparison| comparison.class.keeps(self.class()))
+            comparison.is_some_and(|comparison| comparison.agreement.keeps(self.class()))
         };
         self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss)
     }
@@ -191,7 +195,7 @@ impl VerifyDocument {
     /// What was promised; compiled code promises that numbers are equal up to rounding.
     pub(crate) fn class(&self) -> Class {
         let plan = self.plan.as_ref();
-        plan.map_or(Class::Equivalent, |plan| plan.class)
+        plan.map_or(Class::Equivalent, |plan| plan.promise)
     }
 }
 
@@ -271,7 +275,8 @@ impl TraceDocument {
 }
 
 /// `memfit replay --format json`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize)]
+#[schemars(rename = "Replay")]
 pub(crate) struct ReplayDocument {
     pub(crate) schema_version: u32,
     pub(crate) source: String,
@@ -279,7 +284,7 @@ pub(crate) struct ReplayDocument {
 }
 
 /// One device's requests, replayed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize)]
 pub(crate) struct ReplayedDevice {
     pub(crate) index: u32,
     pub(crate) events: u64,
@@ -294,7 +299,7 @@ pub(crate) struct ReplayedDevice {
 }
 
 /// Settings, and what came of the requests under them.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize)]
 pub(crate) struct ReplayedSettings {
     /// As in `PYTORCH_CUDA_ALLOC_CONF`; empty for PyTorch's defaults.
     pub(crate) settings: String,
@@ -309,7 +314,7 @@ pub(crate) struct ReplayedSettings {
 }
 
 /// How many of how many are as recorded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize)]
 pub(crate) struct ReplayedCount {
     pub(crate) matched: u64,
     pub(crate) total: u64,

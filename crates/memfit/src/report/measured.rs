@@ -5,6 +5,7 @@
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::Class;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The host's answer to `verify`.
@@ -29,7 +30,7 @@ impl Measurement {
     /// Whether the module buffers are what a plan of `class` promises.
     pub(crate) fn keeps_buffers(&self, class: Class) -> bool {
         self.buffers
-            .is_none_or(|comparison| comparison.class.keeps(class))
+            .is_none_or(|comparison| comparison.agreement.keeps(class))
     }
 
     /// What a person should know beyond the numbers.
@@ -54,22 +55,25 @@ impl Measurement {
 }
 
 /// One way to run the step, measured.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct MeasuredStep {
     pub(crate) measured_peak_bytes: Bytes,
     pub(crate) step_cpu_seconds: f64,
 }
 
 /// How two runs agree.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct Comparison {
-    pub(crate) class: Agreement,
+    #[serde(alias = "class")]
+    pub(crate) agreement: Agreement,
     /// Absent when it is not a number.
     pub(crate) max_relative_error: Option<f64>,
 }
 
 /// The words for agreement, from strict to none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Agreement {
     /// Every bit is the same.

@@ -11,6 +11,7 @@ pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;
 pub(crate) mod measured;
+pub(crate) mod schema;
 pub(crate) mod sharing;
 pub(crate) mod table;
 pub(crate) mod text;

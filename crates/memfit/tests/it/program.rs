@@ -205,8 +205,8 @@ impl Host for FakeHost {
             return Ok(json!({ "not_compiled": self.not_compiled }).to_string());
         }
         let step = |bytes: u64, seconds: f64| json!({ "measured_peak_bytes": bytes, "step_cpu_seconds": seconds });
-        let exact = json!({ "class": "bitwise", "max_relative_error": 0.0 });
-        let rounded = json!({ "class": self.gradients, "max_relative_error": 2e-7 });
+        let exact = json!({ "agreement": "bitwise", "max_relative_error": 0.0 });
+        let rounded = json!({ "agreement": self.gradients, "max_relative_error": 2e-7 });
         let mut alone = step(2 * budget_bytes, 0.4);
         alone["max_relative_error"] = json!(3e-7);
         Ok(json!({
@@ -216,7 +216,7 @@ impl Host for FakeHost {
             "predicted_peak_bytes": budget_bytes,
             "compiled": {
                 "reference": "eager", "tolerance": 1e-5, "corrections": 0, "torch_compile": alone,
-                "actions": [{ "kind": "compiled_remat", "class": "equivalent", "count": 7 }],
+                "actions": [{ "kind": "remat", "promise": "equivalent", "count": 7 }],
                 "graphs": [{
                     "ops": 90, "saved_bytes": 100, "offloaded_bytes": 0, "recomputed_ops": 7, "reason": "",
                     "predicted_peak_bytes": budget_bytes, "unplanned_peak_bytes": 2 * budget_bytes,

@@ -56,16 +56,15 @@ def plan(
     rates = NOMINAL
     if place is not None:
         request["offload"], rates = place.offer(), place.rates
-    made = _native.plan(native, rates.cost_source(), json.dumps(request))
-    answer: dict[str, Any] = json.loads(made)
-    return decision_of(answer, storage_of)
+    made = _native.plan(native, rates.cost_source(), request)
+    return decision_of(made, storage_of)
 
 
 def decision_of(answer: Mapping[str, Any], storage_of: Mapping[tuple[int, int], int]) -> Decision:
     """A plan of the engine as a decision.
 
     Args:
-        answer: The plan as parsed JSON.
+        answer: The plan.
         storage_of: The storage that an op makes at a position among what it returns.
 
     Returns:

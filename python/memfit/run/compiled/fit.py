@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from memfit import answers
 from memfit._native import bytes_text
+from memfit.records import read
 from memfit.run.compiled.budget_shares import Share, divide
-from memfit.run.compiled.fitted import CompiledFitted, CompiledPlan, GraphReport
+from memfit.run.compiled.fitted import CompiledFitted, CompiledPlan
 from memfit.run.compiled.inductor.rates import Place
 from memfit.run.compiled.outside_graphs import BesideGraphs, beside_graphs, with_state_away
 from memfit.run.compiled.partitioner import Partitioner
 from memfit.run.compiled.recording import Recorded, record
 from memfit.run.compiled.search import Chosen
 from memfit.run.fitted import Fitted
+from memfit.schema import CompiledAction, CompiledGraph, Kind
 from memfit.track import cpu
 from memfit.workload import Workload
 
@@ -170,22 +173,22 @@ def _plan(
     chosen = [share.chosen for share in shares if share.chosen is not None]
     window_bytes = max((one.schedule.window_bytes for one in chosen), default=0)
     reports = tuple(_report(share, beyond_bytes) for share in shares)
-    document = {
-        "verdict": "fits",
-        "budget_bytes": budget_bytes,
-        "planned": {"predicted_peak_bytes": peak},
-        "actions": [*_actions(chosen), *beside.actions],
-        "graphs": [asdict(report) for report in reports],
-    }
+    answer = answers.CompiledPlan(
+        verdict="fits",
+        budget_bytes=budget_bytes,
+        planned=answers.PlannedPeak(predicted_peak_bytes=peak),
+        actions=_actions(chosen, beside.actions),
+        graphs=reports,
+    )
     return CompiledPlan(
-        document,
+        answer,
         _partitioner(shares, fused=fused, place=place if window_bytes else None),
         reports,
         budget_bytes,
         beyond_bytes,
         added_seconds=sum(one.seconds for one in chosen),
         step_seconds=sum(one.graph_seconds for one in chosen),
-        besides=beside.actions,
+        around=beside.actions,
         offer=offer if window_bytes else None,
         window_bytes=window_bytes,
     )
@@ -204,12 +207,20 @@ def _partitioner(shares: Sequence[Share], *, fused: bool, place: Place | None) -
     return Partitioner(targets, otherwise, released=released, fused=fused, place=place)
 
 
-def _report(share: Share, beyond_bytes: int) -> GraphReport:
+def _report(share: Share, beyond_bytes: int) -> CompiledGraph:
     chosen, joint = share.chosen, share.recorded.joint
     if chosen is None or joint is None:
         peak = share.peak_bytes + beyond_bytes
-        return GraphReport(0, 0, 0, 0, peak, peak, share.recorded.reason)
-    return GraphReport(
+        return CompiledGraph(
+            ops=0,
+            saved_bytes=0,
+            offloaded_bytes=0,
+            recomputed_ops=0,
+            predicted_peak_bytes=peak,
+            unplanned_peak_bytes=peak,
+            reason=share.recorded.reason,
+        )
+    return CompiledGraph(
         ops=len(joint.ops),
         saved_bytes=chosen.schedule.saved_bytes,
         offloaded_bytes=chosen.schedule.away_bytes,
@@ -220,15 +231,18 @@ def _report(share: Share, beyond_bytes: int) -> GraphReport:
     )
 
 
-def _actions(graphs: Sequence[Chosen]) -> list[dict[str, Any]]:
-    """What is done to the graphs, in the words of the engine's plans."""
+def _actions(
+    graphs: Sequence[Chosen], around: Sequence[Mapping[str, Any]]
+) -> tuple[CompiledAction, ...]:
+    """What is done to the graphs and around them, in the words of the engine's plans."""
     schedules = [graph.schedule for graph in graphs]
-    counts = {
-        "compiled_remat": sum(graph.recomputed_ops for graph in graphs),
-        "compiled_offload": sum(len(schedule.settled) for schedule in schedules),
+    counts: dict[Kind, int] = {
+        "remat": sum(graph.recomputed_ops for graph in graphs),
+        "offload": sum(len(schedule.settled) for schedule in schedules),
     }
-    return [
-        {"kind": kind, "class": "equivalent", "count": count}
+    of_graphs = (
+        CompiledAction(kind=kind, promise="equivalent", count=count)
         for kind, count in counts.items()
         if count
-    ]
+    )
+    return (*of_graphs, *(read(CompiledAction, action) for action in around))

@@ -21,7 +21,7 @@ from torch._inductor import config as inductor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memfit import _native
+from memfit import _native, answers
 from memfit.apply.executor import Executor
 from memfit.apply.offload.tiers import open_tier
 from memfit.errors import NotCompiledWarning, UsageError
@@ -32,6 +32,7 @@ from memfit.run.compiled.partitioner import Partitioner
 from memfit.run.compiled.recording import own_code
 from memfit.run.compiled.transfer_ops import Transit, moving
 from memfit.run.fitted import Fitted, Report, shape_of
+from memfit.schema import CompiledGraph
 from memfit.tensors.garbage import collected_before
 from memfit.track import cpu
 from memfit.workload import Workload
@@ -62,29 +63,6 @@ _MEASURED_STEP = 2
 
 
 @dataclass(slots=True, frozen=True)
-class GraphReport:
-    """What was done to one joint graph.
-
-    Attributes:
-        ops: Calls in the joint graph.
-        saved_bytes: What forward hands to backward in memory, inputs not among it.
-        offloaded_bytes: What it hands over elsewhere.
-        recomputed_ops: Calls of forward that run again in backward, each as often as it does.
-        predicted_peak_bytes: Peak of the step while the graph runs.
-        unplanned_peak_bytes: The same with everything saved.
-        reason: Why torch's own partition was used; empty where memfit's was.
-    """
-
-    ops: int
-    saved_bytes: int
-    offloaded_bytes: int
-    recomputed_ops: int
-    predicted_peak_bytes: int
-    unplanned_peak_bytes: int
-    reason: str
-
-
-@dataclass(slots=True, frozen=True)
 class CompiledReport(Report):
     """What the compiled steps so far did.
 
@@ -98,7 +76,7 @@ class CompiledReport(Report):
             where nothing is measured.
     """
 
-    graphs: tuple[GraphReport, ...] = ()
+    graphs: tuple[CompiledGraph, ...] = ()
     corrections: int = 0
     loosened: bool = False
     measured_peak_bytes: int = 0
@@ -109,7 +87,7 @@ class CompiledPlan:
     """A plan of a compiled step.
 
     Attributes:
-        document: The plan, for people and programs.
+        answer: The plan, for people and programs.
         partitioner: Cuts the graphs.
         graphs: What it does to each.
         budget_bytes: Most bytes of the step.
@@ -117,26 +95,26 @@ class CompiledPlan:
             where it needs less.
         added_seconds: Nominal time of what runs again, and what transfers add.
         step_seconds: Nominal time of the graphs with everything kept.
-        besides: Actions of the engine's plans that run around the graphs.
+        around: Actions of the engine's plans that run around the graphs.
         offer: The place that saved tensors go to, as an ``Offer`` of the engine.
         window_bytes: Most bytes of them on their way out at a time.
     """
 
-    document: Mapping[str, Any]
+    answer: answers.CompiledPlan
     partitioner: Partitioner
-    graphs: tuple[GraphReport, ...]
+    graphs: tuple[CompiledGraph, ...]
     budget_bytes: int
     beyond_bytes: int
     added_seconds: float
     step_seconds: float
-    besides: Sequence[Mapping[str, Any]] = ()
+    around: Sequence[Mapping[str, Any]] = ()
     offer: Mapping[str, Any] | None = None
     window_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the step, the optimizer's included."""
-        return int(self.document["planned"]["predicted_peak_bytes"])
+        return self.answer.planned.predicted_peak_bytes
 
     @property
     def told_bytes(self) -> int:
@@ -175,7 +153,7 @@ class CompiledFitted(Fitted):
             eager: Fits the step eager, for the optimizer given, where compiled code turns out not
                 to keep the budget; ``None`` where no eager plan does either.
         """
-        super().__init__(workload, {"actions": plan.besides})
+        super().__init__(workload, {"actions": plan.around})
         self._eager = eager
         self._instead: Fitted | None = None
         self._cut_for = replan
@@ -201,9 +179,9 @@ class CompiledFitted(Fitted):
         self._compiled: Callable[..., Tensor] = torch.compile(own_code(loss), options=options)
 
     @property
-    def plan(self) -> Mapping[str, Any]:
+    def plan(self) -> answers.Plan | answers.CompiledPlan:
         """The plan of the step, compiled unless that did not keep the budget."""
-        return self._compiled_plan.document if self._instead is None else self._instead.plan
+        return self._compiled_plan.answer if self._instead is None else self._instead.plan
 
     @property
     def has_settled(self) -> bool:
@@ -307,8 +285,8 @@ class CompiledFitted(Fitted):
         warnings.warn(message, NotCompiledWarning, stacklevel=3)
 
     def _cut_again(self, plan: CompiledPlan) -> None:
-        if plan.besides != self._compiled_plan.besides:
-            self.follow({"actions": plan.besides})
+        if plan.around != self._compiled_plan.around:
+            self.follow({"actions": plan.around})
         self._adopt(plan)
 
     @contextlib.contextmanager

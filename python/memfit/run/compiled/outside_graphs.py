@@ -82,7 +82,7 @@ def with_state_away(
     }
     reduced = json.dumps(_optimizer_alone(trace)).encode()
     native = _native.Trace.from_json(reduced, None, 0)
-    plan = json.loads(_native.plan(native, NOMINAL.cost_source(), json.dumps(asked)))
+    plan = _native.plan(native, NOMINAL.cost_source(), asked)
     action = next((a for a in plan["actions"] if a["kind"] == STATE_AWAY), None)
     if plan["verdict"] != "fits" or action is None:
         return None

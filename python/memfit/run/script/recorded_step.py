@@ -74,9 +74,8 @@ class RecordedStep:
         )
         scratch = {i: size for i, size in enumerate(recorder.scratch) if size > 0 and on_cpu}
         self._json = trace_json(recorder, roles, meta, scratch)
-        costs = _costs(observation)
-        self._costs = json.dumps(costs)
-        profile = costs.get("profile") or {}
+        self._costs = _costs(observation)
+        profile = self._costs.get("profile") or {}
         self._offer: dict[str, Any] | None = None
         # Who updates parameters without an optimizer is not seen to do it.
         by_hand = [] if observation.optimizer else [_PARAMETERS]
@@ -124,7 +123,7 @@ class RecordedStep:
             "forbid": self._forbidden,
             "offload": self._offer,
         }
-        return Plan(_native.plan(trace.native, self._costs, json.dumps(request), time_limit))
+        return Plan.of(_native.plan(trace.native, self._costs, request, time_limit))
 
 
 def _usable(offered: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def _costs(observation: Observation) -> dict[str, Any]:
         seconds = observation.recorder.seconds
         return {"kind": "profile", "op_seconds": seconds}
     found, _ = usable("cuda", None)
-    return {"kind": "roofline", "profile": found or json.loads(gpu_profile(None))}
+    return {"kind": "roofline", "profile": found or gpu_profile(None)}
 
 
 def _settle(trace: dict[str, Any], optimizer_state: set[int]) -> None:

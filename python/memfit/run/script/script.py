@@ -12,7 +12,6 @@ without an optimizer (the script updates parameters itself) ends with the next c
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -301,7 +300,7 @@ def _found(loop: Loop, plan: Plan) -> str:
     if plan.fits and not plan.actions:
         return f"{head}: a step takes {unplanned}, within {size(plan.budget_bytes)} as it is"
     actions = plan.as_dict()["actions"]
-    done = ", ".join(_native.effect(json.dumps(action)) for action in actions)
+    done = ", ".join(_native.effect(action) for action in actions)
     took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
     predicted = size(plan.planned.predicted_peak_bytes)
     if plan.fits:

@@ -5,7 +5,6 @@ Responsible for turning a prediction of an inference step into bytes.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from torch import nn
@@ -41,11 +40,11 @@ def activation_bytes(model: nn.Module, example: Any, device: str = HOST) -> int:
     """
     kind = None if device == HOST else "cuda"
     recorded = Trace.decode(capture(Workload(model, example), target="", device=kind))
-    asked = json.dumps({"batch": None, "budget": None})
-    prediction = Prediction(_native.predict(recorded.native, asked))
-    highest = int(prediction.interval_bytes[1])
+    asked = {"batch": None, "budget": None}
+    prediction = Prediction.of(_native.predict(recorded.native, asked))
+    highest = prediction.interval_bytes[1]
     reserved = _native.reserved_beside_model(recorded.native)
     if reserved is not None:
-        return reserved + highest - int(prediction.predicted_peak_bytes)
+        return reserved + highest - prediction.predicted_peak_bytes
     at_peak = prediction.breakdown.category
-    return highest - sum(int(part.bytes) for part in at_peak if part.name in _THE_MODEL)
+    return highest - sum(part.bytes for part in at_peak if part.name in _THE_MODEL)

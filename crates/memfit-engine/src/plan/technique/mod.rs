@@ -20,6 +20,7 @@ pub(super) mod offload_optimizer;
 pub(super) mod offload_parameters;
 pub(super) mod remat;
 
+use schemars::JsonSchema;
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize};
 
@@ -79,14 +80,15 @@ macro_rules! techniques {
         $kind:ident $({ $field:ident: $type:ty })? in $room:ident;
     )*) => {
         /// One technique.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, JsonSchema, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
+        #[schemars(rename = "Kind")]
         pub enum ActionKind {
             $($(#[cfg($when)])? #[doc = $doc] $kind,)*
         }
 
         /// One technique with what the executor needs for it.
-        #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+        #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Deserialize)]
         #[serde(tag = "kind", rename_all = "snake_case")]
         pub enum Details {
             $(
@@ -138,7 +140,7 @@ techniques! {
     FuseOptimizer in fuse_optimizer;
     /// Split the batch and accumulate gradients.
     MicroBatch in micro_batch;
-    /// Set up the caching allocator so that free memory is not lost to fragmentation; as in `PYTORCH_CUDA_ALLOC_CONF`.
+    /// Set up the caching allocator against fragmentation, as in `PYTORCH_CUDA_ALLOC_CONF`.
     AllocatorSettings { settings: String } in allocator_settings;
     /// Offload saved activations in forward and fetch them in backward.
     Offload { offload: offload::Offload } in offload;

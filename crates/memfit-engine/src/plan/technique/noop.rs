@@ -41,7 +41,7 @@ mod tests {
     use crate::trace::sample;
 
     /// The tests of the executor carry out the same.
-    const JSON: &str = r#"{"kind":"noop","class":"exact","count":1,"bytes":0}"#;
+    const JSON: &str = r#"{"kind":"noop","promise":"exact","count":1,"bytes":0}"#;
 
     fn planned(target: &str) -> Plan {
         let mut trace = sample::chain();

@@ -4,6 +4,7 @@
 //! which go (`search/`), for what moving them costs (`search/transfers.rs`), nor for where the executor finds them
 //! (`addresses.rs`).
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Technique, counted};
@@ -35,7 +36,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 };
 
 /// What to offload, addressed like [`Remat`](crate::plan::Remat). Where a plan holds both, both watch the same regions.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Offload {
     /// Where to.
     pub tier: Tier,

@@ -3,6 +3,7 @@
 //! Responsible for whether it may go, for the smallest tensor that is worth it, for the action and for the words. Not
 //! responsible for the windows that are tried (`combinations.rs`), nor for when state moves ([`crate::step`]).
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Technique, counted};
@@ -34,7 +35,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 pub(in crate::plan) const LEAST_STATE: Bytes = Bytes(4096);
 
 /// Which of the optimizer's state to keep elsewhere, and how.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct OffloadOptimizer {
     /// Where to.
     pub tier: Tier,

@@ -3,6 +3,7 @@
 //! Responsible for the action that drops become, and for the words. Not responsible for which activations are dropped
 //! (`search/`), nor for where the executor finds them (`addresses.rs`).
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Technique, counted};
@@ -26,7 +27,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 };
 
 /// Where to drop, addressed by the order of ops in forward.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
 pub struct Remat {
     /// The dropped allocations, by creating op, ascending.
     pub drops: Vec<Dropped>,

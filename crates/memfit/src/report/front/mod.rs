@@ -78,7 +78,7 @@ fn rows(front: &Front) -> String {
     let mut html = String::new();
     for (number, point) in front.points.iter().enumerate() {
         let told = escaped(&story::told(point), MAX_LINE);
-        let class = words::class(point.class);
+        let class = words::class(point.promise);
         let budget = format!("--budget {}", point.budget_bytes.0);
         let budget = match point.allow {
             memfit_engine::plan::Class::Exact => budget,
@@ -147,7 +147,7 @@ mod tests {
         FrontPoint {
             budget_bytes: Bytes(gib * GIB + 1),
             allow: class,
-            class,
+            promise: class,
             predicted_peak_bytes: Bytes(gib * GIB),
             predicted_step_seconds: ratio,
             predicted_step_ratio: ratio,
@@ -155,7 +155,7 @@ mod tests {
             stop_reason: StopReason::LocalOptimum,
             actions: vec![ActionSummary {
                 kind,
-                class,
+                promise: class,
                 count: 3,
                 bytes: Bytes(GIB),
                 resident_bytes: None,

@@ -310,7 +310,7 @@ impl<'f> Paper<'f> {
 
     fn of(&self, class: Class) -> Vec<&'f FrontPoint> {
         let points = self.front.points.iter();
-        points.filter(|point| point.class == class).collect()
+        points.filter(|point| point.promise == class).collect()
     }
 
     fn lines(&self, svg: &mut String) {
@@ -377,14 +377,14 @@ impl<'f> Paper<'f> {
         );
         for (number, point) in self.front.points.iter().enumerate() {
             let (at, height) = self.place(point);
-            let class = words::class(point.class);
+            let class = words::class(point.promise);
             let told = escaped(&story::told(point), 600);
             put(
                 svg,
                 format_args!(
                     "<g class=\"point {class}\" data-point=\"{number}\" data-x=\"{at:.1}\" data-y=\"{height:.1}\" \
                      tabindex=\"0\" role=\"img\" aria-label=\"{told}\"><title>{told}</title>{}</g>",
-                    mark(point.class, at, height)
+                    mark(point.promise, at, height)
                 ),
             );
         }
@@ -470,7 +470,7 @@ impl<'f> Paper<'f> {
                 format_args!(
                     "<text class=\"label\" x=\"{:.1}\" y=\"{y:.1}\">smallest {}: {}, {}</text>",
                     self.place(point).0 + 12.0,
-                    words::class(point.class),
+                    words::class(point.promise),
                     point.predicted_peak_bytes,
                     story::ratio(point.predicted_step_ratio)
                 ),

@@ -27,7 +27,7 @@ pub(crate) fn headline(front: &Front) -> String {
 pub(crate) fn sentences(front: &Front) -> Vec<String> {
     let unplanned = front.unplanned.predicted_peak_bytes;
     let mut sentences = Vec::new();
-    let exact = |point: &&FrontPoint| point.class == Class::Exact;
+    let exact = |point: &&FrontPoint| point.promise == Class::Exact;
     let cheap = |point: &&FrontPoint| point.predicted_step_ratio <= 1.01;
     let cheapest = front.points.iter().filter(exact).find(cheap);
     if let Some(point) = cheapest.filter(|point| point.predicted_peak_bytes < unplanned) {
@@ -56,7 +56,7 @@ pub(crate) fn sentences(front: &Front) -> Vec<String> {
 
 /// The plan with the smallest peak of a class.
 pub(crate) fn least(front: &Front, class: Class) -> Option<&FrontPoint> {
-    front.points.iter().find(|point| point.class == class)
+    front.points.iter().find(|point| point.promise == class)
 }
 
 /// How much was looked at, and why no more.
@@ -126,8 +126,8 @@ pub(crate) fn told(point: &FrontPoint) -> String {
         "Peak {}{reserved} at {} the step time, {}: {}. Does {}. At this budget no plan is faster than {}.",
         point.predicted_peak_bytes,
         ratio(point.predicted_step_ratio),
-        words::class(point.class),
-        words::promise(point.class),
+        words::class(point.promise),
+        words::promise(point.promise),
         effects(point),
         ratio(point.lower_bound_ratio),
     )

@@ -53,7 +53,7 @@ fn points(front: &Front) -> Table {
     ]);
     let whole = front.unplanned.predicted_peak_bytes;
     let mut points: Vec<&FrontPoint> = front.points.iter().collect();
-    points.sort_by_key(|point| (std::cmp::Reverse(point.predicted_peak_bytes), point.class));
+    points.sort_by_key(|point| (std::cmp::Reverse(point.predicted_peak_bytes), point.promise));
     let is_unplanned = |point: &&FrontPoint| point.actions.is_empty();
     if !points.iter().any(is_unplanned) {
         table.row([
@@ -73,7 +73,7 @@ fn points(front: &Front) -> Table {
             bar(point.predicted_peak_bytes, whole, BAR),
             story::ratio(point.predicted_step_ratio),
             story::ratio(point.lower_bound_ratio),
-            words::class(point.class).to_owned(),
+            words::class(point.promise).to_owned(),
             story::actions(point),
         ]);
     }

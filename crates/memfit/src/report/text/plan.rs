@@ -133,7 +133,7 @@ pub(crate) fn actions(actions: &[ActionSummary], palette: Palette) -> String {
     for action in actions {
         table.row([
             action.kind.technique().title.to_owned(),
-            words::class(action.class).to_owned(),
+            words::class(action.promise).to_owned(),
             action.effect(),
             action.bytes.to_string(),
         ]);
@@ -181,8 +181,8 @@ fn answer(document: &PlanDocument, palette: Palette) -> String {
             palette.good("FITS:"),
             budget - planned,
             words::ratio(document.plan.predicted_step_ratio),
-            words::class(document.plan.class),
-            words::promise(document.plan.class)
+            words::class(document.plan.promise),
+            words::promise(document.plan.promise)
         ),
         Verdict::DoesNotFit => {
             let (peak, least) = (document.minimum_peak_bytes, document.minimum_budget_bytes);
@@ -210,7 +210,7 @@ fn next_class(document: &PlanDocument) -> String {
     };
     let kinds = next.kinds.iter().map(|kind| kind.technique().title);
     let kinds: Vec<&str> = kinds.collect();
-    let flag = match next.class {
+    let flag = match next.promise {
         Class::Exact => return String::new(),
         class => words::class(class),
     };
@@ -254,7 +254,7 @@ mod tests {
             }),
             reserved: None,
             plan: PlanSummary {
-                class: Class::Exact,
+                promise: Class::Exact,
                 actions: vec![
                     ActionSummary::new(ActionKind::FuseOptimizer, 1, Bytes(400 << 20)),
                     ActionSummary::new(ActionKind::Remat, 96, Bytes(3300 << 20)),
@@ -270,7 +270,7 @@ mod tests {
                 reason: "the examples of the batch depend on each other".to_owned(),
             }],
             next_class: Some(NextClass {
-                class: Class::Equivalent,
+                promise: Class::Equivalent,
                 predicted_peak_bytes: Bytes(2800 << 20),
                 predicted_step_ratio: 1.02,
                 kinds: vec![ActionKind::MicroBatch],

@@ -6,7 +6,7 @@ use memfit_engine::plan::{ActionKind, ActionSummary, Verdict};
 use super::plan::actions;
 use super::section;
 use crate::printer::Palette;
-use crate::report::compiled::{CompiledFacts, CompiledKind, Reference};
+use crate::report::compiled::{CompiledFacts, Reference};
 use crate::report::document::{StepFacts, VerifyDocument};
 use crate::report::measured::{Agreement, Comparison};
 use crate::report::table::{Align, Table};
@@ -157,11 +157,11 @@ fn compiled_facts(document: &VerifyDocument, compiled: &CompiledFacts) -> Table 
 
 fn compiled_actions(compiled: &CompiledFacts) -> String {
     let actions = compiled.actions.iter().map(|action| match action.kind {
-        CompiledKind::CompiledRemat => {
+        ActionKind::Remat => {
             let what = words::counted(action.count, "op");
             format!("  {what} of the graphs recomputed in backward\n")
         }
-        CompiledKind::CompiledOffload => {
+        ActionKind::Offload => {
             let what = words::counted(action.count, "saved tensor");
             let bytes: Bytes = compiled
                 .graphs
@@ -170,8 +170,7 @@ fn compiled_actions(compiled: &CompiledFacts) -> String {
                 .sum();
             format!("  {what} of the graphs offloaded, {bytes}\n")
         }
-        CompiledKind::OffloadOptimizer => {
-            let kind = ActionKind::OffloadOptimizer;
+        kind => {
             let what = ActionSummary::new(kind, action.count, Bytes::ZERO).effect();
             format!("  {what}\n")
         }
@@ -252,7 +251,7 @@ fn error_words(error: Option<f64>) -> String {
 
 fn agreement_words(comparison: Comparison) -> String {
     let error = error_words(comparison.max_relative_error);
-    match comparison.class {
+    match comparison.agreement {
         Agreement::Bitwise => "bitwise equal".to_owned(),
         Agreement::Equivalent => format!("equal up to rounding, largest relative error {error}"),
         Agreement::Different => format!("DIFFERENT, largest relative error {error}"),
@@ -275,12 +274,12 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
         "{measured} measured, {} under the budget of {budget}",
         budget - measured
     );
-    if document.holds() {
+    if document.keeps_its_word() {
         let time = time_words(document);
         let bitwise = [document.loss, document.gradients]
             .into_iter()
             .flatten()
-            .all(|comparison| comparison.class == Agreement::Bitwise);
+            .all(|comparison| comparison.agreement == Agreement::Bitwise);
         let numbers = if bitwise {
             "loss and gradients bitwise equal"
         } else {
@@ -335,7 +334,7 @@ mod tests {
 
     fn document() -> VerifyDocument {
         let bitwise = Comparison {
-            class: Agreement::Bitwise,
+            agreement: Agreement::Bitwise,
             max_relative_error: Some(0.0),
         };
         VerifyDocument {
@@ -343,13 +342,14 @@ mod tests {
             target: "gpt2.py:build".to_owned(),
             budget_bytes: Bytes(3 << 30),
             verdict: Verdict::Fits,
+            holds: Some(true),
             unplanned: step(6 << 30, (6 << 30) + (1 << 20), 10.0),
             planned: step(2900 << 20, 2900 << 20, 11.7),
             minimum_peak_bytes: Bytes(2600 << 20),
             gradients: Some(bitwise),
             loss: Some(bitwise),
             plan: Some(PlanSummary {
-                class: Class::Exact,
+                promise: Class::Exact,
                 actions: vec![ActionSummary::new(ActionKind::Remat, 96, Bytes(3300 << 20))],
                 predicted_step_ratio: 1.15,
                 lower_bound_ratio: 1.1,
@@ -397,7 +397,7 @@ mod tests {
     fn numbers_that_differ_are_said_with_the_largest_error() {
         let mut document = document();
         let different = Comparison {
-            class: Agreement::Different,
+            agreement: Agreement::Different,
             max_relative_error: None,
         };
         document.gradients = Some(different);
@@ -415,13 +415,13 @@ mod tests {
     fn rounding_is_what_an_equivalent_plan_promises() {
         let mut document = document();
         let rounded = Comparison {
-            class: Agreement::Equivalent,
+            agreement: Agreement::Equivalent,
             max_relative_error: Some(2e-7),
         };
         document.gradients = Some(rounded);
-        assert!(!document.holds());
-        document.plan.as_mut().unwrap().class = Class::Equivalent;
-        assert!(document.holds());
+        assert!(!document.keeps_its_word());
+        document.plan.as_mut().unwrap().promise = Class::Equivalent;
+        assert!(document.keeps_its_word());
         let text = verify(&document, Palette::PLAIN);
         insta::assert_snapshot!(text.lines().last().unwrap_or_default(), @"FITS: 2.83 GiB measured, 172.0 MiB under the budget of 3.00 GiB, 1.17 x the step time; loss and gradients equal up to rounding, as the plan said");
     }
@@ -430,7 +430,7 @@ mod tests {
     fn a_compiled_step_stands_beside_eager_and_torch_alone() {
         let mut document = document();
         let rounded = Comparison {
-            class: Agreement::Equivalent,
+            agreement: Agreement::Equivalent,
             max_relative_error: Some(2e-7),
         };
         (document.gradients, document.plan) = (Some(rounded), None);
@@ -447,13 +447,13 @@ mod tests {
             corrections: 0,
             actions: vec![
                 CompiledAction {
-                    kind: CompiledKind::CompiledRemat,
-                    class: Class::Equivalent,
+                    kind: ActionKind::Remat,
+                    promise: Class::Equivalent,
                     count: 120,
                 },
                 CompiledAction {
-                    kind: CompiledKind::CompiledOffload,
-                    class: Class::Equivalent,
+                    kind: ActionKind::Offload,
+                    promise: Class::Equivalent,
                     count: 12,
                 },
             ],
@@ -467,7 +467,7 @@ mod tests {
                 reason: String::new(),
             }],
         });
-        assert!(document.holds());
+        assert!(document.keeps_its_word());
         insta::assert_snapshot!(verify(&document, Palette::PLAIN), @"
         gpt2.py:build  budget 3.00 GiB (50.0 % of the unplanned peak)
 

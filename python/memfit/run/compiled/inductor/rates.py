@@ -9,7 +9,6 @@ responsible for measuring a device (:mod:`memfit.plan.cost_source`) or for what 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class Rates:
         known = dict(self.flops_per_second)
         return known.get(dtype) or known.get("float32") or max(known.values())
 
-    def cost_source(self) -> str:
+    def cost_source(self) -> dict[str, Any]:
         """The rates as a cost source of the engine."""
         profile = {
             "name": "nominal",
@@ -73,7 +72,7 @@ class Rates:
             "bytes_per_second": self.bytes_per_second,
             "op_overhead_seconds": OP_SECONDS,
         }
-        return json.dumps({"kind": "roofline", "profile": profile})
+        return {"kind": "roofline", "profile": profile}
 
 
 NOMINAL = Rates((("float32", 1e11),), 2e10)

@@ -148,7 +148,7 @@ mod tests {
         let budget = lowest.minimum_budget_bytes();
         let made = plan(&trace, &source(&trace), &request(budget.0, Class::Exact)).unwrap();
         assert_eq!(
-            (made.verdict, made.class),
+            (made.verdict, made.promise),
             (Verdict::Fits, Class::Equivalent)
         );
         let chunk = made

@@ -6,6 +6,7 @@
 
 pub(in crate::plan) mod rooms;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Technique, counted};
@@ -39,7 +40,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 pub(super) const LEAST_PARAMETER: Bytes = Bytes(16_384);
 
 /// Which parameters to keep elsewhere, and how.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct OffloadParameters {
     /// Where to.
     pub tier: Tier,

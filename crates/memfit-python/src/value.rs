@@ -1,0 +1,57 @@
+//! What serde can say, as Python has it: dictionaries, lists, texts and numbers.
+//!
+//! Responsible for the conversion in both directions, of arguments and of results. Not responsible for what crosses.
+
+use memfit_engine::bytes::Budget;
+use pyo3::prelude::*;
+use pythonize::{depythonize, pythonize};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::{BudgetError, UsageError};
+
+/// A value on its way between the languages.
+pub(crate) struct Value<T>(pub(crate) T);
+
+impl<'a, 'py, T: DeserializeOwned> FromPyObject<'a, 'py> for Value<T> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let value = depythonize(&object);
+        value.map(Self).map_err(|error| {
+            let message = format!("the {} is not valid: {error}", noun::<T>());
+            unreadable_budget(&object).unwrap_or_else(|| UsageError::new_err(message))
+        })
+    }
+}
+
+/// The error of a request whose budget cannot be read.
+fn unreadable_budget(request: &Bound<'_, PyAny>) -> Option<PyErr> {
+    let written: String = request.get_item("budget").ok()?.extract().ok()?;
+    let error = Budget::parse(&written).err()?;
+    Some(BudgetError::new_err(error.to_string()))
+}
+
+/// What a type is called in a sentence: `PlanRequest` is a plan request.
+fn noun<T>() -> String {
+    let path = std::any::type_name::<T>();
+    let name = path.rsplit("::").next().unwrap_or(path);
+    let mut words = String::new();
+    for letter in name.chars() {
+        if letter.is_uppercase() && !words.is_empty() {
+            words.push(' ');
+        }
+        words.extend(letter.to_lowercase());
+    }
+    words
+}
+
+impl<'py, T: Serialize> IntoPyObject<'py> for Value<T> {
+    type Target = PyAny;
+    type Output = Bound<'py, PyAny>;
+    type Error = PyErr;
+
+    fn into_pyobject(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Ok(pythonize(py, &self.0)?)
+    }
+}

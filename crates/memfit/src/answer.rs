@@ -1,0 +1,95 @@
+//! Answers of commands that the Python API gives too: each the document of `--format json`, and the text.
+//!
+//! Responsible for the way there from what the API has. Not responsible for documents (`report/`) nor for measuring.
+
+use memfit_engine::bytes::Bytes;
+use memfit_engine::plan::Plan;
+use memfit_engine::snapshot::Snapshot;
+use serde::Serialize;
+use serde_json::{Error, Value};
+
+use crate::commands::{replay, verify};
+use crate::printer::Palette;
+use crate::report::calibration::CalibrateDocument;
+use crate::report::compiled::CompiledAnswer;
+use crate::report::document::VerifyDocument;
+use crate::report::measured::Measurement;
+use crate::report::text;
+
+/// A document and its text.
+pub type Answer = (Value, String);
+
+/// What `memfit verify` says of a plan and of what the host measured; without a measurement, that nothing ran.
+///
+/// # Errors
+///
+/// The measurement is not one.
+pub fn verification(
+    plan: &Plan,
+    measured: Option<Value>,
+    capture_seconds: f64,
+    plan_seconds: f64,
+) -> Result<Answer, Error> {
+    let mut document = verify::document(plan, capture_seconds, plan_seconds);
+    if let Some(measured) = measured {
+        let measured: Measurement = serde_json::from_value(measured)?;
+        verify::take_in(&mut document, &measured);
+    }
+    verified(&document)
+}
+
+/// What `memfit verify --compile` says of a step that ran compiled.
+///
+/// # Errors
+///
+/// The measurement is not one.
+pub fn compiled_verification(
+    plan: &Plan,
+    measured: Value,
+    capture_seconds: f64,
+    plan_seconds: f64,
+) -> Result<Answer, Error> {
+    let mut document = verify::document(plan, capture_seconds, plan_seconds);
+    match serde_json::from_value(measured)? {
+        CompiledAnswer::Ran(ran) => {
+            verify::take_in_compiled(&mut document, *ran);
+        }
+        CompiledAnswer::NotCompiled { not_compiled } => document.not_compiled = Some(not_compiled),
+    }
+    verified(&document)
+}
+
+fn verified(document: &VerifyDocument) -> Result<Answer, Error> {
+    answer(document, text::verify(document, Palette::PLAIN))
+}
+
+/// What `memfit replay` says of a snapshot; `settings` as in `PYTORCH_CUDA_ALLOC_CONF`, none for those worth trying.
+///
+/// # Errors
+///
+/// The settings cannot be read.
+pub fn replay(
+    snapshot: &Snapshot,
+    source: String,
+    settings: &str,
+    device_memory: Option<Bytes>,
+) -> Result<Answer, String> {
+    let document = replay::document(snapshot, source, settings, device_memory)?;
+    let text = text::replay(&document, Palette::PLAIN);
+    answer(&document, text).map_err(|error| error.to_string())
+}
+
+/// What `memfit calibrate` says of a profile that was written to a file.
+///
+/// # Errors
+///
+/// The profile is not one.
+pub fn calibration(profile: Value, path: String) -> Result<Answer, Error> {
+    let mut document: CalibrateDocument = serde_json::from_value(profile)?;
+    document.path = path;
+    answer(&document, text::calibration(&document, Palette::PLAIN))
+}
+
+fn answer(document: &impl Serialize, text: String) -> Result<Answer, Error> {
+    Ok((serde_json::to_value(document)?, text))
+}

@@ -1,0 +1,127 @@
+"""A plan beside real steps: :func:`memfit.verify`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
+
+from memfit import _native
+from memfit.answers import Plan, Trace, Verification
+from memfit.api.plan import op_times_of
+from memfit.api.predict import trace
+from memfit.errors import UsageError
+from memfit.options import OptionKeywords, Options
+from memfit.plan.planner import meta_of, offer_of, plan_trace
+from memfit.verify import compiled, eager
+from memfit.workload import Workload
+
+
+def verify(
+    subject: Workload | Callable[[], Workload],
+    budget: str | int | None = None,
+    options: Options | None = None,
+    *,
+    plan: Plan | None = None,
+    compile: bool = False,  # noqa: A002 - as in `memfit.fit`
+    steps: int = 3,
+    **keywords: Unpack[OptionKeywords],
+) -> Verification:
+    """Run real steps with and without a plan, and compare peaks, times and numbers.
+
+    Args:
+        subject: The step, or a function that builds it. A given model, its optimizer's state and
+            the random state are afterwards as before.
+        budget: As in :func:`memfit.plan`; not with a ``plan``.
+        options: As in :func:`memfit.plan`.
+        plan: The plan to hold to its word.
+        compile: Compare with a compiled plan and with ``torch.compile`` alone, where the step
+            compiles; ``not_compiled`` says why it does not.
+        steps: Steps of each that are timed.
+        **keywords: As in :func:`memfit.plan`.
+
+    Returns:
+        The verification: ``holds`` says whether peak and numbers are as promised. Where no plan
+        fits, nothing runs.
+
+    Raises:
+        UsageError: As in :func:`memfit.plan`; not just one of ``budget`` and ``plan``.
+        BudgetError: The budget cannot be read.
+        WorkloadError: The model fails by itself.
+        CaptureError: The step cannot be recorded.
+    """
+    if (budget is None) == (plan is None) or (plan is not None and compile):
+        raise UsageError("give a `budget`, or a `plan` of eager steps to verify")
+    if steps < 1:
+        raise UsageError(f"`steps={steps}`: at least one step is timed")
+    chosen = Options.of(options, **keywords)
+    workload = subject if isinstance(subject, Workload) else subject()
+    began = time.perf_counter()
+    recorded = trace(workload)
+    captured = time.perf_counter()
+    op_times = op_times_of(chosen, recorded, workload)
+    made = plan or plan_trace(recorded, op_times, budget or 0, chosen, workload)
+    seconds = (captured - began, time.perf_counter() - captured)
+    before = eager.State.of(workload)
+    try:
+        document, text = _ran(workload, recorded, made, chosen, op_times, steps, seconds, compile)
+    finally:
+        before.restore(workload)
+    return Verification.told(document, text)
+
+
+def _ran(
+    workload: Workload,
+    recorded: Trace,
+    made: Plan,
+    options: Options,
+    op_times: Mapping[str, Any],
+    steps: int,
+    seconds: tuple[float, float],
+    compile: bool,  # noqa: A002, FBT001
+) -> tuple[dict[str, Any], str]:
+    """The document and the text of what real steps gave."""
+    plan = made.as_dict()
+    if compile:
+        measured = _measured_compiled(workload, recorded, made, options, op_times, steps)
+        document, text = _native.verification(plan, measured, True, *seconds)  # noqa: FBT003
+        if "not_compiled" not in measured:
+            return document, text
+        not_compiled = measured["not_compiled"]
+    if not made.fits:
+        document, text = _native.verification(plan, None, False, *seconds)  # noqa: FBT003
+    else:
+        found = eager.verify(
+            lambda: workload, plan, steps=steps, loss_reduction=made.loss_reduction
+        )
+        document, text = _native.verification(plan, found, False, *seconds)  # noqa: FBT003
+    if compile:
+        document["not_compiled"] = not_compiled
+    return document, text
+
+
+def _measured_compiled(
+    workload: Workload,
+    recorded: Trace,
+    made: Plan,
+    options: Options,
+    op_times: Mapping[str, Any],
+    steps: int,
+) -> dict[str, Any]:
+    """What compiled steps gave, or why the step does not compile."""
+    from memfit.run.compiled import toolchain
+
+    missing = toolchain.missing(meta_of(recorded)["device_kind"])
+    if missing is not None:
+        return {"not_compiled": missing}
+    request = {
+        "own_loop": options.own_loop,
+        "forbid": list(options.forbid),
+        "offload": offer_of(recorded, op_times, options.place),
+        "profile": op_times.get("profile") or {},
+    }
+    trace_of = json.loads(recorded.json())
+    return compiled.verify_compiled(
+        lambda: workload, trace_of, made.budget_bytes, request, steps=steps
+    )

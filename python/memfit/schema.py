@@ -1,0 +1,1603 @@
+"""The answers of the engine as Python has them, made from its JSON Schema: do not edit.
+
+Written by ``tests/schema/python_types.py --write``; a test compares it with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RematAction:
+    """Drop activations and recompute them in backward.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        remat: What the executor needs.
+    """
+
+    kind: Literal["remat"]
+    promise: Promise
+    count: int
+    bytes: int
+    remat: Remat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuseOptimizerAction:
+    """Run the optimizer step per parameter inside backward and free its gradient.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+    """
+
+    kind: Literal["fuse_optimizer"]
+    promise: Promise
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchAction:
+    """Split the batch and accumulate gradients.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+    """
+
+    kind: Literal["micro_batch"]
+    promise: Promise
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettingsAction:
+    """Set up the caching allocator against fragmentation, as in ``PYTORCH_CUDA_ALLOC_CONF``.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        settings: What the executor needs.
+    """
+
+    kind: Literal["allocator_settings"]
+    promise: Promise
+    count: int
+    bytes: int
+    settings: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadAction:
+    """Offload saved activations in forward and fetch them in backward.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        offload: What the executor needs.
+    """
+
+    kind: Literal["offload"]
+    promise: Promise
+    count: int
+    bytes: int
+    offload: Offload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptimizerAction:
+    """Offload the optimizer's state, and fetch it for one parameter at a time.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        offload_optimizer: What the executor needs.
+    """
+
+    kind: Literal["offload_optimizer"]
+    promise: Promise
+    count: int
+    bytes: int
+    offload_optimizer: OffloadOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadParametersAction:
+    """Offload parameters, with a bounded part of them resident.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        offload_parameters: What the executor needs.
+    """
+
+    kind: Literal["offload_parameters"]
+    promise: Promise
+    count: int
+    bytes: int
+    offload_parameters: OffloadParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAction:
+    """Compute the loss over many classes, and wide layers, in slices of their rows.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        chunk: What the executor needs.
+    """
+
+    kind: Literal["chunk"]
+    promise: Promise
+    count: int
+    bytes: int
+    chunk: Chunk
+
+
+Action: TypeAlias = (
+    RematAction
+    | FuseOptimizerAction
+    | MicroBatchAction
+    | AllocatorSettingsAction
+    | OffloadAction
+    | OffloadOptimizerAction
+    | OffloadParametersAction
+    | ChunkAction
+)
+"""One technique as applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionSummary:
+    """One action without what only the executor needs.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: As in ``Action``.
+        bytes: As in ``Action``.
+        resident_bytes: Most bytes of offloaded parameters that are resident at a time; absent for
+            other kinds.
+    """
+
+    kind: Kind
+    promise: Promise
+    count: int
+    bytes: int
+    resident_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveRegion:
+    """A module call that the executor watches.
+
+    Attributes:
+        module: Module path; empty for the whole forward.
+        call: How many times the module had been entered before in the step.
+        start: Index of its first op in forward.
+        end: One past its last.
+    """
+
+    module: str
+    call: int
+    start: int
+    end: int
+
+
+Agreement = Literal["bitwise", "equivalent", "different"]
+"""The words for agreement, from strict to none.
+
+- ``bitwise``: Every bit is the same.
+- ``equivalent``: The same up to rounding.
+- ``different``: Not the same.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena:
+    """One block of memory for all that a step allocates.
+
+    Each allocation has an offset known beforehand: no fragmentation. What is there before the step,
+    such as parameters, lies outside.
+
+    Attributes:
+        bytes: Bytes of the smallest block found, sizes rounded as the device's allocator does.
+        lower_bound_bytes: No allocator can do with less: the largest sum of rounded sizes alive at
+            once.
+    """
+
+    bytes: int
+    lower_bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """What is alive at the moment that stops the peak from going lower.
+
+    Attributes:
+        op: The op, ``aten.addmm.default``.
+        module: Its module path.
+        source: Its source line.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        breakdown: Bytes there by category, largest first.
+    """
+
+    op: str
+    module: str
+    source: str
+    phase: Phase
+    breakdown: tuple[tuple[Category, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Bytes alive at the peak; each list sums to the peak, largest first.
+
+    Attributes:
+        category: By category.
+        module: By the module that made them.
+        source: By the source line that made them.
+    """
+
+    category: tuple[Share, ...]
+    module: tuple[Share, ...]
+    source: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """``memfit calibrate --format json``.
+
+    Attributes:
+        path: The file the profile was written to; not in the file itself.
+        seconds: Time the measurement took.
+        median_spread: Over all measurements: how much longer the median run took than the fastest,
+            relative to it.
+        profile: What plans use.
+    """
+
+    schema_version: int
+    kind: str
+    path: str
+    device_kind: str
+    device_name: str
+    torch_version: str
+    threads: int
+    date: str
+    seconds: float
+    disk: MeasuredDisk
+    median_spread: float
+    warnings: tuple[str, ...]
+    samples: tuple[MeasuredSize, ...]
+    profile: DeviceProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallChunk:
+    """A module call that treats the rows of its input one by one, computed for some rows at a time.
+
+    Attributes:
+        module: Path of the module.
+        dim: The dimension of its input that is cut.
+        slices: Number of slices, at most.
+        draws: Whether it draws random numbers: each slice draws its own, so a seed gives others
+            than without.
+    """
+
+    module: str
+    dim: int
+    slices: int
+    draws: bool
+
+
+Category = Literal[
+    "parameter",
+    "module_buffer",
+    "gradient",
+    "optimizer_state",
+    "input",
+    "activation",
+    "temporary",
+    "workspace",
+]
+"""What an allocation is for. Bound when the step has ended, when its role is known.
+
+- ``parameter``: A parameter of the model.
+- ``module_buffer``: A buffer of the model, in the sense of ``nn.Module.register_buffer``.
+- ``gradient``: The gradient of a parameter.
+- ``optimizer_state``: State of the optimizer.
+- ``input``: A tensor of the batch.
+- ``activation``: Held by autograd between forward and backward.
+- ``temporary``: Everything else an op produced.
+- ``workspace``: Scratch inside one op, invisible to the dispatcher.
+"""
+
+Cause = Literal["live_set", "fragmentation", "cap", "non_torch", "pending"]
+"""What a refusal comes down to.
+
+- ``live_set``: The tensors alive and the request are too much.
+- ``fragmentation``: The bytes were there, not in one piece.
+- ``cap``: A limit below the device's memory refused.
+- ``non_torch``: Other processes, contexts or libraries hold what was missing.
+- ``pending``: Blocks that wait for another stream hold what was missing.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What of a step runs in slices; one of the two at least.
+
+    Attributes:
+        calls: Module calls, in order; none inside another.
+        loss: The loss.
+    """
+
+    calls: tuple[CallChunk, ...] | None = None
+    loss: LossChunk | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How two runs agree.
+
+    Attributes:
+        max_relative_error: Absent when it is not a number.
+    """
+
+    agreement: Agreement
+    max_relative_error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledAction:
+    """One technique of a compiled plan.
+
+    Attributes:
+        count: Ops recomputed, saved tensors offloaded, or parameters with offloaded state.
+    """
+
+    kind: Kind
+    promise: Promise
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledFacts:
+    """What there is to say about a step that ran compiled.
+
+    Attributes:
+        reference: What loss and gradients are held against.
+        tolerance: Largest relative error of theirs that counts as rounding.
+        torch_compile: The same loss under ``torch.compile`` without memfit.
+        corrections: Times the graphs were cut again because a step was measured above the budget.
+        graphs: The joint graphs, in the order of forward.
+    """
+
+    reference: Reference
+    tolerance: float
+    torch_compile: TorchCompile
+    corrections: int
+    actions: tuple[CompiledAction, ...]
+    graphs: tuple[CompiledGraph, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledGraph:
+    """What was done to one joint graph.
+
+    Attributes:
+        ops: Calls in it.
+        saved_bytes: What forward hands to backward in memory.
+        offloaded_bytes: What it hands over elsewhere.
+        recomputed_ops: Calls that run again in backward, each as often as it does.
+        predicted_peak_bytes: Peak of the step while it runs.
+        unplanned_peak_bytes: The same with everything saved.
+        reason: Why torch's own partition was used; empty where memfit's was.
+    """
+
+    ops: int
+    saved_bytes: int
+    offloaded_bytes: int
+    recomputed_ops: int
+    predicted_peak_bytes: int
+    unplanned_peak_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contradiction:
+    """Something in the file that contradicts itself.
+
+    Attributes:
+        device: The device, when it is about one.
+        event: Index of the event in the device's trace, when it is about one.
+        what: What is wrong, in one sentence.
+    """
+
+    device: int | None
+    event: int | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterfactual:
+    """What other allocator settings would have done with the same requests.
+
+    Attributes:
+        settings: As in ``PYTORCH_CUDA_ALLOC_CONF``.
+        peak_reserved_bytes: Peak of reserved bytes.
+        oom_avoided: Whether no recorded refusal would have happened; absent when there was none, or
+            when a replay under the recorded settings is not refused either.
+    """
+
+    settings: str
+    peak_reserved_bytes: int
+    oom_avoided: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Measured seconds of ops by their work, dispatch included.
+
+    Attributes:
+        compute: By kind (``matmul``, ``convolution``, ``convolution_backward``, ``attention``,
+            ``attention_backward``) and element type; work in FLOPs. A kind that is missing follows
+            ``matmul``, and without that the flat rate.
+        memory: By operator without overload (``gelu_backward``); work in bytes moved. Others follow
+            ``in_place`` where they make no tensor and ``elementwise`` where they do; without those,
+            the flat bandwidth.
+    """
+
+    compute: Mapping[str, Mapping[str, Curve]]
+    memory: Mapping[str, Curve]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceExplanation:
+    """What happened to one device's memory.
+
+    Attributes:
+        index: Index of the device.
+        peak: When it held most.
+        live_before_recording_bytes: Active bytes before the first event.
+        owners: Who owned the allocated bytes at the peak; they sum to it. The largest first.
+        fragmentation: The inactive bytes at the peak.
+        oom: Refused requests, in order.
+        growth: Stacks that hold more after every step, the fastest first; with an earlier snapshot,
+            stacks that hold more than there.
+        counterfactuals: What other allocator settings would have done, the best first.
+        counterfactual_summary: What they come down to, in a sentence; why there are none, if there
+            are none.
+        replayed_reserved_bytes: Peak of reserved bytes when replayed under the recorded settings:
+            what to compare with.
+        growth_summary: What the growth comes down to, in a sentence.
+        steps: How the steps were found, and how many there are; absent when none were.
+        last: When the snapshot was taken.
+        uncertain_bytes: Block sizes from before recording that nothing in the file tells may make
+            the byte counts larger by up to this.
+    """
+
+    index: int
+    peak: Peak
+    live_before_recording_bytes: int
+    owners: tuple[Owner, ...]
+    fragmentation: Fragmentation
+    oom: tuple[OutOfMemory, ...]
+    growth: tuple[Growth, ...]
+    counterfactuals: tuple[Counterfactual, ...]
+    counterfactual_summary: str | None
+    replayed_reserved_bytes: int | None
+    growth_summary: str | None
+    steps: StepsFound | None
+    last: Held
+    uncertain_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    """Does the step fit on a device?
+
+    Attributes:
+        device: The device.
+        memory_bytes: Its memory.
+        fits: Peak plus the CUDA context is within it.
+    """
+
+    device: str
+    memory_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What a device can do, measured by calibration or taken from a datasheet.
+
+    Attributes:
+        name: What was measured, for people.
+        flops_per_second: Floating-point operations a second in a large matrix product, by element
+            type (``float32``). One that is missing computes as ``float32`` does, else as the
+            fastest.
+        bytes_per_second: Bytes a second read plus written by a large element-wise op.
+        op_overhead_seconds: Least time of any op.
+        curves: Seconds by size, where measured.
+        transfers: How fast bytes move elsewhere.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    bytes_per_second: float
+    op_overhead_seconds: float
+    curves: Curves | None = None
+    transfers: Transfers | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """One dropped or stored allocation.
+
+    Attributes:
+        op: Index of the forward op that creates it.
+        output: Position among the tensors that op returns.
+        shape: Shape of that tensor, for the executor's check.
+        bytes: Its size.
+        module: Module path, for people.
+        home: Forward op from which on requests for other values let it pass: it is computed or
+            fetched for them and let go. Absent: it stays once it is there.
+    """
+
+    op: int
+    output: int
+    shape: tuple[int, ...]
+    bytes: int
+    module: str
+    home: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A predicted step.
+
+    Attributes:
+        predicted_peak_bytes: Peak of allocated bytes.
+        predicted_step_seconds: Time under the plan's cost source; meaningful as a ratio.
+    """
+
+    predicted_peak_bytes: int
+    predicted_step_seconds: float
+
+
+Evidence = Literal["profiler", "stack", "stack_and_life", "life", "none"]
+"""Why a category is believed: one word for each reason in the table above.
+
+- ``profiler``: Rule 1.
+- ``stack``: The stack alone: rules 2, 3, 5, 6, 7, 10, 11, 12, 16.
+- ``stack_and_life``: The stack and when it was let go: rules 4, 8, 9.
+- ``life``: When it was let go: rules 13, 14, 15.
+- ``none``: Rule 17.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What happened to the memory of every device in a snapshot.
+
+    Attributes:
+        schema_version: Version of this shape.
+        source: The snapshot, as named by whoever asked.
+        before: The earlier snapshot it is compared with.
+        events: Number of recorded events.
+        devices: By index.
+        problems: What in the file contradicts itself; the rest was analysed.
+    """
+
+    schema_version: int
+    source: str
+    before: str | None
+    events: int
+    devices: tuple[DeviceExplanation, ...]
+    problems: tuple[Contradiction, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragmentation:
+    """The inactive bytes of the peak.
+
+    Attributes:
+        inactive_bytes: Reserved and in no block, at the peak.
+        pinned_segments: Those with the most inactive bytes first; at most 50.
+        verdict: What they are.
+        releasable_bytes: Part of the inactive bytes that the allocator can give back to the driver.
+        pinned_bytes: Inactive bytes in pinned segments, those not told included.
+        pinned_segment_count: Number of pinned segments, those not told included.
+        pinning_bytes: Bytes of the blocks that pin them.
+        summary: The verdict in a sentence.
+    """
+
+    inactive_bytes: int
+    pinned_segments: tuple[PinnedSegment, ...]
+    verdict: FragmentationVerdict
+    releasable_bytes: int
+    pinned_bytes: int
+    pinned_segment_count: int
+    pinning_bytes: int
+    summary: str
+
+
+FragmentationVerdict = Literal["negligible", "cached", "fragmented"]
+"""What the inactive bytes are.
+
+- ``negligible``: Less than 5 % of what is reserved is inactive.
+- ``cached``: At least 5 % is inactive, but less than 10 % is stuck: the cache can give the rest
+    back.
+- ``fragmented``: At least 10 % of what is reserved is stuck in segments that blocks keep.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """The answer.
+
+    Attributes:
+        schema_version: Version of this shape.
+        target: The trace's target.
+        batch: Batch size of the step.
+        device_kind: Kind of device captured for.
+        budget_bytes: The budget asked for.
+        margin_bytes: What every plan keeps free below its budget.
+        unplanned: Without a plan.
+        minimum_peak_bytes: Smallest peak found over all plans.
+        points: The plans, those of the strictest class first, by ascending peak.
+        bound: Ascending in bytes, not ascending in ratio.
+        cost_source: Where the costs come from.
+        stop_reason: Why no more budgets were planned.
+        plans: Budgets planned for.
+        evaluations: Candidates evaluated for all of them.
+        refusals: What was not possible, and why.
+        notes: Words to the user.
+    """
+
+    schema_version: int
+    target: str
+    batch: int
+    device_kind: str
+    budget_bytes: int | None
+    margin_bytes: int
+    unplanned: Estimate
+    minimum_peak_bytes: int
+    points: tuple[FrontPoint, ...]
+    bound: tuple[FrontBound, ...]
+    cost_source: str
+    stop_reason: FrontStop
+    plans: int
+    evaluations: int
+    refusals: tuple[Refusal, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontBound:
+    """What no plan can beat.
+
+    Attributes:
+        peak_bytes: No plan of any class on the front whose peak is at most this ...
+        ratio: ... takes less than this ratio; absent where there is no such plan at all.
+    """
+
+    peak_bytes: int
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPoint:
+    """A plan on the front.
+
+    Attributes:
+        budget_bytes: The budget: planning for it gives this plan.
+        allow: What was allowed then.
+        promise: Loosest class among the actions.
+        predicted_peak_bytes: Peak of allocated bytes.
+        predicted_step_seconds: Step time under the front's cost source.
+        predicted_step_ratio: Planned over unplanned step time.
+        lower_bound_ratio: No plan allowed within the budget can be faster than this ratio.
+        stop_reason: Why the plan's search ended.
+        actions: What is done.
+        reserved: What the caching allocator holds; absent where there is none.
+    """
+
+    budget_bytes: int
+    allow: Promise
+    promise: Promise
+    predicted_peak_bytes: int
+    predicted_step_seconds: float
+    predicted_step_ratio: float
+    lower_bound_ratio: float
+    stop_reason: StopReason
+    actions: tuple[ActionSummary, ...]
+    reserved: Reserved | None
+
+
+FrontStop = Literal["resolved", "plan_limit"]
+"""Why no more budgets were planned.
+
+- ``resolved``: What is left between neighbours is too small to see.
+- ``plan_limit``: The limit on the number of plans was reached.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """A stack whose bytes rise at every step.
+
+    Attributes:
+        stack: Frames, one a line, innermost first.
+        bytes_per_step: Rise from one step to the next, on average.
+        bytes: Rise over all steps looked at.
+        steps: Steps looked at; absent between two snapshots where their number is not known.
+        category: What for.
+        pattern: Which kind of leak it looks like.
+    """
+
+    stack: str
+    bytes_per_step: int
+    bytes: int
+    steps: int | None
+    category: SnapshotCategory
+    pattern: Pattern
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes of a device at a moment.
+
+    Attributes:
+        allocated_bytes: Held by tensors.
+        active_bytes: In blocks that are not free.
+        reserved_bytes: Taken from the driver.
+    """
+
+    allocated_bytes: int
+    active_bytes: int
+    reserved_bytes: int
+
+
+Kind = Literal[
+    "remat",
+    "fuse_optimizer",
+    "micro_batch",
+    "allocator_settings",
+    "offload",
+    "offload_optimizer",
+    "offload_parameters",
+    "chunk",
+]
+"""One technique.
+
+- ``remat``: Drop activations and recompute them in backward.
+- ``fuse_optimizer``: Run the optimizer step per parameter inside backward and free its gradient.
+- ``micro_batch``: Split the batch and accumulate gradients.
+- ``allocator_settings``: Set up the caching allocator against fragmentation, as in
+    ``PYTORCH_CUDA_ALLOC_CONF``.
+- ``offload``: Offload saved activations in forward and fetch them in backward.
+- ``offload_optimizer``: Offload the optimizer's state, and fetch it for one parameter at a time.
+- ``offload_parameters``: Offload parameters, with a bounded part of them resident.
+- ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossChunk:
+    """A loss over many classes in slices of rows: its logits never exist as a whole.
+
+    Attributes:
+        slices: Number of slices, at most.
+        weight: The parameter that makes logits of hidden values, by its qualified name.
+        rows: Rows of the logits.
+        classes: Classes they are over.
+        logit_bytes: Size of the whole logits.
+    """
+
+    slices: int
+    weight: str
+    rows: int
+    classes: int
+    logit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredDisk:
+    """Where and how files were written and read."""
+
+    folder: str
+    method: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSize:
+    """One size of one op.
+
+    Attributes:
+        bytes: Work of an op that moves bytes.
+        flops: Work of an op that computes.
+    """
+
+    what: str
+    seconds: float
+    per_second: float
+    spread: float
+    runs: int
+    bytes: int | None = None
+    flops: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextClass:
+    """What a looser class would gain.
+
+    Attributes:
+        promise: The class.
+        predicted_peak_bytes: Peak under its best plan for the same budget.
+        predicted_step_ratio: Its step time over the unplanned one.
+        kinds: Kinds of action it uses.
+    """
+
+    promise: Promise
+    predicted_peak_bytes: int
+    predicted_step_ratio: float
+    kinds: tuple[Kind, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What to offload, addressed like ``Remat``.
+
+    Where a plan holds both, both watch the same regions.
+
+    Attributes:
+        tier: Where to.
+        folder: The folder, for files; empty for the host's memory.
+        window_bytes: Most bytes on their way out, and most fetched ahead.
+        stores: The stored allocations, by creating op, ascending.
+        order: In which order they are fetched ahead, as places in ``stores``. The others are
+            fetched when asked for.
+        active: As in ``Remat.active``.
+        names: As in ``Remat.names``.
+        forward: As in ``Remat.forward``.
+    """
+
+    tier: Tier
+    folder: str
+    window_bytes: int
+    stores: tuple[Dropped, ...]
+    order: tuple[int, ...]
+    active: tuple[ActiveRegion, ...]
+    names: tuple[str, ...]
+    forward: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptimizer:
+    """Which of the optimizer's state to keep elsewhere, and how.
+
+    Attributes:
+        tier: Where to.
+        folder: The folder, for files; empty for the host's memory.
+        window_bytes: Most bytes fetched ahead of their update, and most on their way out.
+        least_bytes: Smallest tensor that goes.
+        order: Names of the parameters with state elsewhere, in the order of their updates.
+    """
+
+    tier: Tier
+    folder: str
+    window_bytes: int
+    least_bytes: int
+    order: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadParameters:
+    """Which parameters to keep elsewhere, and how.
+
+    Attributes:
+        tier: Where to.
+        folder: The folder, for files; empty for the host's memory.
+        room_bytes: Most bytes of them in memory, or on their way, at a time.
+        ahead_bytes: Most of those that are on their way, or came ahead and are not used yet.
+        names: Names of those that go, one for each storage.
+        order: In which order a step uses them, as places in ``names``.
+    """
+
+    tier: Tier
+    folder: str
+    room_bytes: int
+    ahead_bytes: int
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """One refusal.
+
+    Attributes:
+        event: Index of the event.
+        requested_bytes: What was asked for, rounded.
+        cause: What it comes down to.
+        parts: How the device's memory divides.
+        device_free_bytes: Free on the device at that moment.
+        largest_gap_bytes: Largest gap between blocks at that moment.
+        stack: Who asked.
+        summary: The cause in a sentence.
+    """
+
+    event: int
+    requested_bytes: int
+    cause: Cause
+    parts: Parts
+    device_free_bytes: int
+    largest_gap_bytes: int
+    stack: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Bytes that one stack holds for one purpose.
+
+    Attributes:
+        stack: Frames, one a line, innermost first, as ``file:line function``.
+        category: What for.
+        bytes: Of its blocks.
+        count: Number of blocks.
+        module: Chain of modules from the outermost in, or the autograd node.
+        evidence: Why the category is believed.
+    """
+
+    stack: str
+    category: SnapshotCategory
+    bytes: int
+    count: int
+    module: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """How the device's memory divides.
+
+    Attributes:
+        live_set: Held by tensors.
+        fragmentation: Reserved, in no block.
+        cap: Free on the device but withheld by a limit.
+        non_torch: Outside PyTorch's allocator; absent while the device's memory is not known.
+        pending: Let go, but waiting for another stream, if only until the refusal.
+    """
+
+    live_set: int
+    fragmentation: int
+    cap: int
+    non_torch: int | None
+    pending: int
+
+
+Pattern = Literal["kept_graph", "kept_scalar", "kept"]
+"""A kind of leak that people make.
+
+- ``kept_graph``: Activations of every step stay: something holds the autograd graph, such as
+    ``total_loss += loss``.
+- ``kept_scalar``: A number a step stays: a loss that is stored, or added up, as a tensor.
+- ``kept``: Anything else that stays.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The peaks of a device.
+
+    Attributes:
+        allocated_bytes: Most bytes held by tensors.
+        active_bytes: Most bytes in blocks that are not free.
+        reserved_bytes: Most bytes taken from the driver.
+        event: Index of the event after which ``allocated_bytes`` were first held; absent when it
+            was before the first event.
+        active_event: The same for ``active_bytes``.
+        reserved_event: The same for ``reserved_bytes``.
+        after_us: Microseconds from the first event to ``event``; absent without times.
+    """
+
+    allocated_bytes: int
+    active_bytes: int
+    reserved_bytes: int
+    event: int | None
+    active_event: int | None
+    reserved_event: int | None
+    after_us: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakPoint:
+    """Where the peak is.
+
+    Attributes:
+        op_index: Index of the op.
+        op: Its name.
+        phase: Part of the step.
+        module: Module path.
+        source: ``file:line``.
+    """
+
+    op_index: int
+    op: str
+    phase: Phase
+    module: str
+    source: str
+
+
+Phase = Literal["forward", "backward", "optimizer"]
+"""Part of the step an op belongs to.
+
+- ``forward``: Model and loss.
+- ``backward``: ``loss.backward()``.
+- ``optimizer``: ``optimizer.step()`` and ``zero_grad()``.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedSegment:
+    """A segment of which more than half is inactive although blocks are in it.
+
+    Attributes:
+        address: Where it starts.
+        bytes: Its bytes.
+        inactive_bytes: Bytes in it that no block uses.
+        block_count: Blocks in it.
+        blocks: The largest of them.
+    """
+
+    address: int
+    bytes: int
+    inactive_bytes: int
+    block_count: int
+    blocks: tuple[PinningBlock, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinningBlock:
+    """A block that keeps a segment.
+
+    Attributes:
+        bytes: Its bytes.
+        category: What for.
+        stack: Who asked for it.
+    """
+
+    bytes: int
+    category: SnapshotCategory
+    stack: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        schema_version: Version of this shape.
+        target: The trace's target.
+        trace_digest: Digest of the trace the plan was made for.
+        batch: Batch size of the step it was made for.
+        budget_bytes: The budget.
+        margin_bytes: Kept free below the budget for what the prediction is not sure of.
+        verdict: Does it fit?
+        promise: Loosest class among the actions.
+        unplanned: Without a plan.
+        planned: With it. Where nothing fits: the plan with the smallest peak found.
+        reserved: What the caching allocator holds for the planned step; absent where there is none.
+        minimum_peak_bytes: Smallest peak found over all allowed plans.
+        arena: One block that could hold all that the planned step allocates; absent in plans saved
+            before this was known.
+        predicted_step_ratio: Planned over unplanned step time.
+        lower_bound_ratio: No allowed plan within the budget can be faster than this ratio; 1 where
+            none was found to fit.
+        cost_source: Where the costs come from: ``roofline (...)`` or ``profile (...)``.
+        stop_reason: Why the search ended.
+        evaluations: Candidates evaluated.
+        actions: What to do, in the order optimizer, batch, activations.
+        refusals: What was not possible, and why.
+        next_class: What the next class would gain; absent when it gains nothing or is used already.
+        bottleneck: What stops the peak from going lower.
+        loss_reduction: How the loss reduces over the batch, see ``Meta.loss_reduction``.
+        notes: Words to the user: fallbacks, warnings (dropout under micro-batches).
+    """
+
+    schema_version: int
+    target: str
+    trace_digest: str
+    batch: int
+    budget_bytes: int
+    margin_bytes: int
+    verdict: Verdict
+    promise: Promise
+    unplanned: Estimate
+    planned: Estimate
+    reserved: Reserved | None
+    minimum_peak_bytes: int
+    arena: Arena | None
+    predicted_step_ratio: float
+    lower_bound_ratio: float
+    cost_source: str
+    stop_reason: StopReason
+    evaluations: int
+    actions: tuple[Action, ...]
+    refusals: tuple[Refusal, ...]
+    next_class: NextClass | None
+    bottleneck: Bottleneck | None
+    loss_reduction: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """A plan without what only the executor needs.
+
+    Attributes:
+        predicted_step_ratio: Planned over unplanned step time.
+        lower_bound_ratio: No allowed plan within the budget can be faster than this.
+    """
+
+    actions: tuple[ActionSummary, ...]
+    predicted_step_ratio: float
+    lower_bound_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One measured size.
+
+    Attributes:
+        work: FLOPs or bytes, as the curve's owner says.
+        seconds: Seconds of the whole op, dispatch included.
+    """
+
+    work: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a prediction says.
+
+    One struct: the text report, the JSON and Python read the same fields.
+
+    Attributes:
+        schema_version: Version of this shape.
+        target: The trace's target.
+        batch: Batch size predicted for.
+        device_kind: Device kind.
+        predicted_peak_bytes: Peak of allocated bytes.
+        interval_bytes: The peak lies in ``[low, high]``; what makes it uncertain is in
+            ``uncertainty``.
+        uncertainty: One sentence for each uncertain term.
+        reserved: What the caching allocator takes from the device, under PyTorch's default
+            settings; absent where there is none.
+        peak: Where the peak is.
+        breakdown: Who owns the bytes alive at the peak.
+        top: The largest allocations alive at the peak.
+        timeline: Bytes at each op, thinned to at most 512 points; each is the maximum of its
+            stretch.
+        phases: Peak in each phase.
+        largest_batch: Largest batch within the budget, when one was given and the law is known; 0
+            when none fits.
+        devices: Which devices of the table it fits on, unplanned.
+        notes: What the capture had to say.
+    """
+
+    schema_version: int
+    target: str
+    batch: int
+    device_kind: str
+    predicted_peak_bytes: int
+    interval_bytes: tuple[int, int]
+    uncertainty: tuple[str, ...]
+    reserved: Reserved | None
+    peak: PeakPoint
+    breakdown: Breakdown
+    top: tuple[TopAllocation, ...]
+    timeline: tuple[TimelinePoint, ...]
+    phases: tuple[tuple[Phase, int], ...]
+    largest_batch: int | None
+    devices: tuple[DeviceFit, ...]
+    notes: tuple[str, ...]
+
+
+Promise = Literal["exact", "equivalent", "approximate"]
+"""The promise an action makes about numbers. Ordered from strict to loose.
+
+- ``exact``: Loss and every gradient bitwise equal to the unplanned step.
+- ``equivalent``: Same mathematics; rounding may differ.
+- ``approximate``: Numerics change.
+"""
+
+Reference = Literal["eager", "torch_compile"]
+"""What a compiled step is held against.
+
+- ``eager``: The eager step.
+- ``torch_compile``: The step under ``torch.compile`` alone: it draws the same random numbers, and
+    eager steps do not.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why an action is not in the plan.
+
+    Attributes:
+        kind: The action.
+        reason: The reason, as a sentence without full stop.
+    """
+
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remat:
+    """Where to drop, addressed by the order of ops in forward.
+
+    Attributes:
+        drops: The dropped allocations, by creating op, ascending.
+        active: Module calls in which the executor must watch; disjoint, ascending. A region with an
+            empty module path stands for the whole forward, the loss function included.
+        names: Distinct op names of forward.
+        forward: Forward op by op: index into ``names``. The executor compares it with what really
+            runs.
+    """
+
+    drops: tuple[Dropped, ...]
+    active: tuple[ActiveRegion, ...]
+    names: tuple[str, ...]
+    forward: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """``memfit replay --format json``."""
+
+    schema_version: int
+    source: str
+    devices: tuple[ReplayedDevice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedCount:
+    """How many of how many are as recorded."""
+
+    matched: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedDevice:
+    """One device's requests, replayed.
+
+    Attributes:
+        allocations: Addresses of allocations that the simulated allocator predicts under the
+            recording's settings.
+        segments: New segments that it predicts.
+        final_segments: Segments that end up with the same blocks.
+        replays: The best first, the recording's own among them.
+    """
+
+    index: int
+    events: int
+    allocations: ReplayedCount
+    segments: ReplayedCount
+    final_segments: ReplayedCount
+    replays: tuple[ReplayedSettings, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedSettings:
+    """Settings, and what came of the requests under them.
+
+    Attributes:
+        settings: As in ``PYTORCH_CUDA_ALLOC_CONF``; empty for PyTorch's defaults.
+        oom_avoided: ``null`` where no OOM was recorded.
+    """
+
+    settings: str
+    is_recorded: bool
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    num_alloc_retries: int
+    device_calls: int
+    is_refused: bool
+    oom_avoided: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What the allocator is predicted to hold.
+
+    Attributes:
+        peak_reserved_bytes: Peak of bytes taken from the device under the settings of ``settings``.
+        peak_allocated_bytes: Peak of bytes in blocks handed out: requests, rounded.
+        fragmentation_bytes: Taken from the device and not handed out, at the moment of most
+            allocated bytes in the last step.
+        settings: ``PYTORCH_CUDA_ALLOC_CONF``; empty for PyTorch's defaults.
+        steps: Steps simulated until the allocator took no more from the device.
+    """
+
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    fragmentation_bytes: int
+    settings: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One owner.
+
+    Attributes:
+        name: Its name; ``(before the step)`` for what no op of the step made.
+        bytes: Its bytes.
+        count: Its allocations.
+    """
+
+    name: str
+    bytes: int
+    count: int
+
+
+SnapshotCategory = Literal[
+    "parameter",
+    "gradient",
+    "optimizer_state",
+    "activation",
+    "temporary",
+    "workspace",
+    "input",
+    "kv_cache",
+    "communication",
+    "unknown",
+]
+"""What a block was for.
+
+- ``parameter``: A parameter or buffer of a module.
+- ``gradient``: The gradient of a parameter.
+- ``optimizer_state``: State of the optimizer.
+- ``activation``: Made by forward.
+- ``temporary``: Made and gone within backward or within the optimizer's step.
+- ``workspace``: Scratch of a library.
+- ``input``: A batch.
+- ``kv_cache``: Keys and values kept for generation.
+- ``communication``: A collective's.
+- ``unknown``: Nothing tells.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """One way to run the step: what was predicted and what was measured.
+
+    Attributes:
+        measured_peak_bytes: Absent when nothing ran.
+        step_cpu_seconds: Absent when nothing ran.
+    """
+
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    step_cpu_seconds: float | None
+
+
+StepSource = Literal["annotations", "optimizer_stacks", "backward_stacks", "rhythm"]
+"""How the boundaries were found.
+
+- ``annotations``: Rule 1.
+- ``optimizer_stacks``: Rule 2.
+- ``backward_stacks``: Rule 3.
+- ``rhythm``: Rule 4.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsFound:
+    """The steps of a recording.
+
+    Attributes:
+        boundary_count: Boundaries between steps.
+        source: How they were found.
+    """
+
+    boundary_count: int
+    source: StepSource
+
+
+StopReason = Literal[
+    "nothing_to_do",
+    "proved_optimal",
+    "near_bound",
+    "local_optimum",
+    "move_limit",
+    "time_limit",
+    "proved_infeasible",
+    "not_found",
+]
+"""Why the search ended.
+
+- ``nothing_to_do``: The unplanned step fits: nothing to do.
+- ``proved_optimal``: The plan's time meets the lower bound.
+- ``near_bound``: The plan adds no more than a thousandth of forward above the lower bound.
+- ``local_optimum``: No move of the neighbourhood improves the plan.
+- ``move_limit``: The limit on the work of the search was reached.
+- ``time_limit``: The time limit was reached.
+- ``proved_infeasible``: No plan fits, shown by the lower bound on the peak.
+- ``not_found``: No plan that fits was found.
+"""
+
+Tier = Literal["host", "disk"]
+"""Where bytes go that leave a device.
+
+- ``host``: The host's memory: for devices that have one of their own.
+- ``disk``: Files.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelinePoint:
+    """One point of the timeline.
+
+    Attributes:
+        op_index: Index of the first op of the stretch.
+        bytes: Most bytes alive in it.
+    """
+
+    op_index: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopAllocation:
+    """One allocation alive at the peak.
+
+    Attributes:
+        bytes: Its size.
+        category: Its role.
+        name: Name of the parameter or batch entry, if it is one.
+        op: The op that made it.
+        module: Module of that op.
+        source: Source line of that op.
+        shape: Shape of the first value in it.
+        dtype: Its element type.
+    """
+
+    bytes: int
+    category: Category
+    name: str
+    op: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchCompile:
+    """The step under ``torch.compile`` without memfit.
+
+    Attributes:
+        max_relative_error: How far loss and gradients are from eager on the same random numbers;
+            absent when not a number.
+    """
+
+    measured_peak_bytes: int
+    step_cpu_seconds: float
+    max_relative_error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Bytes a second between a device and elsewhere, each absent where not known.
+
+    Attributes:
+        host_to_device_pinned: From pinned host memory.
+        device_to_host_pinned: To pinned host memory.
+        host_to_device_pageable: From pageable host memory.
+        device_to_host_pageable: To pageable host memory.
+        disk_write: Writing files, on the disk when counted.
+        disk_read: Reading files that no cache holds.
+    """
+
+    host_to_device_pinned: float | None
+    device_to_host_pinned: float | None
+    host_to_device_pageable: float | None
+    device_to_host_pageable: float | None
+    disk_write: float | None
+    disk_read: float | None
+
+
+Verdict = Literal["fits", "does_not_fit"]
+"""Does the planned step fit?
+
+- ``fits``: Predicted peak plus margin is within the budget.
+- ``does_not_fit``: No allowed plan found fits.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """``memfit verify --format json``.
+
+    Attributes:
+        verdict: ``fits`` when the measured planned peak is within the budget.
+        holds: Whether peak and numbers are what the plan promises; ``null`` when nothing ran.
+        gradients: Absent when nothing ran.
+        loss: Absent when nothing ran.
+        plan: The eager plan; ``null`` where the step ran compiled.
+        compiled: With ``--compile``, where the step ran so.
+        not_compiled: With ``--compile``, why the step ran eager.
+    """
+
+    schema_version: int
+    target: str
+    budget_bytes: int
+    verdict: Verdict
+    holds: bool | None
+    unplanned: StepFacts
+    planned: StepFacts
+    minimum_peak_bytes: int
+    gradients: Comparison | None
+    loss: Comparison | None
+    plan: PlanSummary | None
+    capture_seconds: float
+    plan_seconds: float
+    compiled: CompiledFacts | None = None
+    not_compiled: str | None = None
+
+
+Curve: TypeAlias = tuple[Point, ...]
+"""Seconds of an op by its work, as measured at a few sizes.
+
+A roofline (Williams, Waterman and Patterson, *Roofline*, CACM 52(4), 2009) with one number for each
+roof says that small ops reach the peak rate, which they do not. A curve holds the rate that each
+size reached.
+"""
