@@ -5,7 +5,7 @@
 //! ended, and brings the time with every event.
 //!
 //! `machine.rs` one event in and its answers out, `victims.rs` what to park, `copies.rs` where its copy goes,
-//! `kept.rs` what a device's allocator keeps of calls, `habits.rs` when a model will be used next and what
+//! `cached.rs` what a device's allocator keeps of calls, `habits.rs` when a model will be used next and what
 //! moving it takes; tests: `naive.rs` all subsets, `histories.rs` random histories against a judge that counts
 //! anew.
 //!
@@ -52,13 +52,13 @@
 //! used. Writing a model for the first time is not counted: it comes once for every model that is ever
 //! parked, and counted it would keep for ever those that happened to be in memory from the beginning.
 
+mod cached;
 mod copies;
 mod habits;
 #[cfg(test)]
 mod histories;
 #[cfg(test)]
 mod histories_of_devices;
-mod kept;
 mod machine;
 #[cfg(test)]
 mod naive;

@@ -1,10 +1,10 @@
 //! Parameters offloaded, with a bounded part of them resident.
 //!
-//! Responsible for the words where they have to stay, for the action, and for the words about it. `rooms.rs` says how
+//! Responsible for the words where they have to stay, for the action, and for the words about it. `resident_sizes.rs` says how
 //! much room they may have and what moving them costs. Not responsible for which parameters go or when they move
 //! (`step/offload/`).
 
-pub(in crate::plan) mod rooms;
+pub(in crate::plan) mod resident_sizes;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest, Tier};
 use crate::step::{ParametersAway, Passes};
 use crate::trace::{AllocationId, Trace};
-use rooms::replays;
+use resident_sizes::replays;
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::OffloadParameters,

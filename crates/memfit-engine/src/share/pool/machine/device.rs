@@ -4,8 +4,8 @@
 //! responsible for how much is kept (`kept.rs`), for where a copy goes (`copies.rs`), nor for the order of
 //! service (`machine.rs`). A pool of the host keeps nothing and has no copies.
 
+use super::super::cached::{Cached, Running};
 use super::super::copies::{Copy, Room};
-use super::super::kept::{Kept, Running};
 use super::super::{Done, Micros, ModelId};
 use super::{Machine, State};
 use crate::bytes::Bytes;
@@ -15,7 +15,7 @@ use crate::bytes::Bytes;
 pub(super) struct OnDevice {
     /// The host's share for copies.
     host: Bytes,
-    pub(super) kept: Kept,
+    pub(super) kept: Cached,
 }
 
 impl Machine {
@@ -24,7 +24,7 @@ impl Machine {
     /// more than `host` bytes together.
     #[must_use]
     pub fn on_device(budget: Bytes, host: Bytes) -> Self {
-        let kept = Kept::default();
+        let kept = Cached::default();
         Self {
             device: Some(OnDevice { host, kept }),
             ..Self::new(budget)

@@ -18,13 +18,13 @@ pub(super) type Running = BTreeMap<ModelId, Bytes>;
 
 /// By model, the most that its calls took at a time.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct Cached {
     most: Running,
     /// The same from the beginning of a release that has not ended.
     fresh: Option<Running>,
 }
 
-impl Kept {
+impl Cached {
     /// Calls of a model take so much together now.
     pub(super) fn took(&mut self, model: ModelId, running: Bytes) {
         for most in [Some(&mut self.most), self.fresh.as_mut()]
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_call_finds_again_what_its_model_left_and_a_release_leaves_what_runs() {
-        let mut kept = Kept::default();
+        let mut kept = Cached::default();
         let none = Running::new();
         kept.took(A, Bytes(10));
         kept.took(B, Bytes(4));
