@@ -22,7 +22,7 @@ use crate::report::doctor::{
     BrokerFacts, DoctorDocument, Examined, MainJob, SCHEMA_VERSION, Stage, features,
 };
 use crate::report::document::StepFacts;
-use crate::report::measured::MeasuredStep;
+use crate::report::measured::{Agreement, MeasuredStep};
 use crate::report::{json, text};
 use crate::request::{LiveTarget, PlanChoice, Target};
 use crate::session::Session;
@@ -127,7 +127,7 @@ fn carry_out(job: &mut MainJob, session: &mut Session<'_>) -> Result<Option<Stri
             "the planned step took {peak}, which is above its budget of {budget}"
         )));
     }
-    let is_exact = agreement.keeps(Class::Exact) && measured.keeps_buffers(Class::Exact);
+    let is_exact = agreement == Agreement::Bitwise && measured.keeps_buffers(Class::Exact);
     if !is_exact || !measured.divergence.is_empty() {
         let notes = measured.notes(Class::Exact).into_iter();
         let differs = "loss or gradients of the planned step have other bits".to_owned();

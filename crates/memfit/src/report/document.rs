@@ -187,7 +187,7 @@ impl VerifyDocument {
     /// Whether the peak and the loss and gradients are what the plan promises.
     pub(crate) fn keeps_its_word(&self) -> bool {
         let kept = |comparison: &Option<Comparison>| {
-            comparison.is_some_and(|comparison| comparison.agreement.keeps(self.class()))
+            comparison.is_some_and(|comparison| comparison.keeps(self.class()))
         };
         self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss)
     }

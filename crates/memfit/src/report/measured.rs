@@ -30,7 +30,7 @@ impl Measurement {
     /// Whether the module buffers are what a plan of `class` promises.
     pub(crate) fn keeps_buffers(&self, class: Class) -> bool {
         self.buffers
-            .is_none_or(|comparison| comparison.agreement.keeps(class))
+            .is_none_or(|comparison| comparison.keeps(class))
     }
 
     /// What a person should know beyond the numbers.
@@ -84,13 +84,40 @@ pub(crate) enum Agreement {
     Different,
 }
 
-impl Agreement {
-    /// Whether this is what a plan of `class` promised.
-    pub(crate) const fn keeps(self, class: Class) -> bool {
+impl Comparison {
+    /// Whether this is what a plan of `class` promised. What is not a number is no approximation of anything.
+    pub(crate) fn keeps(self, class: Class) -> bool {
         match class {
-            Class::Exact => matches!(self, Self::Bitwise),
-            Class::Equivalent => !matches!(self, Self::Different),
-            Class::Approximate => true,
+            Class::Exact => self.agreement == Agreement::Bitwise,
+            Class::Equivalent => self.agreement != Agreement::Different,
+            Class::Approximate => self.max_relative_error.is_some_and(f64::is_finite),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_a_number_keeps_no_promise() {
+        let off = |agreement, max_relative_error| Comparison {
+            agreement,
+            max_relative_error,
+        };
+        let classes = [Class::Exact, Class::Equivalent, Class::Approximate];
+        let kept = |it: Comparison| classes.map(|class| it.keeps(class));
+        assert_eq!(kept(off(Agreement::Bitwise, Some(0.0))), [true; 3]);
+        assert_eq!(
+            kept(off(Agreement::Equivalent, Some(1e-7))),
+            [false, true, true]
+        );
+        assert_eq!(
+            kept(off(Agreement::Different, Some(0.3))),
+            [false, false, true]
+        );
+        for lost in [None, Some(f64::NAN), Some(f64::INFINITY)] {
+            assert_eq!(kept(off(Agreement::Different, lost)), [false; 3]);
         }
     }
 }

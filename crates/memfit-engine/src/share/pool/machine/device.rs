@@ -1,7 +1,7 @@
 //! What only a pool of a device has: an allocator that keeps what calls took, and copies of parked models.
 //!
 //! Responsible for counting both and for the events that end a release or a copy's way to the disk. Not
-//! responsible for how much is kept (`kept.rs`), for where a copy goes (`copies.rs`), nor for the order of
+//! responsible for how much is cached (`cached.rs`), for where a copy goes (`copies.rs`), nor for the order of
 //! service (`machine.rs`). A pool of the host keeps nothing and has no copies.
 
 use super::super::cached::{Cached, Running};
