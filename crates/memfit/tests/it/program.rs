@@ -182,9 +182,9 @@ impl Host for FakeHost {
         Ok(json!({
             "unplanned": { "measured_peak_bytes": predicted("unplanned"), "step_cpu_seconds": 0.5 },
             "planned": { "measured_peak_bytes": planned, "step_cpu_seconds": 0.55 },
-            "gradients": { "class": self.gradients, "max_relative_error": 0.0 },
-            "loss": { "class": "bitwise", "max_relative_error": 0.0 },
-            "buffers": { "class": self.buffers, "max_relative_error": 0.0 },
+            "gradients": { "agreement": self.gradients, "max_relative_error": 0.0 },
+            "loss": { "agreement": "bitwise", "max_relative_error": 0.0 },
+            "buffers": { "agreement": self.buffers, "max_relative_error": 0.0 },
             "divergence": "", "kept_drops": [],
         })
         .to_string())

@@ -281,7 +281,7 @@ fn keys(value: &Value) -> Vec<&str> {
 #[test]
 fn the_json_of_verify_keeps_its_contract() {
     let json = run("verify model.py:build --budget 90% --format json").json();
-    insta::assert_snapshot!(keys(&json).join(" "), @"budget_bytes capture_seconds gradients loss minimum_peak_bytes plan plan_seconds planned schema_version target unplanned verdict");
+    insta::assert_snapshot!(keys(&json).join(" "), @"budget_bytes capture_seconds gradients holds loss minimum_peak_bytes plan plan_seconds planned schema_version target unplanned verdict");
     for way in ["unplanned", "planned"] {
         assert_eq!(
             keys(&json[way]),
@@ -293,17 +293,17 @@ fn the_json_of_verify_keeps_its_contract() {
         );
     }
     for what in ["gradients", "loss"] {
-        assert_eq!(keys(&json[what]), ["class", "max_relative_error"]);
-        assert_eq!(json[what]["class"], "bitwise");
+        assert_eq!(keys(&json[what]), ["agreement", "max_relative_error"]);
+        assert_eq!(json[what]["agreement"], "bitwise");
     }
     assert_eq!(
         keys(&json["plan"]),
         ["actions", "lower_bound_ratio", "predicted_step_ratio"]
     );
     for action in json["plan"]["actions"].as_array().unwrap() {
-        assert_eq!(keys(action), ["bytes", "class", "count", "kind"]);
+        assert_eq!(keys(action), ["bytes", "count", "kind", "promise"]);
     }
-    assert_eq!(json["schema_version"], 1);
+    assert_eq!(json["schema_version"], 2);
     assert_eq!(json["verdict"], "fits");
     assert!(json["budget_bytes"].is_u64());
     assert!(json["capture_seconds"].is_f64() && json["plan_seconds"].is_f64());

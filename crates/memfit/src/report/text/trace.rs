@@ -36,7 +36,7 @@ pub(crate) fn trace(document: &TraceDocument, palette: Palette) -> String {
     let mut text = format!(
         "{}  trace, schema version {}\n\n{}",
         palette.strong(&document.target),
-        document.schema_version,
+        memfit_engine::trace::SCHEMA_VERSION,
         facts.render(0, Palette::PLAIN)
     );
     section(&mut text, "Ops", &ops(document, palette), palette);
