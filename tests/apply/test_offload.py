@@ -324,8 +324,8 @@ def test_an_in_place_op_before_the_first_save_goes_out_as_it_is(x, store_all):
 
 
 @pytest.mark.parametrize("window_bytes", [0, 10**6])
-def test_a_write_after_the_save_does_not_reach_what_was_saved(x, tier, window_bytes):
-    """Autograd refuses this without a plan; here the saved value is elsewhere already."""
+def test_a_write_after_the_save_is_refused_as_without_a_plan(x, tier, window_bytes):
+    """Autograd refuses this, also where the saved value is offloaded already."""
     first, last = nn.Linear(8, 8), nn.Linear(8, 1)
     model = nn.Sequential(first, last)
 
@@ -338,10 +338,11 @@ def test_a_write_after_the_save_does_not_reach_what_was_saved(x, tier, window_by
     planned = Rematerialiser(model, None, ops.offload(window_bytes=window_bytes), tier)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         once(model, lambda: forward(lambda h: h.mul_(3.0)), contextlib.nullcontext())
-    apart = once(model, lambda: forward(lambda h: h.mul(3.0)), contextlib.nullcontext())
-    with pytest.warns(DivergenceWarning, match=r"aten\.mul_"):
-        got = once(model, lambda: forward(lambda h: h.mul_(3.0)), planned.forward())
-    assert all(torch.equal(a, b) for a, b in zip(apart, got, strict=True))
+    with (
+        pytest.warns(DivergenceWarning, match=r"aten\.mul_"),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        once(model, lambda: forward(lambda h: h.mul_(3.0)), planned.forward())
 
 
 def test_a_write_nobody_watched_is_refused_as_without_a_plan(x, tier):

@@ -103,7 +103,7 @@ def test_a_gpu_that_others_use_is_seen_and_named(idle_broker: Broker, gpus: Gpus
     lost = device(idle_broker, "cuda:0")
     assert (lost["total_bytes"], lost["used_bytes"]) == (None, None)
     text = ps(idle_broker)
-    assert "cuda:1: 11.00 GiB more could be granted than is free: memory that nobody" in text
+    assert "cuda:1: 11.00 GiB more could be granted than is free: memory without a lease" in text
     assert "cuda:0: " not in text
     # What is free decides no grant: seventy are granted as before.
     client = _native.LeaseClient(idle_broker.socket, "test")

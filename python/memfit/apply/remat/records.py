@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -279,18 +280,35 @@ class Fetch:
 class Token:
     """What autograd holds in place of a tensor that is not kept; takes no memory.
 
+    Hooks switch autograd's own check for in-place changes off, and whoever else holds the tensor
+    may write to it, so its version is kept here.
+
     Attributes:
         state: What it stands for.
         geometry: How the saved tensor looked at it.
+        counter: Shares the saved tensor's version counter and none of its memory; ``None`` for a
+            tensor that counts no versions.
+        version: Its version when saved.
     """
 
-    __slots__ = ("__weakref__", "geometry", "state")
+    __slots__ = ("__weakref__", "counter", "geometry", "state", "version")
 
-    def __init__(self, state: State, geometry: Geometry) -> None:
-        """Create a token and note it with its state."""
+    def __init__(self, state: State, tensor: Tensor) -> None:
+        """Create a token for what autograd is about to save, and note it with its state."""
         self.state = state
-        self.geometry = geometry
+        self.geometry = Geometry.of(tensor)
+        self.counter = counter_of(tensor)
+        self.version = version_of(tensor)
         state.read_by(self)
+
+    def require_unchanged(self) -> None:
+        """Refuse what autograd itself would refuse.
+
+        Raises:
+            RuntimeError: The saved tensor was written to since.
+        """
+        if self.counter is not None:
+            require_unchanged(self.counter, self.version, list(self.geometry.shape))
 
 
 @dataclass(slots=True, frozen=True)
@@ -311,6 +329,30 @@ class Kept:
 def version_of(tensor: Tensor) -> int:
     """The version counter of a tensor, or -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(0, device=device)
+
+
+def counter_of(tensor: Tensor) -> Tensor | None:
+    """A tensor that shares the version counter of another, and none of its memory.
+
+    An alias shares the counter, and keeps it when it is given other data (``shallow_copy_from`` in
+    torch's ``c10/core/TensorImpl.h``).
+
+    Args:
+        tensor: A tensor as autograd has it; an inference tensor has no counter.
+    """
+    if tensor.is_inference():
+        return None
+    with torch._C._DisableTorchDispatch():
+        nothing = _nothing(tensor.device)
+        counter = tensor.detach()
+        counter.data = nothing
+    return counter
 
 
 def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:

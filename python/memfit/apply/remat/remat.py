@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from memfit.apply.offload.activations import Transit
 from memfit.apply.part import Part
@@ -170,6 +171,24 @@ class Rematerialiser(Part):
         warnings.warn(message, DivergenceWarning, stacklevel=2)
 
 
+def _others() -> str:
+    """Who else decides what is computed or saved in a forward; empty where nobody does.
+
+    Forward-mode differentiation takes other formulas under a dispatch mode
+    (``isTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``), whose results differ
+    in rounding. Transforms refuse hooks on saved tensors. Of nested hooks the innermost alone is
+    asked, and whoever put up the outer ones counts on them: a checkpoint compares what is saved in
+    backward with what was in forward.
+    """
+    if forward_ad._current_level >= 0:
+        return "forward-mode automatic differentiation"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of `torch.func`"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: FBT003
+        return "other hooks on saved tensors, as a checkpoint has them"
+    return ""
+
+
 class _Forward:
     """One forward under way: the watch, its replayer, and the regions that are open.
 
@@ -190,6 +209,10 @@ class _Forward:
     def enter(self, region: Region | None) -> None:
         """A watched module is entered; ``None``, or a region inside a region, watches nothing."""
         if region is None or any(entered is not None for entered in self._open):
+            self._open.append(None)
+            return
+        if others := _others():
+            self.watch.leave_alone(f"it runs under {others}")
             self._open.append(None)
             return
         entered = contextlib.ExitStack()

@@ -70,14 +70,14 @@ class Replayer:
             A tensor with the bits the saved one had.
 
         Raises:
-            RuntimeError: A tensor that was kept has been changed in place since, as autograd
-                itself would say.
+            RuntimeError: The tensor has been changed in place since, as autograd itself would say.
             ReplayError: A tensor cannot be computed again with the value it had.
             OffloadError: A tensor did not come back from where it was stored.
         """
         if isinstance(saved, Kept):
             require_unchanged(saved.tensor, saved.version, list(saved.tensor.shape))
             return saved.tensor
+        saved.require_unchanged()
         with self._lock, torch.no_grad():
             if saved.state.anchor is None or isinstance(saved.state.producer, Fetch):
                 self._serve(saved.state)

@@ -143,6 +143,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._following = False
         self._lately = None
 
+    def leave_alone(self, why: str) -> None:
+        """A region runs as it is.
+
+        Args:
+            why: A clause that says so of the model.
+        """
+        self._diverge(why)
+
     def close(self) -> None:
         """Let go of everything that only forward needs; tokens and their records live on."""
         self._tracked.clear()
@@ -447,13 +455,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fetch = tracked.state.producer
             if not isinstance(fetch, Fetch):
                 self.observations.dropped_saves += 1
-                return Token(tracked.state, Geometry.of(tensor))
+                return Token(tracked.state, tensor)
             if not fetch.is_sent and self._transit is not None:
                 source = _detached(tensor)
                 with torch._C._DisableTorchDispatch(), torch.no_grad():
                     self._transit.outgoing.send(fetch, source)
             self.observations.offloaded_saves += 1
-            return Token(tracked.state, Geometry.of(tensor))
+            return Token(tracked.state, tensor)
         if self._following and self.index >= self._end and _is_input(tensor):
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")
         return Kept(_detached(tensor), version_of(tensor))
