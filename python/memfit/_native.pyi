@@ -94,11 +94,11 @@ class AllocationWindow:
     def peak(self) -> tuple[int, int]:
         """Peak bytes so far and the number of the event that reached it; ``(0, 0)`` when closed."""
 
-    def read(self) -> str | None:
-        """What it has seen so far, as JSON; ``None`` when closed."""
+    def read(self) -> dict[str, Any] | None:
+        """What it has seen so far; ``None`` when closed."""
 
-    def close(self) -> str | None:
-        """End it and say what it has seen, as JSON; ``None`` when it was closed before."""
+    def close(self) -> dict[str, Any] | None:
+        """End it and say what it has seen; ``None`` when it was closed before."""
 
 @final
 class LeaseClient:
@@ -146,8 +146,8 @@ class LeaseClient:
     def decline(self, lease: int) -> None:
         """Answer a shrink request with no."""
 
-    def status(self) -> str:
-        """Who holds what, as JSON."""
+    def status(self) -> dict[str, Any]:
+        """Who holds what."""
 
 @final
 class ParkedCudaMemory:
@@ -248,8 +248,8 @@ class ParkedCudaMemory:
             ParkError: It is still parked.
         """
 
-    def statistics(self) -> str:
-        """What it did so far, as JSON."""
+    def statistics(self) -> dict[str, Any]:
+        """What it did so far."""
 
 @final
 class ParkedMemory:
@@ -333,8 +333,8 @@ class ParkedMemory:
             ParkError: It is still parked.
         """
 
-    def statistics(self) -> str:
-        """What it did so far, as JSON."""
+    def statistics(self) -> dict[str, Any]:
+        """What it did so far."""
 
 @final
 class PlanSession:
@@ -475,8 +475,8 @@ class PoolMachine:
     def in_host(self) -> int:
         """Bytes of the host's memory that copies have now."""
 
-    def statistics(self) -> str:
-        """What it did so far, as JSON."""
+    def statistics(self) -> dict[str, Any]:
+        """What it did so far."""
 
 @final
 class Trace:
@@ -620,8 +620,8 @@ class Store:
             OffloadError: This process is a fork of the one that opened the store.
         """
 
-    def statistics(self) -> str:
-        """What it did so far, as JSON."""
+    def statistics(self) -> dict[str, Any]:
+        """What it did so far."""
 
 @final
 class Room:
@@ -815,8 +815,8 @@ def held_cuda_bytes(device: int) -> int:
 def context_bytes() -> int:
     """What a process takes on a GPU besides tensors, as predictions have it."""
 
-def rooms() -> str:
-    """The memories of this machine with what the broker still has of each, as JSON.
+def rooms() -> list[dict[str, Any]]:
+    """The memories of this machine with what the broker still has of each.
 
     Raises:
         LeaseError: A broker is there and does not answer.

@@ -58,9 +58,7 @@ class Broker:
 
     def status(self) -> dict[str, Any]:
         """Who holds what."""
-        client = _native.LeaseClient(self.socket, "test")
-        status: dict[str, Any] = json.loads(client.status())
-        return status
+        return _native.LeaseClient(self.socket, "test").status()
 
     def granted(self) -> int:
         """Bytes granted on the host."""

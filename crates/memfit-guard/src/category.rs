@@ -2,6 +2,8 @@
 //!
 //! Responsible for the names. Not responsible for who says it ([`crate::label`]) nor for the sums ([`crate::ledger`]).
 
+use serde::Serializer;
+
 /// What a block holds.
 ///
 /// The hook sees addresses, so every block starts as `Other`; Python, which knows the tensors, says
@@ -55,3 +57,11 @@ impl Category {
 
 /// Bytes of each category, indexed as [`Category::ALL`].
 pub type CategoryBytes = [u64; Category::ALL.len()];
+
+/// Bytes of each category under its name.
+pub(crate) fn by_name<S: Serializer>(
+    bytes: &CategoryBytes,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(Category::ALL.map(Category::name).iter().zip(bytes))
+}

@@ -14,7 +14,9 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::Instant;
 
-use crate::category::{Category, CategoryBytes};
+use serde::Serialize;
+
+use crate::category::{Category, CategoryBytes, by_name};
 use crate::refusal::LiveBlock;
 
 /// One live block.
@@ -68,15 +70,17 @@ impl Window {
 }
 
 /// What a window has seen so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Reading {
     /// Bytes live now.
     pub current_bytes: u64,
     /// Bytes live now, by category.
+    #[serde(serialize_with = "by_name")]
     pub current_by_category: CategoryBytes,
     /// Most bytes live at once since the window was opened, those from before included.
     pub peak_bytes: u64,
     /// Bytes live at that peak, by the category known of each block by now or when it died.
+    #[serde(serialize_with = "by_name")]
     pub peak_by_category: CategoryBytes,
     /// Nanoseconds from the opening to the peak, zero where nothing was higher than the start.
     pub peak_at_ns: u64,

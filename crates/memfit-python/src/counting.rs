@@ -4,9 +4,9 @@
 
 use memfit_guard::{Category, Reading, WindowId};
 use pyo3::prelude::*;
-use serde_json::json;
 
 use crate::UsageError;
+use crate::value::Value;
 
 /// Starts to count what torch allocates on the CPU; again, it checks that the hooks are in place.
 ///
@@ -18,20 +18,12 @@ pub(crate) fn count_allocations() -> Option<String> {
 
 /// Makes blocks known that were handed out before: `(address, bytes)`.
 #[pyfunction]
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "made from a Python list for this call"
-)]
 pub(crate) fn seed_blocks(blocks: Vec<(usize, u64)>) {
     memfit_guard::seed(&blocks);
 }
 
 /// Says what the blocks at these addresses hold; unknown addresses are passed over.
 #[pyfunction]
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "made from a Python list for this call"
-)]
 pub(crate) fn label_blocks(addresses: Vec<usize>, category: &str) -> PyResult<()> {
     let category = Category::of_name(category)
         .ok_or_else(|| UsageError::new_err(format!("there is no category `{category}`")))?;
@@ -83,14 +75,14 @@ impl AllocationWindow {
         memfit_guard::window_peak(self.window).unwrap_or_default()
     }
 
-    /// What it has seen so far, as JSON; nothing when it is closed.
-    fn read(&self) -> Option<String> {
-        memfit_guard::read_window(self.window).map(|reading| to_json(&reading))
+    /// What it has seen so far; nothing when it is closed.
+    fn read(&self) -> Option<Value<Reading>> {
+        memfit_guard::read_window(self.window).map(Value)
     }
 
-    /// Ends it and says what it has seen, as JSON; nothing when it was closed before.
-    fn close(&self) -> Option<String> {
-        memfit_guard::close_window(self.window).map(|reading| to_json(&reading))
+    /// Ends it and says what it has seen; nothing when it was closed before.
+    fn close(&self) -> Option<Value<Reading>> {
+        memfit_guard::close_window(self.window).map(Value)
     }
 }
 
@@ -99,23 +91,4 @@ impl Drop for AllocationWindow {
         // An open window costs a little at every allocation.
         let _unread = memfit_guard::close_window(self.window);
     }
-}
-
-fn to_json(reading: &Reading) -> String {
-    let by_category = |bytes: &memfit_guard::CategoryBytes| {
-        let named = Category::ALL.iter().zip(bytes);
-        named
-            .map(|(category, bytes)| (category.name().to_owned(), (*bytes).into()))
-            .collect::<serde_json::Map<_, _>>()
-    };
-    json!({
-        "current_bytes": reading.current_bytes,
-        "current_by_category": by_category(&reading.current_by_category),
-        "peak_bytes": reading.peak_bytes,
-        "peak_by_category": by_category(&reading.peak_by_category),
-        "peak_at_ns": reading.peak_at_ns,
-        "peak_mark": reading.peak_mark,
-        "allocations": reading.allocations,
-    })
-    .to_string()
 }

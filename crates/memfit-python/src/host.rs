@@ -6,8 +6,11 @@
 use std::path::{Path, PathBuf};
 
 use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
+use pyo3::call::PyCallArgs;
+use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+
+use crate::value::Value;
 
 /// A `memfit.program.host.Host`.
 pub(crate) struct PythonHost {
@@ -15,20 +18,27 @@ pub(crate) struct PythonHost {
 }
 
 /// `(kind, message, traceback, hint)` as `Host.explain` returns it.
-type Explanation = (String, String, Option<String>, Option<String>);
+type Explanation = (Value<HostErrorKind>, String, Option<String>, Option<String>);
 
 impl PythonHost {
     pub(crate) const fn new(host: Py<PyAny>) -> Self {
         Self { host }
     }
 
+    /// Calls the method of that name.
     fn ask<T>(
         &self,
-        question: impl for<'py> FnOnce(&Bound<'py, PyAny>) -> PyResult<T>,
-    ) -> Result<T, HostError> {
+        question: &str,
+        arguments: impl for<'py> PyCallArgs<'py>,
+    ) -> Result<T, HostError>
+    where
+        T: for<'py> FromPyObjectOwned<'py>,
+    {
         Python::attach(|py| {
             let host = self.host.bind(py);
-            question(host).map_err(|error| explain(host, &error))
+            let answer = host.call_method1(question, arguments);
+            let answer = answer.and_then(|answer| answer.extract().map_err(Into::into));
+            answer.map_err(|error| explain(host, &error))
         })
     }
 }
@@ -38,8 +48,8 @@ fn explain(host: &Bound<'_, PyAny>, error: &PyErr) -> HostError {
         .call_method1("explain", (error.value(host.py()),))
         .and_then(|answer| answer.extract::<Explanation>());
     match explained {
-        Ok((kind, message, traceback, hint)) => HostError {
-            kind: kind_of(&kind),
+        Ok((Value(kind), message, traceback, hint)) => HostError {
+            kind,
             message,
             traceback,
             hint,
@@ -48,24 +58,9 @@ fn explain(host: &Bound<'_, PyAny>, error: &PyErr) -> HostError {
     }
 }
 
-fn kind_of(name: &str) -> HostErrorKind {
-    match name {
-        "usage" => HostErrorKind::Usage,
-        "workload" => HostErrorKind::Workload,
-        "capture" => HostErrorKind::Capture,
-        "does_not_fit" => HostErrorKind::DoesNotFit,
-        "no_room" => HostErrorKind::NoRoom,
-        "interrupted" => HostErrorKind::Interrupted,
-        _ => HostErrorKind::Internal,
-    }
-}
-
 impl Host for PythonHost {
     fn build(&mut self, target: &str, settings: &Settings) -> Result<(), HostError> {
-        self.ask(|host| {
-            host.call_method1("build", (target, settings.to_vec()))
-                .map(drop)
-        })
+        self.ask::<Py<PyAny>>("build", (target, settings)).map(drop)
     }
 
     fn capture(
@@ -74,10 +69,7 @@ impl Host for PythonHost {
         settings: &Settings,
         device: Option<&str>,
     ) -> Result<Vec<u8>, HostError> {
-        self.ask(|host| {
-            host.call_method1("capture", (target, settings.to_vec(), device))?
-                .extract()
-        })
+        self.ask("capture", (target, settings, device))
     }
 
     fn alternatives(
@@ -87,11 +79,7 @@ impl Host for PythonHost {
         device: Option<&str>,
         trace: &[u8],
     ) -> Result<Vec<u8>, HostError> {
-        self.ask(|host| {
-            let trace = PyBytes::new(host.py(), trace);
-            let arguments = (target, settings.to_vec(), device, trace);
-            host.call_method1("alternatives", arguments)?.extract()
-        })
+        self.ask("alternatives", (target, settings, device, trace))
     }
 
     fn op_seconds(
@@ -100,11 +88,7 @@ impl Host for PythonHost {
         settings: &Settings,
         trace: &[u8],
     ) -> Result<String, HostError> {
-        self.ask(|host| {
-            let trace = PyBytes::new(host.py(), trace);
-            host.call_method1("op_seconds", (target, settings.to_vec(), trace))?
-                .extract()
-        })
+        self.ask("op_seconds", (target, settings, trace))
     }
 
     fn device_profile(
@@ -112,10 +96,7 @@ impl Host for PythonHost {
         device_kind: &str,
         file: Option<&Path>,
     ) -> Result<String, HostError> {
-        self.ask(|host| {
-            host.call_method1("device_profile", (device_kind, file))?
-                .extract()
-        })
+        self.ask("device_profile", (device_kind, file))
     }
 
     fn offer(
@@ -124,30 +105,25 @@ impl Host for PythonHost {
         place: &str,
         profile: Option<&str>,
     ) -> Result<String, HostError> {
-        self.ask(|host| {
-            host.call_method1("offer", (device_kind, place, profile))?
-                .extract()
-        })
+        self.ask("offer", (device_kind, place, profile))
     }
 
     fn overhead_bytes(&mut self, device: &str) -> Result<u64, HostError> {
-        self.ask(|host| host.call_method1("overhead_bytes", (device,))?.extract())
+        self.ask("overhead_bytes", (device,))
     }
 
     fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError> {
-        self.ask(|host| host.call_method1("examine", (offload,))?.extract())
+        self.ask("examine", (offload,))
     }
 
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
-        self.ask(|host| host.call_method1("profile_path", (device_kind,))?.extract())
+        self.ask("profile_path", (device_kind,))
     }
 
     fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError> {
-        self.ask(|host| {
-            let folder = calibration.folder.as_ref();
-            let arguments = (&calibration.device_kind, calibration.seconds, folder);
-            host.call_method1("calibrate", arguments)?.extract()
-        })
+        let folder = calibration.folder.as_ref();
+        let arguments = (&calibration.device_kind, calibration.seconds, folder);
+        self.ask("calibrate", arguments)
     }
 
     fn verify(
@@ -156,10 +132,7 @@ impl Host for PythonHost {
         settings: &Settings,
         plan_json: &str,
     ) -> Result<String, HostError> {
-        self.ask(|host| {
-            host.call_method1("verify", (target, settings.to_vec(), plan_json))?
-                .extract()
-        })
+        self.ask("verify", (target, settings, plan_json))
     }
 
     fn verify_compiled(
@@ -170,31 +143,25 @@ impl Host for PythonHost {
         budget_bytes: u64,
         request_json: &str,
     ) -> Result<String, HostError> {
-        self.ask(|host| {
-            let trace = PyBytes::new(host.py(), trace);
-            let arguments = (target, settings.to_vec(), trace, budget_bytes, request_json);
-            host.call_method1("verify_compiled", arguments)?.extract()
-        })
+        let arguments = (target, settings, trace, budget_bytes, request_json);
+        self.ask("verify_compiled", arguments)
     }
 
     fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
-        self.ask(|host| {
-            let command = script.command.clone();
-            let lease = script.lease.as_ref().map(|lease| {
-                let device = lease.device.as_deref();
-                (lease.is_wanted, lease.wait_seconds, lease.priority, device)
-            });
-            let arguments = (
-                command,
-                script.is_module,
-                script.snapshot.clone(),
-                script.budget.clone(),
-                lease,
-                script.offload.clone(),
-                script.announce,
-            );
-            host.call_method1("run_script", arguments)?.extract()
-        })
+        let lease = script.lease.as_ref().map(|lease| {
+            let device = lease.device.as_deref();
+            (lease.is_wanted, lease.wait_seconds, lease.priority, device)
+        });
+        let arguments = (
+            &script.command,
+            script.is_module,
+            &script.snapshot,
+            &script.budget,
+            lease,
+            &script.offload,
+            script.announce,
+        );
+        self.ask("run_script", arguments)
     }
 
     fn interrupted(&mut self) -> bool {

@@ -5,10 +5,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use memfit::lease::{Client, LeaseError as Failure, LeaseRequest, SocketError};
+use memfit::device::Room;
+use memfit::lease::protocol;
+use memfit::lease::status::Status;
+use memfit::lease::{Client, LeaseError as Failure, LeaseRequest};
 use pyo3::prelude::*;
-use serde::Serialize;
 
+use crate::value::Value;
 use crate::{LeaseError, UsageError};
 
 type Amounts = std::collections::BTreeMap<String, u64>;
@@ -31,11 +34,11 @@ pub(crate) fn gpu_memory(py: Python<'_>) -> Vec<(String, u64, u64)> {
     told.collect()
 }
 
-/// The memories of this machine with what the broker still has of each, as JSON.
+/// The memories of this machine with what the broker still has of each.
 #[pyfunction]
-pub(crate) fn rooms(py: Python<'_>) -> PyResult<String> {
+pub(crate) fn rooms(py: Python<'_>) -> PyResult<Value<Vec<Room>>> {
     let found = py.detach(|| memfit::device::rooms(&memfit::lease::usual_path()));
-    to_json(&found.map_err(failure)?)
+    found.map(Value).map_err(failure)
 }
 
 /// What a process takes on a GPU besides tensors, as predictions have it.
@@ -53,10 +56,6 @@ pub(crate) struct LeaseClient {
 #[pymethods]
 impl LeaseClient {
     #[new]
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "made from a Python path for this call"
-    )]
     fn new(py: Python<'_>, path: PathBuf, name: &str) -> PyResult<Self> {
         let client = py
             .detach(|| Client::connect(&path, name))
@@ -73,10 +72,6 @@ impl LeaseClient {
     /// with the number of requests that go first, where that is known.
     #[pyo3(signature = (claims, floor, priority, wait_seconds, time_to_live_seconds, label, waits=None))]
     #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "a Python function for this call"
-    )]
     fn acquire(
         &self,
         py: Python<'_>,
@@ -99,15 +94,11 @@ impl LeaseClient {
         let held = waiting(py, waits.as_ref(), |goes_on| {
             self.client.acquire(&request, goes_on)
         })?;
-        Ok((held.lease, held.revision, held.claims))
+        Ok(told(held))
     }
 
     /// Makes a lease larger or smaller.
     #[pyo3(signature = (lease, claims, wait_seconds, waits=None))]
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "made from a Python dict for this call"
-    )]
     fn resize(
         &self,
         py: Python<'_>,
@@ -120,7 +111,7 @@ impl LeaseClient {
         let held = waiting(py, waits.as_ref(), |goes_on| {
             self.client.resize(lease, &claims, wait, goes_on)
         })?;
-        Ok((held.lease, held.revision, held.claims))
+        Ok(told(held))
     }
 
     /// Gives a lease back.
@@ -131,7 +122,7 @@ impl LeaseClient {
     /// A lease as it stands, or nothing when it has ended.
     fn held(&self, lease: u64) -> PyResult<Option<Held>> {
         let held = self.client.held(lease).map_err(failure)?;
-        Ok(held.map(|held| (held.lease, held.revision, held.claims)))
+        Ok(held.map(told))
     }
 
     /// What the broker asked to shrink a lease to.
@@ -144,10 +135,10 @@ impl LeaseClient {
         py.detach(|| self.client.decline(lease)).map_err(failure)
     }
 
-    /// Who holds what, as JSON.
-    fn status(&self, py: Python<'_>) -> PyResult<String> {
-        let status = py.detach(|| self.client.status()).map_err(failure)?;
-        to_json(&status)
+    /// Who holds what.
+    fn status(&self, py: Python<'_>) -> PyResult<Value<Status>> {
+        let status = py.detach(|| self.client.status());
+        status.map(Value).map_err(failure)
     }
 }
 
@@ -175,6 +166,10 @@ fn waiting<T: Send>(
     }
 }
 
+fn told(held: protocol::Held) -> Held {
+    (held.lease, held.revision, held.claims)
+}
+
 fn tell(py: Python<'_>, waits: Option<&Py<PyAny>>, ahead: Option<u64>) -> PyResult<()> {
     py.check_signals()?;
     waits.map_or(Ok(()), |waits| waits.call1(py, (ahead,)).map(drop))
@@ -185,27 +180,11 @@ fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     duration.map_err(|error| UsageError::new_err(format!("cannot wait so long: {error}")))
 }
 
-fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
-    serde_json::to_string(value)
-        .map_err(|error| UsageError::new_err(format!("cannot write JSON: {error}")))
-}
-
 fn failure(error: Failure) -> PyErr {
-    let message = error.to_string();
-    let plain = |reason: &str| LeaseError::new_err((message.clone(), reason.to_owned()));
-    match error {
-        Failure::Refused(refused) => {
-            let reason = serde_json::to_value(refused.reason).unwrap_or_default();
-            let reason = reason.as_str().unwrap_or_default().to_owned();
-            let numbers = (refused.device, refused.asked_bytes, refused.largest_bytes);
-            LeaseError::new_err((message, reason, numbers.0, numbers.1, numbers.2))
-        }
-        Failure::Socket(SocketError::NoBroker(_)) => plain("no_broker"),
-        Failure::Socket(_) => plain("socket"),
-        Failure::Rejected(_) => plain("rejected"),
-        Failure::Broken(_) => plain("broken"),
-        Failure::Ended { .. } => plain("ended"),
-        Failure::GaveUp => plain("gave_up"),
-        Failure::Forked => plain("forked"),
-    }
+    let (message, reason) = (error.to_string(), error.reason());
+    let Failure::Refused(refused) = error else {
+        return LeaseError::new_err((message, reason));
+    };
+    let (device, asked, largest) = (refused.device, refused.asked_bytes, refused.largest_bytes);
+    LeaseError::new_err((message, reason, device, asked, largest))
 }

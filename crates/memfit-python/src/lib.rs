@@ -11,7 +11,6 @@
 
 mod budget;
 mod counting;
-mod evaluation;
 mod host;
 mod leases;
 mod offload;
@@ -20,6 +19,7 @@ mod parking;
 mod parking_cuda;
 mod planning;
 mod pool;
+mod signals;
 mod value;
 
 use pyo3::import_exception;
@@ -34,10 +34,19 @@ import_exception!(memfit.errors, SnapshotError);
 import_exception!(memfit.errors, TraceFileError);
 import_exception!(memfit.errors, UsageError);
 
+fn usage(error: impl std::fmt::Display) -> PyErr {
+    UsageError::new_err(error.to_string())
+}
+
+fn no_budget(error: impl std::fmt::Display) -> PyErr {
+    BudgetError::new_err(error.to_string())
+}
+
 /// The native half of memfit; private to the `memfit` package.
 #[pymodule]
 mod _native {
     use std::ffi::OsString;
+    use std::fmt::Display;
     use std::fs::File;
     use std::path::PathBuf;
     use std::sync::Arc;
@@ -49,9 +58,10 @@ mod _native {
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::file;
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Front, Plan, PlanRequest, TimeLimit};
+    use memfit_engine::plan::{self, Front, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
+    use memfit_engine::step::{self, EvaluationByHand, EvaluationRequest};
     use memfit_engine::trace;
     use pyo3::prelude::*;
     use pyo3::types::PyBytes;
@@ -67,8 +77,6 @@ mod _native {
         AllocationWindow, count_allocations, counted_bytes, label_blocks, mark_allocations,
         refused_bytes, seed_blocks, uncounted_blocks,
     };
-    #[pymodule_export]
-    use super::evaluation::evaluate;
     use super::host::PythonHost;
     #[pymodule_export]
     use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
@@ -82,24 +90,22 @@ mod _native {
     use super::parking_cuda::{ParkedCudaMemory, half_of_free_host_bytes, held_cuda_bytes};
     #[pymodule_export]
     use super::planning::PlanSession;
+    use super::planning::within;
     #[pymodule_export]
     use super::pool::PoolMachine;
     use super::value::Value;
-    use super::{BudgetError, CaptureError, SnapshotError, TraceFileError, UsageError};
+    use super::{CaptureError, SnapshotError, TraceFileError, no_budget, usage};
 
     /// A step in slices: which, its trace as JSON, and the trace at another batch size if there is one.
     type InSlices = (Value<trace::Chunk>, Vec<u8>, Option<Vec<u8>>);
 
     /// One recorded step, checked.
     #[pyclass(frozen, module = "memfit._native")]
-    pub(crate) struct Trace {
-        trace: Arc<trace::Trace>,
-    }
+    pub(crate) struct Trace(pub(crate) Arc<trace::Trace>);
 
-    impl Trace {
-        /// The trace, for other files of the binding.
-        pub(crate) fn shared(&self) -> Arc<trace::Trace> {
-            Arc::clone(&self.trace)
+    impl From<trace::Trace> for Trace {
+        fn from(trace: trace::Trace) -> Self {
+            Self(Arc::new(trace))
         }
     }
 
@@ -115,40 +121,30 @@ mod _native {
             second: Option<&[u8]>,
             batch: u64,
         ) -> PyResult<Self> {
-            let trace = py.detach(|| {
-                let first = checked_trace(json)?;
-                let second = second.map(checked_trace).transpose()?;
-                PyResult::Ok(trace::Trace::from_captures(first, second.as_ref(), batch))
-            })?;
-            Ok(Self {
-                trace: Arc::new(trace),
-            })
+            let trace = py.detach(|| captured(json, second, batch));
+            trace.map(Self::from)
         }
 
         /// Reads an encoded trace.
         #[staticmethod]
         fn decode(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-            let trace = py
-                .detach(|| file::decode(data))
-                .map_err(|error| file_error(&error))?;
-            Ok(Self {
-                trace: Arc::new(trace),
-            })
+            let trace = py.detach(|| file::decode(data));
+            trace.map(Self::from).map_err(no_file)
         }
 
         /// The trace as the bytes of a `.memfit` file.
         fn encode<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-            PyBytes::new(py, &py.detach(|| file::encode(&self.trace)))
+            PyBytes::new(py, &py.detach(|| file::encode(&self.0)))
         }
 
         /// The trace as JSON.
         fn json(&self, py: Python<'_>) -> PyResult<String> {
-            py.detach(|| to_json(&*self.trace))
+            py.detach(|| to_json(&*self.0))
         }
 
         /// What of the step is worth a capture in slices.
         fn chunks(&self, py: Python<'_>) -> Value<Vec<trace::Chunk>> {
-            Value(py.detach(|| plan::chunks(&self.trace).unwrap_or_default()))
+            Value(py.detach(|| plan::chunks(&self.0).unwrap_or_default()))
         }
 
         /// The trace with the step in slices. `refusal` says why there are no more.
@@ -158,73 +154,52 @@ mod _native {
             steps: Vec<InSlices>,
             refusal: String,
         ) -> PyResult<Self> {
-            let trace = py.detach(|| {
+            let whole = py.detach(|| {
                 let steps = steps.into_iter().map(|(chunk, first, second)| {
-                    let first = checked_trace(&first)?;
-                    let second = second.as_deref().map(checked_trace).transpose()?;
-                    let batch = self.trace.meta.batch;
-                    Ok(trace::Alternative {
-                        chunk: chunk.0,
-                        trace: trace::Trace::from_captures(first, second.as_ref(), batch),
-                    })
+                    let trace = captured(&first, second.as_deref(), self.0.meta.batch)?;
+                    let chunk = chunk.0;
+                    Ok(trace::Alternative { chunk, trace })
                 });
-                let steps = steps.collect::<PyResult<Vec<_>>>()?;
-                let alternatives = Some(trace::Alternatives { steps, refusal });
-                let whole = trace::Trace {
-                    alternatives,
-                    ..self.trace.alone()
-                };
-                whole.check().map_err(|error| {
+                let steps = steps.collect::<PyResult<_>>()?;
+                let whole = self.0.with_alternatives(steps, refusal);
+                whole.map_err(|error| {
                     CaptureError::new_err(format!("the step in slices is not valid: {error}"))
-                })?;
-                PyResult::Ok(whole)
-            })?;
-            Ok(Self {
-                trace: Arc::new(trace),
-            })
+                })
+            });
+            whole.map(Self::from)
         }
 
         /// The trace as `memfit show` prints it.
         fn text(&self, py: Python<'_>) -> String {
-            py.detach(|| memfit::of_trace(&self.trace))
+            py.detach(|| memfit::of_trace(&self.0))
         }
     }
 
     /// A CUDA memory snapshot, as columns.
     #[pyclass(frozen, module = "memfit._native")]
-    struct Snapshot {
-        snapshot: Arc<snapshot::Snapshot>,
-    }
+    struct Snapshot(snapshot::Snapshot);
 
     #[pymethods]
     impl Snapshot {
         /// Reads a snapshot from the bytes of its pickle, gzip'ed or not.
         #[staticmethod]
         fn decode(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-            let snapshot = py
-                .detach(|| snapshot::read_bytes(data))
-                .map_err(|error| SnapshotError::new_err(error.to_string()))?;
-            Ok(Self {
-                snapshot: Arc::new(snapshot),
-            })
+            let snapshot = py.detach(|| snapshot::read_bytes(data));
+            snapshot.map(Self).map_err(no_snapshot)
         }
 
         /// Reads a snapshot from a file, without holding the file.
         #[staticmethod]
         fn read(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-            let snapshot = py.detach(|| {
-                let options = snapshot::ReadOptions::default();
-                let read = snapshot::read(File::open(path)?, options);
-                read.map_err(|error| SnapshotError::new_err(error.to_string()))
-            })?;
-            Ok(Self {
-                snapshot: Arc::new(snapshot),
+            py.detach(|| {
+                let snapshot = snapshot::read(File::open(path)?, snapshot::ReadOptions::default());
+                snapshot.map(Self).map_err(no_snapshot)
             })
         }
 
         /// The snapshot as JSON, column by column.
         fn json(&self, py: Python<'_>) -> PyResult<String> {
-            py.detach(|| to_json(&*self.snapshot))
+            py.detach(|| to_json(&self.0))
         }
 
         /// Explains the snapshot; `before` is an earlier one with its name.
@@ -237,17 +212,14 @@ mod _native {
             steps: Option<u64>,
             device_memory_bytes: Option<u64>,
         ) -> Value<Explanation> {
-            let before = before.map(|(name, before)| (name, Arc::clone(&before.snapshot)));
-            py.detach(|| {
-                let before = before.as_ref();
-                let request = explain::Request {
-                    source,
-                    before: before.map(|(name, before)| (name.as_str(), &**before)),
-                    steps,
-                    device_memory: device_memory_bytes.map(Bytes),
-                };
-                Value(explain::explain(&self.snapshot, &request))
-            })
+            let before = before.as_ref();
+            let request = explain::Request {
+                source,
+                before: before.map(|(name, before)| (name.as_str(), &before.0)),
+                steps,
+                device_memory: device_memory_bytes.map(Bytes),
+            };
+            Value(py.detach(|| explain::explain(&self.0, &request)))
         }
 
         /// Runs the requests again under other allocator settings: the document and the text.
@@ -259,7 +231,7 @@ mod _native {
             device_memory_bytes: Option<u64>,
         ) -> PyResult<Value<memfit::Answer>> {
             let memory = device_memory_bytes.map(Bytes);
-            let answer = py.detach(|| memfit::replay(&self.snapshot, source, settings, memory));
+            let answer = py.detach(|| memfit::replay(&self.0, source, settings, memory));
             answer.map(Value).map_err(usage)
         }
     }
@@ -272,16 +244,14 @@ mod _native {
         trace: &Trace,
         request: Value<PredictRequest>,
     ) -> PyResult<Value<Prediction>> {
-        let trace = Arc::clone(&trace.trace);
-        let prediction = py.detach(|| predict::predict(&trace, &request.0));
+        let prediction = py.detach(|| predict::predict(&trace.0, &request.0));
         prediction.map(Value).map_err(usage)
     }
 
     /// What the caching allocator takes for a step beside the model; none where there is no such allocator.
     #[pyfunction]
     fn reserved_beside_model(py: Python<'_>, trace: &Trace) -> Option<u64> {
-        let trace = Arc::clone(&trace.trace);
-        py.detach(|| predict::reserved_beside_model(&trace))
+        py.detach(|| predict::reserved_beside_model(&trace.0))
             .map(|bytes| bytes.0)
     }
 
@@ -295,15 +265,10 @@ mod _native {
         request: Value<PlanRequest>,
         time_limit: Option<f64>,
     ) -> PyResult<Value<Plan>> {
-        let trace = Arc::clone(&trace.trace);
         let plan = py.detach(|| {
-            let began = Instant::now();
-            let elapsed = || began.elapsed().as_secs_f64();
-            let limit = time_limit.map(|seconds| TimeLimit {
-                seconds,
-                elapsed: &elapsed,
-            });
-            plan::plan_within(&trace, &costs.0, &request.0, limit)
+            within(time_limit, |limit| {
+                plan::plan_within(&trace.0, &costs.0, &request.0, limit)
+            })
         });
         plan.map(Value).map_err(usage)
     }
@@ -318,11 +283,10 @@ mod _native {
         threads: usize,
         time_limit: Option<f64>,
     ) -> PyResult<Value<(Vec<String>, placement::Answer)>> {
-        let usage = |error: &dyn std::fmt::Display| UsageError::new_err(error.to_string());
         let limit = time_limit.map(Duration::try_from_secs_f64);
-        let limit = limit.transpose().map_err(|error| usage(&error))?;
+        let limit = limit.transpose().map_err(usage)?;
         py.detach(|| {
-            let table = placement::csv::parse(csv, alignment).map_err(|error| usage(&error))?;
+            let table = placement::csv::parse(csv, alignment).map_err(usage)?;
             let request = placement::Request {
                 threads,
                 ..placement::Request::new(capacity.map_or(Goal::Lowest, Goal::Within))
@@ -330,9 +294,20 @@ mod _native {
             let start = Instant::now();
             let stop = || limit.is_some_and(|limit| start.elapsed() >= limit);
             let answer = placement::place(&table.problem, &request, &stop);
-            let answer = answer.map_err(|error| usage(&error))?;
+            let answer = answer.map_err(usage)?;
             Ok(Value((table.ids, answer)))
         })
+    }
+
+    /// Evaluates a step under treatments chosen by hand.
+    #[pyfunction]
+    fn evaluate(
+        py: Python<'_>,
+        trace: &Trace,
+        request: Value<EvaluationRequest>,
+    ) -> PyResult<Value<EvaluationByHand>> {
+        let evaluation = py.detach(|| step::evaluate_by_hand(&trace.0, &request.0));
+        evaluation.map(Value).map_err(usage)
     }
 
     /// The text of a prediction.
@@ -351,7 +326,7 @@ mod _native {
     #[pyfunction]
     fn track_text(py: Python<'_>, json: &str) -> PyResult<String> {
         py.detach(|| memfit::of_track(json))
-            .map_err(|error| UsageError::new_err(format!("the record is not valid: {error}")))
+            .map_err(|error| usage(format!("the record is not valid: {error}")))
     }
 
     /// The document and the text of a verification; `measured` is what real steps gave, none where nothing ran.
@@ -363,13 +338,9 @@ mod _native {
         capture_seconds: f64,
         plan_seconds: f64,
     ) -> PyResult<Value<memfit::Answer>> {
-        let (plan, measured) = (plan.0, measured.map(|measured| measured.0));
-        let answer = match measured {
-            Some(measured) if compiled => {
-                memfit::compiled_verification(&plan, measured, capture_seconds, plan_seconds)
-            }
-            measured => memfit::verification(&plan, measured, capture_seconds, plan_seconds),
-        };
+        let measured = measured.map(|measured| measured.0);
+        let answer =
+            memfit::verification(&plan.0, measured, compiled, capture_seconds, plan_seconds);
         answer.map(Value).map_err(usage)
     }
 
@@ -431,7 +402,7 @@ mod _native {
     #[pyfunction]
     fn decode_plan(py: Python<'_>, data: &[u8]) -> PyResult<Value<Plan>> {
         let plan = py.detach(|| file::decode_plan(data));
-        plan.map(Value).map_err(|error| file_error(&error))
+        plan.map(Value).map_err(no_file)
     }
 
     /// A plan as the bytes of a `.memfit` file.
@@ -443,7 +414,7 @@ mod _native {
     /// What the bytes of a `.memfit` file hold: `trace` or `plan`.
     #[pyfunction]
     fn file_kind(data: &[u8]) -> PyResult<&'static str> {
-        match file::peek_kind(data).map_err(|error| file_error(&error))? {
+        match file::peek_kind(data).map_err(no_file)? {
             file::FileKind::Trace => Ok("trace"),
             file::FileKind::Plan => Ok("plan"),
         }
@@ -455,22 +426,20 @@ mod _native {
         let Some(name) = name else {
             return Ok(Value(devices::stand_in()));
         };
-        let device = devices::find(name).map_err(|error| UsageError::new_err(error.to_string()))?;
+        let device = devices::find(name).map_err(usage)?;
         Ok(Value(device.profile()))
     }
 
     /// Checks that a device profile can be used.
     #[pyfunction]
     fn check_profile(profile: Value<DeviceProfile>) -> PyResult<()> {
-        let checked = profile.0.check();
-        checked.map_err(|error| UsageError::new_err(error.to_string()))
+        profile.0.check().map_err(usage)
     }
 
     /// A budget as written, in bytes.
     #[pyfunction]
     fn parse_budget(text: &str, unplanned_peak_bytes: u64) -> PyResult<u64> {
-        let budget =
-            Budget::parse(text).map_err(|error| BudgetError::new_err(error.to_string()))?;
+        let budget = Budget::parse(text).map_err(no_budget)?;
         Ok(budget.resolve(Bytes(unplanned_peak_bytes)).0)
     }
 
@@ -485,25 +454,31 @@ mod _native {
         })
     }
 
-    pub(crate) fn usage(error: impl std::fmt::Display) -> PyErr {
-        UsageError::new_err(error.to_string())
+    fn captured(first: &[u8], second: Option<&[u8]>, batch: u64) -> PyResult<trace::Trace> {
+        let first = checked_trace(first)?;
+        let second = second.map(checked_trace).transpose()?;
+        Ok(trace::Trace::from_captures(first, second.as_ref(), batch))
     }
 
     fn checked_trace(json: &[u8]) -> PyResult<trace::Trace> {
-        let trace: trace::Trace = serde_json::from_slice(json)
-            .map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
-        trace
-            .check()
-            .map_err(|error| CaptureError::new_err(format!("the trace is not valid: {error}")))?;
+        let trace: trace::Trace = serde_json::from_slice(json).map_err(no_trace)?;
+        trace.check().map_err(no_trace)?;
         Ok(trace)
     }
 
-    fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
-        serde_json::to_string(value)
-            .map_err(|error| UsageError::new_err(format!("cannot write JSON: {error}")))
+    fn no_trace(error: impl Display) -> PyErr {
+        CaptureError::new_err(format!("the trace is not valid: {error}"))
     }
 
-    fn file_error(error: &file::FileError) -> PyErr {
+    fn no_file(error: file::FileError) -> PyErr {
         TraceFileError::new_err(error.to_string())
+    }
+
+    fn no_snapshot(error: impl Display) -> PyErr {
+        SnapshotError::new_err(error.to_string())
+    }
+
+    fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
+        serde_json::to_string(value).map_err(|error| usage(format!("cannot write JSON: {error}")))
     }
 }

@@ -9,8 +9,9 @@ use std::sync::{Mutex, PoisonError};
 use memfit_memory::arena::host::{LentBytes, LentBytesMut};
 use memfit_memory::store::{self, StoreError, StoreOptions};
 use pyo3::prelude::*;
-use serde_json::json;
 
+use crate::signals::waiting;
+use crate::value::Value;
 use crate::{OffloadError, UsageError};
 
 /// Writes blocks of memory to a file without a name in a folder, and reads them back.
@@ -38,7 +39,7 @@ impl Store {
         };
         let store = py
             .detach(move || store::Store::create(&folder, options))
-            .map_err(|error| offload_error(&error))?;
+            .map_err(offload_error)?;
         Ok(Self { store })
     }
 
@@ -50,15 +51,12 @@ impl Store {
         length: usize,
         owner: Py<PyAny>,
     ) -> PyResult<StoredBlock> {
-        #[expect(
-            unsafe_code,
-            reason = "the caller's word is all there is about an address"
-        )]
+        #[expect(unsafe_code, reason = "an address is the caller's word")]
         // SAFETY: the executor passes the memory of a tensor and as `owner` its storage, which the block
         // returned holds until the transfer has ended; it lets nothing be written there meanwhile
         // without settling first, but for writes it cannot see, which it refuses afterwards.
         let source = unsafe { LentBytes::new(address, length) }.ok_or_else(no_memory)?;
-        let block = waiting(py, |interrupted| {
+        let block = waiting(py, offload_error, |interrupted| {
             self.store.write(Box::new(source), interrupted)
         })?;
         Ok(StoredBlock {
@@ -67,18 +65,9 @@ impl Store {
         })
     }
 
-    /// What it did so far, as JSON.
-    fn statistics(&self) -> String {
-        let statistics = self.store.statistics();
-        json!({
-            "bytes_written": statistics.bytes_written,
-            "bytes_read": statistics.bytes_read,
-            "seconds_waited": statistics.seconds_waited,
-            "seconds_busy": statistics.seconds_busy,
-            "peak_in_flight_bytes": statistics.peak_in_flight_bytes,
-            "file_bytes": statistics.file_bytes,
-        })
-        .to_string()
+    /// What it did so far.
+    fn statistics(&self) -> Value<store::Statistics> {
+        Value(self.store.statistics())
     }
 }
 
@@ -95,22 +84,21 @@ pub(crate) struct StoredBlock {
 impl StoredBlock {
     /// Waits until it is written, and lets its owner go.
     fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.block.settle(interrupted))?;
+        waiting(py, offload_error, |interrupted| {
+            self.block.settle(interrupted)
+        })?;
         self.hold(None);
         Ok(())
     }
 
     /// Reads it to `address`.
     fn fetch(&self, py: Python<'_>, address: usize, length: usize) -> PyResult<()> {
-        #[expect(
-            unsafe_code,
-            reason = "the caller's word is all there is about an address"
-        )]
+        #[expect(unsafe_code, reason = "an address is the caller's word")]
         // SAFETY: the executor passes the memory of a tensor that it holds during this call and that
         // nobody else has yet.
         let target = unsafe { LentBytesMut::new(address, length) };
         let mut target = target.ok_or_else(no_memory)?;
-        waiting(py, |interrupted| {
+        waiting(py, offload_error, |interrupted| {
             self.block.fetch(target.as_mut(), interrupted)
         })
     }
@@ -123,15 +111,12 @@ impl StoredBlock {
         length: usize,
         owner: Py<PyAny>,
     ) -> PyResult<()> {
-        #[expect(
-            unsafe_code,
-            reason = "the caller's word is all there is about an address"
-        )]
+        #[expect(unsafe_code, reason = "an address is the caller's word")]
         // SAFETY: the executor passes the memory of a tensor that nobody else has before `wait` has
         // returned, and as `owner` its storage, which this block holds until then or its own end.
         let target = unsafe { LentBytesMut::new(address, length) };
         let target = target.ok_or_else(no_memory)?;
-        waiting(py, |interrupted| {
+        waiting(py, offload_error, |interrupted| {
             self.block.prefetch(Box::new(target), interrupted)
         })?;
         self.hold(Some(owner));
@@ -140,7 +125,9 @@ impl StoredBlock {
 
     /// Waits for what is fetched ahead.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.block.wait(interrupted).map(drop))?;
+        waiting(py, offload_error, |interrupted| {
+            self.block.wait(interrupted).map(drop)
+        })?;
         self.hold(None);
         Ok(())
     }
@@ -162,23 +149,7 @@ impl StoredBlock {
     }
 }
 
-/// Runs `work` without the interpreter, which is asked now and then for a pending signal.
-fn waiting<T: Send>(
-    py: Python<'_>,
-    work: impl FnOnce(store::Interrupted<'_>) -> Result<T, StoreError> + Send,
-) -> PyResult<T> {
-    let mut signal = None;
-    let result = py.detach(|| {
-        let mut interrupted = || {
-            signal = Python::attach(|py| py.check_signals().err());
-            signal.is_some()
-        };
-        work(&mut interrupted)
-    });
-    result.map_err(|error| signal.unwrap_or_else(|| offload_error(&error)))
-}
-
-fn offload_error(error: &StoreError) -> PyErr {
+fn offload_error(error: StoreError) -> PyErr {
     OffloadError::new_err(error.to_string())
 }
 

@@ -27,7 +27,6 @@ impl Room {
     }
 
     /// What to do, in order, so that some items are there.
-    #[expect(clippy::needless_pass_by_value, reason = "what Python passes")]
     fn need(&mut self, items: Vec<usize>) -> Vec<(&'static str, usize)> {
         named(self.0.need(&items))
     }

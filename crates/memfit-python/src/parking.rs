@@ -1,19 +1,16 @@
 //! Memory that models are parked in, for tensors of Python.
 //!
-//! Responsible for conversion, as the rest of the binding, and for a pending Ctrl-C that ends a transfer.
+//! Responsible for conversion, as the rest of the binding.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 use memfit_memory::arena::host::Arena;
 use memfit_memory::park::host::{self, Parking, Tensor};
 use pyo3::prelude::*;
-use serde_json::json;
 
 use crate::ParkError;
-
-/// Between two questions whether a signal is pending: each waits for the interpreter.
-const PATIENCE: Duration = Duration::from_millis(50);
+use crate::signals::waiting;
+use crate::value::Value;
 
 /// Memory whose pages can be given back, and the copy of them.
 #[pyclass(frozen, module = "memfit._native")]
@@ -40,10 +37,7 @@ impl ParkedMemory {
             length,
         });
         let tensors = tensors.collect();
-        #[expect(
-            unsafe_code,
-            reason = "the caller's word is all there is about an address"
-        )]
+        #[expect(unsafe_code, reason = "an address is the caller's word")]
         // SAFETY: storages made of the address hold this object, so the memory outlives them. While
         // the two calls below run, Python lets nobody reach those storages: it has put classes before
         // the tensors that refuse every use, and counted that there are no others. `Parking` shows files
@@ -52,7 +46,7 @@ impl ParkedMemory {
         let arena = arena.map_err(|error| no_memory(length, &error))?;
         let parking = py
             .detach(move || Parking::new(arena, tensors, &folder, source.as_deref(), allow_memory))
-            .map_err(|error| park_error(&error))?;
+            .map_err(park_error)?;
         Ok(Self { parking })
     }
 
@@ -82,68 +76,43 @@ impl ParkedMemory {
 
     /// Keeps every byte and gives the pages back.
     fn park(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.park(interrupted))
+        waiting(py, park_error, |interrupted| self.parking.park(interrupted))
     }
 
     /// Has every byte back at its address.
     fn wake(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.wake(interrupted))
+        waiting(py, park_error, |interrupted| self.parking.wake(interrupted))
     }
 
     /// Begins to have every byte back; each is to be brought in before it is used.
     fn begin_wake(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.begin_wake(interrupted))
+        waiting(py, park_error, |interrupted| {
+            self.parking.begin_wake(interrupted)
+        })
     }
 
     /// Has some bytes back, from the start of each part to its end, and compared.
     fn bring_in(&self, py: Python<'_>, parts: Vec<(u64, u64)>) -> PyResult<()> {
         let parts: Vec<_> = parts.into_iter().map(|(start, end)| start..end).collect();
-        waiting(py, |interrupted| self.parking.bring_in(&parts, interrupted))
+        waiting(py, park_error, |interrupted| {
+            self.parking.bring_in(&parts, interrupted)
+        })
     }
 
     /// Wakes it and closes its files: it cannot be parked any more.
     fn give_up(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.give_up(interrupted))
-    }
-
-    /// What it did so far, as JSON.
-    fn statistics(&self, py: Python<'_>) -> String {
-        let statistics = py.detach(|| self.parking.statistics());
-        json!({
-            "bytes_written": statistics.bytes_written,
-            "bytes_unchanged": statistics.bytes_unchanged,
-            "bytes_in_source": statistics.bytes_in_source,
-            "bytes_read": statistics.bytes_read,
-            "parks": statistics.parks,
-            "wakes": statistics.wakes,
-            "park_seconds": statistics.park_seconds,
-            "wake_seconds": statistics.wake_seconds,
+        waiting(py, park_error, |interrupted| {
+            self.parking.give_up(interrupted)
         })
-        .to_string()
+    }
+
+    /// What it did so far.
+    fn statistics(&self, py: Python<'_>) -> Value<host::Statistics> {
+        Value(py.detach(|| self.parking.statistics()))
     }
 }
 
-/// Runs `work` without the interpreter, which is asked now and then for a pending signal.
-pub(crate) fn waiting<T: Send>(
-    py: Python<'_>,
-    work: impl FnOnce(memfit_memory::store::Interrupted<'_>) -> Result<T, host::ParkError> + Send,
-) -> PyResult<T> {
-    let mut signal = None;
-    let result = py.detach(|| {
-        let mut asked = Instant::now();
-        let mut interrupted = || {
-            if asked.elapsed() >= PATIENCE {
-                signal = Python::attach(|py| py.check_signals().err());
-                asked = Instant::now();
-            }
-            signal.is_some()
-        };
-        work(&mut interrupted)
-    });
-    result.map_err(|error| signal.unwrap_or_else(|| park_error(&error)))
-}
-
-pub(crate) fn park_error(error: &host::ParkError) -> PyErr {
+pub(crate) fn park_error(error: host::ParkError) -> PyErr {
     ParkError::new_err((error.to_string(), error.reason()))
 }
 

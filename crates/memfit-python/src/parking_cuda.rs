@@ -11,10 +11,11 @@ use memfit_memory::park::host;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
-use serde_json::json;
 
 use crate::ParkError;
-use crate::parking::{park_error, waiting};
+use crate::parking::park_error;
+use crate::signals::waiting;
+use crate::value::Value;
 
 /// What `DLPack` calls a capsule whose tensor nobody has taken yet.
 const NOT_TAKEN: &std::ffi::CStr = c"dltensor";
@@ -65,7 +66,7 @@ impl ParkedCudaMemory {
             let opened = Arc::new(opened.map_err(host::ParkError::from)?);
             CudaParking::new(opened, length, &folder, allow_memory)
         });
-        let parking = Arc::new(parking.map_err(|error| park_error(&error))?);
+        let parking = Arc::new(parking.map_err(park_error)?);
         Ok(Self {
             parking,
             device,
@@ -95,20 +96,20 @@ impl ParkedCudaMemory {
     #[getter]
     fn held_bytes(&self, py: Python<'_>) -> PyResult<u64> {
         let held = py.detach(|| self.parking.held_bytes());
-        held.map_err(|error| park_error(&error))
+        held.map_err(park_error)
     }
 
     /// Bytes of the host's memory that its copy takes.
     #[getter]
     fn host_bytes(&self, py: Python<'_>) -> PyResult<u64> {
         let held = py.detach(|| self.parking.host_bytes());
-        held.map_err(|error| park_error(&error))
+        held.map_err(park_error)
     }
 
     /// Has memory behind the first `end` bytes.
     fn open_to(&self, py: Python<'_>, end: u64) -> PyResult<()> {
         let opened = py.detach(|| self.parking.open_to(end));
-        opened.map_err(|error| park_error(&error))
+        opened.map_err(park_error)
     }
 
     /// A range of it as a tensor of bytes, in a capsule of `DLPack`.
@@ -143,39 +144,33 @@ impl ParkedCudaMemory {
     /// Keeps every byte, up to `host_bytes` of them in the host's memory, and gives the memory back.
     #[pyo3(signature = (host_bytes=None))]
     fn park(&self, py: Python<'_>, host_bytes: Option<u64>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.park(host_bytes, interrupted))
+        waiting(py, park_error, |interrupted| {
+            self.parking.park(host_bytes, interrupted)
+        })
     }
 
     /// Moves what the host's memory keeps to the file.
     fn to_disk(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.to_disk(interrupted))
+        waiting(py, park_error, |interrupted| {
+            self.parking.to_disk(interrupted)
+        })
     }
 
     /// Has every byte back at its address.
     fn wake(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.wake(interrupted))
+        waiting(py, park_error, |interrupted| self.parking.wake(interrupted))
     }
 
     /// Wakes it and closes its file: it cannot be parked any more.
     fn give_up(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, |interrupted| self.parking.give_up(interrupted))
+        waiting(py, park_error, |interrupted| {
+            self.parking.give_up(interrupted)
+        })
     }
 
-    /// What it did so far, as JSON.
-    fn statistics(&self, py: Python<'_>) -> String {
-        let statistics = py.detach(|| self.parking.statistics());
-        json!({
-            "bytes_written": statistics.bytes_written,
-            "bytes_unchanged": statistics.bytes_unchanged,
-            "bytes_in_source": 0,
-            "bytes_to_host": statistics.bytes_to_host,
-            "bytes_read": statistics.bytes_read,
-            "parks": statistics.parks,
-            "wakes": statistics.wakes,
-            "park_seconds": statistics.park_seconds,
-            "wake_seconds": statistics.wake_seconds,
-        })
-        .to_string()
+    /// What it did so far.
+    fn statistics(&self, py: Python<'_>) -> Value<cuda::CudaStatistics> {
+        Value(py.detach(|| self.parking.statistics()))
     }
 }
 

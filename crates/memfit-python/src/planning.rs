@@ -4,7 +4,7 @@
 //! engine has not. The interpreter is released while a search runs.
 
 use std::num::NonZeroUsize;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Budget;
@@ -13,9 +13,9 @@ use memfit_engine::plan::{self, Answer, Front, Need, Offer, PlanRequest, Search,
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::_native::{Trace, usage};
+use crate::_native::Trace;
 use crate::value::Value;
-use crate::{BudgetError, UsageError};
+use crate::{no_budget, usage};
 
 /// A conversation about the plan of one step; it asks, and whoever holds it answers.
 #[pyclass(frozen, module = "memfit._native")]
@@ -60,7 +60,7 @@ impl PlanSession {
 
     /// Brings the trace.
     fn trace(&self, py: Python<'_>, trace: &Trace) -> PyResult<()> {
-        self.answer(py, Answer::Trace(trace.shared()))
+        self.answer(py, Answer::Trace(Arc::clone(&trace.0)))
     }
 
     /// Brings the costs.
@@ -75,7 +75,9 @@ impl PlanSession {
 
     /// Brings the trace with the step in slices; none where it cannot be captured again.
     fn slices(&self, py: Python<'_>, trace: Option<&Trace>) -> PyResult<()> {
-        let answer = trace.map_or(Answer::NoSlices, |trace| Answer::Slices(trace.shared()));
+        let answer = trace.map_or(Answer::NoSlices, |trace| {
+            Answer::Slices(Arc::clone(&trace.0))
+        });
         self.answer(py, answer)
     }
 
@@ -83,15 +85,8 @@ impl PlanSession {
     #[pyo3(signature = (time_limit=None))]
     fn search(&self, py: Python<'_>, time_limit: Option<f64>) -> PyResult<()> {
         let search = self.needed_search()?;
-        let plan = py.detach(|| {
-            let began = Instant::now();
-            let elapsed = || began.elapsed().as_secs_f64();
-            let limit = time_limit.map(|seconds| TimeLimit {
-                seconds,
-                elapsed: &elapsed,
-            });
-            search.plan(limit).map_err(usage)
-        })?;
+        let plan = py.detach(|| within(time_limit, |limit| search.plan(limit)));
+        let plan = plan.map_err(usage)?;
         self.answer(py, Answer::Plan(Box::new(plan)))
     }
 
@@ -99,7 +94,7 @@ impl PlanSession {
     #[pyo3(signature = (budget=None))]
     fn front(&self, py: Python<'_>, budget: Option<&str>) -> PyResult<Value<Front>> {
         let budget = budget.map(Budget::parse).transpose();
-        let budget = budget.map_err(|error| BudgetError::new_err(error.to_string()))?;
+        let budget = budget.map_err(no_budget)?;
         let search = self.needed_search()?;
         py.detach(|| {
             let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -115,17 +110,26 @@ impl PlanSession {
     }
 
     fn answer(&self, py: Python<'_>, answer: Answer) -> PyResult<()> {
-        py.detach(|| self.lock().answer(answer))
-            .map_err(|error| UsageError::new_err(error.to_string()))
+        py.detach(|| self.lock().answer(answer)).map_err(usage)
     }
 
     fn needed_search(&self) -> PyResult<Search> {
         match self.lock().next() {
             Need::Plan(search) => Ok(search),
-            need => Err(UsageError::new_err(format!(
+            need => Err(usage(format!(
                 "planning needs {}, and no search",
                 need.name()
             ))),
         }
     }
+}
+
+/// Runs `work` with a time limit that began now.
+pub(crate) fn within<T>(seconds: Option<f64>, work: impl FnOnce(Option<TimeLimit<'_>>) -> T) -> T {
+    let began = Instant::now();
+    let elapsed = || began.elapsed().as_secs_f64();
+    work(seconds.map(|seconds| TimeLimit {
+        seconds,
+        elapsed: &elapsed,
+    }))
 }

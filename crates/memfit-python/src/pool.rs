@@ -6,10 +6,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::share::pool::{
-    Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Ticket,
+    Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Statistics, Ticket,
 };
 use pyo3::prelude::*;
-use serde_json::json;
+
+use crate::value::Value;
 
 /// Which models are in memory, and who waits.
 #[pyclass(frozen, module = "memfit._native")]
@@ -171,24 +172,9 @@ impl PoolMachine {
         self.lock().in_host().0
     }
 
-    /// What it did so far, as JSON.
-    fn statistics(&self) -> String {
-        let statistics = self.lock().statistics();
-        json!({
-            "uses": statistics.uses,
-            "hits": statistics.hits,
-            "waits": statistics.waits,
-            "wakes": statistics.wakes,
-            "parks": statistics.parks,
-            "bytes_woken": statistics.bytes_woken.0,
-            "bytes_written": statistics.bytes_written.0,
-            "waited_micros": statistics.waited.0,
-            "peak_bytes": statistics.peak.0,
-            "spills": statistics.spills,
-            "host_peak_bytes": statistics.host_peak.0,
-            "releases": statistics.releases,
-        })
-        .to_string()
+    /// What it did so far.
+    fn statistics(&self) -> Value<Statistics> {
+        Value(self.lock().statistics())
     }
 }
 

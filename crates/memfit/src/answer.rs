@@ -12,14 +12,14 @@ use crate::commands::{replay, verify};
 use crate::printer::Palette;
 use crate::report::calibration::CalibrateDocument;
 use crate::report::compiled::CompiledAnswer;
-use crate::report::document::VerifyDocument;
 use crate::report::measured::Measurement;
 use crate::report::text;
 
 /// A document and its text.
 pub type Answer = (Value, String);
 
-/// What `memfit verify` says of a plan and of what the host measured; without a measurement, that nothing ran.
+/// What `memfit verify` says of a plan and of what the host measured, `compiled` where that are compiled steps;
+/// without a measurement, that nothing ran.
 ///
 /// # Errors
 ///
@@ -27,40 +27,27 @@ pub type Answer = (Value, String);
 pub fn verification(
     plan: &Plan,
     measured: Option<Value>,
+    compiled: bool,
     capture_seconds: f64,
     plan_seconds: f64,
 ) -> Result<Answer, Error> {
     let mut document = verify::document(plan, capture_seconds, plan_seconds);
-    if let Some(measured) = measured {
-        let measured: Measurement = serde_json::from_value(measured)?;
-        verify::take_in(&mut document, &measured);
-    }
-    verified(&document)
-}
-
-/// What `memfit verify --compile` says of a step that ran compiled.
-///
-/// # Errors
-///
-/// The measurement is not one.
-pub fn compiled_verification(
-    plan: &Plan,
-    measured: Value,
-    capture_seconds: f64,
-    plan_seconds: f64,
-) -> Result<Answer, Error> {
-    let mut document = verify::document(plan, capture_seconds, plan_seconds);
-    match serde_json::from_value(measured)? {
-        CompiledAnswer::Ran(ran) => {
-            verify::take_in_compiled(&mut document, *ran);
+    match measured {
+        Some(measured) if compiled => match serde_json::from_value(measured)? {
+            CompiledAnswer::Ran(ran) => {
+                verify::take_in_compiled(&mut document, *ran);
+            }
+            CompiledAnswer::NotCompiled { not_compiled } => {
+                document.not_compiled = Some(not_compiled);
+            }
+        },
+        Some(measured) => {
+            let measured: Measurement = serde_json::from_value(measured)?;
+            verify::take_in(&mut document, &measured);
         }
-        CompiledAnswer::NotCompiled { not_compiled } => document.not_compiled = Some(not_compiled),
+        None => {}
     }
-    verified(&document)
-}
-
-fn verified(document: &VerifyDocument) -> Result<Answer, Error> {
-    answer(document, text::verify(document, Palette::PLAIN))
+    answer(&document, text::verify(&document, Palette::PLAIN))
 }
 
 /// What `memfit replay` says of a snapshot; `settings` as in `PYTORCH_CUDA_ALLOC_CONF`, none for those worth trying.

@@ -6,6 +6,8 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use serde::Deserialize;
+
 /// Settings of a target's function, as `--set name=value` gave them.
 pub type Settings = [(String, String)];
 
@@ -197,7 +199,8 @@ pub trait Host {
 }
 
 /// What kind of failure a host reports; decides the exit code and the words around the message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum HostErrorKind {
     /// The request is wrong: target, settings, a missing dependency.
     Usage,
@@ -212,6 +215,7 @@ pub enum HostErrorKind {
     /// The user interrupted.
     Interrupted,
     /// A bug in memfit.
+    #[serde(other)]
     Internal,
 }
 

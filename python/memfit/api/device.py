@@ -6,8 +6,7 @@ for how much is free (the program, which asks the system, NVML and the broker).
 
 from __future__ import annotations
 
-import json
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -36,9 +35,8 @@ def device(workload: Workload) -> torch.device:
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    found: list[dict[str, Any]] = json.loads(_native.rooms())
     seen = torch.cuda.device_count()
-    rooms = {room["device"]: int(room["room_bytes"]) for room in found}
+    rooms = {room["device"]: int(room["room_bytes"]) for room in _native.rooms()}
     gpus = {name: room for name, room in rooms.items() if _index(name) in range(seen)}
     numbers: list[str] = []
     needed = 0

@@ -12,7 +12,6 @@ oneDNN, MKL and OpenMP take for themselves, and Python's own objects.
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +110,5 @@ class Window:
         return _reading(self._window.close())
 
 
-def _reading(text: str | None) -> Reading | None:
-    if text is None:
-        return None
-    fields: dict[str, Any] = json.loads(text)
-    return Reading(**fields)
+def _reading(fields: dict[str, Any] | None) -> Reading | None:
+    return None if fields is None else Reading(**fields)

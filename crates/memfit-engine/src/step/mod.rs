@@ -7,6 +7,7 @@
 //!
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
 
+mod by_hand;
 mod layout;
 pub mod lives;
 pub mod naive;
@@ -16,6 +17,7 @@ pub(crate) mod random;
 mod sweep;
 mod variant;
 
+pub use by_hand::{EvaluationByHand, EvaluationRequest, NoAllocation, Treated, evaluate_by_hand};
 pub use layout::model::{StepModel, Undroppable};
 pub use layout::treatment::{Treatment, Unstorable};
 pub use offload::parameters::Passes;

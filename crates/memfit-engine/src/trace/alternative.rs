@@ -113,6 +113,24 @@ impl Trace {
         }
     }
 
+    /// The trace with these alternatives instead of its own; `refusal` says why there are no more.
+    ///
+    /// # Errors
+    ///
+    /// As [`Trace::check`].
+    pub fn with_alternatives(
+        &self,
+        steps: Vec<Alternative>,
+        refusal: String,
+    ) -> Result<Self, TraceError> {
+        let whole = Self {
+            alternatives: Some(Alternatives { steps, refusal }),
+            ..self.alone()
+        };
+        whole.check()?;
+        Ok(whole)
+    }
+
     /// The alternatives captured; none where nobody has tried.
     #[must_use]
     pub fn alternatives(&self) -> &[Alternative] {

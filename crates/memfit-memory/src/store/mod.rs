@@ -26,6 +26,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+
 use blocks::{BlockId, Blocks, Job, Transfer};
 
 pub use error::{Purpose, StoreError};
@@ -58,7 +60,7 @@ pub struct StoreOptions {
 }
 
 /// What a store did.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Statistics {
     /// Bytes written.
     pub bytes_written: u64,

@@ -51,6 +51,27 @@ pub enum LeaseError {
     Forked,
 }
 
+impl LeaseError {
+    /// Why, in a word for programs.
+    #[must_use]
+    pub fn reason(&self) -> String {
+        let reason = match self {
+            Self::Refused(refused) => {
+                let reason = serde_json::to_value(refused.reason).unwrap_or_default();
+                return reason.as_str().unwrap_or_default().to_owned();
+            }
+            Self::Socket(SocketError::NoBroker(_)) => "no_broker",
+            Self::Socket(_) => "socket",
+            Self::Rejected(_) => "rejected",
+            Self::Broken(_) => "broken",
+            Self::Ended { .. } => "ended",
+            Self::GaveUp => "gave_up",
+            Self::Forked => "forked",
+        };
+        reason.to_owned()
+    }
+}
+
 /// What a lease shall be.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LeaseRequest {

@@ -7,7 +7,6 @@ tensor goes or comes (:mod:`memfit.apply.offload.activations`).
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -151,7 +150,7 @@ class DiskTier:
 
     def moved(self) -> Moved:
         """What it did so far."""
-        known = json.loads(self._store.statistics())
+        known = self._store.statistics()
         waited = known["seconds_waited"] + self._staged.count.seconds_waited
         return Moved(known["bytes_written"], known["bytes_read"], waited)
 

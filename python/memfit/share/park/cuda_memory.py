@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike, fspath
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,9 +130,10 @@ class CudaMemory:
         """
         self._or_without_cache(self._memory.give_up)
 
-    def statistics(self) -> str:
-        """What it did so far, as JSON."""
-        return self._memory.statistics()
+    def statistics(self) -> dict[str, Any]:
+        """What it did so far."""
+        # A GPU's memory is never read from a weights file.
+        return {"bytes_in_source": 0, **self._memory.statistics()}
 
     def _or_without_cache(self, action: Callable[[], None]) -> None:
         """Do something; where the device has no room, once more without torch's free blocks."""

@@ -9,7 +9,6 @@ were compared with the hash that they were kept under.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -179,7 +178,7 @@ class ParkedModel:
     @property
     def statistics(self) -> ParkStatistics:
         """What was done so far."""
-        return ParkStatistics(**json.loads(self._memory.statistics()))
+        return ParkStatistics(**self._memory.statistics())
 
     @property
     def host_bytes(self) -> int:

@@ -11,7 +11,6 @@ pool's lease (:mod:`memfit.share.pool.leased`): then the thread does it that loo
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -318,7 +317,7 @@ class Pool:
     @property
     def statistics(self) -> PoolStatistics:
         """What was done so far."""
-        counts = json.loads(self._machine.statistics())
+        counts = self._machine.statistics()
         waited = counts.pop("waited_micros") / 1e6
         return PoolStatistics(waited_seconds=waited, **counts)
 

@@ -66,6 +66,8 @@ mod victims;
 
 pub use machine::Machine;
 
+use serde::Serialize;
+
 use crate::bytes::Bytes;
 
 /// Hits that may overtake a request that waits for room.
@@ -84,7 +86,8 @@ pub struct Ticket(pub u64);
 pub struct Client(pub u64);
 
 /// Microseconds of a clock that never goes back.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(transparent)]
 pub struct Micros(pub u64);
 
 /// Something for the caller to do, begun by being handed out.
@@ -155,7 +158,7 @@ pub enum Refusal {
 }
 
 /// What a pool did so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Statistics {
     /// Uses granted.
     pub uses: u64,
@@ -172,12 +175,15 @@ pub struct Statistics {
     /// Bytes written by parking, and by moving copies on.
     pub bytes_written: Bytes,
     /// What uses waited, together.
+    #[serde(rename = "waited_micros")]
     pub waited: Micros,
     /// Most bytes counted at a time.
+    #[serde(rename = "peak_bytes")]
     pub peak: Bytes,
     /// Copies moved from the host's memory to the disk.
     pub spills: u64,
     /// Most bytes of copies in the host's memory at a time.
+    #[serde(rename = "host_peak_bytes")]
     pub host_peak: Bytes,
     /// Times that a device's allocator gave back what it kept.
     pub releases: u64,

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Bytes;
+use serde::Serialize;
 
 use copy::Copy;
 
@@ -33,7 +34,7 @@ use crate::pressure;
 use crate::store::Interrupted;
 
 /// What a model's parking did so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct CudaStatistics {
     /// Bytes kept in the host's memory.
     pub bytes_to_host: u64,

@@ -40,6 +40,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Bytes;
+use serde::Serialize;
 
 use arriving::Arriving;
 use copy::{Copy, Woken};
@@ -51,7 +52,7 @@ pub use error::ParkError;
 pub use layout::Tensor;
 
 /// What a model's parking did so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Statistics {
     /// Bytes written to the file.
     pub bytes_written: u64,

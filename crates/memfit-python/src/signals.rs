@@ -1,0 +1,32 @@
+//! A pending Ctrl-C ends a wait.
+//!
+//! Responsible for asking now and then whether there is one. Not responsible for what waits.
+
+use std::time::{Duration, Instant};
+
+use memfit_memory::store::Interrupted;
+use pyo3::prelude::*;
+
+/// Between two questions whether a signal is pending: each waits for the interpreter.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// Runs `work` without the interpreter, which is asked now and then for a pending signal.
+pub(crate) fn waiting<T: Send, E: Send>(
+    py: Python<'_>,
+    raise: fn(E) -> PyErr,
+    work: impl FnOnce(Interrupted<'_>) -> Result<T, E> + Send,
+) -> PyResult<T> {
+    let mut signal = None;
+    let result = py.detach(|| {
+        let mut asked = Instant::now();
+        let mut interrupted = || {
+            if asked.elapsed() >= PATIENCE {
+                signal = Python::attach(|py| py.check_signals().err());
+                asked = Instant::now();
+            }
+            signal.is_some()
+        };
+        work(&mut interrupted)
+    });
+    result.map_err(|error| signal.unwrap_or_else(|| raise(error)))
+}
