@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import memfit
 from memfit.errors import UsageError
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
@@ -182,3 +186,80 @@ def test_an_exception_in_backward_leaves_groups_and_hooks_as_they_were():
     assert [len(g["params"]) for g in optimizer.param_groups] == [6]
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def clip(optimizer, *_):
+    """What people attach to a step: it needs every gradient at once."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+@contextlib.contextmanager
+def attached(how, optimizer):
+    """Clipping that belongs to a step, in each of the ways in which people attach it."""
+    if how == "hook":
+        yield optimizer.register_step_pre_hook(clip)
+        return
+    if how == "hook of all":
+        handle = register_optimizer_step_pre_hook(clip)
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+    where = optimizer if how == "instance" else type(optimizer)
+    step = where.step
+
+    def clipped(*args, **kwargs):
+        clip(optimizer)
+        return step(*args, **kwargs)
+
+    where.step = functools.wraps(step)(clipped) if how == "class" else clipped
+    try:
+        yield
+    finally:
+        if how == "class":
+            where.step = step
+
+
+WAYS = {
+    "hook": "`SGD` has hooks that run before its step",
+    "hook of all": "all optimizers have hooks before their steps",
+    "instance": "the `step` of `SGD` was replaced",
+    "class": "`SGD.step` was replaced",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_code_of_others_around_a_step_is_not_run_once_a_parameter(how):
+    """Planned: refused with its reason. Attached after planning: the next step raises."""
+    model, batch = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workload = Workload(model, batch, square, optimizer)
+    fitted = Fitted(workload, FUSE)
+    fitted.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    with attached(how, optimizer):
+        with pytest.raises(UsageError, match=WAYS[how]):
+            fitted.step()
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        refusals = memfit.plan(workload, "1").refusals
+    said = {refusal.kind: refusal.reason for refusal in refusals}
+    assert said["fuse_optimizer"] == WAYS[how]
+    if how in {"hook of all", "class"}:
+        fitted.step()  # what was attached is gone
+
+
+def test_gradients_that_are_reduced_later_are_not_used_at_once(tmp_path):
+    distributed = torch.distributed
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, batch = model_and_batch()
+        parallel = nn.parallel.DistributedDataParallel(model)
+        workload = Workload(parallel, batch, square, lambda p: torch.optim.SGD(p, lr=0.1))
+        with pytest.raises(UsageError, match="reduces gradients after they are complete"):
+            Fitted(workload, FUSE)
+        Fitted(workload, NOTHING).step()
+    finally:
+        distributed.destroy_process_group()

@@ -28,11 +28,12 @@ from memfit.apply.offload.parameters import (
 )
 from memfit.apply.offload.state_view import bring_home
 from memfit.apply.offload.tiers import open_tier
-from memfit.apply.optimizer_in_backward import OneByOne, OptimizerInBackward, refuse_pre_hooks
+from memfit.apply.optimizer_in_backward import OneByOne, OptimizerInBackward, require_step_of_torch
 from memfit.apply.part import Part
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
 from memfit.errors import UsageError
+from memfit.tensors.optimizers import gradients_reduced_later
 
 if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Tier
@@ -81,6 +82,11 @@ def _optimizer_in_backward(subject: Subject, _actions: Actions) -> Part | None:
         raise UsageError(
             "the plan runs the optimizer inside backward, and `clip_grad_norm` needs all "
             "gradients at once\nhint: plan again for this workload"
+        )
+    if reduced := gradients_reduced_later(subject.model):
+        raise UsageError(
+            f"the plan runs the optimizer inside backward, and {reduced}\n"
+            "hint: plan again with `fuse_optimizer` forbidden"
         )
     return OptimizerInBackward(subject.optimizer)
 
@@ -280,7 +286,7 @@ class Executor:
         if self.state is None and self.parameters is None:
             optimizer.step()
             return
-        refuse_pre_hooks(
+        require_step_of_torch(
             optimizer, "offload_parameters" if self.state is None else "offload_optimizer"
         )
         self.update_all().finish()

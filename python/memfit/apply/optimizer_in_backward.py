@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.apply.part import Part
 from memfit.errors import UsageError
+from memfit.tensors.optimizers import step_of_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,11 +41,11 @@ class OptimizerInBackward(Part):
             optimizer: The optimizer of the step.
 
         Raises:
-            UsageError: The optimizer has step hooks that run before the step: they expect every
+            UsageError: Code that is not torch's belongs to its step, as hooks do: it expects every
                 gradient to be there at once.
         """
         self._optimizer = optimizer
-        refuse_pre_hooks(optimizer, "fuse_optimizer")
+        require_step_of_torch(optimizer, "fuse_optimizer")
 
     @contextlib.contextmanager
     def attached(self, around: Around = contextlib.nullcontext) -> Iterator[None]:
@@ -57,7 +58,7 @@ class OptimizerInBackward(Part):
             UsageError: As in the constructor, or the gradient of a parameter became complete more
                 than once.
         """
-        refuse_pre_hooks(self._optimizer, "fuse_optimizer")
+        require_step_of_torch(self._optimizer, "fuse_optimizer")
         one_by_one = OneByOne(self._optimizer)
         update = _Update(one_by_one, around)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -138,20 +139,20 @@ class OneByOne:
                 group.update(settings)
 
 
-def refuse_pre_hooks(optimizer: Optimizer, action: str) -> None:
-    """Refuse an optimizer whose step hooks expect all of the step at once.
+def require_step_of_torch(optimizer: Optimizer, action: str) -> None:
+    """Refuse an optimizer whose step others expect to see as a whole.
 
     Args:
         optimizer: The optimizer.
         action: What to forbid instead.
 
     Raises:
-        UsageError: It has hooks that run before its step.
+        UsageError: Code that is not torch's belongs to its step.
     """
-    if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+    if others := step_of_others(optimizer, before_only=True):
         message = (
-            f"`{type(optimizer).__name__}` has hooks that run before its step, so it cannot "
-            f"run parameter by parameter\nhint: plan again with `{action}` forbidden"
+            f"{others}, so the optimizer cannot run parameter by parameter\n"
+            f"hint: plan again with `{action}` forbidden"
         )
         raise UsageError(message)
 

@@ -6,10 +6,12 @@ offloading its state (:mod:`memfit.apply.offload.optimizer_state`).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import (
     SGD,
     Adadelta,
@@ -23,6 +25,7 @@ from torch.optim import (
     RAdam,
     RMSprop,
 )
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 _PER_PARAMETER: tuple[type[Optimizer], ...] = (
     Adadelta,
@@ -64,6 +67,62 @@ def unknown_optimizer(optimizer: Optimizer) -> str | None:
     if type(optimizer) in _PER_PARAMETER:
         return None
     return f"`{type(optimizer).__name__}` is not known to update each parameter on its own"
+
+
+def step_of_others(optimizer: Optimizer, *, before_only: bool = False) -> str | None:
+    """Why a step has to run as a whole: code that is not torch's belongs to it; ``None`` without.
+
+    Such code (clipping, scaling, logging) expects every gradient, before the first update. It may
+    be attached to the optimizer, to all optimizers, to the class, at any time.
+
+    Args:
+        optimizer: The optimizer.
+        before_only: Whether hooks that run after all updates do not matter.
+    """
+    name = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks:
+        return f"`{name}` has hooks that run before its step"
+    if optimizer._optimizer_step_post_hooks and not before_only:
+        return f"`{name}` has hooks that run after its step"
+    if any(not _is_of_memfit(hook) for hook in _global_optimizer_pre_hooks.values()):
+        return "all optimizers have hooks before their steps"
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not _is_of_torch(replaced):
+        return f"the `step` of `{name}` was replaced"
+    # The step of a class that is not torch's is not torch's by right: that is another question.
+    step: Any = type(optimizer).step if type(optimizer) in _PER_PARAMETER else None
+    while step is not None:
+        if not _is_of_torch(step):
+            return f"`{name}.step` was replaced"
+        step = getattr(step, "__wrapped__", None)
+    return None
+
+
+def gradients_reduced_later(model: nn.Module) -> str | None:
+    """Why a gradient is not final when it is complete; ``None`` where it is.
+
+    ``DistributedDataParallel`` reduces buckets of gradients over all processes once all of a bucket
+    are there.
+
+    Args:
+        model: The model.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return "`DistributedDataParallel` reduces gradients after they are complete"
+    return None
+
+
+def _is_of_memfit(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("memfit.")
+
+
+_TORCH = Path(torch.__file__).parent
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether the code of a function is torch's; a scheduler replaces a step by its own."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and _TORCH in Path(code.co_filename).parents
 
 
 def shared_state(optimizer: Optimizer) -> str | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from memfit._native import bytes_text
 from memfit.apply.offload.state_view import AwayState, away_state, save_plainly
 from memfit.apply.offload.tiers import open_tier
-from memfit.apply.optimizer_in_backward import Around, OneByOne, refuse_pre_hooks
+from memfit.apply.optimizer_in_backward import Around, OneByOne, require_step_of_torch
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
@@ -266,4 +266,4 @@ def _require_one_by_one(optimizer: Optimizer) -> None:
             f"the plan offloads optimizer state, but {reason}\nhint: plan again for this workload"
         )
         raise UsageError(message)
-    refuse_pre_hooks(optimizer, "offload_optimizer")
+    require_step_of_torch(optimizer, "offload_optimizer")

@@ -19,7 +19,12 @@ from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
 from memfit.capture.record.roles import Update
 from memfit.capture.stage.stage import Stage
 from memfit.tensors.operators import operator_of
-from memfit.tensors.optimizers import shared_state, unknown_optimizer
+from memfit.tensors.optimizers import (
+    gradients_reduced_later,
+    shared_state,
+    step_of_others,
+    unknown_optimizer,
+)
 
 
 def fused_optimizer_refusal(stage: Stage) -> str | None:
@@ -39,6 +44,9 @@ def fused_optimizer_refusal(stage: Stage) -> str | None:
         return unknown
     if stage.workload.clip_grad_norm is not None:
         return "gradient clipping needs all gradients at once"
+    reduced = gradients_reduced_later(stage.workload.model)
+    if reduced is not None:
+        return reduced
     return _hooked_or_shared(stage, optimizer)
 
 
@@ -58,12 +66,9 @@ def per_parameter_refusal(stage: Stage) -> str | None:
 
 
 def _hooked_or_shared(stage: Stage, optimizer: Optimizer) -> str | None:
-    kind = type(optimizer).__name__
     given = stage.workload.optimizer
     hooked = given if isinstance(given, Optimizer) else optimizer
-    if hooked._optimizer_step_pre_hooks or hooked._optimizer_step_post_hooks:
-        return f"`{kind}` has step hooks"
-    return shared_state(optimizer)
+    return step_of_others(hooked) or shared_state(optimizer)
 
 
 def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> None:

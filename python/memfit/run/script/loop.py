@@ -38,7 +38,7 @@ from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.stand_in import StandIn
 from memfit.tensors.barrier import owner_of, without_barrier
-from memfit.tensors.optimizers import in_memory
+from memfit.tensors.optimizers import in_memory, step_of_others
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.track import cpu
 
@@ -177,7 +177,11 @@ class Loop:
             OffloadError: State or a parameter did not come back as it went.
         """
         executor = self._executor
-        if executor is None or executor.subject.optimizer is not optimizer or _hooked(optimizer):
+        if (
+            executor is None
+            or executor.subject.optimizer is not optimizer
+            or step_of_others(optimizer)
+        ):
             return
         if executor.state is not None or executor.parameters is not None:
             self._stand_in.step_begins(executor)
@@ -426,11 +430,6 @@ class Loop:
 
 def _elements(key: Key) -> int:
     return sum(torch.Size(shape).numel() for shape, _ in key[1:])
-
-
-def _hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody expects to see all of a step at once."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _refusal(root: nn.Module, device: torch.device) -> str:

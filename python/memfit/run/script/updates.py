@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.capture.record.roles import Update
-from memfit.tensors.optimizers import shared_state, unknown_optimizer
+from memfit.tensors.optimizers import shared_state, step_of_others, unknown_optimizer
 
 
 def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -27,8 +27,8 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     if len(optimizers) != 1:
         return f"{len(optimizers)} optimizers update the model"
     (optimizer,) = optimizers
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"`{type(optimizer).__name__}` has step hooks"
+    if others := step_of_others(optimizer):
+        return others
     own = {id(parameter) for parameter in root.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         return "the optimizer updates parameters that are not the model's"
