@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from memfit.apply.offload.activations import Transit
 from memfit.apply.part import Part
@@ -180,7 +179,7 @@ def _others() -> str:
     asked, and whoever put up the outer ones counts on them: a checkpoint compares what is saved in
     backward with what was in forward.
     """
-    if forward_ad._current_level >= 0:
+    if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode automatic differentiation"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of `torch.func`"
