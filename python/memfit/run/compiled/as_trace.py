@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -22,17 +22,11 @@ from memfit.run.compiled.inductor.op_costs import Cost
 from memfit.run.compiled.inductor.rates import NOMINAL, Place
 from memfit.run.compiled.joint import Joint, Op, Tensor
 from memfit.run.compiled.schedule import Decision
+from memfit.schema import Kind
 from memfit.tensors.operators import operator_of
 from memfit.torch_versions import size_hint
 
-FORBIDDEN = (
-    "fuse_optimizer",
-    "micro_batch",
-    "allocator_settings",
-    "offload_optimizer",
-    "offload_parameters",
-    "chunk",
-)
+FORBIDDEN = tuple(kind for kind in get_args(Kind) if kind not in {"remat", "offload"})
 """Actions that a graph cannot take: they are of the step around it."""
 
 

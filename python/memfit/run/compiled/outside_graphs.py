@@ -13,23 +13,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from memfit import _native
 from memfit.run.compiled.inductor.rates import NOMINAL
+from memfit.schema import Kind
 
 STATE_AWAY = "offload_optimizer"
 """The kind of action that keeps the optimizer's state elsewhere."""
 
-_OTHER_KINDS = (
-    "offload_parameters",
-    "remat",
-    "offload",
-    "fuse_optimizer",
-    "micro_batch",
-    "allocator_settings",
-    "chunk",
-)
+_OTHER_KINDS = tuple(kind for kind in get_args(Kind) if kind != STATE_AWAY)
 
 _STATIC = frozenset({"parameter", "module_buffer", "optimizer_state", "input"})
 

@@ -18,6 +18,7 @@ import torch
 from memfit import _native
 from memfit._native import gpu_profile
 from memfit.answers import Plan, Trace
+from memfit.apply.executor import BETWEEN_STEPS, TECHNIQUES
 from memfit.apply.offload.tiers import open_tier
 from memfit.capture.as_trace import trace_json
 from memfit.capture.trace_writer import Meta, with_held
@@ -31,7 +32,10 @@ from memfit.torch_versions import offloaded_parameters_refusal
 
 _PARAMETERS = "offload_parameters"
 
-_NOT_THE_SCRIPTS = ["allocator_settings", "fuse_optimizer", "micro_batch"]
+_NOT_THE_SCRIPTS = [
+    "allocator_settings",  # the allocator is at work before the first step is seen
+    *(kind for kind, it in TECHNIQUES.items() if it.needs_whole_step and kind not in BETWEEN_STEPS),
+]
 """What needs a step that is memfit's own."""
 
 OUTSIDE = "outside the step"
