@@ -63,7 +63,7 @@ def compare(name: str) -> dict[str, Any]:
     ways: dict[str, Callable[[], Any]] = {"plain": plain.step}
     ways["checkpointed"] = lambda: with_checkpointing(workload.model, plain.step)
     for label, plan in plans.items():
-        ways[label] = Fitted(workload, plan.as_dict()).step
+        ways[label] = Fitted(workload, plan).step
     for way in ways.values():
         way()
     static = static_tensors(workload, plain.optimizer)

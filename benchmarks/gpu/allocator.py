@@ -64,7 +64,7 @@ def recorded(case: Case, way: str, file: Path) -> Iterator[Row]:
         plan = memfit.plan(workload, "60%")
         if not plan.fits:
             plan = memfit.plan(workload, plan.minimum_budget_bytes)
-        fitted = Fitted(workload, plan.as_dict(), loss_reduction=plan.loss_reduction)
+        fitted = Fitted(workload, plan, loss_reduction=plan.loss_reduction)
     else:
         _, fitted = steps.ordinary(workload)
     for _ in range(STEPS):

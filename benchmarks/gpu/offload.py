@@ -140,7 +140,7 @@ def offloading(case: Case, kind: str, place: str, costs: Path) -> Iterator[Row]:
     yield {"kind": "steps", "plans": {way: peaks.of_plan(plan) for way, plan in plans.items()}}
     workload, eager = steps.ordinary(workload)
     ways = {
-        way: Fitted(workload, plan.as_dict(), loss_reduction=plan.loss_reduction)
+        way: Fitted(workload, plan, loss_reduction=plan.loss_reduction)
         for way, plan in plans.items()
         if plan.fits
     }

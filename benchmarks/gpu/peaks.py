@@ -110,7 +110,7 @@ def planned(case: Case, kind: str, budget: str) -> Iterator[Row]:
     if not plan.fits:
         return
     workload, eager = steps.ordinary(workload)
-    with Fitted(workload, plan.as_dict(), loss_reduction=plan.loss_reduction) as fitted:
+    with Fitted(workload, plan, loss_reduction=plan.loss_reduction) as fitted:
         yield from ways_compared(
             workload, eager, fitted, device, plan.budget_bytes, exact=plan.as_dict()["promise"]
         )

@@ -177,13 +177,13 @@ def compiled(
         if fitted.report().not_compiled:
             raise CannotRunError(fitted.report().not_compiled)
         plan = fitted.plan
-        way.predicted_peak_bytes = plan["planned"]["predicted_peak_bytes"]
+        way.predicted_peak_bytes = plan.planned.predicted_peak_bytes
         way.notes = {
             **way.notes,
-            "budget_bytes": plan["budget_bytes"],
+            "budget_bytes": plan.budget_bytes,
             "corrections": fitted.report().corrections,
             "loosened": fitted.report().loosened,
-            "actions": [{"kind": a["kind"], "count": a["count"]} for a in plan["actions"]],
+            "actions": [{"kind": a.kind, "count": a.count} for a in plan.actions],
         }
 
     way.settle = settle

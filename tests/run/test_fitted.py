@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 
 import pytest
@@ -342,3 +343,11 @@ def test_recurrent_layers_in_an_own_loop_are_where_the_plan_expects_them(kind):
     measured = measure_peak(forward_and_backward, static_tensors(workload, None))
     assert measured.peak_bytes <= int(0.9 * peak)
     assert fitted.report().replayed_ops > 0
+
+
+def test_the_json_of_a_plan_is_a_plan():
+    load = workload()
+    made = memfit.plan(load, "80%")
+    assert Fitted(load, json.loads(made.json())).plan == made
+    with pytest.raises(UsageError, match="by actions alone: it has no plan"):
+        _ = Fitted(load, NOTHING).plan

@@ -104,8 +104,8 @@ class Fitted:
 
         Args:
             workload: The workload the plan was made for. Its model is left unmodified.
-            plan: The plan, from :func:`memfit.plan` or :func:`memfit.load`; or a mapping with no
-                more than its ``actions``, as in its JSON.
+            plan: The plan, from :func:`memfit.plan` or :func:`memfit.load`; or its parsed JSON, of
+                which the ``actions`` alone will do.
             loss_reduction: How the loss reduces over the batch, as the trace says; one of
                 ``mean``, ``sum``, ``token_mean``, or empty for what the plan says of it, or else
                 for watching the loss.
@@ -121,6 +121,8 @@ class Fitted:
             OffloadError: The plan offloads, and the folder cannot be used.
         """
         require_weights(workload, "a fitted workload runs")
+        if not isinstance(plan, Plan) and "schema_version" in plan:
+            plan = Plan.of(plan)
         self.workload = workload
         self.optimizer = _optimizer(workload)
         self._replan = replan
