@@ -31,7 +31,7 @@ use crate::trace::Trace;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FrontRequest {
-    /// A budget that is planned for besides those that the front needs.
+    /// A budget to plan for, in addition to those that the front needs.
     pub budget: Option<Budget>,
     /// As in [`PlanRequest`].
     pub own_loop: bool,

@@ -1,9 +1,9 @@
 //! One conversation that ends in a plan.
 //!
 //! Responsible for what planning needs to know, in which order, and for when a step is worth a capture in slices. Not
-//! responsible for finding any of it out (whoever holds the conversation does), nor for the search (`choose.rs`).
+//! responsible for finding any of it out (the caller does), nor for the search (`choose.rs`).
 //!
-//! The machine is pure: no clock, no I/O, and it calls nobody. [`PlanSession::next`] says what it needs, the same until
+//! The machine is pure: no clock, no I/O, no callbacks. [`PlanSession::next`] says what it needs, the same until
 //! [`PlanSession::answer`] brings it:
 //!
 //! ```text
@@ -143,7 +143,7 @@ impl Search {
         plan_within(&self.trace, &self.costs, &self.request, limit)
     }
 
-    /// Plans the step for many budgets, on so many threads; for `budget` besides those that the front needs.
+    /// Plans the step for many budgets, on so many threads; for `budget` in addition to those that the front needs.
     ///
     /// # Errors
     ///

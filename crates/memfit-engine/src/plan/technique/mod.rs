@@ -52,7 +52,7 @@ pub struct Technique {
     /// Is it a way: another trace of the same step? Ways are looked at only where plans that are not exact are, and
     /// their refusals are said only then.
     pub(in crate::plan) is_way: bool,
-    /// Why it cannot be used, as a sentence without full stop; `None` where it can, or nobody asked for it.
+    /// Why it cannot be used, as a sentence without full stop; `None` where it can, or where it was not asked for.
     pub(in crate::plan) refusal: fn(&Trace, &PlanRequest) -> Option<String>,
     /// Does a candidate use it?
     pub(in crate::plan) is_used: fn(&Outcome, &Candidate) -> bool,
