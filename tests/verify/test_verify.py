@@ -183,6 +183,8 @@ def test_a_step_that_does_not_fit_is_timed_on_fewer_examples(monkeypatch):
 def test_a_workload_is_verified_and_left_as_it_was():
     workload = workloads.mlp()
     before = [p.detach().clone() for p in workload.model.parameters()]
+    for parameter in workload.model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
     found = memfit.verify(workload, "90%", steps=1)
     assert found.holds
     assert found.verdict == "fits"
@@ -193,6 +195,7 @@ def test_a_workload_is_verified_and_left_as_it_was():
     assert "text" not in found.as_dict()
     for mine, was in zip(workload.model.parameters(), before, strict=True):
         assert torch.equal(mine, was)
+        assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
 
 
 def test_a_plan_that_was_made_is_verified():

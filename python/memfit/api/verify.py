@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Unpack
 
 from memfit import _native
@@ -31,8 +32,8 @@ def verify(
     """Run real steps with and without a plan, and compare peaks, times and numbers.
 
     Args:
-        subject: The step, or a function that builds it. A given model, its optimizer's state and
-            the random state are afterwards as before.
+        subject: The step, or a function that builds it. A given model, its gradients, its
+            optimizer's state and the random state are afterwards as before.
         budget: As in :func:`memfit.plan`; not with a ``plan``.
         options: As in :func:`memfit.plan`.
         plan: The plan to hold to its word.
@@ -63,12 +64,27 @@ def verify(
     op_times = op_times_of(chosen, recorded, workload)
     made = plan or plan_trace(recorded, op_times, budget or 0, chosen, workload)
     seconds = (captured - began, time.perf_counter() - captured)
-    before = eager.State.of(workload)
-    try:
+    with _as_before(workload):
         document, text = _ran(workload, recorded, made, chosen, op_times, steps, seconds, compile)
+    return Verification.told(document, text)
+
+
+@contextlib.contextmanager
+def _as_before(workload: Workload) -> Iterator[None]:
+    """Put parameters, buffers, optimizer state and gradients back on leaving.
+
+    Steps inside begin without gradients: what is there would be added to.
+    """
+    before = eager.State.of(workload)
+    gradients = [(parameter, parameter.grad) for parameter in workload.model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
     finally:
         before.restore(workload)
-    return Verification.told(document, text)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _ran(
