@@ -916,14 +916,14 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptimizer:
-    """Which of the optimizer's state to keep elsewhere, and how.
+    """Which of the optimizer's state to offload, and how.
 
     Attributes:
         tier: Where to.
         folder: The folder, for files; empty for the host's memory.
         window_bytes: Most bytes fetched ahead of their update, and most on their way out.
         least_bytes: Smallest tensor that goes.
-        order: Names of the parameters with state elsewhere, in the order of their updates.
+        order: Names of the parameters with offloaded state, in the order of their updates.
     """
 
     tier: Tier
@@ -935,7 +935,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadParameters:
-    """Which parameters to keep elsewhere, and how.
+    """Which parameters to offload, and how.
 
     Attributes:
         tier: Where to.

@@ -34,7 +34,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 /// Smaller state stays in memory: fetching it would take longer than it is worth.
 pub(in crate::plan) const LEAST_STATE: Bytes = Bytes(4096);
 
-/// Which of the optimizer's state to keep elsewhere, and how.
+/// Which of the optimizer's state to offload, and how.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct OffloadOptimizer {
     /// Where to.
@@ -46,7 +46,7 @@ pub struct OffloadOptimizer {
     pub window_bytes: Bytes,
     /// Smallest tensor that goes.
     pub least_bytes: Bytes,
-    /// Names of the parameters with state elsewhere, in the order of their updates.
+    /// Names of the parameters with offloaded state, in the order of their updates.
     pub order: Vec<String>,
 }
 

@@ -39,7 +39,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 /// Smaller parameters stay in memory: fetching them would take longer than it is worth.
 pub(super) const LEAST_PARAMETER: Bytes = Bytes(16_384);
 
-/// Which parameters to keep elsewhere, and how.
+/// Which parameters to offload, and how.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct OffloadParameters {
     /// Where to.
