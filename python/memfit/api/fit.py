@@ -14,7 +14,7 @@ from memfit.api.plan import op_times_of
 from memfit.api.predict import trace
 from memfit.errors import DoesNotFit, NotCompiledWarning, UsageError
 from memfit.options import OptionKeywords, Options
-from memfit.plan.planner import meta_of, offer_of, op_times_without_run, plan_trace
+from memfit.plan.planner import compiled_request, meta_of, op_times_without_run, plan_trace
 from memfit.run.elastic import Elastic
 from memfit.run.fitted import Fitted
 from memfit.run.recovery import Recovery
@@ -198,11 +198,6 @@ def _compiled(
         return missing
     from memfit.run.compiled.fit import fit_compiled
 
-    request = {
-        "own_loop": options.own_loop,
-        "forbid": list(options.forbid),
-        "offload": offer_of(recorded, op_times, options.place),
-        "profile": op_times.get("profile") or {},
-    }
+    request = compiled_request(recorded, op_times, options)
     found = fit_compiled(workload, json.loads(recorded.json()), budget_bytes, request, eager)
     return found if isinstance(found, Fitted) else found.reason

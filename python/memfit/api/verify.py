@@ -14,7 +14,7 @@ from memfit.api.plan import op_times_of
 from memfit.api.predict import trace
 from memfit.errors import UsageError
 from memfit.options import OptionKeywords, Options
-from memfit.plan.planner import meta_of, offer_of, plan_trace
+from memfit.plan.planner import compiled_request, meta_of, plan_trace
 from memfit.verify import compiled, eager
 from memfit.workload import Workload
 
@@ -131,12 +131,7 @@ def _measured_compiled(
     missing = toolchain.missing(meta_of(recorded)["device_kind"])
     if missing is not None:
         return {"not_compiled": missing}
-    request = {
-        "own_loop": options.own_loop,
-        "forbid": list(options.forbid),
-        "offload": offer_of(recorded, op_times, options.place),
-        "profile": op_times.get("profile") or {},
-    }
+    request = compiled_request(recorded, op_times, options)
     trace_of = json.loads(recorded.json())
     return compiled.verify_compiled(
         lambda: workload, trace_of, made.budget_bytes, request, steps=steps

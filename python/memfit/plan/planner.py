@@ -95,8 +95,9 @@ def _answered(
                 return made
 
 
-def offer_of(recorded: Trace, costs: Mapping[str, Any], place: str | None) -> dict[str, Any] | None:
-    """How fast the place for what is offloaded is; ``None`` where there is none."""
-    if place is None:
-        return None
-    return offer(meta_of(recorded)["device_kind"], place, costs.get("profile") or {})
+def compiled_request(recorded: Trace, costs: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """What a compiled step is planned by, as ``run.compiled.fit.fit_compiled`` takes it."""
+    place, profile = options.place, costs.get("profile") or {}
+    device_kind = meta_of(recorded)["device_kind"]
+    offered = None if place is None else offer(device_kind, place, profile)
+    return {**_limits(options), "offload": offered, "profile": profile}
