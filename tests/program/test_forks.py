@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from forks import FORKS
+from forks import FORKS, Forks
 
 WHERE = "import os, sys; print(os.getcwd(), sys.argv[1:], os.getppid(), os.environ.get('{name}'))"
 
@@ -38,11 +38,12 @@ def test_exit_handlers_and_threads_have_their_say():
 
 
 def test_only_what_is_read_later_is_set_in_a_fork(tmp_path: Path):
-    name = "MEMFIT_BROKER"
-    done = FORKS.run("-c", WHERE.format(name=name), "word", folder=tmp_path, **{name: "here"})
+    name, forks = "MEMFIT_BROKER", Forks()  # whose process has the variables of this moment
+    done = forks.run("-c", WHERE.format(name=name), "word", folder=tmp_path, **{name: "here"})
     folder, words, forked_by, value = done.stdout.split()
     assert (folder, words, value) == (str(tmp_path), "['word']", "here")
-    done = FORKS.run("-c", WHERE.format(name="OTHER"), "word", folder=tmp_path, OTHER="there")
+    done = forks.run("-c", WHERE.format(name="OTHER"), "word", folder=tmp_path, OTHER="there")
+    forks.close()
     folder, words, started_by, value = done.stdout.split()
     assert (folder, words, value) == (str(tmp_path), "['word']", "there")
     assert started_by != forked_by
