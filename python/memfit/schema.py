@@ -61,12 +61,14 @@ class MicroBatchAction:
             state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
+        micro_batch: What the executor needs.
     """
 
     kind: Literal["micro_batch"]
     promise: Promise
     count: int
     bytes: int
+    micro_batch: MicroBatch | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,12 +324,15 @@ class CallChunk:
         slices: Number of slices, at most.
         draws: Whether it draws random numbers: each slice draws its own, so a seed gives others
             than without.
+        ops: The ops of the whole call in order, each its name, a space and its arguments: what it
+            may be cut for.
     """
 
     module: str
     dim: int
     slices: int
     draws: bool
+    ops: tuple[str, ...] | None = None
 
 
 Category = Literal[
@@ -867,6 +872,21 @@ class MeasuredSize:
     runs: int
     bytes: int | None = None
     flops: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What the batch may be cut for: ops that all treat its items alike and apart.
+
+    Attributes:
+        names: Distinct ops of forward: name, a space and the arguments, or ``*`` where another
+            batch size changes them.
+        forward: Forward op by op: index into ``names``. The executor compares it with what really
+            runs.
+    """
+
+    names: tuple[str, ...]
+    forward: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,13 @@ def test_slices_go_with_every_other_action():
 def test_slices_on_pieces_of_the_batch_weigh_targets_as_the_whole_batch_does():
     subject = workload(_llama)
     plan = lowest(subject).as_dict()
-    pieces = {"kind": "micro_batch", "promise": "equivalent", "count": 2, "bytes": 0}
+    pieces = {
+        "kind": "micro_batch",
+        "promise": "equivalent",
+        "count": 2,
+        "bytes": 0,
+        "micro_batch": None,
+    }
     plan["actions"].append(pieces)
     found = verify(lambda: workload(_llama), plan, steps=1, loss_reduction="token_mean")
     assert found["gradients"]["max_relative_error"] <= EQUIVALENT

@@ -169,10 +169,19 @@ def plans(name: str, trace: memfit.Trace) -> Iterator[tuple[str, dict[str, Any]]
                 yield asked, made
 
 
+def _done(value: Any) -> Any:
+    """What actions do: without the ops that their proofs are about, which are those of the trace."""
+    if isinstance(value, list):
+        return [_done(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: _done(v) for k, v in value.items() if k not in ("micro_batch", "ops")}
+
+
 def kept(plan: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a plan, its actions as plans of version 1 said them."""
     said = [{("class" if k == "promise" else k): v for k, v in a.items()} for a in plan["actions"]]
-    actions = json.dumps(said, sort_keys=True).encode()
+    actions = json.dumps(_done(said), sort_keys=True).encode()
     return {
         "predicted_peak_bytes": plan["planned"]["predicted_peak_bytes"],
         "predicted_step_ratio": plan["predicted_step_ratio"],

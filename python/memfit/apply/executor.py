@@ -110,8 +110,9 @@ def _activations(subject: Subject, actions: Actions) -> Part:
     return Rematerialiser(subject.model, remat, offload, tier, warn=subject.warn)
 
 
-def _micro_batches(_subject: Subject, actions: Actions) -> Part:
-    return MicroBatches(int(actions["micro_batch"]["count"]))
+def _micro_batches(subject: Subject, actions: Actions) -> Part:
+    action = actions["micro_batch"]
+    return MicroBatches(int(action["count"]), action.get("micro_batch"), warn=subject.warn)
 
 
 def _slices(subject: Subject, actions: Actions) -> Part:
@@ -157,7 +158,7 @@ class Executor:
     Attributes:
         plan: The plan.
         subject: What it is carried out on.
-        pieces: Micro-batches; 1 without.
+        micro_batches: Cuts the batch; ``None`` where it stays whole.
         fuse: Whether the optimizer runs inside backward.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
@@ -199,7 +200,7 @@ class Executor:
             if part is not None:
                 self._parts[kind] = part
         micro = self._parts.get("micro_batch")
-        self.pieces = micro.pieces if isinstance(micro, MicroBatches) else 1
+        self.micro_batches = micro if isinstance(micro, MicroBatches) else None
         self.fuse = "fuse_optimizer" in actions
         state = self._parts.get("offload_optimizer")
         self.state = state if isinstance(state, StateElsewhere) else None
@@ -212,6 +213,11 @@ class Executor:
         """The part of a kind, where another plan wants the same of the same."""
         same = self.subject == subject and self._actions.get(kind) == action
         return self._parts.get(kind) if same and kind in BETWEEN_STEPS else None
+
+    def whole(self) -> Executor:
+        """This without micro-batches."""
+        plan = self.plan.as_dict() if isinstance(self.plan, Plan) else self.plan
+        return Executor(without(plan, ("micro_batch",)), self.subject, after=self)
 
     # What happened
 

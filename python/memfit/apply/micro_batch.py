@@ -13,7 +13,9 @@ the expectation was wrong.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,13 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.apply.part import Part
-from memfit.errors import UsageError
-from memfit.workload import batch_size, slice_batch
+from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
+from memfit.errors import DivergenceWarning, UsageError
+from memfit.workload import batch_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
 REDUCTIONS = ("", "mean", "sum", "token_mean")
@@ -40,21 +44,67 @@ class MicroBatches(Part):
 
     Attributes:
         pieces: Pieces of the batch.
+        left: Where the last step left the proof that the batch may be cut; empty if it did not.
     """
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, pieces: int, ops: Mapping[str, Any] | None, *, warn: bool = True) -> None:
         """Check what the plan says.
 
         Args:
             pieces: Pieces of the batch.
+            ops: ``MicroBatch`` of the plan as parsed JSON; ``None`` to trust whoever wrote the plan
+                that the batch may be cut.
+            warn: Whether to warn, once, when a step runs whole.
 
         Raises:
-            UsageError: It is no number of pieces.
+            UsageError: It is no number of pieces, or these are no ops.
         """
         if pieces < 1:
             message = f"the plan cuts the batch into `{pieces}` pieces"
             raise UsageError(message)
+        try:
+            names = ops["names"] if ops is not None else []
+            self._proof = Proof([names[i] for i in ops["forward"]]) if ops is not None else None
+        except (KeyError, IndexError, TypeError) as error:
+            message = f"the plan's `micro_batch` action is malformed: {error!r}"
+            raise UsageError(message) from error
         self.pieces = pieces
+        self.left = ""
+        self._warns = warn
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last step ran whole."""
+        return bool(self.left)
+
+    @property
+    def divergence(self) -> str:
+        """Why it did, as a sentence; empty if it did not."""
+        return self.left
+
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        """What the forward of a piece runs inside.
+
+        Raises:
+            LeftProof: It runs other ops than those for which the batch may be cut.
+        """
+        return ProvenOps(self._proof) if self._proof is not None else contextlib.nullcontext()
+
+    def run_whole(self, left: str) -> None:
+        """Note that a step runs whole.
+
+        Args:
+            left: Where it left the proof.
+        """
+        self.left = left
+        if self._warns:
+            self._warns = False
+            message = (
+                f"the step is not the one that was planned: {left}. Whether its batch may be cut "
+                "is not known, so it runs whole. Results stay right; it may take more memory than "
+                "planned"
+            )
+            warnings.warn(message, DivergenceWarning, stacklevel=2)
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,26 +120,53 @@ class Piece:
     rows: int
 
 
-def cut(batch: Any, count: int, dim: int) -> list[Piece]:
+def cut(batch: Any, count: int, dim: int, planned: Any = None) -> list[Piece]:
     """Cut a batch into ``count`` pieces of sizes that differ by one at most.
 
     Args:
         batch: Any pytree of tensors and constants.
         count: Pieces wanted; a batch of fewer examples gives one piece for each.
         dim: The batch dimension.
+        planned: The batch that was planned for, whose tensors of one size along ``dim`` are those
+            that are cut; ``None`` for ``batch`` itself. A table may have as many rows as another
+            batch has examples.
 
     Raises:
         UsageError: The batch has no examples to divide.
+        LeftProof: Its tensors are others than those that were planned for.
     """
-    size = batch_size(batch, dim)
-    if size == 0:
+    leaves, structure = tree_flatten(batch)
+    model, wanted = (leaves, structure) if planned is None else tree_flatten(planned)
+    if structure != wanted:
+        raise LeftProof("its batch holds other things than the one that was planned for")
+    planned_size = batch_size(model, dim)
+    if planned_size == 0:
         raise UsageError("the batch has no tensor with a batch dimension, so it cannot be cut")
-    count = min(count, size)
-    bounds = [size * k // count for k in range(count + 1)]
+    are_cut = [_size(leaf, dim) == planned_size for leaf in model]
+    sizes = {_size(leaf, dim) for leaf, is_cut in zip(leaves, are_cut, strict=True) if is_cut}
+    size = sizes.pop()
+    if sizes or not size:
+        raise LeftProof("the tensors of its batch are not all of one size")
+    bounds = [size * k // min(count, size) for k in range(min(count, size) + 1)]
     return [
-        Piece(slice_batch(batch, start, stop, size, dim), stop - start)
+        Piece(
+            tree_unflatten(
+                [
+                    leaf.narrow(dim, start, stop - start) if is_cut else leaf
+                    for leaf, is_cut in zip(leaves, are_cut, strict=True)
+                ],
+                structure,
+            ),
+            stop - start,
+        )
         for start, stop in itertools.pairwise(bounds)
     ]
+
+
+def _size(leaf: Any, dim: int) -> int | None:
+    if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
+        return leaf.shape[dim]
+    return None
 
 
 class Weights:

@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.answers import CompiledPlan, Plan
 from memfit.apply.executor import Executor, Subject
-from memfit.apply.micro_batch import REDUCTIONS, Weights, cut
+from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
+from memfit.apply.proven_ops import LeftProof
 from memfit.errors import UsageError
 from memfit.run.elastic import Elastic
+from memfit.run.step_backup import BeforeStep, Buffers
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload
 
@@ -130,13 +132,12 @@ class Fitted:
         self._recovery = recovery
         self.has_begun_update = False
         self._warn = warn
-        if not loss_reduction and isinstance(plan, Plan):
-            loss_reduction = plan.loss_reduction
         if loss_reduction not in REDUCTIONS:
             message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
             raise UsageError(message)
         self._loss_reduction = loss_reduction
         self._offload_dir = offload_dir
+        self._buffers = Buffers(workload.model)
         self._usual = self._read(plan)
         self._by_shape: dict[Any, Executor] = {}
         self._diverged: set[Any] = set()
@@ -232,27 +233,54 @@ class Fitted:
                 result = self.workload.infer(self.workload.model, batch)
             self._completed(executor)
             return result
-        try:
-            self.place_state()
-            with executor.running():
-                loss = self._forward_and_backward(executor, batch)
-                self._update(executor)
-        except BaseException:
-            self._release_gradients()
-            raise
-        self._release_gradients()
+        micro_batches = executor.micro_batches
+        if micro_batches is None:
+            loss = self._train(executor, batch)
+        else:
+            loss = self._train_in_pieces(executor, micro_batches, batch)
         self._completed(executor)
         return loss
 
+    def _train_in_pieces(self, executor: Executor, cut_by: MicroBatches, batch: Any) -> Tensor:
+        """A step on pieces of the batch; on the whole where nobody knows that it may be cut."""
+        cut_by.left = ""
+        before = BeforeStep(self._buffers, self.workload.model, self.optimizer)
+        added_to = any(p.grad is not None for p in self.workload.model.parameters())
+        try:
+            return self._train(executor, batch)
+        except LeftProof as left:
+            why = before.restore(has_begun=self.has_begun_update)
+            if added_to and not why:
+                why = "gradients from before the step were added to"
+            if why:
+                message = f"{left}, so its batch may not be cut, and it cannot run again: {why}"
+                raise UsageError(message) from None
+            cut_by.run_whole(str(left))
+        return self._train(executor.whole(), batch)
+
+    def _train(self, executor: Executor, batch: Any) -> Tensor:
+        """Forward, backward, clipping and update; gradients are released whatever happens."""
+        try:
+            executor.place()
+            with executor.running():
+                loss = self._forward_and_backward(executor, batch)
+                self._update(executor)
+        finally:
+            self._release_gradients()
+        return loss
+
     def _forward_and_backward(self, executor: Executor, batch: Any) -> Tensor:
-        if executor.pieces == 1:
+        micro_batches = executor.micro_batches
+        if micro_batches is None:
             loss = self._loss(executor, batch)
             with self._optimizer_inside(executor):
                 loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         workload = self.workload
-        pieces = cut(batch, executor.pieces, workload.batch_dim)
-        weights = Weights(pieces, self._loss_reduction, workload.loss_weight)
+        pieces = cut(batch, micro_batches.pieces, workload.batch_dim, workload.batch)
+        plan = executor.plan
+        reduction = plan.loss_reduction if isinstance(plan, Plan) else self._loss_reduction
+        weights = Weights(pieces, reduction or self._loss_reduction, workload.loss_weight)
         losses: list[Tensor] = []
         for index, piece in enumerate(pieces):
             with weights.observe():

@@ -123,7 +123,7 @@ mod tests {
     const KEPT: [&str; 8] = [
         r#"{"kind":"remat","promise":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"fuse_optimizer","promise":"exact","count":12,"bytes":99840}"#,
-        r#"{"kind":"micro_batch","promise":"equivalent","count":4,"bytes":18446744073709551615}"#,
+        r#"{"kind":"micro_batch","promise":"equivalent","count":4,"bytes":18446744073709551615,"micro_batch":{"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"allocator_settings","promise":"exact","count":1,"bytes":0,"settings":"expandable_segments:True"}"#,
         r#"{"kind":"offload","promise":"exact","count":1,"bytes":64,"offload":{"tier":"disk","folder":"/scratch","window_bytes":128,"stores":[{"op":3,"output":1,"shape":[],"bytes":64,"module":""}],"order":[0],"active":[],"names":[],"forward":[]}}"#,
         r#"{"kind":"offload_optimizer","promise":"exact","count":1,"bytes":64,"offload_optimizer":{"tier":"host","folder":"","window_bytes":0,"least_bytes":4096,"order":["head.weight"]}}"#,
@@ -141,6 +141,14 @@ mod tests {
         let kinds = TECHNIQUES.iter().map(|it| it.kind);
         let kinds = kinds.filter(|&kind| kind != ActionKind::Noop);
         assert!(read.iter().map(Action::kind).eq(kinds));
+    }
+
+    #[test]
+    fn micro_batches_of_older_plans_say_no_ops() {
+        let older = r#"{"kind":"micro_batch","class":"equivalent","count":4,"bytes":1}"#;
+        let read: Action = serde_json::from_str(older).unwrap();
+        let is_silent = matches!(read.details, Details::MicroBatch { micro_batch: None });
+        assert!(is_silent);
     }
 
     #[test]

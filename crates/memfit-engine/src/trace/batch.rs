@@ -115,7 +115,9 @@ impl Trace {
             a.law = Some(Law { fixed, per_item });
         }
         let is_probed = self.meta.probe_threads != 0 && second.meta.probe_threads != 0;
+        let strings = &self.strings;
         for (a, b) in self.ops.iter_mut().zip(&second.ops) {
+            a.arguments_vary = strings[a.arguments as usize] != second.string(b.arguments);
             a.flops_per_item = rate(a.flops, b.flops, step);
             a.moved_bytes_per_item = rate(a.moved_bytes.0, b.moved_bytes.0, step);
             a.workspace_per_item =

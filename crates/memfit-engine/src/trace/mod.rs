@@ -256,6 +256,9 @@ pub struct Op {
     pub source: u32,
     /// Arguments that are not tensors, as text (`dim=-1`), index into [`Trace::strings`].
     pub arguments: u32,
+    /// `arguments` are others at another batch size (`size=[32,10]`); unknown, and so false, with one capture alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub arguments_vary: bool,
     /// Autograd node: made by this op in forward, running it in backward.
     pub node: Option<u32>,
     /// Tensors read, in argument order; what is written in place is read too.

@@ -150,6 +150,7 @@ impl Builder {
             module: 0,
             source: 0,
             arguments: 0,
+            arguments_vary: false,
             node: None,
             reads: reads.to_vec(),
             writes: writes.to_vec(),

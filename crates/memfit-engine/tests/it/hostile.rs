@@ -94,6 +94,7 @@ fn op(phase: Phase) -> impl Strategy<Value = Op> {
                 module: 0,
                 source: 0,
                 arguments: 3,
+                arguments_vary: false,
                 node: None,
                 reads,
                 writes,

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
+from memfit.apply.remat.randomness import GeneratorState
 from memfit.errors import DivergenceWarning, UsageError
 
 
@@ -31,12 +33,16 @@ class _Call:
         module: The module.
         dim: The dimension of its input that is cut.
         slices: Into how many slices, at most.
+        draws: Whether it draws random numbers.
+        proof: Its ops; ``None`` to trust whoever wrote the plan that it may be cut.
     """
 
     path: str
     module: nn.Module
     dim: int
     slices: int
+    draws: bool
+    proof: Proof | None
 
 
 class SlicedCalls:
@@ -90,25 +96,36 @@ class SlicedCalls:
             if given is None or given.dim() <= call.dim + 1 or given.shape[call.dim] < 2:  # noqa: PLR2004 - to cut
                 return self._run_whole(call, run, args, kwargs)
             size = -(-given.shape[call.dim] // call.slices)
-            made = []
+            before = GeneratorState.of(given.device) if call.draws else None
+            made: list[Tensor] = []
+            left = ""
             for piece in torch.split(given, size, call.dim):
                 # Modules rely on what they are given: what is contiguous can be viewed.
                 part = piece.contiguous() if given.is_contiguous() else piece
-                result = run(*_with(args, part), **_with_named(kwargs, part))
+                try:
+                    with contextlib.nullcontext() if call.proof is None else ProvenOps(call.proof):
+                        result = run(*_with(args, part), **_with_named(kwargs, part))
+                except LeftProof as found:
+                    left, result = f": {found}", None
                 if not isinstance(result, Tensor) or _rows(result) != _rows(part):
-                    return self._run_whole(call, run, args, kwargs)
+                    made.clear()
+                    if before is not None:
+                        before.put_back()
+                    return self._run_whole(call, run, args, kwargs, left)
                 made.append(result)
             return torch.cat(made, call.dim)
 
         return forward
 
-    def _run_whole(self, call: _Call, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_whole(
+        self, call: _Call, run: Callable[..., Any], args: Any, kwargs: Any, why: str = ""
+    ) -> Any:
         self.whole.append(call.path)
         if self._warns:
             self._warns = False
             message = (
-                f"`{call.path}` cannot run in slices with what it is given now. Results stay "
-                "right; the step may take more memory than planned"
+                f"`{call.path}` cannot run in slices as it is now{why}. Results stay right; the "
+                "step may take more memory than planned"
             )
             warnings.warn(message, DivergenceWarning, stacklevel=2)
         return run(*args, **kwargs)
@@ -117,6 +134,8 @@ class SlicedCalls:
 def _read(model: nn.Module, call: Mapping[str, Any]) -> _Call:
     try:
         path, dim, slices = str(call["module"]), int(call["dim"]), int(call["slices"])
+        draws = bool(call.get("draws", True))
+        proof = Proof(call["ops"]) if "ops" in call else None
     except (KeyError, TypeError, ValueError) as error:
         message = f"the plan's `chunk` action is malformed: {error!r}"
         raise UsageError(message) from error
@@ -124,7 +143,7 @@ def _read(model: nn.Module, call: Mapping[str, Any]) -> _Call:
         message = f"the plan cuts dimension `{dim}` of `{path}` into `{slices}` slices"
         raise UsageError(message)
     try:
-        return _Call(path, model.get_submodule(path), dim, slices)
+        return _Call(path, model.get_submodule(path), dim, slices, draws, proof)
     except AttributeError as error:
         message = f"the plan runs `{path}` in slices, which the model does not have"
         raise UsageError(message) from error

@@ -64,21 +64,28 @@ struct Watch {
 impl Watch {
     fn new(problem: &Problem<'_>, treatments: &[Treatment]) -> Self {
         let trace = problem.trace;
-        let mut indices = BTreeMap::new();
-        let mut names = Vec::new();
-        let forward = trace.ops[..trace.forward_end().index()].iter().map(|op| {
-            *indices.entry(op.name).or_insert_with(|| {
-                names.push(trace.string(op.name).to_owned());
-                u32::try_from(names.len() - 1).unwrap_or(u32::MAX)
-            })
-        });
-        let forward = forward.collect();
+        let ops = trace.ops[..trace.forward_end().index()].iter();
+        let (names, forward) = interned(ops.map(|op| trace.string(op.name).to_owned()));
         Self {
             active: active_regions(problem, treatments),
             names,
             forward,
         }
     }
+}
+
+/// Texts in order, as the distinct ones and an index into them for each.
+pub(super) fn interned(texts: impl Iterator<Item = String>) -> (Vec<String>, Vec<u32>) {
+    let mut indices = BTreeMap::new();
+    let mut distinct = Vec::new();
+    let order = texts.map(|text| {
+        *indices.entry(text).or_insert_with_key(|text| {
+            distinct.push(text.clone());
+            u32::try_from(distinct.len() - 1).unwrap_or(u32::MAX)
+        })
+    });
+    let order = order.collect();
+    (distinct, order)
 }
 
 /// The allocations of one kind of treatment by creating op, ascending.

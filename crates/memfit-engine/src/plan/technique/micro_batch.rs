@@ -3,11 +3,15 @@
 //! Responsible for the proof that the batch may be cut, for the words where it fails, for the numbers of pieces, and
 //! for the action. Not responsible for whether cutting it pays (`combinations.rs`).
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::addresses::interned;
 use super::{ActsOn, Technique, counted};
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::predict;
-use crate::trace::{CouplingKind, Phase, Trace};
+use crate::trace::{CouplingKind, Op, Phase, Trace};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::MicroBatch,
@@ -23,6 +27,32 @@ pub(super) static TECHNIQUE: Technique = Technique {
     is_used: |outcome, _| outcome.pieces > 1,
     write,
 };
+
+/// What the batch may be cut for: ops that all treat its items alike and apart.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
+pub struct MicroBatch {
+    /// Distinct ops of forward: name, a space and the arguments, or `*` where another batch size changes them.
+    pub names: Vec<String>,
+    /// Forward op by op: index into `names`. The executor compares it with what really runs.
+    pub forward: Vec<u32>,
+}
+
+impl MicroBatch {
+    fn of(trace: &Trace) -> Self {
+        let ops = &trace.ops[..trace.forward_end().index()];
+        let (names, forward) = interned(ops.iter().map(|op| fixed_text(trace, op)));
+        Self { names, forward }
+    }
+}
+
+fn fixed_text(trace: &Trace, op: &Op) -> String {
+    let name = trace.string(op.name);
+    match trace.string(op.arguments) {
+        _ if op.arguments_vary => format!("{name} *"),
+        "" => name.to_owned(),
+        arguments => format!("{name} {arguments}"),
+    }
+}
 
 const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
      own, so the gradients equal the unplanned ones in distribution, not in value";
@@ -85,7 +115,8 @@ pub(in crate::plan) fn piece_counts(trace: &Trace) -> impl Iterator<Item = u64> 
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
     let pieces = chosen.outcome.pieces;
     let less = chosen.planner.unplanned_peak - predict::unplanned_peak(&chosen.outcome.trace);
-    let details = Details::MicroBatch {};
+    let micro_batch = Some(MicroBatch::of(&chosen.outcome.trace));
+    let details = Details::MicroBatch { micro_batch };
     plan.actions.push(Action::new(details, pieces, less));
     let mut ops = chosen.planner.trace.ops.iter();
     if ops.any(|op| op.random && op.phase == Phase::Forward) {

@@ -139,7 +139,7 @@ techniques! {
     /// Run the optimizer step per parameter inside backward and free its gradient.
     FuseOptimizer in fuse_optimizer;
     /// Split the batch and accumulate gradients.
-    MicroBatch in micro_batch;
+    MicroBatch { micro_batch: Option<micro_batch::MicroBatch> } in micro_batch;
     /// Set up the caching allocator against fragmentation, as in `PYTORCH_CUDA_ALLOC_CONF`.
     AllocatorSettings { settings: String } in allocator_settings;
     /// Offload saved activations in forward and fetch them in backward.

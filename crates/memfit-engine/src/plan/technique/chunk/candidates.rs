@@ -122,11 +122,21 @@ fn wide_calls(trace: &Trace, peak: Bytes) -> Vec<CallChunk> {
                 dim,
                 slices,
                 draws: proved.draws,
+                ops: texts(trace, region),
             });
             done = region.end;
         }
     }
     found
+}
+
+/// The ops of a call with their arguments.
+fn texts(trace: &Trace, region: &Region) -> Vec<String> {
+    let ops = &trace.ops[region.start.index()..region.end.index()];
+    let text = |op: &Op| format!("{} {}", trace.string(op.name), trace.string(op.arguments));
+    ops.iter()
+        .map(|op| text(op).trim_end().to_owned())
+        .collect()
 }
 
 /// Whether a call of a module that is called once makes enough, in few enough ops.
