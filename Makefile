@@ -25,7 +25,7 @@ PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi')
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help venv demo test test-rust test-python install-torch test-torch examples gpu wheel lint lint-rust lint-python format docs clean
+.PHONY: help venv demo test test-rust test-python differential install-torch test-torch examples gpu wheel lint lint-rust lint-python format docs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,10 @@ WORKERS := --numprocesses 2 --dist loadfile
 
 test-python: venv
 	$(BIN)/python -m pytest $(WORKERS)
+
+# A third of them run with all other tests.
+differential: venv ## Compare planned with unplanned steps: every model, change and plan
+	MEMFIT_DIFFERENTIAL=all $(BIN)/python -m pytest --numprocesses 2 tests/differential
 
 install-torch: $(OTHER)/.installed # What test-torch needs, without memfit.
 

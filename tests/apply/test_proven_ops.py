@@ -136,6 +136,19 @@ def test_tensors_of_other_sizes_or_places_are_no_batch_to_cut() -> None:
         cut({"x": torch.ones(8, 2), "y": torch.tensor(1.0)}, 2, 0, planned)
 
 
+def test_hooks_on_gradients_see_those_of_the_whole_batch() -> None:
+    fitted = in_pieces()
+    seen = []
+    for model in (fitted.workload.model, workload().model):
+        model.last.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    with pytest.warns(DivergenceWarning, match="`last.weight` has a hook on its gradient"):
+        fitted.step()
+    model(batch_of(32)["x"]).sum().backward()
+    assert len(seen) == 2
+    plan = memfit.plan(fitted.workload, 1, forbid=(*OTHERS, "chunk"), allow="equivalent")
+    assert any("`last.weight` has a hook" in refusal.reason for refusal in plan.refusals)
+
+
 def test_gradients_from_before_the_step_are_not_lost_in_silence() -> None:
     fitted = in_pieces()
     fitted.step()

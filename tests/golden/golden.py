@@ -170,7 +170,7 @@ def plans(name: str, trace: memfit.Trace) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _done(value: Any) -> Any:
-    """What actions do: without the ops that their proofs are about, which are those of the trace."""
+    """What actions do: without the ops that their proofs are about, those of the trace."""
     if isinstance(value, list):
         return [_done(item) for item in value]
     if not isinstance(value, dict):

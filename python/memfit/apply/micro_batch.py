@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.apply.part import Part
 from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
 from memfit.errors import DivergenceWarning, UsageError
+from memfit.tensors.gradient_hooks import gradient_hooks
 from memfit.workload import batch_size
 
 if TYPE_CHECKING:
@@ -89,6 +90,14 @@ class MicroBatches(Part):
             LeftProof: It runs other ops than those for which the batch may be cut.
         """
         return ProvenOps(self._proof) if self._proof is not None else contextlib.nullcontext()
+
+    def refusal(self, model: nn.Module) -> str | None:
+        """Why the next step cannot run in pieces, as far as that is known before it.
+
+        Args:
+            model: The model.
+        """
+        return gradient_hooks(model) if self._proof is not None else None
 
     def run_whole(self, left: str) -> None:
         """Note that a step runs whole.

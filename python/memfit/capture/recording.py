@@ -35,6 +35,7 @@ from memfit.capture.stage.stage import Stage
 from memfit.capture.trace_writer import Meta
 from memfit.errors import CaptureError, WorkloadError
 from memfit.tensors.garbage import no_collection
+from memfit.tensors.gradient_hooks import gradient_hooks
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload, batch_size
@@ -278,6 +279,7 @@ def _record(
         probe_threads=scratch.threads,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
         per_parameter_refusal=per_parameter_refusal(stage),
+        micro_batch_refusal=gradient_hooks(workload.model),
         offloaded_parameters_refusal=offloaded_parameters_refusal(),
         loss_reduction=reduction.kind,
         fixed_parameters=sorted(roles.fixed),

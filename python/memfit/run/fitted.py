@@ -244,6 +244,10 @@ class Fitted:
     def _train_in_pieces(self, executor: Executor, cut_by: MicroBatches, batch: Any) -> Tensor:
         """A step on pieces of the batch; on the whole where nobody knows that it may be cut."""
         cut_by.left = ""
+        refusal = cut_by.refusal(self.workload.model)
+        if refusal is not None:
+            cut_by.run_whole(refusal)
+            return self._train(executor.whole(), batch)
         before = BeforeStep(self._buffers, self.workload.model, self.optimizer)
         added_to = any(p.grad is not None for p in self.workload.model.parameters())
         try:

@@ -84,7 +84,7 @@ def step_of_others(optimizer: Optimizer, *, before_only: bool = False) -> str | 
         return f"`{name}` has hooks that run before its step"
     if optimizer._optimizer_step_post_hooks and not before_only:
         return f"`{name}` has hooks that run after its step"
-    if any(not _is_of_memfit(hook) for hook in _global_optimizer_pre_hooks.values()):
+    if any(not is_of_memfit(hook) for hook in _global_optimizer_pre_hooks.values()):
         return "all optimizers have hooks before their steps"
     replaced = vars(optimizer).get("step")
     if replaced is not None and not _is_of_torch(replaced):
@@ -112,7 +112,12 @@ def gradients_reduced_later(model: nn.Module) -> str | None:
     return None
 
 
-def _is_of_memfit(hook: Any) -> bool:
+def is_of_memfit(hook: Any) -> bool:
+    """Whether a hook is one that memfit attached.
+
+    Args:
+        hook: Any hook.
+    """
     return str(getattr(hook, "__module__", "")).startswith("memfit.")
 
 

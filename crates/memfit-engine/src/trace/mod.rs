@@ -135,6 +135,9 @@ pub struct Meta {
     /// Why the optimizer step cannot run parameter by parameter once all gradients are there; absent when it can.
     #[serde(default = "unknown_optimizer")]
     pub per_parameter_refusal: Option<String>,
+    /// Why gradients of pieces of the batch cannot be added up, besides what its ops say; absent when they can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub micro_batch_refusal: Option<String>,
     /// Why parameters cannot be offloaded with the torch that captured the step; absent when they can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offloaded_parameters_refusal: Option<String>,

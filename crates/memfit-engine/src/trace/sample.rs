@@ -25,6 +25,7 @@ impl Builder {
             probe_threads: 0,
             probed_batch: 0,
             fused_optimizer_refusal: None,
+            micro_batch_refusal: None,
             per_parameter_refusal: None,
             offloaded_parameters_refusal: None,
             loss_reduction: "mean".into(),

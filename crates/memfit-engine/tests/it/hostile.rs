@@ -177,6 +177,7 @@ prop_compose! {
                 probe_threads: 1,
                 probed_batch: 3,
                 fused_optimizer_refusal: None,
+            micro_batch_refusal: None,
             per_parameter_refusal: None,
             offloaded_parameters_refusal: None,
                 loss_reduction: "mean".into(),

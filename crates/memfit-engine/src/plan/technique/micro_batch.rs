@@ -94,6 +94,9 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
             .unwrap_or("the loss");
         return Some(format!("`{}` in `{place}` {how}", trace.string(op.name)));
     }
+    if let Some(reason) = &trace.meta.micro_batch_refusal {
+        return Some(reason.clone());
+    }
     if trace.meta.loss_reduction.is_empty() {
         return Some("how the loss reduces over the batch was not recognised".to_owned());
     }

@@ -1,0 +1,27 @@
+"""Hooks on a model's gradients, which see each piece of a batch by itself.
+
+Responsible for finding them. Those on tensors that a forward makes are not found, nor needed: the
+gradient of an activation's row is the same whatever other rows are there.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memfit.tensors.optimizers import is_of_memfit
+
+
+def gradient_hooks(model: nn.Module) -> str | None:
+    """Why gradients of pieces of the batch are not to be added up; ``None`` where they may be.
+
+    Args:
+        model: The model, its own hooks and those of its parameters.
+    """
+    for name, parameter in model.named_parameters():
+        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if not all(is_of_memfit(hook) for kind in hooks for hook in (kind or {}).values()):
+            return f"`{name}` has a hook on its gradient, which would see that of each piece"
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"`{name or 'the model'}` has a backward hook, which would see each piece"
+    return None
