@@ -287,12 +287,50 @@ def test_another_process_cannot_take_over_a_client(broker: Broker, script: Scrip
     assert holder.stdout is not None
     holder.stdout.readline()
     taken = broker.status()["leases"][0]
-    line = Line(broker.socket)
     held = {"lease": taken["lease"], "revision": taken["revision"], "claims": {"host": 700}}
-    answers = [line.hello(resume={"client": number, "leases": [held]}) for number in (1,)]
-    assert "error" in answers[0] or answers[0]["welcome"]["leases"] == []
-    assert broker.granted() == 700
+    line = Line(broker.socket)
+    last = line.hello()["welcome"]["client"]
     line.close()
+    for number in range(last - 5, last + 5):
+        line = Line(broker.socket)
+        answer = line.hello(resume={"client": number, "leases": [held]})
+        assert answer["welcome"]["leases"] == []
+        assert broker.granted() == 700
+        line.close()
+
+
+@pytest.mark.parametrize("state", ["kept", "damaged", "damaged twice"])
+@pytest.mark.parametrize("number", [1, 2**53, 2**63, 2**64 - 2, 2**64 - 1])
+def test_no_number_that_a_client_presents_takes_a_lease_of_another_or_wraps_the_count(
+    broker: Broker, state: str, number: int
+) -> None:
+    holder = _native.LeaseClient(broker.socket, "holder")
+    lease, _, _ = holder.acquire({"host": 600}, None, 0, 0, None, None)
+    broker.kill()
+    for _ in range({"kept": 0, "damaged": 1, "damaged twice": 2}[state]):
+        if broker.process is not None and broker.process.poll() is None:
+            broker.kill()
+        else:
+            broker.socket.with_suffix(".state").write_text("garbage\n")
+        broker.start("--grace", "2")
+    if state == "kept":
+        broker.start("--grace", "2")
+    evil = Line(broker.socket)
+    held = {"lease": number, "revision": 2**64 - 1, "claims": {"host": 1}, "is_committed": True}
+    welcome = evil.hello(resume={"client": 5, "leases": [held]})["welcome"]
+    assert welcome["leases"] == ([held] if number == 1 and state != "kept" else [])
+    until(lambda: not broker.status()["is_held_back"])
+    until(lambda: any(held["lease"] == lease for held in broker.status()["leases"]))
+    other = Line(broker.socket)
+    other.hello()
+    for request in range(4):
+        other.ask({"reserve": {"request": request, "claims": {"host": 100}, "wait_ms": 0}})
+    status = broker.status()
+    held_bytes = [held["claims"]["host"] for held in status["leases"]]
+    assert sum(held_bytes) == status["devices"][0]["granted_bytes"] <= 1000
+    assert holder.held(lease) == (lease, 2, {"host": 600})
+    other.close()
+    evil.close()
 
 
 def test_a_broker_that_is_told_to_stop_leaves_nothing_behind(broker: Broker) -> None:

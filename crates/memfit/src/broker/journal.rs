@@ -54,6 +54,8 @@ enum Entry<'a> {
         boot: String,
         next_client: u64,
         next_lease: u64,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        is_incomplete: bool,
     },
     Client(std::borrow::Cow<'a, ClientEntry>),
     Lease(std::borrow::Cow<'a, LeaseEntry>),
@@ -71,6 +73,8 @@ pub(crate) struct Known {
     pub(crate) boot: String,
     pub(crate) next_client: u64,
     pub(crate) next_lease: u64,
+    /// Whether leases may be held that are not here, because a file was lost.
+    pub(crate) is_incomplete: bool,
     pub(crate) clients: BTreeMap<u64, ClientEntry>,
     pub(crate) leases: BTreeMap<u64, LeaseEntry>,
 }
@@ -150,6 +154,12 @@ impl Journal {
         }
     }
 
+    /// All who held something that was not written have come back, or their time is over.
+    pub(crate) fn complete(&mut self) {
+        self.known.is_incomplete = false;
+        self.compact();
+    }
+
     fn append(&mut self, entry: &Entry<'_>) {
         push(&mut self.pending, entry);
     }
@@ -199,6 +209,7 @@ impl Journal {
             boot: self.known.boot.clone(),
             next_client: self.known.next_client,
             next_lease: self.known.next_lease,
+            is_incomplete: self.known.is_incomplete,
         };
         push(&mut bytes, &begin);
         for entry in self.known.clients.values() {
@@ -258,6 +269,7 @@ fn read(bytes: &[u8]) -> Result<Known, String> {
                 boot,
                 next_client,
                 next_lease,
+                is_incomplete,
             } => {
                 if schema_version != SCHEMA {
                     return Err(format!(
@@ -266,6 +278,7 @@ fn read(bytes: &[u8]) -> Result<Known, String> {
                 }
                 has_begun = true;
                 (known.boot, known.next_client, known.next_lease) = (boot, next_client, next_lease);
+                known.is_incomplete = is_incomplete;
             }
             Entry::Client(client) => {
                 known.next_client = known.next_client.max(client.client.saturating_add(1));

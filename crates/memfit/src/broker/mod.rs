@@ -8,7 +8,8 @@
 //! a driver that does not answer has a thread of its own.
 //!
 //! Invariants: nothing is granted that is not written down first; what a living process may hold is never
-//! granted to another; only processes of the broker's own user are let in.
+//! granted to another; the sums are counted anew after each event, and a broker that finds them wrong stops
+//! before anyone hears of it; only processes of the broker's own user are let in.
 
 mod alarm;
 mod capacity;
@@ -112,6 +113,7 @@ async fn serve(options: &Options, log: Log) -> Result<(), Failure> {
         spawn_local(metrics::serve(scrapes, Rc::clone(&server)));
     }
     let last = Rc::clone(&server);
+    let has_fault = Rc::clone(&server.borrow().has_fault);
     let looking = keep_looking(Rc::clone(&server), options.only_free);
     tokio::select! {
         () = looking => {}
@@ -119,9 +121,13 @@ async fn serve(options: &Options, log: Log) -> Result<(), Failure> {
         () = keep_time(server) => {}
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
+        () = has_fault.notified() => {}
     }
     // Clients find no socket until the next broker, and wait for it.
     let _gone_already = std::fs::remove_file(&options.socket);
+    if let Some(imbalance) = &last.borrow().fault {
+        return Err(Failure::Internal(format!("stopped: {imbalance}")));
+    }
     log.info("stopped", json!({}));
     last.borrow_mut().close();
     Ok(())

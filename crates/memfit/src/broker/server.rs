@@ -9,7 +9,8 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use memfit_engine::share::lease::{
-    Ask, ClientId, Event, LeaseId, Machine, Millis, Presented, Priority, RequestId, Revision, Wait,
+    Ask, ClientId, Event, Imbalance, LeaseId, Machine, Millis, Presented, Priority, RequestId,
+    Revision, Wait,
 };
 use serde_json::json;
 use tokio::sync::Notify;
@@ -57,12 +58,13 @@ pub(crate) struct Server {
     pub(super) usage: Usage,
     pub(super) began: u64,
     next_client: u64,
-    /// Whether the clients of before a restart are known, so that it is clear when all are back.
-    pub(super) knows_all: bool,
     /// Whether grants depend on what others have taken.
     pub(super) only_free: bool,
     /// When that was looked at last.
     pub(super) looked: Option<Instant>,
+    /// Why nothing is decided any longer, and who waits to hear it.
+    pub(super) fault: Option<Imbalance>,
+    pub(super) has_fault: Rc<Notify>,
     /// The next deadline is earlier than the clock looks.
     pub(crate) deadline_changed: Rc<Notify>,
     /// When the clock looks next.
@@ -98,9 +100,10 @@ impl Server {
             counters: Counters::default(),
             log,
             began: milliseconds(),
-            knows_all: true,
             only_free: false,
             looked: None,
+            fault: None,
+            has_fault: Rc::new(Notify::new()),
             deadline_changed: Rc::new(Notify::new()),
             alarm: Alarm::default(),
             touched: Vec::new(),
@@ -152,7 +155,7 @@ impl Server {
 
     fn enter(&mut self, process: Process, name: String, outbox: Option<&Rc<Outbox>>) -> ClientId {
         let client = ClientId(self.next_client);
-        self.next_client += 1;
+        self.next_client = self.next_client.saturating_add(1);
         self.journal.client(ClientEntry {
             client: client.0,
             process,
@@ -414,20 +417,35 @@ impl Server {
     /// Time has passed.
     pub(crate) fn tick(&mut self) {
         self.apply(Event::Tick);
+        if self.journal.known.is_incomplete && !self.is_held_back() {
+            self.journal.complete();
+        }
         self.settle();
     }
 
-    /// Grants begin at once when nobody is away.
+    fn is_held_back(&self) -> bool {
+        Millis(milliseconds()) < self.machine.opens()
+    }
+
+    /// Grants begin at once when nobody is away, and it is known who might be.
     pub(crate) fn open_if_complete(&mut self) {
-        let is_held_back = Millis(milliseconds()) < self.machine.opens();
         let is_complete = self.clients.values().all(|client| client.outbox.is_some());
-        if is_held_back && is_complete && self.knows_all {
+        if self.is_held_back() && is_complete && !self.journal.known.is_incomplete {
             self.apply(Event::Open);
         }
     }
 
     pub(super) fn apply(&mut self, event: Event) {
+        if self.fault.is_some() {
+            return;
+        }
         let effects = self.machine.apply(Millis(milliseconds()), event);
+        if let Err(imbalance) = self.machine.audit() {
+            // Nobody hears of it and nothing of it is written: the next broker begins with what was right.
+            self.fault = Some(imbalance);
+            self.has_fault.notify_one();
+            return;
+        }
         for effect in effects {
             self.carry_out(effect);
         }
@@ -435,6 +453,9 @@ impl Server {
 
     /// Writes down what happened, then lets the clients hear of it, then plans the next look at the clock.
     pub(super) fn settle(&mut self) {
+        if self.fault.is_some() {
+            return;
+        }
         let had_error = self.journal.error.is_some();
         self.journal.write();
         if let Some(error) = self.journal.error.as_ref().filter(|_| !had_error) {

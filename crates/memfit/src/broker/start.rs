@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::share::lease::{
-    Claims, ClientId, LeaseId, Machine, Millis, Priority, Record, RestoreError, Revision, Settings,
+    Claims, ClientId, LeaseId, Machine, Millis, Priority, Record, Records, RestoreError, Revision,
+    Settings,
 };
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
@@ -56,35 +57,58 @@ fn refuse(error: &SocketError) -> Failure {
     }
 }
 
+/// Where a broker that knows of no other begins to count clients and leases: above what any other can have
+/// given out since the boot, at a thousand a millisecond.
+const fn first_number(now: u64) -> u64 {
+    now.saturating_mul(1 << 10).saturating_add(1)
+}
+
 /// A server that goes on where the last one stopped, if there was one.
 pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     let path = options.socket.with_extension("state");
     let now = milliseconds();
+    let number = first_number(now);
     let fresh = Known {
         boot: boot(),
-        next_client: 1,
-        next_lease: 1,
+        next_client: number,
+        next_lease: number,
         ..Known::default()
     };
-    let mut knows_all = true;
     let (known, is_held_back) = match Journal::find(&path) {
         Found::Nothing => (fresh, false),
         // Nobody of before another boot lives.
         Found::Known(known) if known.boot != fresh.boot => (fresh, false),
         Found::Known(known) => {
-            let is_held_back = !known.leases.is_empty();
-            (known, is_held_back)
+            let is_held_back = known.is_incomplete || !known.leases.is_empty();
+            // Clients may have been let in whose entries were not written.
+            let next_client = known.next_client.max(number);
+            (
+                Known {
+                    next_client,
+                    ..known
+                },
+                is_held_back,
+            )
         }
         Found::Damaged(reason) => {
             let kept = path.with_extension("state.damaged");
-            // What cannot be kept is lost either way, and the log says so.
-            let _not_kept = fs::rename(&path, &kept);
+            // It stays in place too until another takes its place: without one, nobody would know that a file was
+            // lost. What cannot be kept is lost either way, and the log says so.
+            let _not_there = fs::remove_file(&kept);
+            let _not_kept =
+                fs::hard_link(&path, &kept).or_else(|_| fs::copy(&path, &kept).map(drop));
             log.warn(
                 "state_damaged",
                 json!({ "file": path, "kept_as": kept, "reason": reason }),
             );
-            knows_all = false;
-            (fresh, true)
+            let is_incomplete = true;
+            (
+                Known {
+                    is_incomplete,
+                    ..fresh
+                },
+                true,
+            )
         }
     };
     let opens = if is_held_back {
@@ -122,7 +146,6 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     );
     let journal = Journal::begin(path, known);
     let mut server = Server::new(machine, devices, (journal, log), clients);
-    server.knows_all = knows_all;
     server.only_free = options.only_free;
     Ok(server)
 }
@@ -155,10 +178,13 @@ fn machine(
             time_to_live: entry.time_to_live,
         })
     });
-    let records = records.collect::<Result<Vec<_>, Failure>>()?;
+    let records = Records {
+        leases: records.collect::<Result<_, Failure>>()?,
+        next_lease: LeaseId(known.next_lease),
+        are_incomplete: known.is_incomplete,
+    };
     let times = (Millis(now), Millis(opens));
-    let next = LeaseId(known.next_lease);
-    Machine::restore(Settings::default(), capacities, records, next, times).map_err(|error| {
+    Machine::restore(Settings::default(), capacities, records, times).map_err(|error| {
         let name = match &error {
             RestoreError::AboveCapacity { device, .. } => {
                 devices.names().find(|(known, _)| known == device)

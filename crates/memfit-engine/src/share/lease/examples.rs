@@ -3,8 +3,8 @@
 use crate::bytes::Bytes;
 
 use super::{
-    Ask, Claims, ClientId, Device, Effect, End, Event, LeaseId, Machine, Millis, Priority, Refusal,
-    RequestId, Revision, Settings, Wait,
+    Ask, Claims, ClientId, Device, Effect, End, Event, LeaseId, Machine, Millis, Presented,
+    Priority, Record, Records, Refusal, RequestId, RestoreError, Revision, Settings, Wait,
 };
 
 const HOST: Device = Device(0);
@@ -361,4 +361,111 @@ fn nobody_changes_a_lease_of_another_or_one_it_does_not_know_anymore() {
         *refusal(&machine.apply(Millis(0), stale)),
         Refusal::Stale(Revision(2))
     );
+}
+
+/// One lease of 6 bytes in the records of a machine that is not open yet.
+fn restored(are_incomplete: bool) -> Machine {
+    let record = Record {
+        lease: LeaseId(7),
+        client: ClientId(1),
+        revision: Revision(2),
+        claims: host(6),
+        floor: host(6),
+        priority: Priority(0),
+        since: Millis(0),
+        is_committed: true,
+        time_to_live: None,
+    };
+    let records = Records {
+        leases: vec![record],
+        next_lease: LeaseId(9),
+        are_incomplete,
+    };
+    let times = (Millis(0), Millis(100));
+    Machine::restore(Settings::default(), &[Bytes(10)], records, times).unwrap()
+}
+
+fn presents(machine: &mut Machine, lease: u64, revision: u64) -> Vec<Effect> {
+    let presented = Presented {
+        lease: LeaseId(lease),
+        revision: Revision(revision),
+        claims: host(1),
+    };
+    let resume = Event::Resume {
+        client: ClientId(2),
+        presented: vec![presented],
+    };
+    machine.apply(Millis(0), resume)
+}
+
+#[test]
+fn a_lease_is_adopted_only_where_a_record_may_be_lost_and_its_number_was_given_out() {
+    for lease in [7, 8, 9, 10, u64::MAX - 1, u64::MAX] {
+        for are_incomplete in [false, true] {
+            let mut machine = restored(are_incomplete);
+            let effects = presents(&mut machine, lease, u64::MAX);
+            let is_adopted = matches!(effects[..], [Effect::Adopted { .. }]);
+            assert_eq!(
+                is_adopted,
+                are_incomplete && lease == 8,
+                "{lease}: {effects:?}"
+            );
+            machine.apply(Millis(1), Event::Open);
+            let next = reserve(&mut machine, 3, ask(host(1), Wait::No));
+            assert!(
+                matches!(
+                    next[..],
+                    [Effect::Granted {
+                        lease: LeaseId(9),
+                        ..
+                    }]
+                ),
+                "{next:?}"
+            );
+            assert_eq!(machine.audit(), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn the_last_revision_stays_the_last() {
+    let mut machine = restored(true);
+    presents(&mut machine, 8, u64::MAX);
+    let effects = resize(&mut machine, 2, 8, Claims::NONE, Wait::No);
+    assert!(
+        matches!(
+            effects[..],
+            [Effect::Changed {
+                revision: Revision(u64::MAX),
+                ..
+            }]
+        ),
+        "{effects:?}"
+    );
+}
+
+#[test]
+fn records_that_leave_no_numbers_for_leases_are_refused() {
+    let records = Records {
+        leases: Vec::new(),
+        next_lease: LeaseId(u64::MAX),
+        are_incomplete: false,
+    };
+    let times = (Millis(0), Millis(0));
+    let machine = Machine::restore(Settings::default(), &[Bytes(10)], records, times);
+    assert_eq!(
+        machine.err(),
+        Some(RestoreError::NumbersSpent(LeaseId(u64::MAX)))
+    );
+}
+
+#[test]
+fn an_audit_finds_a_lease_that_was_overwritten() {
+    let mut machine = machine();
+    reserve(&mut machine, 1, ask(host(6), Wait::No));
+    assert_eq!(machine.audit(), Ok(()));
+    let lease = machine.leases.get_mut(&LeaseId(1)).unwrap();
+    lease.claims = host(1);
+    let imbalance = machine.audit().unwrap_err();
+    assert_eq!((imbalance.held, imbalance.granted), (1, Bytes(6)));
 }

@@ -8,7 +8,7 @@ use super::naive::Naive;
 use super::witness::Witness;
 use super::{
     Ask, Claims, ClientId, Device, Effect, Event, LeaseId, Machine, Millis, Presented, Priority,
-    Record, RequestId, Revision, Settings, Wait,
+    Record, Records, RequestId, Revision, Settings, Wait,
 };
 
 const CAPACITIES: [Bytes; 2] = [Bytes(12), Bytes(7)];
@@ -386,10 +386,13 @@ proptest! {
         }
         let known: Vec<_> = machine.leases().map(|(id, lease)| (id, lease.clone())).collect();
         let lost = usize::from(is_record_lost);
-        let records = known.iter().skip(lost).map(|(id, lease)| record(*id, lease)).collect();
+        let records = Records {
+            leases: known.iter().skip(lost).map(|(id, lease)| record(*id, lease)).collect(),
+            next_lease: machine.next_lease(),
+            are_incomplete: is_record_lost,
+        };
         let times = (Millis(now), Millis(now + 20));
-        let next = machine.next_lease();
-        let mut machine = Machine::restore(SETTINGS, &CAPACITIES, records, next, times).unwrap();
+        let mut machine = Machine::restore(SETTINGS, &CAPACITIES, records, times).unwrap();
         let mut witness = Witness::new(&CAPACITIES);
         let before = machine.clone();
         let held = known.iter().skip(lost).map(|(id, lease)| Effect::Adopted {

@@ -35,6 +35,11 @@ impl Ledger {
         }
     }
 
+    /// How many devices there are.
+    pub(crate) const fn devices(&self) -> usize {
+        self.sums.len()
+    }
+
     /// The first device of the claims that does not exist.
     pub(crate) fn unknown(&self, claims: &Claims) -> Option<Device> {
         let mut devices = claims.iter().map(|(device, _)| device);

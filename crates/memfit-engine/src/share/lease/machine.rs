@@ -3,7 +3,8 @@
 //! Responsible for dispatch, for serving the queue and for the bookkeeping around the sums. What a
 //! request may do is in `requests.rs`, time in `timers.rs`, shrinking in `shrink.rs`.
 //!
-//! Invariant: a device's sum is the sum of the claims of the leases there.
+//! Invariant: a device's sum is the sum of the claims of the leases there, and no more than its capacity.
+//! [`Machine::audit`] checks it from scratch, so that whoever acts on an event can ask before.
 
 use std::collections::BTreeMap;
 
@@ -16,6 +17,20 @@ use super::{
     Revision, Settings, Waiting,
 };
 
+/// The books do not agree: a fault of the machine, after which nothing may be granted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the leases on device {} sum to {held}, {granted} are granted and {capacity} are there", .device.0)]
+pub struct Imbalance {
+    /// Where.
+    pub device: Device,
+    /// The sum of the leases there.
+    pub held: u128,
+    /// The sum that grants are decided by.
+    pub granted: Bytes,
+    /// What there is.
+    pub capacity: Bytes,
+}
+
 /// Who holds what and who waits.
 #[derive(Debug, Clone)]
 pub struct Machine {
@@ -27,6 +42,8 @@ pub struct Machine {
     pub(super) held: BTreeMap<ClientId, Claims>,
     pub(super) queue: Queue,
     pub(super) next_lease: u64,
+    /// Leases that records may lack have lower numbers; zero where no record was lost.
+    pub(super) adopts_below: u64,
     pub(super) arrivals: u64,
     /// No grants before this time.
     pub(super) opens: Millis,
@@ -47,6 +64,7 @@ impl Machine {
             held: BTreeMap::new(),
             queue: Queue::default(),
             next_lease: 1,
+            adopts_below: 0,
             arrivals: 0,
             opens: Millis::default(),
             earliest: None,
@@ -165,6 +183,32 @@ impl Machine {
         self.opens
     }
 
+    /// Whether each device's sum is that of its leases, counted anew, and within the capacity.
+    ///
+    /// # Errors
+    ///
+    /// It is not, on the first such device.
+    pub fn audit(&self) -> Result<(), Imbalance> {
+        let mut sums = vec![0_u128; self.ledger.devices()];
+        for (device, bytes) in self.leases.values().flat_map(|lease| lease.claims.iter()) {
+            if let Some(sum) = sums.get_mut(device.0) {
+                *sum += u128::from(bytes.0);
+            }
+        }
+        for (device, held) in (0..).map(Device).zip(sums) {
+            let (granted, capacity) = (self.granted(device), self.capacity(device));
+            if held != u128::from(granted.0) || granted > capacity {
+                return Err(Imbalance {
+                    device,
+                    held,
+                    granted,
+                    capacity,
+                });
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn effect(&mut self, effect: Effect) {
         self.effects.push(effect);
     }
@@ -266,7 +310,7 @@ impl Machine {
             return;
         };
         let before = std::mem::replace(&mut record.claims, to.clone());
-        record.revision.0 += 1;
+        record.revision = record.revision.next();
         if let Some((asked, _)) = record.asked.take()
             && !to.is_within(&asked)
         {

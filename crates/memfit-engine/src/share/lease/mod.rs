@@ -98,8 +98,8 @@ mod small_model;
 mod witness;
 
 pub use claims::{Claims, ClaimsError};
-pub use machine::Machine;
-pub use restore::{Presented, Record, RestoreError};
+pub use machine::{Imbalance, Machine};
+pub use restore::{Presented, Record, Records, RestoreError};
 
 use crate::bytes::Bytes;
 
@@ -122,6 +122,14 @@ pub struct RequestId(pub u64);
 /// How often a lease has changed; starts at 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Revision(pub u64);
+
+impl Revision {
+    /// The one after it; the last number has none.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
 
 /// Who goes first; the default is 0 and higher goes before lower.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -344,7 +352,7 @@ pub enum Effect {
         /// Why.
         end: End,
     },
-    /// A lease that the machine does not know, presented by its holder, is held again.
+    /// A lease whose record was lost, presented by its holder, is held again.
     Adopted {
         /// Whose.
         client: ClientId,

@@ -76,7 +76,7 @@ impl Machine {
                 return Err(Refusal::WrongPhase);
             }
             lease.is_committed = true;
-            lease.revision.0 += 1;
+            lease.revision = lease.revision.next();
             lease.ends = lease
                 .time_to_live
                 .map(|milliseconds| now.after(milliseconds));

@@ -5,8 +5,9 @@
 //! [`Event::Leave`](super::Event::Leave) for those that do not.
 //!
 //! What the records say is held counts from the start, so nothing is granted twice. Until the machine
-//! opens, nothing new is granted at all, and a lease that is in no record but presented by its holder is
-//! adopted if it fits. After that the records are the truth.
+//! opens, nothing new is granted at all. Where records were lost, a lease that is in none but presented by
+//! its holder is adopted until then, if it fits and has a number that may have been given out. Otherwise, and
+//! after that, the records are the truth.
 
 use std::collections::BTreeSet;
 
@@ -40,6 +41,17 @@ pub struct Record {
     pub time_to_live: Option<u64>,
 }
 
+/// All that was written down.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Records {
+    /// The leases that had not ended.
+    pub leases: Vec<Record>,
+    /// The number that the next lease gets, above all that were given out before.
+    pub next_lease: LeaseId,
+    /// Whether leases may have been held that are not in the records.
+    pub are_incomplete: bool,
+}
+
 /// A lease as its holder knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Presented {
@@ -70,11 +82,16 @@ pub enum RestoreError {
     /// A lease is recorded twice.
     #[error("lease {} is recorded twice", .0.0)]
     Twice(LeaseId),
+    /// The numbers of leases come to their end; those that count leases never get so far.
+    #[error("the next lease would be number {}, and no number that high is given out", .0.0)]
+    NumbersSpent(LeaseId),
 }
 
+/// The next lease after a restart has a lower number, so that numbers do not end before time does.
+const MOST_LEASES_EVER: u64 = 1 << 63;
+
 impl Machine {
-    /// A machine that holds what the records say, grants nothing before `opens`, and numbers new
-    /// leases from `next_lease` on.
+    /// A machine that holds what the records say and grants nothing before `opens`.
     ///
     /// # Errors
     ///
@@ -82,17 +99,22 @@ impl Machine {
     pub fn restore(
         settings: Settings,
         capacities: &[Bytes],
-        records: Vec<Record>,
-        next_lease: LeaseId,
+        records: Records,
         (now, opens): (Millis, Millis),
     ) -> Result<Self, RestoreError> {
         let mut machine = Self::new(settings, capacities);
         machine.now = now;
         machine.opens = opens;
-        machine.next_lease = next_lease.0.max(1);
+        machine.next_lease = records.next_lease.0.max(1);
         machine.remember(Some(opens));
-        for record in records {
+        for record in records.leases {
             machine.take_over(record)?;
+        }
+        if machine.next_lease >= MOST_LEASES_EVER {
+            return Err(RestoreError::NumbersSpent(machine.next_lease()));
+        }
+        if records.are_incomplete {
+            machine.adopts_below = machine.next_lease;
         }
         Ok(machine)
     }
@@ -162,7 +184,8 @@ impl Machine {
 
     fn adopt(&mut self, client: ClientId, presented: &Presented) {
         let (id, claims) = (presented.lease, &presented.claims);
-        let may_be = self.now < self.opens && !self.leases.contains_key(&id) && id.0 < u64::MAX;
+        let was_given_out = self.now < self.opens && id.0 < self.adopts_below;
+        let may_be = was_given_out && !self.leases.contains_key(&id);
         if !may_be || !self.ledger.has(claims) {
             self.effect(Effect::Ended {
                 client,
@@ -185,7 +208,6 @@ impl Machine {
             asked: None,
             left_alone_until: self.now,
         };
-        self.next_lease = self.next_lease.max(id.0.saturating_add(1));
         self.insert(id, lease);
         self.effect(Effect::Adopted {
             client,

@@ -148,6 +148,7 @@ impl Witness {
 
     /// No lost bytes, none invented: the machine's books are what the effects add up to.
     fn check_books(&self, machine: &Machine) {
+        assert_eq!(machine.audit(), Ok(()));
         for device in 0..self.capacities.len() {
             let granted = u128::from(machine.granted(Device(device)).0);
             assert_eq!(granted, self.sum(device), "device {device}");
