@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -55,6 +56,19 @@ class Broker:
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(START_SECONDS)
+
+    def fill_the_disk(self) -> None:
+        """Let no file of the broker grow from now on, as on a full disk."""
+        self._limit_files(0)
+
+    def empty_the_disk(self) -> None:
+        """Let files grow again."""
+        self._limit_files(resource.RLIM_INFINITY)
+
+    def _limit_files(self, size: int) -> None:
+        assert self.process is not None
+        limits = (size, resource.RLIM_INFINITY)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
 
     def status(self) -> dict[str, Any]:
         """Who holds what."""

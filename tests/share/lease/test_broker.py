@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from brokers import Broker, Line, until
@@ -331,6 +332,70 @@ def test_no_number_that_a_client_presents_takes_a_lease_of_another_or_wraps_the_
     assert holder.held(lease) == (lease, 2, {"host": 600})
     other.close()
     evil.close()
+
+
+def reserve(line: Line, request: int, size: int, wait_ms: int | None = 0) -> dict[str, Any]:
+    """Ask, and take up what is granted; the answer."""
+    claims = {"host": size}
+    answer = line.ask({"reserve": {"request": request, "claims": claims, "wait_ms": wait_ms}})
+    if "granted" in answer:
+        lease = answer["granted"]["lease"]
+        line.ask({"commit": {"request": request, "lease": lease, "revision": 1}})
+    return answer
+
+
+def test_what_cannot_be_written_is_not_granted_and_ends_are_free_when_it_can(
+    broker: Broker, script: Script
+) -> None:
+    holder = script(HOLD.format(bytes=400))
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    line = Line(broker.socket)
+    client = line.hello()["welcome"]["client"]
+    given_back = reserve(line, 1, 100)["granted"]["lease"]
+    elastic = reserve(line, 2, 200)["granted"]["lease"]
+    reserved = line.ask({"reserve": {"request": 3, "claims": {"host": 50}, "wait_ms": 0}})
+    broker.fill_the_disk()
+    assert reserve(line, 4, 100)["refused"]["refusal"]["reason"] == "not_recorded"
+    lease = reserved["granted"]["lease"]
+    commit = line.ask({"commit": {"request": 5, "lease": lease, "revision": 1}})
+    assert commit["refused"]["refusal"]["reason"] == "not_recorded"
+    resize = {"request": 6, "lease": elastic, "revision": 2, "claims": {"host": 300}, "wait_ms": 0}
+    grown = line.ask({"resize": resize})
+    assert grown["refused"]["refusal"]["reason"] == "not_recorded"
+    shrunk = line.ask({"resize": {**resize, "request": 7, "claims": {"host": 150}}})
+    assert shrunk["changed"]["claims"] == {"host": 150}
+    assert "ended" in line.ask({"release": {"request": 8, "lease": given_back}})
+    assert "broker.state" in broker.status()["state_error"]
+    waiter = script("import memfit\nprint(memfit.lease(400, wait=60).bytes, flush=True)")
+    until(lambda: len(broker.status()["waiting"]) == 1)
+    broker.kill()
+    broker.start("--grace", "60")
+    # The file is as it was: what ended or shrank since counts until its holder says so.
+    assert broker.granted() == 750
+    line.close()
+    line = Line(broker.socket)
+    held = {"lease": elastic, "revision": 3, "claims": {"host": 150}, "is_committed": True}
+    welcome = line.hello(resume={"client": client, "leases": [held]})["welcome"]
+    assert welcome["leases"] == [{**held, "revision": 2, "claims": {"host": 200}}]
+    assert waiter.stdout is not None
+    assert waiter.stdout.readline() == "400\n"
+    line.close()
+
+
+def test_who_waits_while_nothing_can_be_written_is_served_when_it_can(
+    broker: Broker, script: Script
+) -> None:
+    broker.fill_the_disk()
+    waiter = script(HOLD.format(bytes="600, wait=60"))
+    until(lambda: len(broker.status()["waiting"]) == 1)
+    assert broker.granted() == 0
+    broker.empty_the_disk()
+    assert waiter.stdout is not None
+    assert waiter.stdout.readline() == "600\n"
+    assert broker.status()["state_error"] is None
+    broker.kill()
+    assert broker.start().granted() == 600
 
 
 def test_a_broker_that_is_told_to_stop_leaves_nothing_behind(broker: Broker) -> None:

@@ -86,6 +86,7 @@ impl Devices {
             Refusal::Stale(_) => Reason::Stale,
             Refusal::WrongPhase => Reason::WrongPhase,
             Refusal::HeldBack => Reason::HeldBack,
+            Refusal::NotRecorded => Reason::NotRecorded,
         };
         let plain = refused(reason, refusal.to_string());
         match *refusal {

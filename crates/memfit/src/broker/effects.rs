@@ -1,14 +1,53 @@
-//! Carrying out what the machine decided: written down, told, counted, logged.
+//! Carrying out what the machine decided: what is to be written down; then told, counted, logged.
 
-use memfit_engine::share::lease::{Claims, ClientId, Effect, End, Lease, LeaseId, RequestId};
+use memfit_engine::share::lease::{Claims, ClientId, Effect, End, LeaseId, RequestId};
 use serde_json::json;
 
-use super::journal::LeaseEntry;
+use super::journal::{Change, LeaseEntry};
 use super::process::milliseconds;
 use super::server::Server;
 use crate::lease::protocol::{Cause, Reply};
 
 impl Server {
+    /// What the state file has to say of these effects, of which the machine knows already.
+    pub(super) fn changes(&self, effects: &[Effect]) -> Vec<Change> {
+        let changes = effects.iter().filter_map(|effect| match effect {
+            Effect::Granted {
+                client,
+                request,
+                lease,
+                ..
+            } => self.entry(*lease, self.waiting_labels.get(&(*client, *request))),
+            Effect::Changed { lease, .. } | Effect::Adopted { lease, .. } => {
+                self.entry(*lease, self.labels.get(lease))
+            }
+            // A lost lease was no lease of the machine.
+            Effect::Ended { lease, end, .. } if *end != End::Lost => Some(Change::End(lease.0)),
+            Effect::Ended { .. }
+            | Effect::Queued { .. }
+            | Effect::Refused { .. }
+            | Effect::ShrinkAsked { .. } => None,
+        });
+        changes.collect()
+    }
+
+    /// A lease as it stands; nothing where the same event ended it.
+    fn entry(&self, id: LeaseId, label: Option<&String>) -> Option<Change> {
+        let lease = self.machine.lease(id)?;
+        Some(Change::Lease(LeaseEntry {
+            lease: id.0,
+            client: lease.client.0,
+            revision: lease.revision.0,
+            claims: self.devices.amounts(&lease.claims),
+            floor: self.devices.amounts(&lease.floor),
+            priority: lease.priority.0,
+            since: lease.since.0,
+            is_committed: lease.is_committed,
+            time_to_live: lease.time_to_live,
+            label: label.cloned(),
+        }))
+    }
+
     pub(super) fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::Granted {
@@ -34,7 +73,6 @@ impl Server {
                 revision,
                 claims,
             } => {
-                self.note(lease);
                 let reply = Reply::Changed {
                     request: request.0,
                     lease: lease.0,
@@ -86,7 +124,6 @@ impl Server {
                 if let Some(client) = self.clients.get_mut(&client) {
                     client.leases += 1;
                 }
-                self.note(lease);
                 self.log
                     .info("adopted", json!({ "lease": lease.0, "client": client.0 }));
             }
@@ -118,7 +155,6 @@ impl Server {
         if let Some(client) = self.clients.get_mut(&name.0) {
             client.leases += 1;
         }
-        self.note(lease);
         self.log.detail("granted", || {
             let claims = self.devices.amounts(claims);
             json!({ "lease": lease.0, "client": name.0.0, "claims": claims })
@@ -130,7 +166,6 @@ impl Server {
         if end != End::Lost {
             self.counters.ends += 1;
             self.labels.remove(&lease);
-            self.journal.end(lease.0);
             if let Some(client) = self.clients.get_mut(&client) {
                 client.leases = client.leases.saturating_sub(1);
             }
@@ -140,31 +175,6 @@ impl Server {
             End::Released => self.log.detail("ended", || facts),
             End::Lost => self.log.warn("lost", facts),
             End::Expired | End::ClientGone | End::NotPresented => self.log.info("ended", facts),
-        }
-    }
-
-    /// Writes a lease down as it stands.
-    fn note(&mut self, id: LeaseId) {
-        let Some(lease) = self.machine.lease(id) else {
-            // Ended by the same event; its end is written.
-            return;
-        };
-        let entry = self.entry(id, lease);
-        self.journal.lease(entry);
-    }
-
-    fn entry(&self, id: LeaseId, lease: &Lease) -> LeaseEntry {
-        LeaseEntry {
-            lease: id.0,
-            client: lease.client.0,
-            revision: lease.revision.0,
-            claims: self.devices.amounts(&lease.claims),
-            floor: self.devices.amounts(&lease.floor),
-            priority: lease.priority.0,
-            since: lease.since.0,
-            is_committed: lease.is_committed,
-            time_to_live: lease.time_to_live,
-            label: self.labels.get(&id).cloned(),
         }
     }
 }

@@ -1,11 +1,12 @@
 //! The state file: what a broker that is started again must know.
 //!
-//! Responsible for writing each change before anyone hears of it, for reading the file of another run, and
-//! for keeping it small. Not responsible for what the entries mean to the machine.
+//! Responsible for writing each change before anyone hears of it or saying that it is not written, for reading
+//! the file of another run, and for keeping it small. Not responsible for what the entries mean to the machine.
 //!
 //! One JSON document a line. Each entry carries all that is to be known of a client or a lease, so the
 //! last one counts. An end without a line end was not heard of by anyone and is left out. When the file has
-//! grown, what still counts is written to a new one that takes its place.
+//! grown, what still counts is written to a new one that takes its place; so too when it could not be written
+//! for a while. Until then the file is as it was, perhaps with entries that nobody heard of.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -67,6 +68,13 @@ enum Entry<'a> {
     },
 }
 
+/// A change of what is held.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Change {
+    Lease(LeaseEntry),
+    End(u64),
+}
+
 /// What a file says.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Known {
@@ -96,11 +104,25 @@ pub(crate) struct Journal {
     path: PathBuf,
     file: Option<File>,
     pub(crate) known: Known,
-    /// Not written yet.
+    /// Clients that are not written yet; nothing that is held depends on them alone.
     pending: Vec<u8>,
     appended: usize,
-    /// Why it could not be written last time.
+    /// Why it cannot be written; then it lacks what is known since, and only a new file makes up for that.
     pub(crate) error: Option<String>,
+}
+
+impl Known {
+    fn learn(&mut self, changes: Vec<Change>) {
+        for change in changes {
+            match change {
+                Change::Lease(entry) => {
+                    self.next_lease = self.next_lease.max(entry.lease.saturating_add(1));
+                    self.leases.insert(entry.lease, entry);
+                }
+                Change::End(lease) => drop(self.leases.remove(&lease)),
+            }
+        }
+    }
 }
 
 impl Journal {
@@ -126,7 +148,7 @@ impl Journal {
             appended: 0,
             error: None,
         };
-        journal.compact();
+        journal.compact(&[]);
         journal
     }
 
@@ -136,61 +158,62 @@ impl Journal {
         self.known.clients.insert(entry.client, entry);
     }
 
-    pub(crate) fn lease(&mut self, entry: LeaseEntry) {
-        self.append(&Entry::Lease(std::borrow::Cow::Borrowed(&entry)));
-        self.known.next_lease = self.known.next_lease.max(entry.lease.saturating_add(1));
-        self.known.leases.insert(entry.lease, entry);
-    }
-
-    pub(crate) fn end(&mut self, lease: u64) {
-        if self.known.leases.remove(&lease).is_some() {
-            self.append(&Entry::End { lease });
-        }
-    }
-
     pub(crate) fn gone(&mut self, client: u64) {
         if self.known.clients.remove(&client).is_some() {
             self.append(&Entry::Gone { client });
         }
     }
 
-    /// All who held something that was not written have come back, or their time is over.
-    pub(crate) fn complete(&mut self) {
+    /// All who held something that was not written have come back, or their time is over. Says whether that is written.
+    #[must_use]
+    pub(crate) fn complete(&mut self) -> bool {
         self.known.is_incomplete = false;
-        self.compact();
+        self.compact(&[])
     }
 
     fn append(&mut self, entry: &Entry<'_>) {
         push(&mut self.pending, entry);
     }
 
-    /// Writes what is pending; to be called before anyone hears of it.
-    pub(crate) fn write(&mut self) {
-        if self.pending.is_empty() {
-            return;
-        }
-        let is_new = self.file.is_none() || self.appended + self.pending.len() > COMPACT_BYTES;
-        if is_new {
-            self.compact();
-            return;
-        }
-        if let Some(file) = &mut self.file {
-            match file.write_all(&self.pending) {
-                Ok(()) => {
-                    self.appended += self.pending.len();
-                    self.pending.clear();
-                }
-                // A part may stand there; a new file has no such part.
-                Err(_) => self.compact(),
+    /// Writes the changes and what is pending; to be called before anyone hears of them. Says whether they are
+    /// written; otherwise the changes are not known either.
+    #[must_use]
+    pub(crate) fn write(&mut self, changes: Vec<Change>) -> bool {
+        if self.error.is_none() {
+            let mut bytes = std::mem::take(&mut self.pending);
+            for change in &changes {
+                push(&mut bytes, &change.entry());
+            }
+            if bytes.is_empty() {
+                return true;
+            }
+            let is_small = self.appended + bytes.len() <= COMPACT_BYTES;
+            let file = self.file.as_mut().filter(|_| is_small);
+            if file.is_some_and(|file| file.write_all(&bytes).is_ok()) {
+                self.appended += bytes.len();
+                self.known.learn(changes);
+                return true;
             }
         }
+        // A part may stand in the old file; a new one has no such part.
+        self.compact(&changes)
     }
 
-    /// Writes all that counts to a new file in place of the old.
-    fn compact(&mut self) {
-        match self.rewrite() {
+    /// Takes note of changes after which no more is held than the file says; they are written when it can be.
+    pub(crate) fn owe(&mut self, changes: Vec<Change>) {
+        self.known.learn(changes);
+    }
+
+    /// Writes all that counts, with these changes, to a new file in place of the old; says whether it did.
+    fn compact(&mut self, changes: &[Change]) -> bool {
+        let mut known = self.known.clone();
+        known.learn(changes.to_vec());
+        self.pending.clear();
+        self.appended = 0;
+        match rewrite(&self.path, &known) {
             Ok(file) => {
                 self.file = Some(file);
+                self.known = known;
                 self.error = None;
             }
             Err(error) => {
@@ -198,49 +221,56 @@ impl Journal {
                 self.error = Some(format!("cannot write `{}`: {error}", self.path.display()));
             }
         }
-        self.appended = 0;
-        self.pending.clear();
-    }
-
-    fn rewrite(&self) -> io::Result<File> {
-        let mut bytes = Vec::new();
-        let begin = Entry::Begin {
-            schema_version: SCHEMA,
-            boot: self.known.boot.clone(),
-            next_client: self.known.next_client,
-            next_lease: self.known.next_lease,
-            is_incomplete: self.known.is_incomplete,
-        };
-        push(&mut bytes, &begin);
-        for entry in self.known.clients.values() {
-            push(
-                &mut bytes,
-                &Entry::Client(std::borrow::Cow::Borrowed(entry)),
-            );
-        }
-        for entry in self.known.leases.values() {
-            push(&mut bytes, &Entry::Lease(std::borrow::Cow::Borrowed(entry)));
-        }
-        let new = self.path.with_extension("state.new");
-        let mut options = OpenOptions::new();
-        let mut file = options
-            .create(true)
-            .truncate(true)
-            .write(true)
-            .mode(0o600)
-            .open(&new)?;
-        file.write_all(&bytes)?;
-        fs::rename(&new, &self.path)?;
-        Ok(file)
+        self.error.is_none()
     }
 
     /// An orderly end: without leases nothing is left behind.
     pub(crate) fn close(&mut self) {
-        self.write();
-        if self.known.leases.is_empty() {
+        // What cannot be written now is held by fewer than the file says.
+        let _is_written = self.write(Vec::new());
+        if self.known.leases.is_empty() && !self.known.is_incomplete {
             let _gone_already = fs::remove_file(&self.path);
         }
     }
+}
+
+impl Change {
+    const fn entry(&self) -> Entry<'_> {
+        match self {
+            Self::Lease(entry) => Entry::Lease(std::borrow::Cow::Borrowed(entry)),
+            Self::End(lease) => Entry::End { lease: *lease },
+        }
+    }
+}
+
+fn rewrite(path: &Path, known: &Known) -> io::Result<File> {
+    let mut bytes = Vec::new();
+    let begin = Entry::Begin {
+        schema_version: SCHEMA,
+        boot: known.boot.clone(),
+        next_client: known.next_client,
+        next_lease: known.next_lease,
+        is_incomplete: known.is_incomplete,
+    };
+    push(&mut bytes, &begin);
+    for entry in known.clients.values() {
+        let entry = Entry::Client(std::borrow::Cow::Borrowed(entry));
+        push(&mut bytes, &entry);
+    }
+    for entry in known.leases.values() {
+        push(&mut bytes, &Entry::Lease(std::borrow::Cow::Borrowed(entry)));
+    }
+    let new = path.with_extension("state.new");
+    let mut options = OpenOptions::new();
+    let mut file = options
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(&bytes)?;
+    fs::rename(&new, path)?;
+    Ok(file)
 }
 
 fn push(bytes: &mut Vec<u8>, entry: &Entry<'_>) {
@@ -318,6 +348,10 @@ mod tests {
         }
     }
 
+    fn held(number: u64, bytes: u64) -> Vec<Change> {
+        vec![Change::Lease(lease(number, bytes))]
+    }
+
     fn known(path: &Path) -> Known {
         match Journal::find(path) {
             Found::Known(known) => known,
@@ -332,10 +366,9 @@ mod tests {
         assert!(matches!(Journal::find(&path), Found::Nothing));
         let mut journal = Journal::begin(path.clone(), Known::default());
         for number in 1..=3 {
-            journal.lease(lease(number, number * 10));
+            assert!(journal.write(held(number, number * 10)));
         }
-        journal.end(2);
-        journal.write();
+        assert!(journal.write(vec![Change::End(2)]));
         let expected = journal.known.clone();
         assert_eq!(known(&path), expected);
         assert_eq!(expected.next_lease, 4);
@@ -351,15 +384,13 @@ mod tests {
         let path = folder.path().join("broker.state");
         let mut journal = Journal::begin(path.clone(), Known::default());
         for number in 1..=20_000 {
-            journal.lease(lease(number, 1));
-            journal.end(number);
-            journal.write();
+            let change = Change::Lease(lease(number, 1));
+            assert!(journal.write(vec![change, Change::End(number)]));
         }
-        journal.lease(lease(30_000, 7));
-        journal.write();
+        assert!(journal.write(held(30_000, 7)));
         assert!(fs::metadata(&path).unwrap().len() < 2 * COMPACT_BYTES as u64);
         assert_eq!(known(&path).leases.len(), 1);
-        journal.end(30_000);
+        assert!(journal.write(vec![Change::End(30_000)]));
         journal.close();
         assert!(!path.exists());
     }
@@ -385,10 +416,29 @@ mod tests {
         let path = folder.path().join("later").join("broker.state");
         let mut journal = Journal::begin(path.clone(), Known::default());
         assert!(journal.error.as_ref().unwrap().contains("broker.state"));
+        assert!(!journal.write(held(1, 1)));
+        assert!(journal.known.leases.is_empty());
         fs::create_dir(folder.path().join("later")).unwrap();
-        journal.lease(lease(1, 1));
-        journal.write();
+        assert!(journal.write(held(1, 1)));
         assert_eq!(journal.error, None);
         assert_eq!(known(&path).leases.len(), 1);
+    }
+
+    #[test]
+    fn what_cannot_be_appended_is_not_known_and_ends_are_owed_until_it_can() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("broker.state");
+        let mut journal = Journal::begin(path.clone(), Known::default());
+        assert!(journal.write(held(1, 1)));
+        assert!(journal.write(held(2, 2)));
+        journal.file = Some(File::options().write(true).open("/dev/full").unwrap());
+        fs::create_dir(path.with_extension("state.new")).unwrap();
+        assert!(!journal.write(held(3, 3)));
+        journal.owe(vec![Change::End(1)]);
+        assert_eq!(known(&path).leases.len(), 2);
+        fs::remove_dir(path.with_extension("state.new")).unwrap();
+        assert!(journal.write(held(4, 4)));
+        let held: Vec<u64> = known(&path).leases.into_keys().collect();
+        assert_eq!(held, [2, 4]);
     }
 }

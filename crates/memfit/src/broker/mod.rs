@@ -86,6 +86,8 @@ async fn serve(options: &Options, log: Log) -> Result<(), Failure> {
         stop(SignalKind::terminate())?,
         stop(SignalKind::interrupt())?,
     );
+    // A file that may grow no more is a journal that cannot be written, and not the end.
+    let _too_large = stop(SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw()))?;
     let scrapes = match options.metrics {
         None => None,
         Some(address) => Some(metrics::listen(address).await.map_err(|error| {

@@ -9,8 +9,8 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use memfit_engine::share::lease::{
-    Ask, ClientId, Event, Imbalance, LeaseId, Machine, Millis, Presented, Priority, RequestId,
-    Revision, Wait,
+    Ask, ClientId, Effect, Event, Imbalance, LeaseId, Machine, Millis, Presented, Priority,
+    RequestId, Revision, Wait,
 };
 use serde_json::json;
 use tokio::sync::Notify;
@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 use super::alarm::Alarm;
 use super::counters::Counters;
 use super::devices::Devices;
-use super::journal::{ClientEntry, Journal};
+use super::journal::{Change, ClientEntry, Journal};
 use super::log::Log;
 use super::outbox::Outbox;
 use super::process::{Process, milliseconds};
@@ -29,6 +29,8 @@ use crate::lease::protocol::{NAME_BYTES, Reason, Refused, Reply, Request, Resume
 
 /// Leases and requests of one client.
 const MOST_LEASES: usize = 256;
+/// How long until a journal that could not be written is tried again.
+const WRITE_AGAIN_MS: u64 = 200;
 /// Connected clients.
 const MOST_CLIENTS: usize = 4096;
 
@@ -240,6 +242,7 @@ impl Server {
     /// A message after the first.
     pub(crate) fn handle(&mut self, client: ClientId, request: Request) -> Result<(), Fault> {
         self.counters.requests += 1;
+        self.write_again();
         match self.event(client, request) {
             Ok(Some(event)) => {
                 if matches!(event, Event::Reserve { .. } | Event::Resize { .. }) {
@@ -416,9 +419,11 @@ impl Server {
 
     /// Time has passed.
     pub(crate) fn tick(&mut self) {
+        self.write_again();
         self.apply(Event::Tick);
-        if self.journal.known.is_incomplete && !self.is_held_back() {
-            self.journal.complete();
+        let is_complete = self.journal.known.is_incomplete && !self.is_held_back();
+        if is_complete && !self.journal.complete() {
+            self.stop_granting();
         }
         self.settle();
     }
@@ -435,19 +440,67 @@ impl Server {
         }
     }
 
+    /// Lets an event happen, writes down what follows and carries it out.
+    ///
+    /// What cannot be written is not granted: then the event happens once more, to a machine that grants nothing.
     pub(super) fn apply(&mut self, event: Event) {
-        if self.fault.is_some() {
+        let now = Millis(milliseconds());
+        if self.journal.error.is_some() {
+            if let Some((effects, changes)) = self.decide(now, event) {
+                self.journal.owe(changes);
+                self.carry_out_all(effects);
+            }
             return;
         }
-        let effects = self.machine.apply(Millis(milliseconds()), event);
+        let before = self.machine.clone();
+        let Some((effects, changes)) = self.decide(now, event.clone()) else {
+            return;
+        };
+        if self.journal.write(changes) {
+            self.carry_out_all(effects);
+            return;
+        }
+        self.machine = before;
+        self.stop_granting();
+        self.apply(event);
+    }
+
+    /// What an event leads to, and what is to be written of that; nothing where the sums are wrong.
+    fn decide(&mut self, now: Millis, event: Event) -> Option<(Vec<Effect>, Vec<Change>)> {
+        if self.fault.is_some() {
+            return None;
+        }
+        let effects = self.machine.apply(now, event);
         if let Err(imbalance) = self.machine.audit() {
             // Nobody hears of it and nothing of it is written: the next broker begins with what was right.
             self.fault = Some(imbalance);
             self.has_fault.notify_one();
-            return;
+            return None;
         }
+        let changes = self.changes(&effects);
+        Some((effects, changes))
+    }
+
+    fn carry_out_all(&mut self, effects: Vec<Effect>) {
         for effect in effects {
             self.carry_out(effect);
+        }
+    }
+
+    /// The journal cannot be written: from now on nothing is granted.
+    pub(super) fn stop_granting(&mut self) {
+        let error = json!({ "error": self.journal.error });
+        self.log.warn("state_not_written", error);
+        self.apply(Event::Recording { works: false });
+        // The clock looks after the journal too.
+        self.deadline_changed.notify_one();
+    }
+
+    /// Tries again to write the journal, if it could not be.
+    fn write_again(&mut self) {
+        if self.journal.error.is_some() && self.journal.write(Vec::new()) {
+            self.log.info("state_written", json!({}));
+            self.apply(Event::Recording { works: true });
         }
     }
 
@@ -456,11 +509,8 @@ impl Server {
         if self.fault.is_some() {
             return;
         }
-        let had_error = self.journal.error.is_some();
-        self.journal.write();
-        if let Some(error) = self.journal.error.as_ref().filter(|_| !had_error) {
-            self.log
-                .warn("state_not_written", json!({ "error": error }));
+        if self.journal.error.is_none() && !self.journal.write(Vec::new()) {
+            self.stop_granting();
         }
         for client in std::mem::take(&mut self.touched) {
             if let Some(Client {
@@ -480,7 +530,9 @@ impl Server {
     pub(crate) fn sleep_milliseconds(&mut self) -> Option<u64> {
         let next = self.machine.next_deadline();
         self.alarm.set(next);
-        Some(next?.0.saturating_sub(milliseconds()))
+        let left = next.map(|next| next.0.saturating_sub(milliseconds()));
+        let again = self.journal.error.as_ref().map(|_| WRITE_AGAIN_MS);
+        left.into_iter().chain(again).min()
     }
 
     pub(super) fn put(&mut self, client: ClientId, reply: &Reply) {

@@ -147,6 +147,9 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     let journal = Journal::begin(path, known);
     let mut server = Server::new(machine, devices, (journal, log), clients);
     server.only_free = options.only_free;
+    if server.journal.error.is_some() {
+        server.stop_granting();
+    }
     Ok(server)
 }
 

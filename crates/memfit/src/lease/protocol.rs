@@ -256,6 +256,7 @@ pub enum Reason {
     Stale,
     WrongPhase,
     HeldBack,
+    NotRecorded,
     /// The client holds or asks for more leases than one may.
     TooMany,
 }

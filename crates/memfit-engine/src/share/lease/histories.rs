@@ -70,6 +70,9 @@ enum Step {
         device: usize,
         bytes: u64,
     },
+    Recording {
+        works: bool,
+    },
     Tick,
 }
 
@@ -117,6 +120,7 @@ fn steps() -> impl Strategy<Value = Vec<(u64, Step)>> {
         1 => client.prop_map(|client| Step::Leave { client }),
         2 => (0..2_usize, prop_oneof![2 => Just(0), 3 => 0..15_u64])
             .prop_map(|(device, bytes)| Step::Occupied { device, bytes }),
+        2 => prop_oneof![1 => Just(false), 2 => Just(true)].prop_map(|works| Step::Recording { works }),
         2 => Just(Step::Tick),
     ];
     let pause = prop_oneof![6 => 0..3_u64, 1 => 3..30_u64];
@@ -275,6 +279,7 @@ fn event(step: &Step, machine: &Machine, now: u64, number: u64) -> Event {
             device: Device(device),
             bytes: Bytes(bytes),
         },
+        Step::Recording { works } => Event::Recording { works },
         Step::Tick => Event::Tick,
     }
 }
@@ -287,9 +292,12 @@ fn presented(id: LeaseId, lease: &super::Lease) -> Presented {
     }
 }
 
-/// Others leave the devices, assumption B, and all leases of clients that do not wait are ended, again and
+/// What is granted can be written down, others leave the devices, assumption B, and all leases of clients that do not wait are ended, again and
 /// again, assumption A. All who wait must be served by that alone.
 pub(super) fn drain(mut machine: Machine, mut witness: Witness, now: u64) {
+    let was = machine.clone();
+    let effects = machine.apply(Millis(now), Event::Recording { works: true });
+    witness.watch(&was, &effects, &machine);
     for device in [0, 1].map(Device) {
         let was = machine.clone();
         let bytes = Bytes::ZERO;

@@ -47,6 +47,8 @@ pub struct Machine {
     pub(super) arrivals: u64,
     /// No grants before this time.
     pub(super) opens: Millis,
+    /// No grants while they cannot be written down.
+    pub(super) can_record: bool,
     /// Nothing happens by itself before this time.
     pub(super) earliest: Option<Millis>,
     pub(super) effects: Vec<Effect>,
@@ -67,6 +69,7 @@ impl Machine {
             adopts_below: 0,
             arrivals: 0,
             opens: Millis::default(),
+            can_record: true,
             earliest: None,
             effects: Vec::new(),
         }
@@ -74,6 +77,7 @@ impl Machine {
 
     /// Lets time pass up to `now`, then the event happen.
     pub fn apply(&mut self, now: Millis, event: Event) -> Vec<Effect> {
+        self.can_record &= event != Event::Recording { works: false };
         self.pass_time(now);
         match event {
             Event::Reserve {
@@ -111,6 +115,10 @@ impl Machine {
             Event::Leave { client } => self.leave(client),
             Event::Occupied { device, bytes } => {
                 self.ledger.occupy(device, bytes);
+                self.serve();
+            }
+            Event::Recording { works } => {
+                self.can_record = works;
                 self.serve();
             }
             Event::Open => {
@@ -209,6 +217,10 @@ impl Machine {
         Ok(())
     }
 
+    pub(super) fn may_grant(&self) -> bool {
+        self.can_record && self.now >= self.opens
+    }
+
     pub(super) fn effect(&mut self, effect: Effect) {
         self.effects.push(effect);
     }
@@ -223,7 +235,7 @@ impl Machine {
     pub(super) fn serve(&mut self) {
         // A growth may give back on another device what one before it in the order needs, and a request that
         // became due has changed the order: so once more, until nobody is granted.
-        while self.now >= self.opens && self.serve_once() {}
+        while self.may_grant() && self.serve_once() {}
     }
 
     /// One pass over the queue, which ends early where a request becomes due; says whether it granted.

@@ -8,6 +8,11 @@
 //! names everything that a step needs at its peak, on all devices at once, and gets all of it or
 //! nothing. A reservation that is not committed in time expires.
 //!
+//! The daemon writes down what was granted before anyone hears of it. Where it cannot, it takes the event back:
+//! it goes on from a copy of the machine as it was, tells it so ([`Event::Recording`]), and has the same happen once
+//! more. Such a machine grants nothing, so all that is still to be written are ends and smaller leases: whoever
+//! reads the records without them takes for held what is free, and never the other way round.
+//!
 //! # Words
 //!
 //! A client is one line of work: it waits for one thing at a time. A *holder* is a client whose leases are
@@ -288,6 +293,12 @@ pub enum Event {
         /// How much; more than there is counts as all.
         bytes: Bytes,
     },
+    /// Whether what is granted can be written down. While it cannot, nothing is: not by what happens in time
+    /// before this event either.
+    Recording {
+        /// Whether it can.
+        works: bool,
+    },
     /// Everyone from before has come back or is gone: grants need not be held back any longer.
     Open,
     /// Only time has passed.
@@ -454,6 +465,9 @@ pub enum Refusal {
     /// Grants are held back until clients of before have come back.
     #[error("grants are held back until clients of before the restart are back")]
     HeldBack,
+    /// What is granted could not be written down, so nothing is.
+    #[error("nothing is granted while it cannot be written down")]
+    NotRecorded,
 }
 
 /// A lease, to look at.

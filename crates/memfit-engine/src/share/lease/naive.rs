@@ -48,6 +48,8 @@ pub(super) struct Naive {
     capacities: Vec<u128>,
     others: Vec<u128>,
     now: u64,
+    /// Whether anything is granted at all.
+    records: bool,
     leases: Vec<Held>,
     waiting: Vec<Waits>,
     granted_so_far: u64,
@@ -63,6 +65,7 @@ impl Naive {
             capacities: capacities.iter().map(|bytes| u128::from(bytes.0)).collect(),
             others: vec![0; capacities.len()],
             now: 0,
+            records: true,
             leases: Vec::new(),
             waiting: Vec::new(),
             granted_so_far: 0,
@@ -78,6 +81,9 @@ impl Naive {
     )]
     pub(super) fn apply(&mut self, now: Millis, event: &Event) -> Vec<Effect> {
         self.now = self.now.max(now.0);
+        if *event == (Event::Recording { works: false }) {
+            self.records = false;
+        }
         self.overdue();
         match event {
             Event::Reserve {
@@ -119,10 +125,11 @@ impl Naive {
                 lease,
                 revision,
             } => {
-                let now = self.now;
+                let (now, records) = (self.now, self.records);
                 let answer = match self.find(*client, *lease, *revision) {
                     Err(refusal) => Err(refusal),
                     Ok(held) if held.committed => Err(Refusal::WrongPhase),
+                    Ok(_) if !records => Err(Refusal::NotRecorded),
                     Ok(held) => {
                         held.committed = true;
                         held.revision += 1;
@@ -197,6 +204,10 @@ impl Naive {
             }
             Event::Occupied { device, bytes } => {
                 self.others[device.0] = u128::from(bytes.0);
+                self.serve();
+            }
+            Event::Recording { works } => {
+                self.records = *works;
                 self.serve();
             }
             // The twin is never restored, so it is always open.
@@ -303,7 +314,7 @@ impl Naive {
 
     /// Grants the first that can be granted, again and again.
     fn serve(&mut self) {
-        loop {
+        while self.records {
             let order = self.in_order();
             let next = order.iter().enumerate().find(|(place, waiter)| {
                 let is_blocked = order[..*place].iter().any(|before| {
@@ -445,13 +456,14 @@ impl Naive {
             .blocking()
             .iter()
             .any(|other| meet(&other.wants, &waiter.wants));
-        if !is_met && self.fits(&waiter.wants) {
+        if self.records && !is_met && self.fits(&waiter.wants) {
             self.grant(waiter);
             return self.serve();
         }
         waiter.until = match wait {
             Wait::Forever => None,
             Wait::Until(until) if until.0 > self.now => Some(until.0),
+            _ if !self.records => return self.refuse(client, request, Refusal::NotRecorded),
             _ => {
                 let (device, asked, largest) = self.shortage(&waiter.wants);
                 let refusal = Refusal::NoRoom {
@@ -572,7 +584,9 @@ impl Naive {
     /// Looks for every combination of lenders in the order of asking, until the first wait is covered.
     fn ask(&mut self) {
         let order = self.in_order();
-        let Some(first) = order.first() else { return };
+        let Some(first) = order.first().filter(|_| self.records) else {
+            return;
+        };
         let mut short = Amounts::new();
         for (&device, &wanted) in &first.wants {
             let promised: u128 = self

@@ -70,10 +70,14 @@ impl Machine {
         id: LeaseId,
         revision: Revision,
     ) {
-        let now = self.now;
+        let (now, can_record) = (self.now, self.can_record);
         let found = self.known(client, id, revision).and_then(|lease| {
             if lease.is_committed {
                 return Err(Refusal::WrongPhase);
+            }
+            if !can_record {
+                // Records that call it reserved would let it expire.
+                return Err(Refusal::NotRecorded);
             }
             lease.is_committed = true;
             lease.revision = lease.revision.next();
@@ -253,7 +257,7 @@ impl Machine {
         }
         let is_holder = self.held.contains_key(&client);
         let is_blocked = self.queue.blocks(wants);
-        let is_open = self.now >= self.opens;
+        let is_open = self.may_grant();
         if is_open && !is_blocked && self.ledger.fits(wants) {
             let (arrival, wants) = (request.arrival, wants.clone());
             self.grant(request);
@@ -265,12 +269,11 @@ impl Machine {
             Wait::Until(until) if until > self.now => Some(until),
             Wait::Forever => None,
             Wait::No | Wait::Until(_) => {
-                let refusal = if is_open {
-                    self.no_room(wants)
-                } else {
-                    Refusal::HeldBack
-                };
-                return Err(refusal);
+                return Err(match (is_open, self.can_record) {
+                    (true, _) => self.no_room(wants),
+                    (false, true) => Refusal::HeldBack,
+                    (false, false) => Refusal::NotRecorded,
+                });
             }
         };
         if is_holder && (is_blocked || self.queue.has_holder()) {

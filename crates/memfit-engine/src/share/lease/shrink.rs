@@ -9,7 +9,7 @@ use super::{Claims, Effect, Lease, LeaseId, Machine, Waiting};
 impl Machine {
     /// Asks for what the first waiting request lacks, if the elastic leases can give it.
     pub(super) fn ask_for_bytes(&mut self) {
-        if self.now < self.opens {
+        if !self.may_grant() {
             return;
         }
         let Some((rank, waiting)) = self.first_waiting() else {

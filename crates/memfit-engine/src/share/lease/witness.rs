@@ -37,6 +37,7 @@ impl Witness {
             self.check_sums();
             if !matches!(effect, Effect::Adopted { .. }) {
                 self.check_room(&before, was, is);
+                self.check_records(&before, is);
             }
         }
         self.check_turns(was, effects);
@@ -139,6 +140,15 @@ impl Witness {
                 "{sum} granted beside {others} of others on device {device}"
             );
         }
+    }
+
+    /// Nothing granted that cannot be written down.
+    fn check_records(&self, before: &[u128], is: &Machine) {
+        let mut sums = self.sums().into_iter().zip(before);
+        assert!(
+            is.can_record || sums.all(|(sum, before)| sum <= *before),
+            "granted and not written down"
+        );
     }
 
     fn sums(&self) -> Vec<u128> {

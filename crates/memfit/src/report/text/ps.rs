@@ -22,7 +22,10 @@ pub(crate) fn ps(document: &PsDocument, palette: Palette) -> String {
     }
     if let Some(error) = &status.state_error {
         // Writing to a text does not fail.
-        let _done = writeln!(text, "\nA restart would forget the leases: {error}");
+        let _done = writeln!(
+            text,
+            "\nNothing is granted while it cannot be written down: {error}"
+        );
     }
     text.push_str(&leases(&status.leases, palette));
     text.push_str(&waiting(&status.waiting, palette));
