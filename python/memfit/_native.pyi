@@ -107,6 +107,15 @@ class LeaseClient:
     def __new__(cls, path: str | PathLike[str], name: str) -> LeaseClient:
         """Connect; ``name`` is what ``memfit ps`` shows."""
 
+    @staticmethod
+    def within(
+        path: str | PathLike[str],
+        name: str,
+        wait_seconds: float | None,
+        waits: Callable[[int | None], object] | None = None,
+    ) -> LeaseClient:
+        """Connect, and wait for a broker that is away."""
+
     def devices(self) -> dict[str, int]:
         """Capacity by device."""
 

@@ -150,7 +150,14 @@ impl Host for PythonHost {
     fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
         let lease = script.lease.as_ref().map(|lease| {
             let device = lease.device.as_deref();
-            (lease.is_wanted, lease.wait_seconds, lease.priority, device)
+            let (is_wanted, wait) = (lease.is_wanted, lease.wait_seconds);
+            (
+                is_wanted,
+                wait,
+                lease.priority,
+                device,
+                lease.is_alone_allowed,
+            )
         });
         let arguments = (
             &script.command,

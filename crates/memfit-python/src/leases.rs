@@ -63,6 +63,23 @@ impl LeaseClient {
         Ok(Self { client })
     }
 
+    /// The same, waiting for a broker that is away; `wait_seconds` of nothing waits without end.
+    #[staticmethod]
+    #[pyo3(signature = (path, name, wait_seconds, waits=None))]
+    fn within(
+        py: Python<'_>,
+        path: PathBuf,
+        name: &str,
+        wait_seconds: Option<f64>,
+        waits: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        let wait = seconds(wait_seconds)?;
+        let client = waiting(py, waits.as_ref(), |goes_on| {
+            Client::connect_within(&path, name, wait, goes_on)
+        })?;
+        Ok(Self { client })
+    }
+
     /// Capacity by device.
     fn devices(&self) -> PyResult<Amounts> {
         self.client.devices().map_err(failure)

@@ -182,7 +182,8 @@ The script runs as `python train.py` would run it. Standard output is the script
 to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run.
 
 Where a broker runs, the budget and what torch takes apart from tensors are leased before the script
-starts, and what its plan does not need is given back. Where none runs, the script runs alone.")]
+starts, and what its plan does not need is given back. Where none was started, the script runs alone;
+one that is away while others may hold what it granted is waited for.")]
     Run(RunArguments),
 
     /// Grant memory to processes before they use it, so that together they never exceed it
@@ -562,8 +563,12 @@ pub(crate) struct RunLeaseArguments {
     #[arg(long, value_name = "DEVICE", requires = "budget")]
     pub(crate) device: Option<String>,
 
+    /// Run without a lease where the broker is still away after the wait, or 5 s, instead of giving up
+    #[arg(long, requires = "budget")]
+    pub(crate) alone: bool,
+
     /// Lease nothing, though a broker runs
-    #[arg(long, conflicts_with_all = ["wait", "device"])]
+    #[arg(long, conflicts_with_all = ["wait", "device", "alone"])]
     pub(crate) no_lease: bool,
 }
 

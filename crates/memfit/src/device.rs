@@ -146,7 +146,7 @@ pub fn rooms(socket: &Path) -> Result<Vec<Room>, LeaseError> {
     let status = Client::connect(socket, "memfit devices").and_then(|client| client.status());
     let status = match status {
         Ok(status) => Some(status),
-        Err(LeaseError::Socket(SocketError::NoBroker(_))) => None,
+        Err(LeaseError::Socket(SocketError::NoBroker(_) | SocketError::Away(_))) => None,
         Err(error) => return Err(error),
     };
     Ok(rooms_beside(status.as_ref()))

@@ -41,6 +41,8 @@ pub struct ScriptLease {
     pub priority: i8,
     /// `host` or `cuda:0`; absent for the broker's first GPU, else the host.
     pub device: Option<String>,
+    /// Whether to go on without a lease where the broker is away.
+    pub is_alone_allowed: bool,
 }
 
 /// What to calibrate.

@@ -292,7 +292,7 @@ class Host:
         is_module: bool,  # noqa: FBT001 - called from Rust by position
         snapshot: Path | None,
         budget: str | None,
-        lease: tuple[bool, float | None, int, str | None] | None,
+        lease: tuple[bool, float | None, int, str | None, bool] | None,
         offload: str | None,
         announce: bool,  # noqa: FBT001
     ) -> str:
@@ -306,7 +306,8 @@ class Host:
             snapshot: Where to write a snapshot of CUDA memory.
             budget: Memory that its training steps shall stay within, as written.
             lease: How to lease the budget: whether the user asked for that, how long to wait,
-                priority, device; ``None`` to lease nothing.
+                priority, device, whether to go on where the broker is away; ``None`` to lease
+                nothing.
             offload: Folder, or ``host``, where activations and optimizer state may go.
             announce: Whether to say on standard error what is planned, when it is.
 
@@ -347,7 +348,7 @@ class Host:
         if isinstance(error, SystemExit):
             return "workload", f"the target ended the program (exit {error.code})", None, hint
         if isinstance(error, LeaseError) and error.reason in NO_ROOM:
-            return "no_room", f"the script was not run: {error}", None, _MORE_ROOM
+            return "no_room", f"the script was not run: {error}", None, hint or _MORE_ROOM
         for family, kind in _KINDS:
             if isinstance(error, family):
                 cause = error.__cause__ if family is WorkloadError else None
@@ -358,7 +359,9 @@ class Host:
 
 _MORE_ROOM = "`--wait` waits for room; `memfit ps` says who holds it"
 
-NO_ROOM = frozenset({"no_room", "timed_out", "contended", "held_back", "too_many"})
+NO_ROOM = frozenset(
+    {"no_room", "timed_out", "contended", "held_back", "too_many", "not_recorded", "broker_away"}
+)
 """Reasons for which a lease is refused that may be gone another time."""
 
 _KINDS: tuple[tuple[type[MemfitError], str], ...] = (

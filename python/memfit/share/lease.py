@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,12 +53,14 @@ def lease(
     label: str | None = None,
     courteous: bool = False,
     guard: bool = False,
+    alone: bool = False,
 ) -> Lease:
     """Lease memory from the broker, for as long as the ``with`` block runs.
 
     Ask for all that is needed at the peak, on all devices at once. What does not fit yet waits;
-    what can never fit is refused at once. Without a broker the lease is granted with a warning,
-    and holds nothing back from others.
+    what can never fit is refused at once. Where no broker was started the lease is granted with a
+    warning, and holds nothing back from others. A broker that is away, while others may hold what
+    it granted, is waited for: as long as ``wait``, and at least as long as a restart takes.
 
     Args:
         size: Bytes on ``device``, or bytes by device: ``{"host": "2GiB", "cuda:0": "8GiB"}``.
@@ -74,13 +77,14 @@ def lease(
             besides tensors, until it is released; see :func:`memfit.guard` for what counts. The
             budget follows the lease. Where the ``with`` block ends with torch's error of a refused
             request, :class:`~memfit.errors.OutOfBudget` is raised instead.
+        alone: Go on as where no broker was started when it is still away then, instead of raising.
 
     Returns:
         The lease, which is held from now on.
 
     Raises:
         BudgetError: With ``guard``, this process takes more than the lease already.
-        LeaseError: It does not fit, or did not within ``wait``.
+        LeaseError: It does not fit, or did not within ``wait``, or the broker is away.
         UsageError: A size, a device or a priority that is none, or no guard can be held there.
     """
     if courteous and floor is None:
@@ -91,7 +95,10 @@ def lease(
         message = f"priority `{priority}` is not within -128 to 127"
         raise UsageError(message)
     guarding = _guard(claims) if guard else None
-    client = _client()
+    deadline = None if wait is None else time.monotonic() + wait
+    client = _client(wait, alone=alone)
+    if deadline is not None:
+        wait = max(0.0, deadline - time.monotonic())
     if client is None:
         held = Lease(None, 0, claims)
     else:
@@ -126,7 +133,7 @@ def take(
     Raises:
         LeaseError: As for :func:`lease`, or no broker runs.
     """
-    client = connection()
+    client = connection(wait, waits)
     number, _, granted = client.acquire(claims, floor, priority, wait, None, label, waits)
     return Lease(client, number, granted)
 
@@ -324,20 +331,29 @@ def _guard(claims: Mapping[str, int]) -> LeaseGuard:
     return LeaseGuard.of(claims)
 
 
-def _client() -> _native.LeaseClient | None:
-    """This thread's connection; ``None``, and a warning, when no broker runs."""
+def _client(wait: float | None, *, alone: bool) -> _native.LeaseClient | None:
+    """This thread's connection; ``None``, and a warning, where the process goes on alone."""
     try:
-        return connection()
+        return connection(wait)
     except LeaseError as error:
-        if error.reason != "no_broker":
+        if error.reason == "broker_away" and not alone:
+            error.add_note("start it again: `memfit broker`; or go on without it: `alone=True`")
+        if error.reason != "no_broker" and not (alone and error.reason == "broker_away"):
             raise
         message = f"{error}: the lease holds nothing back from others; start one: `memfit broker`"
         warnings.warn(message, NoBrokerWarning, stacklevel=3)
         return None
 
 
-def connection() -> _native.LeaseClient:
+def connection(
+    wait: float | None = 0.0, waits: Callable[[int | None], object] | None = None
+) -> _native.LeaseClient:
     """This thread's connection to the broker.
+
+    Args:
+        wait: Seconds to wait for a broker that is away, or longer where a restart may take longer;
+            ``None`` waits without end.
+        waits: Called now and then while it waits, with ``None``.
 
     Raises:
         LeaseError: No broker runs, or it is not one to talk to.
@@ -352,7 +368,7 @@ def connection() -> _native.LeaseClient:
         else:
             return _lines.client
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    client = _native.LeaseClient(path, name[:100])
+    client = _native.LeaseClient.within(path, name[:100], wait, waits)
     _lines.client, _lines.path, _lines.process = client, path, os.getpid()
     return client
 

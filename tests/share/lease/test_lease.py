@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -157,6 +158,40 @@ def test_without_a_broker_a_lease_is_granted_and_says_that_it_is_alone(
         assert lease.asked is None
     assert lease.bytes == 0
     del idle_broker
+
+
+def test_a_broker_that_is_away_is_waited_for(broker: Broker) -> None:
+    held = memfit.lease(800)
+    broker.kill()
+    threading.Timer(0.5, broker.start).start()
+    with pytest.raises(memfit.LeaseError) as caught:
+        in_another_thread(lambda: memfit.lease(1000, wait=0.2))
+    assert caught.value.reason in {"no_room", "held_back"}
+    until(lambda: broker.granted() == 800)
+    held.release()
+
+
+@pytest.mark.parametrize("has_socket", [False, True])
+def test_while_a_broker_is_away_nobody_is_told_to_be_alone_who_did_not_ask(
+    broker: Broker, *, has_socket: bool
+) -> None:
+    held = memfit.lease(800)
+    broker.kill()
+    if not has_socket:
+        broker.socket.unlink()
+    with pytest.raises(memfit.LeaseError) as caught:
+        in_another_thread(lambda: memfit.lease(1000))
+    assert caught.value.reason == "broker_away"
+    assert "alone=True" in caught.value.__notes__[0]
+    with pytest.warns(memfit.NoBrokerWarning, match="is away"):
+        assert in_another_thread(lambda: memfit.lease(1000, alone=True)).is_alone
+    # After a boot nobody of before holds anything.
+    state = broker.socket.with_suffix(".state")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    state.write_text(state.read_text().replace(boot, "another"))
+    with pytest.warns(memfit.NoBrokerWarning, match="no broker"):
+        assert in_another_thread(lambda: memfit.lease(1000)).is_alone
+    held.release()
 
 
 @pytest.mark.parametrize("size", ["-3GiB", -1, 2**64, "60%", "", "3 apples", True])

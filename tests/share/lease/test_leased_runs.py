@@ -199,6 +199,20 @@ def test_without_a_broker_the_script_runs_alone_and_says_so_where_it_was_to_wait
     assert bool(says) == ("no broker" in stderr)
 
 
+def test_while_the_broker_is_away_the_script_runs_only_where_the_user_says_so(
+    idle_broker: Broker, started: Start
+) -> None:
+    idle_broker.start(memory=ROOMY)
+    idle_broker.kill()
+    code, stdout, stderr = started.end(QUICK, "--budget", "100MiB")
+    assert (code, stdout) == (75, "")
+    assert "is away" in stderr, stderr
+    assert "--alone" in stderr, stderr
+    code, stdout, stderr = started.end(QUICK, "--budget", "100MiB", "--alone")
+    assert (code, stdout) == (0, "ran\n")
+    assert "runs alone" in stderr, stderr
+
+
 def test_a_percentage_is_not_leased_and_the_run_says_so(
     idle_broker: Broker, started: Start
 ) -> None:

@@ -33,7 +33,7 @@ mod usage;
 use std::cell::RefCell;
 use std::future::pending;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -46,6 +46,7 @@ use tokio::task::{LocalSet, spawn_local};
 
 use crate::error::Failure;
 pub(crate) use capacity::read as read_capacities;
+use journal::{Found, Journal};
 pub(crate) use log::Log;
 use server::Server;
 
@@ -62,6 +63,15 @@ pub(crate) struct Options {
     pub(crate) only_free: bool,
     /// How long grants are held back after a restart for clients to come back.
     pub(crate) grace_ms: u64,
+}
+
+/// Whether a broker served this socket since the boot and did not end with nothing held.
+pub(crate) fn has_lived_at(socket: &Path) -> bool {
+    match Journal::find(&socket.with_extension("state")) {
+        Found::Nothing => false,
+        Found::Known(known) => known.boot == process::boot(),
+        Found::Damaged(_) => true,
+    }
 }
 
 /// Serves until it is told to stop.

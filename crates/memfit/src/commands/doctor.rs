@@ -230,7 +230,7 @@ fn broker(socket: &Path) -> (BrokerFacts, Option<Status>) {
             facts.lease_count = Some(status.leases.len() as u64);
             (facts, Some(status))
         }
-        Err(LeaseError::Socket(SocketError::NoBroker(_))) => {
+        Err(LeaseError::Socket(SocketError::NoBroker(_) | SocketError::Away(_))) => {
             facts.why_not = check_place(socket).err().map(|error| error.to_string());
             (facts, None)
         }

@@ -13,7 +13,9 @@ pub(crate) fn run(arguments: &PsArguments, session: &mut Session<'_>) -> Result<
     let status = Client::connect(&socket, "memfit ps").and_then(|client| client.status());
     let document = match status {
         Ok(status) => PsDocument::new(&socket, Some(status)),
-        Err(LeaseError::Socket(SocketError::NoBroker(_))) => PsDocument::new(&socket, None),
+        Err(LeaseError::Socket(SocketError::NoBroker(_) | SocketError::Away(_))) => {
+            PsDocument::new(&socket, None)
+        }
         Err(error) => return Err(Failure::usage(error.to_string())),
     };
     let report = match session.format {

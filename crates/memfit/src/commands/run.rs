@@ -70,6 +70,7 @@ fn lease(arguments: &RunLeaseArguments, budget: Budget) -> Result<Option<ScriptL
         wait_seconds,
         priority: arguments.priority,
         device: arguments.device.clone(),
+        is_alone_allowed: arguments.alone,
     }))
 }
 

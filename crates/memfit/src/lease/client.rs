@@ -61,6 +61,7 @@ impl LeaseError {
                 return reason.as_str().unwrap_or_default().to_owned();
             }
             Self::Socket(SocketError::NoBroker(_)) => "no_broker",
+            Self::Socket(SocketError::Away(_)) => "broker_away",
             Self::Socket(_) => "socket",
             Self::Rejected(_) => "rejected",
             Self::Broken(_) => "broken",
@@ -107,6 +108,37 @@ impl Client {
     pub fn connect(path: &Path, name: &str) -> Result<Self, LeaseError> {
         let line = Line::open(PathBuf::from(path), name.to_owned())?;
         Ok(Self { line })
+    }
+
+    /// As [`Client::connect`], and waits for a broker that is away: as long as a request may wait, and at least as long as
+    /// a restart may take.
+    ///
+    /// # Errors
+    ///
+    /// As [`Client::connect`], given up, or it is still away.
+    pub fn connect_within(
+        path: &Path,
+        name: &str,
+        wait: Option<Duration>,
+        goes_on: GoesOn<'_>,
+    ) -> Result<Self, LeaseError> {
+        let until = wait.map(|wait| Instant::now() + wait.max(RESTART_WITHIN));
+        loop {
+            let error = match Self::connect(path, name) {
+                // The latter ended while it was spoken to.
+                Err(error @ (LeaseError::Socket(SocketError::Away(_)) | LeaseError::Broken(_))) => {
+                    error
+                }
+                connected => return connected,
+            };
+            if until.is_some_and(|until| Instant::now() >= until) {
+                return Err(error);
+            }
+            if !goes_on(None) {
+                return Err(LeaseError::GaveUp);
+            }
+            std::thread::sleep(LOOK_UP);
+        }
     }
 
     /// Capacity by device.

@@ -20,6 +20,9 @@ pub enum SocketError {
     /// Nobody listens there.
     #[error("no broker listens at `{}`", .0.display())]
     NoBroker(PathBuf),
+    /// Nobody listens there now, and the state file says that a broker did: others may hold what it granted.
+    #[error("the broker at `{}` is away, and what it granted may be held", .0.display())]
+    Away(PathBuf),
     /// The file or the process behind it belongs to somebody else.
     #[error("`{}` belongs to user {owner}, not to you: it is not used", .path.display())]
     Foreign {
@@ -170,13 +173,11 @@ pub(crate) fn check_path(path: &Path) -> Result<bool, SocketError> {
 /// Nobody listens, or it is somebody else.
 pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketError> {
     if !check_path(path)? {
-        return Err(SocketError::NoBroker(path.to_owned()));
+        return Err(absent(path));
     }
     let stream = UnixStream::connect(path).map_err(|error| match error.kind() {
         // A file that a dead broker left, or one that is gone since.
-        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
-            SocketError::NoBroker(path.to_owned())
-        }
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => absent(path),
         _ => system(path, error),
     })?;
     let owner = user_behind(&stream).map_err(|error| system(path, error))?;
@@ -187,6 +188,15 @@ pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketError> {
             path: path.to_owned(),
             owner,
         })
+    }
+}
+
+/// Nobody listens at a path.
+fn absent(path: &Path) -> SocketError {
+    if crate::broker::has_lived_at(path) {
+        SocketError::Away(path.to_owned())
+    } else {
+        SocketError::NoBroker(path.to_owned())
     }
 }
 

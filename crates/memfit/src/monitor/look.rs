@@ -60,7 +60,9 @@ impl Looker {
     pub(crate) fn look(&mut self) -> Seen {
         let (broker, problem) = match self.ask() {
             Ok(status) => (Some(status), None),
-            Err(LeaseError::Socket(SocketError::NoBroker(_))) => (None, None),
+            Err(LeaseError::Socket(SocketError::NoBroker(_) | SocketError::Away(_))) => {
+                (None, None)
+            }
             Err(error) => (None, Some(error.to_string())),
         };
         Seen {

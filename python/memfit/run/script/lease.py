@@ -32,6 +32,8 @@ _WORTH_A_CHANGE = 0.01
 """Share of a lease that makes it worth changing."""
 
 
+_AWAY = "start it again: `memfit broker`; or go on without it: `--alone`"
+
 _LOOK_EVERY = 0.25
 """Seconds between two looks at whether anybody asks while nothing can be given."""
 
@@ -44,12 +46,14 @@ class Wish(NamedTuple):
         wait: Seconds to wait for room; ``None`` for as long as it takes.
         priority: Who goes first.
         device: ``host`` or ``cuda:0``; ``None`` for the broker's first GPU, else the host.
+        is_alone_allowed: Whether to go on without a lease where the broker is away.
     """
 
     is_wanted: bool
     wait: float | None
     priority: int
     device: str | None
+    is_alone_allowed: bool
 
 
 class Room:
@@ -75,7 +79,8 @@ class Room:
     def open(self, budget: str, wish: Wish, *, label: str) -> None:
         """Lease the budget, and wait for it as the user wishes.
 
-        Without a broker nothing is leased, which is said where the user asked for a lease.
+        Where no broker was started nothing is leased, which is said where the user asked for a
+        lease. One that is away, while others may hold what it granted, is waited for.
 
         Args:
             budget: As the user wrote it.
@@ -87,14 +92,21 @@ class Room:
             UsageError: The broker has no such device, or it cannot be measured what torch takes
                 besides tensors.
         """
+        away = _Waiting(self._say, "the broker, which is away", "")
         try:
-            devices = lease.connection().devices()
+            devices = lease.connection(wish.wait, away).devices()
         except LeaseError as error:
-            if error.reason != "no_broker" and wish.is_wanted:
+            is_away = error.reason == "broker_away"
+            if is_away and not wish.is_alone_allowed:
+                error.add_note(_AWAY)
                 raise
-            if wish.is_wanted:
+            if error.reason != "no_broker" and wish.is_wanted and not is_away:
+                raise
+            if wish.is_wanted or is_away:
                 self._say(f"{error}: the script runs alone, and nothing is held back from others")
             return
+        finally:
+            away.done()
         if budget.strip().endswith("%"):
             self._say(f"nothing is leased: `{budget}` of an unknown step cannot be")
             return
@@ -109,7 +121,7 @@ class Room:
         self._say.done()
         tensors = _native.parse_budget(budget, 0)
         began = time.monotonic()
-        waits = _Waiting(self._say, self._device, tensors + self._besides)
+        waits = _Waiting.of(self._say, self._device, tensors + self._besides)
         self._lease = lease.take(
             {self._device: tensors + self._besides},
             wait=wish.wait,
@@ -266,7 +278,7 @@ class Room:
     def _resize(self, size: int, wait: float | None) -> bool:
         """Say whether the lease has that size now."""
         assert self._lease is not None
-        waits = _Waiting(self._say, self._device, size)
+        waits = _Waiting.of(self._say, self._device, size)
         try:
             self._lease.resize({self._device: size}, wait=wait, waits=waits)
         except LeaseError as error:
@@ -284,17 +296,23 @@ class Room:
 class _Waiting:
     """Says how the waiting goes."""
 
-    def __init__(self, say: Announcer, device: str, size: int) -> None:
+    def __init__(self, say: Announcer, what: str, hint: str) -> None:
         self._say = say
-        self._what = f"{_native.bytes_text(size)} of `{device}`"
+        self._what = what
+        self._hint = hint
         self._began = time.monotonic()
         self._said = self._began - _SAY_EVERY
+
+    @classmethod
+    def of(cls, say: Announcer, device: str, size: int) -> _Waiting:
+        what = f"{_native.bytes_text(size)} of `{device}`"
+        return cls(say, what, "; `memfit ps` says who holds it")
 
     def __call__(self, ahead: int | None) -> None:
         now = time.monotonic()
         seconds = now - self._began
         before = "" if not ahead else f", {ahead} requests before it"
-        line = f"waiting for {self._what}{before} ({seconds:.0f} s; `memfit ps` says who holds it)"
+        line = f"waiting for {self._what}{before} ({seconds:.0f} s{self._hint})"
         if self._say.rewrites:
             self._say.passing(line)
         elif now - self._said >= _SAY_EVERY:
