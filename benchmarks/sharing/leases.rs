@@ -1,6 +1,10 @@
 //! Lease requests by the million, from processes that are killed, judged from outside.
 //!
-//!     cargo run --release --package memfit --example lease_load -- run --requests 1000000
+//!     cargo run --release --package memfit --example lease_load -- \
+//!         run --requests 1000000 --restart-ms 2000 --full-ms 300
+//!
+//! With `--restart-ms` the broker is killed and started again so often, with `--full-ms` its disk is full for
+//! so long, as long as not, by turns (its files may not grow).
 //!
 //! Twelve workers take leases, hold them and give them back. The judge is a file with a place for each
 //! worker: under its lock a worker writes what it holds right after it was granted, and sums what all
@@ -30,6 +34,7 @@ use std::time::{Duration, Instant};
 use memfit::lease::{Client, LeaseError, LeaseRequest};
 use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings, Streams};
 use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::json;
 
 const CAPACITY: u64 = 1000;
@@ -46,7 +51,7 @@ fn main() {
         Some("latency") => latency(rest),
         Some("run") => run(rest),
         _ => println!(
-            "run [--requests N] [--kill-ms M] [--restart-ms M] | latency SOCKET COUNT PAUSE_US"
+            "run [--requests N] [--kill-ms M] [--restart-ms M] [--full-ms M] | latency SOCKET COUNT PAUSE_US"
         ),
     }
 }
@@ -220,6 +225,16 @@ impl Conductor {
     }
 }
 
+/// Lets no file of a process grow, or all.
+fn fill_the_disk(process: &Child, is_full: bool) {
+    let limit = Rlimit {
+        current: is_full.then_some(0),
+        maximum: None,
+    };
+    let pid = Pid::from_child(process);
+    prlimit(Some(pid), Resource::Fsize, limit).unwrap();
+}
+
 /// Time until the broker shows nothing of a dead worker.
 fn reclaimed(client: &Client, pid: u32) -> Duration {
     let start = Instant::now();
@@ -236,6 +251,7 @@ fn run(arguments: &[String]) {
     let requests = option(arguments, "--requests", 100_000);
     let kill = Duration::from_millis(option(arguments, "--kill-ms", 100));
     let restart = option(arguments, "--restart-ms", 0);
+    let full = option(arguments, "--full-ms", 0);
     let folder = std::env::temp_dir().join(format!("memfit-leases-{}", std::process::id()));
     std::fs::DirBuilder::new().create(&folder).unwrap();
     std::fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
@@ -256,8 +272,9 @@ fn run(arguments: &[String]) {
     let mut workers: Vec<Child> = (0..WORKERS)
         .map(|place| conductor.start_worker(place, 7 + place as u64))
         .collect();
-    let (start, mut last_restart) = (Instant::now(), Instant::now());
+    let (start, mut last_restart, mut last_fill) = (Instant::now(), Instant::now(), Instant::now());
     let (mut kills, mut restarts, mut slowest) = (0_u64, 0_u64, Duration::ZERO);
+    let (mut fills, mut is_full) = (0_u64, false);
     while conductor.judge.sum(1) < requests {
         std::thread::sleep(kill);
         if restart > 0 && last_restart.elapsed() > Duration::from_millis(restart) {
@@ -265,7 +282,12 @@ fn run(arguments: &[String]) {
             broker.wait().unwrap();
             broker = conductor.start_broker();
             client = conductor.client();
-            (restarts, last_restart) = (restarts + 1, Instant::now());
+            (restarts, last_restart, is_full) = (restarts + 1, Instant::now(), false);
+        }
+        if full > 0 && last_fill.elapsed() > Duration::from_millis(full) {
+            (is_full, last_fill) = (!is_full, Instant::now());
+            fill_the_disk(&broker, is_full);
+            fills += u64::from(is_full);
         }
         let place = usize::try_from(random.below(WORKERS as u64)).unwrap();
         let pid = workers[place].id();
@@ -275,6 +297,7 @@ fn run(arguments: &[String]) {
         workers[place] = conductor.start_worker(place, 1000 + kills);
     }
     let seconds = start.elapsed().as_secs_f64();
+    fill_the_disk(&broker, false);
     for (place, worker) in workers.iter_mut().enumerate() {
         conductor.kill(worker, place);
     }
@@ -282,7 +305,7 @@ fn run(arguments: &[String]) {
     let status = client.status().unwrap();
     let report = json!({
         "requests": conductor.judge.sum(1), "seconds": seconds, "workers": WORKERS, "kills": kills,
-        "restarts": restarts, "overshoots": conductor.judge.sum(3), "lost_leases": conductor.judge.sum(2),
+        "restarts": restarts, "full_disks": fills, "overshoots": conductor.judge.sum(3), "lost_leases": conductor.judge.sum(2),
         "slowest_reclaim_seconds": slowest.as_secs_f64(),
         "granted_bytes_at_the_end": status.devices[0].granted_bytes, "leases_at_the_end": status.leases.len(),
     });
