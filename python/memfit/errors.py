@@ -151,8 +151,8 @@ class LeaseError(MemfitError):
     Attributes:
         reason: Why, for programs: ``above_capacity``, ``no_room``, ``timed_out``, ``contended``,
             ``already_waiting``, ``unknown_device``, ``not_recorded`` (the broker's disk is full),
-            ``ended``, ``no_broker``, ``broker_away``, ``broken``, ``forked``, ``in_use`` (a guarded
-            lease that shall shrink below what is live).
+            ``bad_request``, ``ended``, ``no_broker``, ``broker_away``, ``broken``, ``forked``,
+            ``in_use`` (a guarded lease that shall shrink below what is live).
         device: Where there is not enough, if it is that.
         asked_bytes: What was asked for there.
         largest_bytes: The largest that could have been had there.

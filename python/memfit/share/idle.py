@@ -40,8 +40,8 @@ class Asked(Protocol):
         """Bytes that it holds on each device."""
 
     @property
-    def is_held(self) -> bool:
-        """Whether it is not released yet."""
+    def is_released(self) -> bool:
+        """Whether its holder gave it back."""
 
     def decline(self) -> None:
         """Say that it cannot be smaller now."""
@@ -139,7 +139,7 @@ def _look() -> None:
     while True:
         time.sleep(LOOK_EVERY)
         with _lock:
-            for ended in [lease for lease in _leases if not lease.is_held]:
+            for ended in [lease for lease in _leases if lease.is_released]:
                 del _leases[ended]
             all_looks = [looks for of_one in _leases.values() for looks in of_one]
             if not all_looks:

@@ -197,8 +197,18 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it has not been released."""
-        return not self._is_released
+        """Whether it is this process's: not released, not ended, and not a parent's."""
+        if self._is_released or self._client is None:
+            return not self._is_released
+        try:
+            return self._client.held(self._number) is not None
+        except LeaseError:
+            return False
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it was given back here."""
+        return self._is_released
 
     @property
     def bytes(self) -> int:
@@ -320,7 +330,7 @@ class Lease:
 
     def __repr__(self) -> str:
         """Say what it holds."""
-        state = "released" if self._is_released else f"{self.claims}"
+        state = "released" if self._is_released else f"{self.claims if self.is_held else 'ended'}"
         return f"<memfit.Lease {state}{', alone' if self.is_alone else ''}>"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
 import stat
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,16 @@ sys.stdin.readline()
 Script = Callable[[str], "subprocess.Popen[str]"]
 
 
+def reserve(line: Line, request: int, size: int, wait_ms: int | None = 0) -> dict[str, Any]:
+    """Ask, and take up what is granted; the answer."""
+    claims = {"host": size}
+    answer = line.ask({"reserve": {"request": request, "claims": claims, "wait_ms": wait_ms}})
+    if "granted" in answer:
+        lease = answer["granted"]["lease"]
+        line.ask({"commit": {"request": request, "lease": lease, "revision": 1}})
+    return answer
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -37,12 +49,8 @@ Script = Callable[[str], "subprocess.Popen[str]"]
         (b"\xff\xfe\n", "cannot be read"),
         (b"[" * 10_000 + b"\n", "cannot be read"),
         (b"x" * 20_000, "longer than 16384 bytes"),
-        ({"reserve": {"request": 1, "claims": {"host": -1}, "wait_ms": 0}}, "-1"),
-        ({"reserve": {"request": 1, "claims": {"host": 2**64}, "wait_ms": 0}}, "cannot be read"),
-        ({"reserve": {"request": 1, "claims": {"host": 1.5}, "wait_ms": 0}}, "1.5"),
-        ({"reserve": {"request": 1, "claims": {"host": 1}, "wait_ms": -5}}, "-5"),
-        ({"reserve": {"request": 1, "claims": {}, "wait_ms": 0, "label": "x" * 300}}, "label"),
         ({"destroy": {}}, "destroy"),
+        ({"reserve": {"request": -1, "claims": {"host": 1}, "wait_ms": 0}}, "-1"),
         ({"hello": {"version": 1, "name": "again"}}, "only once"),
     ],
 )
@@ -59,6 +67,80 @@ def test_what_cannot_be_read_ends_that_connection_alone_and_says_why(
     assert "granted" in other.ask(RESERVE)
     hostile.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"reserve": {"request": 1, "claims": {"host": -1}, "wait_ms": 0}}, "-1"),
+        ({"reserve": {"request": 1, "claims": {"host": 2**64}, "wait_ms": 0}}, "cannot be read"),
+        ({"reserve": {"request": 1, "claims": {"host": 1.5}, "wait_ms": 0}}, "1.5"),
+        ({"reserve": {"request": 1, "claims": {"host": 1}, "wait_ms": -5}}, "-5"),
+        ({"reserve": {"request": 1, "claims": {}, "wait_ms": 0, "label": "x" * 201}}, "label"),
+        ({"reserve": {"request": 1, "claims": {"host": 1}, "wait_ms": 0, "more": 1}}, "more"),
+        ({"destroy": {"request": 1}}, "destroy"),
+    ],
+)
+def test_a_bad_request_is_refused_alone(broker: Broker, message: object, words: str) -> None:
+    line = Line(broker.socket)
+    line.hello()
+    reserve(line, 5, 600)
+    refused = line.ask(message)["refused"]
+    assert (refused["request"], refused["refusal"]["reason"]) == (1, "bad_request")
+    assert words in refused["refusal"]["message"]
+    assert "granted" in reserve(line, 2, 400)
+    assert broker.granted() == 1000
+    line.close()
+
+
+def test_who_is_cut_off_keeps_what_it_holds_and_comes_back_to_it(broker: Broker) -> None:
+    line = Line(broker.socket)
+    client = line.hello()["welcome"]["client"]
+    lease = reserve(line, 1, 600)["granted"]["lease"]
+    assert "error" in line.ask(b"nonsense\n")
+    assert line.receive() == {}
+    assert [held["state"] for held in broker.status()["leases"]] == ["away"]
+    line.close()
+    back = Line(broker.socket)
+    held = {"lease": lease, "revision": 2, "claims": {"host": 600}, "is_committed": True}
+    assert back.hello(resume={"client": client, "leases": [held]})["welcome"]["leases"] == [held]
+    back.close()
+    until(lambda: broker.granted() == 0)
+
+
+def test_who_dies_after_it_was_cut_off_holds_nothing(broker: Broker, script: Script) -> None:
+    holder = script(
+        f"""
+import socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect({str(broker.socket)!r})
+file = line.makefile("rw")
+def ask(text):
+    print(text, file=file, flush=True)
+    return file.readline()
+ask('{{"hello":{{"version":1,"name":"x"}}}}')
+ask('{{"reserve":{{"request":1,"claims":{{"host":600}},"wait_ms":0}}}}')
+ask("nonsense")
+print("cut", flush=True)
+sys.stdin.readline()
+"""
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert broker.granted() == 600
+    holder.kill()
+    until(lambda: broker.granted() == 0)
+
+
+def test_all_leases_that_one_may_hold_are_kept_over_a_restart(broker: Broker) -> None:
+    client = _native.LeaseClient(broker.socket, "holder")
+    for _ in range(256):
+        last, _, _ = client.acquire({"host": 1}, None, 0, 0, None, "x" * 200)
+    broker.kill()
+    broker.start()
+    until(lambda: {held["state"] for held in broker.status()["leases"]} == {"committed"})
+    assert broker.granted() == 256
+    assert client.held(last) is not None
 
 
 @pytest.mark.parametrize(
@@ -112,6 +194,28 @@ def test_a_client_that_does_not_read_stops_nobody_else(broker: Broker) -> None:
     assert broker.granted() == 600
     other.close()
     deaf.close()
+
+
+def test_a_client_that_does_not_read_keeps_its_lease_where_no_more_files_can_be_opened(
+    broker: Broker,
+) -> None:
+    deaf = Line(broker.socket)
+    deaf.hello()
+    reserve(deaf, 1, 600)
+    assert broker.process is not None
+    number = broker.process.pid
+    _, most = resource.prlimit(number, resource.RLIMIT_NOFILE)
+    resource.prlimit(number, resource.RLIMIT_NOFILE, (3, most))
+    deaf.socket.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        pour(deaf)
+    time.sleep(0.5)
+    resource.prlimit(number, resource.RLIMIT_NOFILE, (most, most))
+    assert broker.granted() == 600
+    deaf.socket.settimeout(60)
+    assert "status" in deaf.receive()
+    deaf.close()
+    until(lambda: broker.granted() == 0)
 
 
 def test_the_socket_is_private(broker: Broker) -> None:
@@ -332,16 +436,6 @@ def test_no_number_that_a_client_presents_takes_a_lease_of_another_or_wraps_the_
     assert holder.held(lease) == (lease, 2, {"host": 600})
     other.close()
     evil.close()
-
-
-def reserve(line: Line, request: int, size: int, wait_ms: int | None = 0) -> dict[str, Any]:
-    """Ask, and take up what is granted; the answer."""
-    claims = {"host": size}
-    answer = line.ask({"reserve": {"request": request, "claims": claims, "wait_ms": wait_ms}})
-    if "granted" in answer:
-        lease = answer["granted"]["lease"]
-        line.ask({"commit": {"request": request, "lease": lease, "revision": 1}})
-    return answer
 
 
 def test_what_cannot_be_written_is_not_granted_and_ends_are_free_when_it_can(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -158,6 +159,58 @@ def test_without_a_broker_a_lease_is_granted_and_says_that_it_is_alone(
         assert lease.asked is None
     assert lease.bytes == 0
     del idle_broker
+
+
+@pytest.mark.parametrize(
+    ("size", "label"), [(10, "x" * 201), ({"x" * 20_000: 10}, None), ({"host": 10}, "x" * 20_000)]
+)
+def test_a_bad_request_takes_no_lease_that_is_held(
+    broker: Broker, size: int | dict[str, int], label: str | None
+) -> None:
+    with memfit.lease(800) as held:
+        with pytest.raises(memfit.LeaseError) as caught:
+            memfit.lease(size, label=label)
+        assert caught.value.reason == "bad_request"
+        with pytest.raises(memfit.LeaseError, match="200 B are free"):
+            in_another_thread(lambda: memfit.lease(1000))
+        held.resize(700)
+        assert held.is_held
+    assert not held.is_held
+
+
+def test_a_lease_whose_time_is_over_is_not_held_whether_the_broker_says_so_or_not(
+    broker: Broker,
+) -> None:
+    assert broker.process is not None
+    with memfit.lease(600, time_to_live=1.0) as lease:
+        broker.process.send_signal(signal.SIGSTOP)
+        assert lease.is_held
+        until(lambda: not lease.is_held)
+        assert lease.claims == {}
+        broker.process.send_signal(signal.SIGCONT)
+        with pytest.raises(memfit.LeaseError, match="Expired") as caught:
+            lease.resize(500)
+        assert caught.value.reason == "ended"
+    until(lambda: broker.granted() == 0)
+
+
+def test_a_lease_that_a_broker_lost_is_not_held(broker: Broker) -> None:
+    with memfit.lease(600) as lease:
+        broker.kill()
+        broker.socket.with_suffix(".state").unlink()
+        assert lease.is_held
+        broker.start()
+        until(lambda: not lease.is_held)
+        assert "ended" in repr(lease)
+    assert broker.granted() == 0
+
+
+def test_a_script_with_a_long_name_gets_leases(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 80])
+    assert in_another_thread(lambda: memfit.lease(600).bytes) == 600
+    del broker
 
 
 def test_a_broker_that_is_away_is_waited_for(broker: Broker) -> None:

@@ -3,6 +3,9 @@
 //! Responsible for reading lines, for noticing that the client is gone (its socket ended or its process died,
 //! whichever is first) and for ending the connection when what it sends cannot be read. Not responsible
 //! for what the lines ask.
+//!
+//! A client that is cut off keeps what it holds for as long as its process can be seen to live: it does not know
+//! yet, and may come back. One that closes the connection itself gives back what it held.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -19,7 +22,7 @@ use super::process::Process;
 use super::server::{Fault, Server};
 use super::stream::{Stream, watch};
 use crate::lease::frame::Lines;
-use crate::lease::protocol::{REQUEST_BYTES, Reply, Request};
+use crate::lease::protocol::{HELLO_BYTES, REQUEST_BYTES, Reply, Request};
 use crate::lease::socket::own_user;
 
 /// More than a client that waits for its answers sends at once.
@@ -46,7 +49,7 @@ pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
         }
     };
     let mut connection = Connection {
-        lines: Lines::new(REQUEST_BYTES),
+        lines: Lines::new(HELLO_BYTES),
         client: None,
         death: process.open().and_then(watch_death),
         stream,
@@ -61,8 +64,24 @@ pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
             "fault"
         }
     };
-    if let Some(client) = connection.client {
-        connection.server.borrow_mut().leave(client, how);
+    let Connection {
+        client,
+        death,
+        server,
+        stream,
+        outbox,
+        ..
+    } = connection;
+    let of_the_socket = (stream, outbox);
+    let Some(client) = client else { return };
+    if how == "fault" && death.is_some() && server.borrow_mut().cut_off(client) {
+        drop(of_the_socket);
+        ended(death.as_ref()).await;
+        if server.borrow().is_away(client) {
+            server.borrow_mut().leave(client, "process_ended");
+        }
+    } else {
+        server.borrow_mut().leave(client, how);
     }
 }
 
@@ -125,12 +144,7 @@ impl Connection {
                         Ok(_) => {}
                     }
                 }
-                ready = self.stream.writable(), if !self.outbox.is_empty() => {
-                    if ready.is_err() {
-                        return Ok("socket_ended");
-                    }
-                    self.outbox.flush();
-                }
+                () = self.stream.writable(), if !self.outbox.is_empty() => self.outbox.flush(),
                 () = self.outbox.changed.notified() => {}
                 () = &mut patience, if self.client.is_none() => {
                     return Err("no `hello` came".to_owned());
@@ -147,16 +161,29 @@ impl Connection {
                 break;
             };
             has_answered = true;
-            let request: Request =
-                serde_json::from_slice(line).map_err(|error| unreadable(&error))?;
+            let read: Result<Request, _> = serde_json::from_slice(line);
             let mut server = self.server.borrow_mut();
-            match self.client {
-                Some(client) => server.handle(client, request)?,
-                None => self.client = Some(server.hello(request, self.process, &self.outbox)?),
+            match (read, self.client) {
+                (Ok(request), Some(client)) => server.handle(client, request)?,
+                (Ok(request), None) => {
+                    self.client = Some(server.hello(request, self.process, &self.outbox)?);
+                    self.lines.limit(REQUEST_BYTES);
+                }
+                (Err(error), client) => match client.zip(number(line)) {
+                    Some((client, number)) => server.refuse(client, number, unreadable(&error)),
+                    None => return Err(unreadable(&error)),
+                },
             }
         }
         Ok(has_answered)
     }
+}
+
+/// The number of a request that cannot be read otherwise.
+fn number(line: &[u8]) -> Option<u64> {
+    let message: serde_json::Value = serde_json::from_slice(line).ok()?;
+    let (_, request) = message.as_object()?.iter().next()?;
+    request.get("request")?.as_u64()
 }
 
 fn unreadable(error: &serde_json::Error) -> Fault {

@@ -48,6 +48,7 @@ use crate::error::Failure;
 pub(crate) use capacity::read as read_capacities;
 use journal::{Found, Journal};
 pub(crate) use log::Log;
+pub(crate) use process::milliseconds;
 use server::Server;
 
 /// What a broker is started with.

@@ -251,20 +251,23 @@ impl Server {
                 self.apply(event);
             }
             Ok(None) => {}
-            Err(Answer::Refuse(request, refused)) => {
+            Err(Answer::Refuse(request, refusal)) => {
                 self.counters.refusals += 1;
-                self.put(
-                    client,
-                    &Reply::Refused {
-                        request,
-                        refusal: refused,
-                    },
-                );
+                self.put(client, &Reply::Refused { request, refusal });
             }
             Err(Answer::End(fault)) => return Err(fault),
         }
         self.settle();
         Ok(())
+    }
+
+    /// Refuses a request that cannot be read, and that one alone.
+    pub(crate) fn refuse(&mut self, client: ClientId, request: u64, message: String) {
+        self.counters.requests += 1;
+        self.counters.refusals += 1;
+        let refusal = refused(Reason::BadRequest, message);
+        self.put(client, &Reply::Refused { request, refusal });
+        self.settle();
     }
 
     /// The event that a request is; nothing where it is answered by other means.
@@ -367,9 +370,11 @@ impl Server {
         label: Option<String>,
     ) -> Result<(), Answer> {
         if label.as_ref().is_some_and(|label| label.len() > NAME_BYTES) {
-            return Err(Answer::End(format!(
-                "a label is longer than {NAME_BYTES} bytes"
-            )));
+            let message = format!("a label is longer than {NAME_BYTES} bytes");
+            return Err(Answer::Refuse(
+                request,
+                refused(Reason::BadRequest, message),
+            ));
         }
         let leases = self.clients.get(&client).map_or(0, |client| client.leases);
         if leases >= MOST_LEASES {
@@ -408,6 +413,19 @@ impl Server {
             self.open_if_complete();
         }
         self.settle();
+    }
+
+    /// A client's connection was ended from here: while it lives it may come back to what it holds. Says whether it
+    /// holds anything.
+    pub(crate) fn cut_off(&mut self, client: ClientId) -> bool {
+        let holds = |entry: &&mut Client| entry.leases > 0;
+        let entry = self.clients.get_mut(&client).filter(holds);
+        let is_kept = entry.map(|entry| entry.outbox = None).is_some();
+        if is_kept {
+            self.log
+                .warn("client_cut_off", json!({ "client": client.0 }));
+        }
+        is_kept
     }
 
     /// Whether a client has not come back yet.

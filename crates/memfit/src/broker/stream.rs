@@ -10,6 +10,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 use tokio::io::Interest;
@@ -17,6 +18,8 @@ use tokio::io::unix::AsyncFd;
 
 use crate::lease::frame::Lines;
 
+/// How long to wait for room that cannot be watched.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Read at a time.
 const READ_BYTES: usize = 16 << 10;
 
@@ -65,10 +68,14 @@ impl Stream {
         Ok(send(self.watched.get_ref(), bytes, flags)?)
     }
 
-    /// Waits until the socket takes bytes.
-    pub(super) async fn writable(&self) -> io::Result<()> {
-        let watched = watch(self.watched.get_ref().try_clone()?, Interest::WRITABLE)?;
-        watched.writable().await.map(drop)
+    /// Waits until the socket takes bytes, or for a moment where that cannot be watched, as when no more files may
+    /// be opened: whoever writes next knows.
+    pub(super) async fn writable(&self) {
+        let watched = self.watched.get_ref().try_clone();
+        match watched.and_then(|socket| watch(socket, Interest::WRITABLE)) {
+            Ok(watched) if watched.writable().await.is_ok() => {}
+            _ => tokio::time::sleep(LOOK_AGAIN).await,
+        }
     }
 }
 
@@ -137,7 +144,7 @@ mod tests {
                 other.read_exact(&mut all).unwrap();
                 other
             });
-            stream.writable().await.unwrap();
+            stream.writable().await;
             assert!(stream.write(&block).unwrap() > 0);
             drop(reader.join().unwrap());
         });

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 
 use super::amounts::Amounts;
 use super::line::{Line, Outcome};
-use super::protocol::{Cause, Held, Reason, Refused, Reply, Request};
+use super::protocol::{Cause, Held, REQUEST_BYTES, Reason, Refused, Reply, Request};
 use super::socket::SocketError;
 use super::status::Status;
+use crate::broker::milliseconds as boot_milliseconds;
 
 /// How often a caller that waits is asked whether it still wants to.
 pub(super) const LOOK_UP: Duration = Duration::from_millis(50);
@@ -52,6 +53,18 @@ pub enum LeaseError {
 }
 
 impl LeaseError {
+    /// The broker would not read it.
+    pub(super) fn too_long() -> Self {
+        Self::Refused(Refused {
+            reason: Reason::BadRequest,
+            message: format!("the request is longer than {REQUEST_BYTES} bytes"),
+            device: None,
+            asked_bytes: None,
+            largest_bytes: None,
+            revision: None,
+        })
+    }
+
     /// Why, in a word for programs.
     #[must_use]
     pub fn reason(&self) -> String {
@@ -169,7 +182,7 @@ impl Client {
             };
             match self.line.ask(reserve, goes_on)? {
                 Outcome::Answered(Reply::Granted { lease, .. }) => {
-                    if let Some(held) = self.commit(lease, goes_on)? {
+                    if let Some(held) = self.commit(lease, request.time_to_live, goes_on)? {
                         return Ok(held);
                     }
                     // The broker went away between the two and does not know it: once more.
@@ -183,11 +196,21 @@ impl Client {
     }
 
     /// Takes up a reservation; nothing when it is no more.
-    fn commit(&self, lease: u64, goes_on: GoesOn<'_>) -> Result<Option<Held>, LeaseError> {
+    fn commit(
+        &self,
+        lease: u64,
+        lives: Option<Duration>,
+        goes_on: GoesOn<'_>,
+    ) -> Result<Option<Held>, LeaseError> {
+        // The broker counts from when it hears of the commit, which is later.
+        let ends = lives.map(|lives| boot_milliseconds().saturating_add(milliseconds(lives)));
         loop {
             let Some(held) = self.held(lease)? else {
                 return Ok(None);
             };
+            if let Some(ends) = ends {
+                self.line.state()?.expire.insert(lease, ends);
+            }
             if held.is_committed {
                 return Ok(Some(held));
             }
@@ -275,7 +298,9 @@ impl Client {
     ///
     /// In a forked child.
     pub fn held(&self, lease: u64) -> Result<Option<Held>, LeaseError> {
-        Ok(self.line.state()?.leases.get(&lease).cloned())
+        let mut state = self.line.state()?;
+        state.expire();
+        Ok(state.leases.get(&lease).cloned())
     }
 
     /// What the broker asked to shrink the lease to, if it has.
@@ -350,6 +375,7 @@ impl Drop for Client {
 fn refused(reply: Reply) -> LeaseError {
     match reply {
         Reply::Refused { refusal, .. } => LeaseError::Refused(refusal),
+        Reply::Error { message } => LeaseError::Rejected(message),
         other => LeaseError::Rejected(format!("an answer does not match its request: {other:?}")),
     }
 }

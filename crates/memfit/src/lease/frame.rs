@@ -31,6 +31,11 @@ impl Lines {
         }
     }
 
+    /// From the next line on another limit.
+    pub(crate) const fn limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
     /// Adds what was read.
     pub(crate) fn push(&mut self, bytes: &[u8]) {
         if self.start > 0 {

@@ -18,8 +18,11 @@ use std::time::{Duration, Instant};
 use super::LeaseError;
 use super::amounts::Amounts;
 use super::frame::Lines;
-use super::protocol::{Cause, Held, REPLY_BYTES, Reply, Request, Resume, VERSION};
+use super::protocol::{
+    Cause, Held, NAME_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request, Resume, VERSION,
+};
 use super::socket::connect;
+use crate::broker::milliseconds;
 
 /// First pause before another try to connect; each is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -42,6 +45,8 @@ pub(super) struct State {
     pub(super) asked: BTreeMap<u64, Amounts>,
     /// Why leases ended that nobody gave back.
     pub(super) ended: BTreeMap<u64, Cause>,
+    /// When leases end by themselves, no later than at the broker, in milliseconds since boot.
+    pub(super) expire: BTreeMap<u64, u64>,
     /// Why there will be no connection again.
     over: Option<String>,
 }
@@ -79,7 +84,12 @@ pub(super) struct Line {
 
 impl Line {
     /// Connects and starts to read.
-    pub(super) fn open(path: PathBuf, name: String) -> Result<Arc<Self>, LeaseError> {
+    pub(super) fn open(path: PathBuf, mut name: String) -> Result<Arc<Self>, LeaseError> {
+        let mut end = name.len().min(NAME_BYTES);
+        while !name.is_char_boundary(end) {
+            end -= 1;
+        }
+        name.truncate(end);
         let line = Arc::new(Self {
             path,
             name,
@@ -119,7 +129,13 @@ impl Line {
         }
         state.next_request += 1;
         let number = state.next_request;
-        if !state.send(&request(number)) {
+        let request = request(number);
+        let length = serde_json::to_vec(&request).map_or(0, |text| text.len());
+        if length >= REQUEST_BYTES {
+            // The broker would read no further.
+            return Err(LeaseError::too_long());
+        }
+        if !state.send(&request) {
             return Ok(Outcome::Broken);
         }
         state.answers.insert(number, Answer::Open(None));
@@ -328,6 +344,7 @@ impl Line {
             }
         }
         self.changed.notify_all();
+        state.expire();
         state.over.is_none().then(|| Resume {
             client: state.client,
             leases: state.leases.values().cloned().collect(),
@@ -383,6 +400,19 @@ impl State {
         };
         text.push(b'\n');
         stream.write_all(&text).is_ok()
+    }
+
+    /// Ends leases whose time is over, whether the broker could say so or not.
+    pub(super) fn expire(&mut self) {
+        let now = milliseconds();
+        let (ended, leases) = (&mut self.ended, &mut self.leases);
+        self.expire.retain(|lease, at| {
+            let is_over = *at <= now;
+            if is_over && leases.remove(lease).is_some() {
+                ended.insert(*lease, Cause::Expired);
+            }
+            !is_over && leases.contains_key(lease)
+        });
     }
 
     /// Releases a lease that nobody here holds; the answer is of no interest.
@@ -453,8 +483,12 @@ impl State {
             }
             Reply::Refused { request, .. } | Reply::Status { request, .. } => *request,
             Reply::Welcome { .. } => return,
-            Reply::Error { message } => {
-                self.over = Some(message.clone());
+            Reply::Error { .. } => {
+                // The connection ends, and the next one presents what is held; what was asked for is not asked again.
+                let answers = self.answers.values_mut();
+                for answer in answers.filter(|answer| matches!(answer, Answer::Open(_))) {
+                    *answer = Answer::There(Box::new(reply.clone()));
+                }
                 return;
             }
         };

@@ -3,9 +3,10 @@
 //! Responsible for the shapes and limits of messages. Not responsible for sockets, nor for what a
 //! request means ([`memfit_engine::share::lease`]).
 //!
-//! The client speaks first, with `hello`. A line that cannot be read ends the connection after one
-//! `error`; a request that cannot be granted is answered with `refused` and changes nothing. Sizes
-//! are bytes and devices are names, `host` or `cuda:0`.
+//! The client speaks first, with `hello`. A request that cannot be granted, or not be read but for its number, is
+//! answered with `refused` and changes nothing; any other line that cannot be read ends the connection after one
+//! `error`, and a client that holds leases may come back to them. Sizes are bytes and devices are names, `host`
+//! or `cuda:0`.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +16,8 @@ use super::amounts::Amounts;
 pub const VERSION: u32 = 1;
 /// Longest line that the broker reads, its end included.
 pub const REQUEST_BYTES: usize = 16 << 10;
+/// The same for the first line, which may present all that a client holds.
+pub const HELLO_BYTES: usize = 256 << 10;
 /// Longest line that a client reads: a status names every lease.
 pub const REPLY_BYTES: usize = 16 << 20;
 /// Longest name or label.
@@ -257,6 +260,8 @@ pub enum Reason {
     WrongPhase,
     HeldBack,
     NotRecorded,
+    /// It cannot be read, or is longer than it may be.
+    BadRequest,
     /// The client holds or asks for more leases than one may.
     TooMany,
 }
