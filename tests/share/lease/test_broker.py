@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +217,30 @@ def test_a_client_that_does_not_read_keeps_its_lease_where_no_more_files_can_be_
     assert "status" in deaf.receive()
     deaf.close()
     until(lambda: broker.granted() == 0)
+
+
+def test_nothing_is_kept_of_refused_requests(broker: Broker) -> None:
+    assert broker.process is not None
+    status = Path(f"/proc/{broker.process.pid}/status")
+
+    def resident_kib() -> int:
+        found = re.search(r"VmRSS:\s+(\d+)", status.read_text())
+        assert found is not None
+        return int(found[1])
+
+    line = Line(broker.socket)
+    line.hello()
+    before = resident_kib()
+    for number in range(0, 40_000, 100):
+        asks = [
+            {"request": each, "claims": {"nope": 1}, "wait_ms": 0, "label": "x" * 200}
+            for each in range(number, number + 100)
+        ]
+        line.send(b"".join(json.dumps({"reserve": ask}).encode() + b"\n" for ask in asks))
+        for _ in asks:
+            assert "refused" in line.receive()
+    assert resident_kib() - before < 4 << 10
+    line.close()
 
 
 def test_the_socket_is_private(broker: Broker) -> None:

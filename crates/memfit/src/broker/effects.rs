@@ -142,7 +142,7 @@ impl Server {
                     to,
                     within_ms: by.0.saturating_sub(milliseconds()),
                 };
-                self.put(client, &reply);
+                self.mention(client, &reply);
             }
         }
     }

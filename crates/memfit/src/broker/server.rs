@@ -284,13 +284,18 @@ impl Server {
                 time_to_live_ms,
                 label,
             } => {
-                self.check_label(client, request, label)?;
+                self.check_label(client, request, label.as_deref())?;
                 let refuse = |refused| Answer::Refuse(request, refused);
                 let claims = self.devices.claims(&claims).map_err(refuse)?;
                 let floor = floor
                     .map(|floor| self.devices.claims(&floor))
                     .transpose()
                     .map_err(refuse)?;
+                // The machine answers it: granted, refused or waiting, of which each client has one.
+                if let Some(label) = label {
+                    let name = (client, RequestId(request));
+                    self.waiting_labels.insert(name, label);
+                }
                 Event::Reserve {
                     client,
                     request: RequestId(request),
@@ -364,12 +369,12 @@ impl Server {
 
     /// Keeps the label of a request and the number of leases within bounds.
     fn check_label(
-        &mut self,
+        &self,
         client: ClientId,
         request: u64,
-        label: Option<String>,
+        label: Option<&str>,
     ) -> Result<(), Answer> {
-        if label.as_ref().is_some_and(|label| label.len() > NAME_BYTES) {
+        if label.is_some_and(|label| label.len() > NAME_BYTES) {
             let message = format!("a label is longer than {NAME_BYTES} bytes");
             return Err(Answer::Refuse(
                 request,
@@ -380,10 +385,6 @@ impl Server {
         if leases >= MOST_LEASES {
             let message = format!("holds {MOST_LEASES} leases, and one client may hold no more");
             return Err(Answer::Refuse(request, refused(Reason::TooMany, message)));
-        }
-        if let Some(label) = label {
-            self.waiting_labels
-                .insert((client, RequestId(request)), label);
         }
         Ok(())
     }
@@ -551,6 +552,15 @@ impl Server {
         let left = next.map(|next| next.0.saturating_sub(milliseconds()));
         let again = self.journal.error.as_ref().map(|_| WRITE_AGAIN_MS);
         left.into_iter().chain(again).min()
+    }
+
+    /// Tells a client something it did not ask for and can do without, unless it has much to read already.
+    pub(super) fn mention(&mut self, client: ClientId, reply: &Reply) {
+        let entry = self.clients.get(&client);
+        let outbox = entry.and_then(|entry| entry.outbox.as_ref());
+        if outbox.is_some_and(|outbox| !outbox.is_full()) {
+            self.put(client, reply);
+        }
     }
 
     pub(super) fn put(&mut self, client: ClientId, reply: &Reply) {
