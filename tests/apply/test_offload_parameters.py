@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -275,16 +276,192 @@ def test_to_ask_whether_memory_can_be_let_go_brings_nothing_home():
         assert sum(owner_of(parameter) is not None for parameter in parameters) > LAYERS
 
 
-def test_a_view_kept_from_before_is_an_error_not_a_wrong_number():
+SEEN = {
+    "view": lambda p: p.detach().view(-1),
+    "storage": lambda p: p.untyped_storage(),
+    "numpy": lambda p: p.detach().numpy(),
+    "buffer": lambda p: p.detach().numpy().data,
+    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.detach()),
+}
+
+
+def seen_now(kind, seen):
+    """What is seen of a parameter, as a tensor."""
+    if kind == "storage":
+        return torch.tensor(seen.tolist(), dtype=torch.uint8).view(torch.float32)
+    if kind == "dlpack":
+        return torch.utils.dlpack.from_dlpack(seen).clone()
+    return torch.tensor(seen.tolist())
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize("before", [True, False])
+def test_whoever_sees_the_memory_of_a_parameter_always_sees_the_parameter(kind, before):
     workload = build()
     matrix = workload.model[5].outer.weight
-    view = matrix.detach().view(-1)
+    seen = SEEN[kind](matrix) if before and kind == "view" else None
     with Fitted(workload, plan(workload, fuse=True, room=2 * WEIGHT)) as fitted:
         fitted.step()
-        assert storage_bytes([matrix]) == 0
-        with pytest.raises(RuntimeError, match=r"`5\.outer\.weight` is offloaded"):
-            view.sum()
-    assert torch.equal(view, matrix.detach().view(-1))
+        seen = seen if seen is not None else SEEN[kind](matrix)
+        fitted.step()
+        assert torch.equal(seen_now(kind, seen).view(-1), matrix.detach().view(-1))
+        if kind in {"view", "numpy"}:
+            seen *= 0.5
+            assert torch.equal(seen_now(kind, seen).view(-1), matrix.detach().view(-1))
+        del seen
+        fitted.step()
+        fitted.step()
+        assert storage_bytes([matrix]) == 0, "it goes once nobody else sees it"
+
+
+def test_to_log_parameters_by_numpy_changes_nothing():
+    def logged(made):
+        workload = build()
+        with Fitted(workload, made(workload)) as fitted:
+            for step in range(4):
+                torch.manual_seed(step)
+                fitted.step()
+                for parameter in workload.model.parameters():
+                    assert abs(parameter.detach().cpu().numpy()).mean() > 0
+                workload.model[1].inner.weight.detach().numpy()[:] *= 0.5
+            fitted.place_state()
+            there = in_memory(workload.model)
+        return there, [p.detach() for p in workload.model.parameters()]
+
+    expected = logged(lambda _: NOTHING)
+    there, parameters = logged(lambda workload: plan(workload, fuse=True, room=2 * WEIGHT))
+    assert there <= 2 * WEIGHT
+    assert same(expected[1], parameters)
+
+
+@pytest.mark.parametrize(
+    "share", [nn.Module.share_memory, lambda m: m[1].outer.weight.share_memory_()]
+)
+def test_parameters_shared_with_other_processes_stay(share):
+    expected = run(build(), NOTHING, steps=4)
+    workload = build()
+    with Fitted(workload, plan(workload, room=2 * WEIGHT)) as fitted:
+        for step in range(4):
+            torch.manual_seed(step)
+            fitted.step()
+            if step == 1:
+                share(workload.model)
+        assert workload.model[1].outer.weight.is_shared()
+    assert same(expected[1], [p.detach() for p in workload.model.parameters()])
+
+
+def test_a_parameter_that_was_swapped_for_another_is_not_written_over():
+    results = []
+    for made in (lambda _: NOTHING, lambda w: plan(w, fuse=True, room=2 * WEIGHT)):
+        workload = build()
+        with Fitted(workload, made(workload)) as fitted:
+            torch.manual_seed(0)
+            fitted.step()
+            for block in workload.model:
+                other = nn.Parameter(torch.ones(WIDTH, WIDTH))
+                torch.utils.swap_tensors(block.inner.weight, other)
+            fitted.step()
+        results.append([p.detach() for p in workload.model.parameters()])
+    assert same(*results)
+
+
+# Other threads
+
+
+def in_threads(count, function):
+    """Results of a function in so many threads; an exception counts as one."""
+    results = [None] * count
+
+    def call(place):
+        try:
+            results[place] = function()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[place] = error
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_between_steps_read_what_is_there():
+    workload = build()
+    with Fitted(workload, plan(workload, fuse=True, room=2 * WEIGHT)) as fitted:
+        for _ in range(5):
+            fitted.step()
+            read = in_threads(4, lambda: [p.detach().clone() for p in workload.model.parameters()])
+            expected = [p.detach() for p in workload.model.parameters()]
+            assert all(same(expected, one) for one in read)
+
+
+def test_a_thread_that_reads_during_steps_reads_what_is_there():
+    expected = run(build(), NOTHING, steps=6)
+    workload = build()
+    first = [p.detach().clone() for p in workload.model.parameters()]
+    odd, stop = [], threading.Event()
+
+    def read():
+        while not stop.is_set():
+            for parameter, before in zip(workload.model.parameters(), first, strict=True):
+                now = parameter.detach().clone()
+                # Six steps of 0.01 each: whatever is further off is not this parameter.
+                if not (now - before).abs().max() < 0.1:
+                    odd.append(now)
+
+    with Fitted(workload, plan(workload, room=2 * WEIGHT)) as fitted:
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            for step in range(6):
+                torch.manual_seed(step)
+                fitted.step()
+        finally:
+            stop.set()
+            reader.join()
+    assert not odd
+    assert same(expected[1], [p.detach() for p in workload.model.parameters()])
+
+
+class Threaded(nn.Module):
+    """Calls its blocks in threads of their own."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x):
+        return torch.cat(in_threads(1, lambda: self.blocks(x)))
+
+
+def test_a_forward_in_threads_has_its_parameters():
+    results = []
+    for made in (lambda _: NOTHING, lambda w: plan(w, room=2 * WEIGHT)):
+        workload = build()
+        workload = dataclasses.replace(workload, model=Threaded(workload.model.eval()))
+        results.append(run(workload, made(workload))[1])
+    assert same(*results)
+
+
+def test_two_threads_do_not_step_at_once():
+    workload = build()
+    inside, go = threading.Event(), threading.Event()
+
+    def loss(model, batch):
+        inside.set()
+        go.wait()
+        return square(model, batch)
+
+    with Fitted(dataclasses.replace(workload, loss=loss), plan(workload)) as fitted:
+        other = threading.Thread(target=fitted.step)
+        other.start()
+        inside.wait()
+        with pytest.raises(UsageError, match="runs a step in another thread"):
+            fitted.step()
+        go.set()
+        other.join()
+        fitted.step()
 
 
 def test_two_plans_for_one_model_take_turns():

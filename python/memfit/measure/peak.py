@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.garbage import collected_before
 from memfit.tensors.optimizers import in_memory
+from memfit.tensors.storage import address
 from memfit.torch_versions import profiled_memory
 from memfit.workload import Workload
 
@@ -134,4 +135,5 @@ def _places(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
     """Storages of parameters that a plan keeps elsewhere and that are there, and where."""
     with without_barrier():
         storages = [t.untyped_storage() for t in tensors if owner_of(t) is not None]
-        return {(s._cdata, s.data_ptr()) for s in storages if s.nbytes() > 0}
+        placed = ((s._cdata, address(s)) for s in storages)
+        return {(storage, place) for storage, place in placed if place is not None}

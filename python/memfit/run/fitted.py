@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -148,6 +149,7 @@ class Fitted:
         self._steps = 0
         self._replans = 0
         self._closed = False
+        self._in_thread: dict[str, int] = {}
         self.elastic: Elastic | None = None
 
     @property
@@ -211,10 +213,15 @@ class Fitted:
                 is as before the step, unless a note says otherwise.
         """
         batch = self.workload.batch if batch is None else batch
-        self._between_steps()
-        if self._recovery is not None:
-            return self._recovery.step(self, batch)
-        return self.step_once(batch)
+        if self._in_thread.setdefault("step", get_ident()) != get_ident():
+            raise UsageError("this `Fitted` runs a step in another thread: one at a time")
+        try:
+            self._between_steps()
+            if self._recovery is not None:
+                return self._recovery.step(self, batch)
+            return self.step_once(batch)
+        finally:
+            self._in_thread.clear()
 
     def step_once(self, batch: Any) -> Any:
         """Run one whole step by the plan there is; see :meth:`step`.

@@ -7,40 +7,45 @@ done then, an error (:mod:`memfit.share.park.parked`) or having the bytes back
 
 A tensor's class is exchanged for one that answers ``__torch_function__``. The object, its gradient
 and its hooks stay; putting the class back takes the barrier away, and until then it costs nothing.
+Or one thread passes while the others are still noticed: to that one the class has no
+``__torch_function__``, as a parameter's has none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+OnUse = Callable[[list[Tensor]], contextlib.AbstractContextManager[Any]]
+"""Of tensors that are about to be used, what their use runs inside."""
+
 
 class Barrier:
     """Can be put before some tensors."""
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        owner: object,
-        on_use: Callable[[list[Tensor]], None],
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], owner: object, on_use: OnUse) -> None:
         """Create it, taken down.
 
         Args:
             tensors: The tensors.
             owner: Whose it is, see :func:`owner_of`; lives as long as it is up.
-            on_use: Called with those behind it that are about to be used. Raises, or takes it down.
+            on_use: Called with those behind it that are about to be used; the use runs inside what
+                it returns. Raises, or lets through those that :meth:`cannot_be_passed`.
         """
         self._tensors = list(tensors)
         self._classes = [type(tensor) for tensor in self._tensors]
         self._kinds = {id(t): kind for t, kind in zip(self._tensors, self._classes, strict=True)}
-        behind = frozenset(self._kinds)
-        self._barred = {kind: _barred(kind, behind, owner, on_use) for kind in set(self._classes)}
+        self._passing: set[int] = set()
+        kinds = set(self._classes)
+        self._barred = {kind: _barred(kind, self, owner, on_use) for kind in kinds}
+        self._own = {kind for kind in kinds if not _is_plain(kind)}
 
     def put_up(self) -> None:
         """Let nobody use the tensors unnoticed."""
@@ -56,6 +61,43 @@ class Barrier:
         """Let one of them be used."""
         tensor.__class__ = self._kinds[id(tensor)]
 
+    def is_before(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of those it was made for."""
+        return id(tensor) in self._kinds
+
+    def cannot_be_passed(self, tensor: Tensor) -> bool:
+        """Whether its class answers ``__torch_function__`` itself, so that it is let through."""
+        return self._kinds[id(tensor)] in self._own
+
+    @contextlib.contextmanager
+    def opened(self, tensor: Tensor) -> Iterator[None]:
+        """A tensor has its own class inside this."""
+        before = type(tensor)
+        if not self.is_before(tensor):
+            yield
+            return
+        try:
+            self.let_through(tensor)
+            yield
+        finally:
+            tensor.__class__ = before
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """This thread uses the tensors unnoticed inside this, and so does backward."""
+        thread = get_ident()
+        try:
+            self._passing.add(thread)
+            yield
+        finally:
+            self._passing.discard(thread)
+
+    def is_passing(self) -> bool:
+        """Whether this thread is to be unnoticed."""
+        passing = self._passing
+        # Of a GPU's backward, hooks run in threads of torch's own.
+        return get_ident() in passing or (bool(passing) and torch._C._current_graph_task_id() != -1)
+
 
 def owner_of(tensor: Tensor) -> object | None:
     """Whose barrier a tensor is behind; ``None`` where there is none."""
@@ -67,13 +109,30 @@ def without_barrier() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def _barred(
-    kind: type, behind: frozenset[int], owner: object, on_use: Callable[[list[Tensor]], None]
-) -> type:
+class _Noticing:
+    """What a barred class has for ``__torch_function__``, which depends on the thread."""
+
+    def __init__(self, barrier: Barrier, notice: Callable[..., Any], *, can_pass: bool) -> None:
+        self._barrier = barrier
+        self._notice = notice
+        self._can_pass = can_pass
+
+    def __get__(self, _tensor: Tensor | None, _kind: type) -> Any:
+        if self._can_pass and self._barrier.is_passing():
+            return torch._C._disabled_torch_function_impl
+        return self._notice
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether torch looks for no ``__torch_function__`` of a class."""
+    own: Any = getattr(kind, "__torch_function__", None)
+    return kind is Tensor or own is torch._C._disabled_torch_function_impl
+
+
+def _barred(kind: type, barrier: Barrier, owner: object, on_use: OnUse) -> type:
     """A class like ``kind`` whose every use is noticed."""
 
     def notice(
-        _cls: type,
         function: Callable[..., Any],
         _types: Any,
         args: tuple[Any, ...] = (),
@@ -83,17 +142,20 @@ def _barred(
         if function in _NEEDS_NO_BYTES:
             with without_barrier():
                 return function(*args, **(kwargs or {}))
-        leaves = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in behind}
-        on_use(list(leaves.values()))
-        return function(*args, **(kwargs or {}))
+        leaves = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if _is_behind(leaf)}
+        with on_use(list(leaves.values())), barrier.passing():
+            return function(*args, **(kwargs or {}))
+
+    def _is_behind(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and barrier.is_before(leaf)
 
     def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Any:
         """Copy what is there: a parameter gives its copy the class that it has when it begins."""
-        on_use([tensor])
-        return copy.deepcopy(tensor, memo)
+        with on_use([tensor]), barrier.opened(tensor):
+            return copy.deepcopy(tensor, memo)
 
     members = {
-        "__torch_function__": classmethod(notice),
+        "__torch_function__": _Noticing(barrier, notice, can_pass=_is_plain(kind)),
         "__deepcopy__": deep_copy,
         "memfit_owner": owner,
     }
@@ -122,7 +184,6 @@ _METHODS = (
     "is_complex",
     "is_contiguous",
     "is_floating_point",
-    "is_shared",
     "nelement",
     "numel",
     "size",

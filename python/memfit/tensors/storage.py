@@ -7,7 +7,9 @@ for what is done about it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,9 +37,53 @@ def is_fixed(tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         if not storage.resizable():
             return True
-        # Of memory that is let go now there is no address, and to ask for it would end the process.
-        is_here = storage.nbytes() > 0
-        return is_here and storage.device.type == "cpu" and bool(storage.is_shared())
+        # Of memory without an address, to ask whether it is shared would end the process.
+        is_known = storage.device.type == "cpu" and address(storage) is not None
+        return is_known and bool(storage.is_shared())
+
+
+def address(storage: torch.UntypedStorage) -> int | None:
+    """Where memory is; ``None`` where it is let go now, or its bytes are still coming.
+
+    Args:
+        storage: The memory.
+    """
+    try:
+        return storage.data_ptr() if storage.nbytes() > 0 else None
+    except RuntimeError:  # what is said then is `memfit.torch_versions.forbid_reads`'s
+        return None
+
+
+def has_others(storage: torch.UntypedStorage, tensors: int, objects: int = 1) -> bool:
+    """Whether memory has owners besides those that the one who asks knows.
+
+    Others are views, what was given away by ``numpy`` or ``dlpack``, and whoever has the storage.
+
+    Args:
+        storage: The memory.
+        tensors: How many tensors in it are known.
+        objects: How many references to ``storage``, Python's object, are known.
+    """
+    owners, references = _owners(storage)
+    alone_owners, alone_references = _alone()
+    return owners > alone_owners + tensors - 1 or references > alone_references + objects - 1
+
+
+def _owners(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Owners of the memory, and references to this object of Python's, as torch counts both."""
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def _through(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return _owners(storage)  # through as many frames as in `has_others`
+
+
+@cache
+def _alone() -> tuple[int, int]:
+    """What :func:`_owners` counts for one tensor and one reference."""
+    tensor = torch.empty(1, device="cpu")
+    storage = tensor.untyped_storage()
+    return _through(storage)
 
 
 def viewed(parameters: Iterable[Tensor]) -> list[Tensor]:

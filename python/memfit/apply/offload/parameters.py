@@ -13,11 +13,16 @@ order of uses was expected to be.
 
 Invariant: at any moment, whatever failed or was interrupted, the current bytes of each parameter
 are in its storage, or in its parcel.
+
+Others may have the memory too: a view that somebody keeps, an array of numpy, another process,
+another thread that reads. Such a parameter stays, at the latest from the next step on; until then a
+read of it is right, or an error that names it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,13 +32,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
-from memfit.apply.offload.pinned import bytes_of
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import OneByOne
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
-from memfit.tensors.storage import is_fixed, viewed
+from memfit.tensors.storage import has_others, is_fixed, viewed
 from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
 
 if TYPE_CHECKING:
@@ -93,40 +97,71 @@ class ParameterDirections:
 class _Item:
     """One storage with parameters in it.
 
+    Each note of what is true is written down before it can become false, so that an interrupt
+    between any two lines loses nothing.
+
     Attributes:
         name: Name of the parameter, for people.
         tensors: All parameters in it.
         storage: The storage.
         size_bytes: Its bytes when they are there.
+        is_own: Whether its memory was torch's own, and could be let go.
         parcel: Its bytes elsewhere; ``None`` where they never went.
+        is_here: Whether its memory is there, if its bytes are perhaps still coming.
         is_changed: Whether the parcel, if any, is not what the storage has.
         is_outgoing: Whether the parcel's source must stay as it is, for it is still being written.
         is_coming: Whether the parcel is on its way into the storage.
+        is_begun: Whether that has begun, as far as is known.
+        is_held: Whether it stays until the next step, for somebody else may see its memory.
+        readers: How many other threads use it now.
     """
 
     name: str
     tensors: list[Tensor]
     storage: torch.UntypedStorage
     size_bytes: int
+    is_own: bool
     parcel: Parcel | None = None
+    is_here: bool = True
     is_changed: bool = True
     is_outgoing: bool = False
     is_coming: bool = False
+    is_begun: bool = False
+    is_held: bool = False
+    readers: int = 0
 
-    @property
-    def is_here(self) -> bool:
-        """Whether its memory is there, if its bytes are perhaps still coming."""
-        return self.storage.nbytes() == self.size_bytes
+    def begin(self) -> None:
+        """Begin to have it in memory.
 
-    def make(self) -> Tensor:
-        """Have memory for it, as a tensor of bytes."""
+        Raises:
+            OffloadError: It cannot be fetched. It is still elsewhere.
+        """
+        self.is_begun = False
+        self.is_coming = self.is_here = True
+        try:
+            self._begin()
+        except Exception:
+            self.let_go()
+            self.is_coming = False
+            raise
+
+    def _begin(self) -> None:
+        assert self.parcel is not None
         allow_reads(self.storage)
         self.storage.resize_(self.size_bytes)
-        return bytes_of(self.tensors[0])
+        self.parcel.prefetch(self.bytes())
+        self.is_begun = True
+        if self.storage.device.type == "cpu":  # a GPU orders its reads after what is coming
+            self._forbid()
 
     def let_go(self) -> None:
         """Let its memory go. Whoever shares the storage gets an error in place of a wrong byte."""
+        self.is_here = False
+        allow_reads(self.storage)
         self.storage.resize_(0)
+        self._forbid()
+
+    def _forbid(self) -> None:
         forbid_reads(self.storage, f"the parameter `{self.name}` is offloaded by memfit's plan")
 
     def send(self, tier: Tier) -> None:
@@ -136,9 +171,9 @@ class _Item:
             OffloadError: No more can be sent.
         """
         self.parcel = None  # first, so that its place can be used again
-        self.is_changed = True
-        self.parcel = tier.send(self.tensors[0])
-        self.is_changed, self.is_outgoing = False, True
+        self.is_changed = self.is_outgoing = True
+        self.parcel = tier.send(self.bytes())
+        self.is_changed = False
 
     def settle(self) -> None:
         """Wait until it may be let go or written to.
@@ -148,9 +183,9 @@ class _Item:
         """
         if not self.is_outgoing:
             return
-        assert self.parcel is not None
         try:
-            self.parcel.settle()
+            if self.parcel is not None:
+                self.parcel.settle()
         except OffloadError:
             self.parcel, self.is_changed, self.is_outgoing = None, True, False
             raise
@@ -162,14 +197,48 @@ class _Item:
         Raises:
             OffloadError: The bytes did not come back as they went.
         """
-        if self.is_coming:
-            assert self.parcel is not None
+        if not self.is_coming:
+            return
+        assert self.parcel is not None
+        try:
+            if not self.is_begun:
+                self._begin()
+            self.parcel.wait()
+        except OffloadError:
+            self.let_go()
             self.is_coming = False
-            try:
-                self.parcel.wait()
-            except OffloadError:
-                self.let_go()
-                raise
+            raise
+        allow_reads(self.storage)
+        self.is_coming = False
+
+    def stays(self) -> bool:
+        """Whether somebody else may see its memory, or it cannot be let go; between steps.
+
+        What was shown to ``numpy``, and is not any more, gets other memory: torch never lets that
+        be resized again.
+        """
+        # Who writes it has the storage as well, and who reads it a tensor in it.
+        tensors, objects = len(self.tensors) + self.is_coming, 1 + self.is_outgoing
+        if self.readers or has_others(self.storage, tensors, objects):
+            return True
+        if not self.is_here:
+            self._forbid()  # an interrupt may have come between letting go and forbidding
+            return False
+        if not is_fixed(self.tensors[0]):
+            return False
+        if not self.is_own or len(self.tensors) > 1 or self.storage.is_shared():
+            return True
+        tensor, fresh = self.tensors[0], torch.UntypedStorage(self.size_bytes)  # type: ignore[no-untyped-call]
+        fresh.copy_(self.storage)
+        shown = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = shown.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.storage = fresh
+        return False
+
+    def bytes(self) -> Tensor:
+        """All of the storage, as bytes."""
+        view = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return view.set_(self.storage)
 
 
 @dataclass(slots=True)
@@ -218,6 +287,9 @@ class ParametersElsewhere(Part):
         self._placed: _Place | None = None
         self._failure: OffloadError | None = None
         self._is_running = False
+        self._lock = threading.RLock()
+        self._thread = threading.get_ident()
+        self._is_shared = False
         with without_barrier():
             _refuse_fixed(model, directions.names)
 
@@ -231,8 +303,9 @@ class ParametersElsewhere(Part):
         """
         self._failure = None
         placed = self._place_anew(self._take_over())
-        with self._down(placed):
+        with self._down(placed), self._lock:
             for number, item in enumerate(placed.items):
+                self._look_for_others(placed, number)
                 if item.is_here:
                     placed.room.admit(number)
             self._carry_out(placed, placed.room.trim())
@@ -286,16 +359,19 @@ class ParametersElsewhere(Part):
     @contextlib.contextmanager
     def update_of(self, parameter: Tensor) -> Iterator[None]:
         """Run the update of one parameter inside this; it is written as soon as it is over."""
-        yield
         placed = self._placed
         number = placed.by_tensor.get(id(parameter)) if placed is not None else None
         if placed is None or number is None:
+            yield
             return
+        with placed.barrier.opened(parameter):  # some optimizers choose kernels by its class
+            yield
         item = placed.items[number]
-        if item.is_here:
-            # Not every optimizer lets torch know what it changes.
-            self._before_write(item)
-            self._try(lambda: item.send(self.tier))
+        with self._lock:
+            if item.is_here and not item.is_coming:
+                # Not every optimizer lets torch know what it changes.
+                self._before_write(item)
+                self._try(lambda: item.send(self.tier))
 
     def update_all(self, optimizer: Optimizer) -> OneByOne:
         """All updates of one step of an optimizer, which is still to be finished.
@@ -331,11 +407,23 @@ class ParametersElsewhere(Part):
         numbers = [placed.by_storage[s] for s in storages if s in placed.by_storage]
         if not numbers or self._placed is not placed:
             return
-        self._carry_out(placed, placed.room.need(numbers))
-        for number in numbers:
-            self._have(placed.items[number])
-            if is_written:
-                self._before_write(placed.items[number])
+        with self._lock:
+            self._carry_out(placed, placed.room.need(numbers))
+            for number in numbers:
+                self._have(placed.items[number])
+                if is_written:
+                    self._before_write(placed.items[number])
+
+    def _look_for_others(self, placed: _Place, number: int) -> None:
+        """Have and hold a parameter whose memory others may see."""
+        item = placed.items[number]
+        before = item.storage._cdata
+        item.is_held = item.stays()
+        if item.storage._cdata != before:
+            del placed.by_storage[before]
+            placed.by_storage[item.storage._cdata] = number
+        if item.is_held:
+            self._have(item)
 
     def _carry_out(self, placed: _Place, moves: Sequence[tuple[str, int]]) -> None:
         for kind, number in moves:
@@ -344,7 +432,7 @@ class ParametersElsewhere(Part):
                 self._evict(placed, number)
             elif kind == "ahead":
                 if not item.is_here:
-                    self._begin(item)
+                    item.begin()
             else:
                 self._have(item)
 
@@ -355,7 +443,8 @@ class ParametersElsewhere(Part):
                 item.arrive()
         if not item.is_here:
             return
-        if not self._try(lambda: self._save(item)):
+        stays = item.is_held or item.readers > 0 or not item.storage.resizable()
+        if stays or not self._try(lambda: self._save(item)):
             placed.room.admit(number)
             return
         item.let_go()
@@ -381,48 +470,66 @@ class ParametersElsewhere(Part):
         item.is_outgoing = False
         item.is_changed = True
 
-    def _begin(self, item: _Item) -> None:
-        assert item.parcel is not None
-        try:
-            target = item.make()
-            item.parcel.prefetch(target)
-        except BaseException:
-            item.let_go()
-            raise
-        item.is_coming = True
-
     def _have(self, item: _Item) -> None:
         """Have a parameter in memory, whole."""
-        if not item.is_here:
-            self._begin(item)
+        try:
+            if not item.is_here:
+                item.begin()
+        except OffloadError as error:
+            message = f"the parameter `{item.name}` cannot be fetched: {error}"
+            raise OffloadError(message) from error
         try:
             item.arrive()
         except OffloadError as error:
             message = f"the parameter `{item.name}` is lost: {error}\nhint: go on from a checkpoint"
             raise OffloadError(message) from error
 
-    def _on_use(self, tensors: list[Tensor]) -> None:
-        """Somebody uses parameters between steps: they are at home from then on."""
-        placed = self._placed
-        assert placed is not None
-        for tensor in tensors:
-            item = placed.items[placed.by_tensor[id(tensor)]]
-            with without_barrier():
-                self._have(item)
-                self._before_write(item)
-            for shared in item.tensors:
-                placed.barrier.let_through(shared)
+    @contextlib.contextmanager
+    def _on_use(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Somebody uses parameters between steps, or another thread does in one.
+
+        They are at home from then on, and those that another thread uses stay until the next step.
+        """
+        is_other = threading.get_ident() != self._thread
+        with self._lock, without_barrier():
+            placed = self._placed
+            items = []
+            if placed is not None:
+                items = [placed.items[placed.by_tensor[id(tensor)]] for tensor in tensors]
+                self._is_shared |= is_other
+                for item in items:
+                    self._have(item)
+                    self._before_write(item)
+                    item.is_held |= is_other
+                    item.readers += is_other
+                    for shared in item.tensors:
+                        # While other threads are about, they are to be noticed every time.
+                        if not self._is_shared or placed.barrier.cannot_be_passed(shared):
+                            placed.barrier.let_through(shared)
+        try:
+            yield
+        finally:
+            if is_other:
+                with self._lock:
+                    for item in items:
+                        item.readers -= 1
 
     @contextlib.contextmanager
     def _down(self, placed: _Place) -> Iterator[None]:
-        """The barrier is down inside this, and up after it."""
+        """This thread passes the barrier inside this; for the others, and after it, it is up."""
         if self._is_running:
             yield
             return
-        placed.barrier.take_down()
+        self._thread = threading.get_ident()
+        placed.barrier.put_up()
+        for item in placed.items:
+            for tensor in item.tensors:
+                if placed.barrier.cannot_be_passed(tensor):
+                    placed.barrier.let_through(tensor)
         self._is_running = True
         try:
-            yield
+            with placed.barrier.passing():
+                yield
         finally:
             self._is_running = False
             if self._placed is placed:  # else somebody else has them by now
@@ -449,7 +556,7 @@ class ParametersElsewhere(Part):
         if placed is None:
             return []
         kept = [item for item in placed.items if item.storage._cdata in storages]
-        with self._down(placed):
+        with self._down(placed), self._lock:
             for item in placed.items:
                 if item.storage._cdata not in storages:
                     self._have(item)
@@ -552,7 +659,8 @@ def _items(model: nn.Module, names: Sequence[str]) -> list[_Item]:
     for name in names:
         parameter = _found(named, name)
         storage = parameter.untyped_storage()
-        items.append(_Item(name, sharing[storage._cdata], storage, storage.nbytes()))
+        tensors, is_own = sharing[storage._cdata], storage.resizable()
+        items.append(_Item(name, tensors, storage, storage.nbytes(), is_own))
     return items
 
 

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memfit.errors import OffloadError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -152,13 +154,14 @@ class PinnedTier:
 class PinnedParcel:
     """An allocation in the host's memory."""
 
-    __slots__ = ("_copies", "_count", "_pool", "_staging")
+    __slots__ = ("_coming", "_copies", "_count", "_pool", "_staging")
 
     def __init__(self, data: Tensor, pool: Pool, count: Count) -> None:
         """Begin to copy it out."""
         self._pool = pool
         self._copies = pool.copies
         self._count = count
+        self._coming: Tensor | None = None
         self._staging = pool.take(data.nbytes)
         # On the stream of copies: after whatever used this host memory before.
         self._staging.end = self._copies.begin(self._staging.memory.bytes, data)
@@ -174,12 +177,16 @@ class PinnedParcel:
 
     def prefetch(self, target: Tensor) -> None:
         """Begin to copy it back."""
+        if self._coming is not None:  # who began that was interrupted
+            self.wait()
         self._count.read += target.nbytes
+        self._coming = target
         self._staging.end = self._copies.begin(target, self._staging.memory.bytes)
 
     def wait(self) -> None:
         """Let the device wait for the copy."""
         self._copies.order_after(self._staging.end)
+        self._coming = None
 
     def __del__(self) -> None:
         """Give the memory back; what the device reuses of the source comes after the copy."""
@@ -277,18 +284,26 @@ class StagedParcel:
     def prefetch(self, target: Tensor) -> None:
         """Begin to read it."""
         assert self._block is not None
+        if self._target is not None:  # who began that was interrupted
+            self.wait()
         staging = self._staging = self._take()
         memory = staging.memory.bytes
-        self._block.prefetch(memory.data_ptr(), memory.nbytes, staging)
         self._target = target
+        self._block.prefetch(memory.data_ptr(), memory.nbytes, staging)
 
     def wait(self) -> None:
         """Wait until it is read, and let the device wait for the copy of it."""
+        if self._target is None:
+            return
         assert self._block is not None
         assert self._staging is not None
-        assert self._target is not None
-        self._block.wait()
-        self._staging.end = self._copies.begin(self._target, self._staging.memory.bytes)
+        memory = self._staging.memory.bytes
+        try:
+            self._block.wait()
+        except OffloadError:
+            # An interrupt may have come after it had ended.
+            self._block.fetch(memory.data_ptr(), memory.nbytes)
+        self._staging.end = self._copies.begin(self._target, memory)
         self._copies.order_after(self._staging.end)
         self._target = None
         self._let_go()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from memfit import _native
 from memfit.apply.offload.cuda_copies import CudaCopies
 from memfit.apply.offload.pinned import PinnedTier, StagedTier
-from memfit.errors import UsageError
+from memfit.errors import OffloadError, UsageError
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -56,7 +56,7 @@ class Parcel(Protocol):
         """
 
     def prefetch(self, target: Tensor) -> None:
-        """Begin to fill ``target``, which is held meanwhile.
+        """Begin to fill ``target``, which is held meanwhile; what was begun before has ended then.
 
         Raises:
             OffloadError: It was not written.
@@ -170,10 +170,11 @@ class HostTier(PinnedTier):
 class _Written:
     """A block of the file, for memory of the CPU."""
 
-    __slots__ = ("_block",)
+    __slots__ = ("_block", "_coming")
 
     def __init__(self, block: _native.StoredBlock) -> None:
         self._block = block
+        self._coming: tuple[int, int, Tensor] | None = None
 
     def settle(self) -> None:
         self._block.settle()
@@ -182,7 +183,18 @@ class _Written:
         self._block.fetch(target.data_ptr(), target.nbytes)
 
     def prefetch(self, target: Tensor) -> None:
-        self._block.prefetch(target.data_ptr(), target.nbytes, target)
+        if self._coming is not None:  # who began that was interrupted
+            self.wait()
+        self._coming = (target.data_ptr(), target.nbytes, target)
+        self._block.prefetch(*self._coming)
 
     def wait(self) -> None:
-        self._block.wait()
+        if self._coming is None:
+            return
+        address, length, _ = self._coming
+        try:
+            self._block.wait()
+        except OffloadError:
+            # An interrupt may have come before it began, or after it had ended.
+            self._block.fetch(address, length)
+        self._coming = None

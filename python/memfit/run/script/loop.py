@@ -39,6 +39,7 @@ from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.stand_in import StandIn
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory, step_of_others
+from memfit.tensors.storage import address
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.track import cpu
 
@@ -417,9 +418,9 @@ class Loop:
                     storage = tensor.untyped_storage()
                     # What cannot be resized is memory of a file or another process: not counted.
                     is_counted = self.device.type == "cuda" or storage.resizable()
-                    # To ask for an address of memory that was let go would end the process.
-                    if is_counted and storage.nbytes() > 0:
-                        known[storage.data_ptr()] = storage.nbytes()
+                    place = address(storage)
+                    if is_counted and place is not None:
+                        known[place] = storage.nbytes()
         live = (
             int(torch.cuda.memory_allocated(self.device))
             if self.device.type == "cuda"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
@@ -338,7 +338,7 @@ class ParkedModel:
         """Whether it is awake and some of it still has to be brought in."""
         return isinstance(self._memory, _native.ParkedMemory) and self._memory.is_arriving
 
-    def _on_use(self, tensors: list[Tensor]) -> None:
+    def _on_use(self, tensors: list[Tensor]) -> AbstractContextManager[None]:
         """Somebody is about to use tensors that are parked, or on their way."""
         # Without the lock, which in a forked child a thread may hold that is not there.
         if self.is_parked:
@@ -347,6 +347,7 @@ class ParkedModel:
             raise ParkError(message, "parked", name)
         with self._lock:
             self._bring_in(tensors)
+        return nullcontext()
 
     def _bring_in(self, tensors: list[Tensor]) -> None:
         """Wait for tensors that are on their way, and let them be used; the lock is held."""
