@@ -15,6 +15,7 @@ import memfit
 from memfit.errors import UsageError
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
+from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.workload import Workload
 
 FUSE = {"actions": [{"kind": "fuse_optimizer", "promise": "exact", "count": 1, "bytes": 0}]}
@@ -263,3 +264,53 @@ def test_gradients_that_are_reduced_later_are_not_used_at_once(tmp_path):
         Fitted(workload, NOTHING).step()
     finally:
         distributed.destroy_process_group()
+
+
+def _add_a_group(model, optimizer):
+    model.spare = nn.Parameter(torch.ones(5))
+    optimizer.add_param_group({"params": [model.spare]})
+
+
+def _list_one_twice(model, optimizer):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[0].weight]})
+
+
+def _swap_one(model, _optimizer):
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(12, 6)))
+
+
+OFFLOAD_PARAMETERS = {
+    "tier": "disk",
+    "room_bytes": 0,
+    "ahead_bytes": 0,
+    "names": ["0.weight", "2.weight"],
+    "order": [0, 1, 1, 0],
+}
+OFFLOAD_OPTIMIZER = {"tier": "disk", "window_bytes": 0, "least_bytes": 16, "order": ["0.weight"]}
+
+
+@pytest.mark.parametrize("change", [_add_a_group, _list_one_twice, _swap_one])
+@pytest.mark.parametrize("kinds", [("fuse",), ("parameters",), ("state",), ("fuse", "state")])
+def test_what_an_optimizer_updates_may_change_after_planning(change, kinds, tmp_path):
+    """A gradient that did not come from backward is not forgotten either."""
+    actions = {
+        "fuse": {"kind": "fuse_optimizer"},
+        "parameters": {"kind": "offload_parameters", "offload_parameters": OFFLOAD_PARAMETERS},
+        "state": {"kind": "offload_optimizer", "offload_optimizer": OFFLOAD_OPTIMIZER},
+    }
+    if "parameters" in kinds and offloaded_parameters_refusal() is not None:
+        pytest.skip("this torch offloads no parameters")
+    results = []
+    for made in (NOTHING, {"actions": [{**actions[kind], "promise": "exact"} for kind in kinds]}):
+        model, batch = model_and_batch()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        workload = Workload(model, batch, lambda m, x: m(x).square().mean(), optimizer)
+        with Fitted(workload, made, offload_dir=tmp_path) as fitted:
+            fitted.step()
+            change(model, optimizer)
+            for _ in range(2):
+                if change is _add_a_group:
+                    model.spare.grad = torch.ones(5)
+                fitted.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

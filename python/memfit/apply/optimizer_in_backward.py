@@ -61,15 +61,21 @@ class OptimizerInBackward(Part):
         require_step_of_torch(self._optimizer, "fuse_optimizer")
         one_by_one = OneByOne(self._optimizer)
         update = _Update(one_by_one, around)
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = held_parameters(self._optimizer)
         handles = [
-            p.register_post_accumulate_grad_hook(update) for p in parameters if p.requires_grad
+            p.register_post_accumulate_grad_hook(update)
+            for p in parameters
+            if p.requires_grad  # type: ignore[no-untyped-call]
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+        for parameter in parameters:
+            # Of a gradient that came in another way than backward, no hook has told.
+            if parameter.grad is not None:
+                update(parameter)
         one_by_one.finish()
 
 
@@ -94,6 +100,12 @@ class _Update:
         with self._around(parameter):
             self._one_by_one.update(parameter)
         parameter.grad = None
+
+
+def held_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer updates by now, each once, though two groups may list it."""
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return list(held.values())
 
 
 class OneByOne:

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 from memfit._native import bytes_text
 from memfit.apply.offload.state_view import AwayState, away_state, save_plainly
 from memfit.apply.offload.tiers import open_tier
-from memfit.apply.optimizer_in_backward import Around, OneByOne, require_step_of_torch
+from memfit.apply.optimizer_in_backward import (
+    Around,
+    OneByOne,
+    held_parameters,
+    require_step_of_torch,
+)
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
@@ -198,7 +203,7 @@ class StateElsewhere(Part):
 
     def _parameters(self) -> Sequence[Tensor]:
         """All parameters: in the order of the plan, then those it does not know."""
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        held = held_parameters(self._optimizer)
         mine = {id(parameter) for parameter in held}
         ordered = [parameter for parameter in self._order if id(parameter) in mine]
         return [*ordered, *(p for p in held if id(p) not in self._places)]

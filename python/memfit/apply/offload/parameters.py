@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
 from memfit.apply.offload.tiers import open_tier
-from memfit.apply.optimizer_in_backward import OneByOne
+from memfit.apply.optimizer_in_backward import OneByOne, held_parameters
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
@@ -383,7 +383,7 @@ class ParametersElsewhere(Part):
             OffloadError: A parameter did not come back as it went.
         """
         one_by_one = OneByOne(optimizer)
-        for parameter in self._ordered(p for g in optimizer.param_groups for p in g["params"]):
+        for parameter in self._ordered(held_parameters(optimizer)):
             if parameter.grad is not None:
                 with self.update_of(parameter):
                     one_by_one.update(parameter)
