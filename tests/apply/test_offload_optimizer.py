@@ -15,6 +15,7 @@ import torch
 from test_offload import _overwrite_stored_files
 from test_optimizer_in_backward import OPTIMIZERS, CountsInItsGroup
 from test_pinned import LateCopies, Tier
+from threads import in_threads
 from torch import nn
 
 import memfit
@@ -198,6 +199,54 @@ def test_whoever_reads_the_state_gets_it_and_what_is_written_counts():
     assert same(*results)
 
 
+SEEN = {
+    "itself": lambda tensor: tensor,
+    "view": lambda tensor: tensor.view(-1),
+    "numpy": lambda tensor: tensor.numpy(),
+    "storage": lambda tensor: tensor.untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_what_somebody_keeps_of_the_state_is_the_state(kind, fuse):
+    results = []
+    for made in (NOTHING, plan(fuse=fuse, window_bytes=1 << 20)):
+        workload = build()
+        with Fitted(workload, made) as fitted:
+            fitted.step()
+            states = [fitted.optimizer.state[p] for p in workload.model.parameters() if p.ndim > 1]
+            seen = [SEEN[kind](state["exp_avg"]) for state in states]
+            fitted.step()
+            for one in seen:
+                if kind == "storage":
+                    one.fill_(0)
+                else:
+                    one[...] = 0
+            fitted.step()
+            del seen, states, one
+            fitted.step()
+            if made is not NOTHING:
+                assert at_home(fitted) == 0
+            results.append(copy.deepcopy(fitted.optimizer.state_dict()))
+    assert same(*results)
+
+
+def test_threads_read_the_state_between_steps():
+    workload = build()
+
+    def read():
+        states = [fitted.optimizer.state[p] for p in workload.model.parameters()]
+        return [value.clone() for state in states for value in state.values()]
+
+    with Fitted(workload, plan()) as fitted:
+        for _ in range(5):
+            fitted.step()
+            results = in_threads(4, read)
+            expected = read()
+            assert all(same(expected, result) for result in results)
+
+
 def test_copies_pickles_and_state_dicts_are_plain_and_leave_the_state_where_it_is():
     *_, state = ordinary(1)
     with Fitted(build(), plan()) as fitted:
@@ -236,6 +285,7 @@ def test_a_loaded_state_is_the_one_that_goes_on():
             for mine, theirs in zip(workload.model.parameters(), after_one, strict=True):
                 mine.copy_(theirs)
         fitted.optimizer.load_state_dict(first)
+        del first  # whose tensors the optimizer takes over as they are
         assert same(losses[1:], [fitted.step(), fitted.step()])
         assert at_home(fitted) == 0
         assert same(state, fitted.optimizer.state_dict())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_offload import _overwrite_stored_files
+from threads import in_threads
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -366,24 +367,6 @@ def test_a_parameter_that_was_swapped_for_another_is_not_written_over():
 
 
 # Other threads
-
-
-def in_threads(count, function):
-    """Results of a function in so many threads; an exception counts as one."""
-    results = [None] * count
-
-    def call(place):
-        try:
-            results[place] = function()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            results[place] = error
-
-    threads = [threading.Thread(target=call, args=(place,)) for place in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def test_threads_between_steps_read_what_is_there():

@@ -62,11 +62,8 @@ class OptimizerInBackward(Part):
         one_by_one = OneByOne(self._optimizer)
         update = _Update(one_by_one, around)
         parameters = held_parameters(self._optimizer)
-        handles = [
-            p.register_post_accumulate_grad_hook(update)
-            for p in parameters
-            if p.requires_grad  # type: ignore[no-untyped-call]
-        ]
+        needing = [p for p in parameters if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(update) for p in needing]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

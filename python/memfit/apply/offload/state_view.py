@@ -6,15 +6,17 @@ the state meanwhile. Not responsible for when they go and come
 (:mod:`memfit.apply.offload.optimizer_state`).
 
 Whoever reads a tensor that is elsewhere gets it, at home from then on, so that writing to it
-counts. Copying, pickling and ``state_dict()`` give plain dictionaries with copies; the state stays
-where it is.
+counts; it does not go while anybody keeps it. Copying, pickling and ``state_dict()`` give plain
+dictionaries with copies; the state stays where it is.
 
 Invariant: at any moment, whatever failed or was interrupted, each tensor's current bytes are either
-in the dictionary or in its parcel.
+in the dictionary or in its parcel. Threads take turns.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from memfit.apply.offload.pinned import bytes_of
 from memfit.tensors.optimizers import PartlyOffloaded
+from memfit.tensors.storage import has_others
 
 if TYPE_CHECKING:
     from collections.abc import ItemsView, Iterator, Mapping, ValuesView
@@ -43,6 +46,7 @@ class Stored:
         device: Its device.
         parcel: Its bytes.
         coming: Where they are being fetched ahead to.
+        is_begun: Whether that has begun, as far as is known after an interrupt.
     """
 
     size: torch.Size
@@ -51,6 +55,7 @@ class Stored:
     device: torch.device
     parcel: Parcel
     coming: Tensor | None = None
+    is_begun: bool = False
 
     @staticmethod
     def of(tensor: Tensor, tier: Tier) -> Stored:
@@ -79,9 +84,11 @@ class Stored:
             OffloadError: It was not written.
         """
         if self.coming is None:
-            target = self.room()
-            self.parcel.prefetch(bytes_of(target))
-            self.coming = target
+            self.is_begun = False
+            self.coming = self.room()
+        if not self.is_begun:
+            self.parcel.prefetch(bytes_of(self.coming))
+            self.is_begun = True
 
     def fetch(self) -> Tensor:
         """It, whole; its bytes elsewhere stay.
@@ -95,12 +102,17 @@ class Stored:
             self.parcel.fetch(bytes_of(target))
             return target
         try:
+            self.fetch_ahead()
             self.parcel.wait()
         except Exception:
             self.coming = None  # its error is told once; an interrupted wait can go on
             raise
         self.coming = None
         return target
+
+
+_OWN_REFERENCES = 2
+"""References to a value that only its dictionary has, as seen by who asks for their number."""
 
 
 class AwayState(dict[str, Any], PartlyOffloaded):
@@ -115,6 +127,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         super().__init__(values)
         self._away: dict[str, Stored] = {}
         self._outgoing: dict[str, Stored] = {}
+        self._lock = threading.RLock()
 
     # Going out and coming back
 
@@ -147,29 +160,33 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         Raises:
             OffloadError: No more can be sent. Everything is at home.
         """
-        try:
-            for key, tensor in self._movable(tier, least_bytes):
-                self._outgoing[key] = Stored.of(tensor, tier)
-        except BaseException:
-            self.keep()
-            raise
+        with self._lock:
+            try:
+                for key, tensor in self._movable(tier, least_bytes):
+                    self._outgoing[key] = Stored.of(tensor, tier)
+            except BaseException:
+                self.keep()
+                raise
 
     def settle(self) -> None:
-        """Wait until what goes out is written, and let go of it.
+        """Wait until what goes out is written, and let go of it, unless somebody keeps it.
 
         Raises:
             OffloadError: Something could not be written. That, at least, is at home.
         """
-        try:
-            for stored in self._outgoing.values():
-                stored.parcel.settle()
-        except Exception:
-            self.keep()
-            raise
-        self._away.update(self._outgoing)  # first: an interrupt may come between any two of these
-        for key in self._outgoing:
-            super().__setitem__(key, None)
-        self._outgoing.clear()
+        with self._lock:
+            try:
+                for stored in self._outgoing.values():
+                    stored.parcel.settle()
+            except Exception:
+                self.keep()
+                raise
+            for key in list(self._outgoing):
+                if not self._is_kept(key):
+                    # First: an interrupt may come between any two of these.
+                    self._away[key] = self._outgoing[key]
+                    super().__setitem__(key, None)
+                del self._outgoing[key]
 
     def keep(self) -> None:
         """Let nothing go out that has not settled."""
@@ -181,8 +198,9 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         Raises:
             OffloadError: Some of it was not written.
         """
-        for stored in self._away.values():
-            stored.fetch_ahead()
+        with self._lock:
+            for stored in self._away.values():
+                stored.fetch_ahead()
 
     def retract(self) -> None:
         """Let go again of what was fetched ahead and not used.
@@ -190,9 +208,10 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         Raises:
             OffloadError: It did not come back as it went; it is still elsewhere.
         """
-        for stored in self._away.values():
-            if stored.coming is not None:
-                stored.fetch()
+        with self._lock:
+            for stored in self._away.values():
+                if stored.coming is not None:
+                    stored.fetch()
 
     def bring_home(self) -> None:
         """Have everything at home.
@@ -200,8 +219,9 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         Raises:
             OffloadError: Some of it did not come back as it went. That is still elsewhere.
         """
-        for key in list(self._away):
-            self._bring(key)
+        with self._lock:
+            for key in list(self._away):
+                self._bring(key)
 
     def in_memory(self) -> dict[str, Any]:
         """What is at home, or on its way there."""
@@ -215,42 +235,62 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         Raises:
             OffloadError: Some of it did not come back as it went.
         """
-        away = self._away
-        return {key: away[key].fetch() if key in away else value for key, value in super().items()}
+        with self._lock:
+            there = dict(super().items())
+            return {
+                key: self._away[key].fetch() if key in self._away else value
+                for key, value in there.items()
+            }
 
     def _bring(self, key: str) -> None:
-        stored = self._away.get(key)
-        if stored is not None:
-            super().__setitem__(key, stored.fetch())
-            del self._away[key]
+        with self._lock:
+            self._outgoing.pop(key, None)  # who reads it may write to it
+            stored = self._away.get(key)
+            if stored is not None:
+                super().__setitem__(key, stored.fetch())
+                del self._away[key]
 
     def _movable(self, tier: Tier, least_bytes: int) -> list[tuple[str, Tensor]]:
-        return [
-            (key, value)
-            for key, value in super().items()
-            if key not in self._away and _is_movable(value, tier, least_bytes)
-        ]
+        with self._lock:
+            going = [key for key in self if key not in self._away and not self._is_kept(key)]
+            found = [(key, super(AwayState, self).__getitem__(key)) for key in going]
+        return [(key, value) for key, value in found if _is_movable(value, tier, least_bytes)]
+
+    def _is_kept(self, key: str) -> bool:
+        """Whether somebody else has a tensor, or sees its memory."""
+        own = super().__getitem__
+        if sys.getrefcount(own(key)) > _OWN_REFERENCES:
+            return True
+        if not isinstance(own(key), Tensor) or own(key).layout is not torch.strided:
+            return False
+        storage = own(key).untyped_storage()
+        return has_others(storage, 1, 1 + (key in self._outgoing))
 
     # What a dictionary does
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key, at home from now on."""
-        self._bring(key)
-        return super().__getitem__(key)
+        with self._lock:
+            self._bring(key)
+            return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key."""
         return self[key] if key in self else default  # noqa: SIM401 - this is `get`
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """All values, at home from now on."""
-        self.bring_home()
-        return super().values()
+        """All values, at home from now on; those that were there when this was asked."""
+        return self._all().values()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """All items, at home from now on."""
-        self.bring_home()
-        return super().items()
+        """All items, at home from now on; those that were there when this was asked."""
+        return self._all().items()
+
+    def _all(self) -> dict[str, Any]:
+        with self._lock:
+            for key in self:
+                self._bring(key)
+            return dict(super().items())
 
     def __iter__(self) -> Iterator[str]:
         """All keys."""
@@ -259,19 +299,22 @@ class AwayState(dict[str, Any], PartlyOffloaded):
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Set a value; what was elsewhere is forgotten."""
-        self._forget(key)
-        super().__setitem__(key, value)
+        with self._lock:
+            self._forget(key)
+            super().__setitem__(key, value)
 
     def __delitem__(self, key: str) -> None:
         """Forget a value."""
-        self._forget(key)
-        super().__delitem__(key)
+        with self._lock:
+            self._forget(key)
+            super().__delitem__(key)
 
     def pop(self, key: str, *default: Any) -> Any:
         """Take a value out."""
-        self._bring(key)
-        self._forget(key)
-        return super().pop(key, *default)
+        with self._lock:
+            self._bring(key)
+            self._forget(key)
+            return super().pop(key, *default)
 
     def popitem(self) -> tuple[str, Any]:
         """Take the last item out."""
