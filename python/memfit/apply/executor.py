@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import set_up
+from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import MicroBatches
 from memfit.apply.offload.optimizer_state import StateDirections, StateElsewhere
 from memfit.apply.offload.parameters import (
@@ -277,7 +278,7 @@ class Executor:
             yield
             return
         updates = contextlib.nullcontext() if self.state is None else self.state.updates()
-        with updates, fused.attached(self.update_of):
+        with interrupts_wait(), updates, fused.attached(self.update_of):
             yield
 
     def update(self) -> None:

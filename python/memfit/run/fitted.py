@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.answers import CompiledPlan, Plan
 from memfit.apply.executor import Executor, Subject
+from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
 from memfit.apply.proven_ops import LeftProof
 from memfit.errors import UsageError
 from memfit.run.elastic import Elastic
-from memfit.run.step_backup import BeforeStep, Buffers
+from memfit.run.step_backup import BeforeStep, Buffers, Generators
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload
 
@@ -271,13 +272,18 @@ class Fitted:
 
     def _train(self, executor: Executor, batch: Any) -> Tensor:
         """Forward, backward, clipping and update; gradients are released whatever happens."""
+        generators = Generators.now()
         try:
             executor.place()
             with executor.running():
                 loss = self._forward_and_backward(executor, batch)
                 self._update(executor)
-        finally:
             self._release_gradients()
+        except BaseException:
+            self._release_gradients()
+            if not self.has_begun_update:
+                generators.put_back()
+            raise
         return loss
 
     def _forward_and_backward(self, executor: Executor, batch: Any) -> Tensor:
@@ -333,9 +339,9 @@ class Fitted:
 
     @contextlib.contextmanager
     def _optimizer_inside(self, executor: Executor) -> Iterator[None]:
-        if executor.fuse and self.optimizer is not None:
-            self.has_begun_update = True
         with executor.updates_in_backward():
+            if executor.fuse and self.optimizer is not None:
+                self.has_begun_update = True
             yield
 
     def _scale_gradients(self, factor: float) -> None:
@@ -351,8 +357,9 @@ class Fitted:
             )
         if self.optimizer is None or executor.fuse:
             return
-        self.has_begun_update = True
-        executor.update()
+        with interrupts_wait():
+            self.has_begun_update = True
+            executor.update()
 
     def place_state(self) -> None:
         """Have the optimizer's state and the parameters where the plan wants them between steps.
@@ -365,9 +372,10 @@ class Fitted:
         self._running.place()
 
     def _release_gradients(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        self.workload.model.zero_grad(set_to_none=True)
+        with interrupts_wait():
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none=True)
+            self.workload.model.zero_grad(set_to_none=True)
 
     # The user's own loop
 

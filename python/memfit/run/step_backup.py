@@ -65,6 +65,41 @@ class _Buffer:
                 self.tensor.copy_(self.copy)
 
 
+@dataclass(slots=True, frozen=True)
+class Generators:
+    """The default generators of torch, of Python and, if it is loaded, of numpy, at a moment.
+
+    Attributes:
+        of_torch: On the CPU and on every CUDA device in use.
+        of_python: That of :mod:`random`.
+        of_numpy: ``None`` where it was not loaded.
+    """
+
+    of_torch: list[GeneratorState]
+    of_python: Any
+    of_numpy: Any
+
+    @staticmethod
+    def now() -> Generators:
+        """As they are now."""
+        devices = [torch.device("cpu")]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        numpy = sys.modules.get("numpy")
+        of_numpy = numpy.random.get_state() if numpy is not None else None
+        of_torch = [GeneratorState.of(device) for device in devices]
+        return Generators(of_torch, random.getstate(), of_numpy)
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        for state in self.of_torch:
+            state.put_back()
+        random.setstate(self.of_python)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self.of_numpy is not None:
+            numpy.random.set_state(self.of_numpy)
+
+
 class Buffers:
     """The module buffers of a model, and which of them need no copy before a step.
 
@@ -114,7 +149,7 @@ class BeforeStep:
         """
         self._buffers = buffers
         self._buffers_before = buffers.before()
-        self._generators = _generators()
+        self._generators = Generators.now()
         self._optimizer = optimizer
         self._parameters = [(p, p._version) for p in model.parameters()]
         self._state: dict[Any, dict[Any, Any]] = {}
@@ -159,7 +194,7 @@ class BeforeStep:
             buffer.put_back()
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer)
-        self._restore_generators()
+        self._generators.put_back()
         return ""
 
     def _restore_optimizer(self, optimizer: Optimizer) -> None:
@@ -173,15 +208,6 @@ class BeforeStep:
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
 
-    def _restore_generators(self) -> None:
-        torch_states, python_state, numpy_state = self._generators
-        for state in torch_states:
-            state.put_back()
-        random.setstate(python_state)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-
 
 def _counts_changes(optimizer: Optimizer | None) -> bool:
     """Whether every change that an optimizer makes is counted on the tensor it changes."""
@@ -189,13 +215,3 @@ def _counts_changes(optimizer: Optimizer | None) -> bool:
         return True
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     return type(optimizer).__module__.startswith("torch.optim.") and not is_fused
-
-
-def _generators() -> tuple[list[GeneratorState], Any, Any]:
-    """The default generators of torch, of Python and, if it is loaded, of numpy."""
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    return [GeneratorState.of(device) for device in devices], random.getstate(), numpy_state

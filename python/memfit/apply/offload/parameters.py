@@ -147,8 +147,11 @@ class _Item:
 
     def _begin(self) -> None:
         assert self.parcel is not None
+        with contextlib.suppress(OffloadError):
+            self.parcel.wait()  # who began before was interrupted, and its memory must stay
         allow_reads(self.storage)
-        self.storage.resize_(self.size_bytes)
+        if self.storage.nbytes() != self.size_bytes:
+            self.storage.resize_(self.size_bytes)
         self.parcel.prefetch(self.bytes())
         self.is_begun = True
         if self.storage.device.type == "cpu":  # a GPU orders its reads after what is coming

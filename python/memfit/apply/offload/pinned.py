@@ -301,12 +301,20 @@ class StagedParcel:
         try:
             self._block.wait()
         except OffloadError:
-            # An interrupt may have come after it had ended.
-            self._block.fetch(memory.data_ptr(), memory.nbytes)
+            self._fetch_again(memory)
         self._staging.end = self._copies.begin(self._target, memory)
         self._copies.order_after(self._staging.end)
         self._target = None
         self._let_go()
+
+    def _fetch_again(self, memory: Tensor) -> None:
+        """An interrupt may have come before the transfer began, or after it had ended."""
+        assert self._block is not None
+        try:
+            self._block.fetch(memory.data_ptr(), memory.nbytes)
+        except OffloadError:
+            self._target = None  # it is the caller's again
+            raise
 
     def _take(self) -> Staging:
         """Host memory that no copy uses any more: a disk keeps to no stream's order."""

@@ -186,7 +186,11 @@ class _Written:
         if self._coming is not None:  # who began that was interrupted
             self.wait()
         self._coming = (target.data_ptr(), target.nbytes, target)
-        self._block.prefetch(*self._coming)
+        try:
+            self._block.prefetch(*self._coming)
+        except OffloadError:
+            self._coming = None
+            raise
 
     def wait(self) -> None:
         if self._coming is None:
@@ -195,6 +199,13 @@ class _Written:
         try:
             self._block.wait()
         except OffloadError:
-            # An interrupt may have come before it began, or after it had ended.
-            self._block.fetch(address, length)
+            self._fetch_again(address, length)
         self._coming = None
+
+    def _fetch_again(self, address: int, length: int) -> None:
+        """An interrupt may have come before the transfer began, or after it had ended."""
+        try:
+            self._block.fetch(address, length)
+        except OffloadError:
+            self._coming = None  # its memory is the caller's again
+            raise

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 
 from memfit.apply.executor import Executor
+from memfit.apply.interrupts import interrupts_wait
 
 
 class StandIn:
@@ -35,7 +36,7 @@ class StandIn:
             OffloadError: State or a parameter did not come back as it went.
         """
         self.step_ended()
-        with executor.running():
+        with executor.running(), interrupts_wait():
             updated = executor.update_all()
         self._over_nothing = contextlib.ExitStack()
         self._over_nothing.enter_context(updated.over_nothing())
