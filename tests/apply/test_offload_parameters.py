@@ -254,6 +254,25 @@ def test_who_looks_between_steps_finds_parameters_and_may_change_them():
     assert same(*results)
 
 
+@pytest.mark.parametrize("transform", ["jvp", "vmap", "grad"])
+def test_transforms_between_steps_find_parameters(transform):
+    def transformed(model, batch):
+        if transform == "jvp":
+            return torch.func.jvp(model, (batch,), (batch,))[1]
+        if transform == "vmap":
+            return torch.func.vmap(model)(batch)
+        return torch.func.grad(lambda x: model(x).sum())(batch)
+
+    results = []
+    for made in (lambda _: NOTHING, lambda w: plan(w, room=2 * WEIGHT)):
+        workload = build()
+        workload.model.eval()
+        with Fitted(workload, made(workload)) as fitted:
+            fitted.step()
+            results.append([transformed(workload.model, workload.batch).detach()])
+    assert same(*results)
+
+
 def test_a_copy_made_between_steps_is_an_ordinary_model():
     workload = build()
     with Fitted(workload, plan(workload)) as fitted:

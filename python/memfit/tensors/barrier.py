@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -28,7 +28,11 @@ OnUse = Callable[[list[Tensor]], contextlib.AbstractContextManager[Any]]
 
 
 class Barrier:
-    """Can be put before some tensors."""
+    """Can be put before some tensors.
+
+    Attributes:
+        threads: Those that pass it now.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], owner: object, on_use: OnUse) -> None:
         """Create it, taken down.
@@ -42,7 +46,7 @@ class Barrier:
         self._tensors = list(tensors)
         self._classes = [type(tensor) for tensor in self._tensors]
         self._kinds = {id(t): kind for t, kind in zip(self._tensors, self._classes, strict=True)}
-        self._passing: set[int] = set()
+        self.threads: set[int] = set()
         kinds = set(self._classes)
         self._barred = {kind: _barred(kind, self, owner, on_use) for kind in kinds}
         self._own = {kind for kind in kinds if not _is_plain(kind)}
@@ -87,16 +91,10 @@ class Barrier:
         """This thread uses the tensors unnoticed inside this, and so does backward."""
         thread = get_ident()
         try:
-            self._passing.add(thread)
+            self.threads.add(thread)
             yield
         finally:
-            self._passing.discard(thread)
-
-    def is_passing(self) -> bool:
-        """Whether this thread is to be unnoticed."""
-        passing = self._passing
-        # Of a GPU's backward, hooks run in threads of torch's own.
-        return get_ident() in passing or (bool(passing) and torch._C._current_graph_task_id() != -1)
+            self.threads.discard(thread)
 
 
 def owner_of(tensor: Tensor) -> object | None:
@@ -112,13 +110,15 @@ def without_barrier() -> Any:
 class _Noticing:
     """What a barred class has for ``__torch_function__``, which depends on the thread."""
 
-    def __init__(self, barrier: Barrier, notice: Callable[..., Any], *, can_pass: bool) -> None:
-        self._barrier = barrier
+    def __init__(self, passing: Collection[int], notice: Callable[..., Any]) -> None:
+        self._passing = passing
         self._notice = notice
-        self._can_pass = can_pass
 
     def __get__(self, _tensor: Tensor | None, _kind: type) -> Any:
-        if self._can_pass and self._barrier.is_passing():
+        # Of a GPU's backward, hooks run in threads of torch's own.
+        if self._passing and (
+            get_ident() in self._passing or torch._C._current_graph_task_id() != -1
+        ):
             return torch._C._disabled_torch_function_impl
         return self._notice
 
@@ -155,7 +155,7 @@ def _barred(kind: type, barrier: Barrier, owner: object, on_use: OnUse) -> type:
             return copy.deepcopy(tensor, memo)
 
     members = {
-        "__torch_function__": _Noticing(barrier, notice, can_pass=_is_plain(kind)),
+        "__torch_function__": _Noticing(barrier.threads if _is_plain(kind) else (), notice),
         "__deepcopy__": deep_copy,
         "memfit_owner": owner,
     }

@@ -494,7 +494,8 @@ class ParametersElsewhere(Part):
         They are at home from then on, and those that another thread uses stay until the next step.
         """
         is_other = threading.get_ident() != self._thread
-        with self._lock, without_barrier():
+        # Transforms of `torch.func` take what is made inside them for their own.
+        with self._lock, without_barrier(), torch._C._DisableFuncTorch():
             placed = self._placed
             items = []
             if placed is not None:
