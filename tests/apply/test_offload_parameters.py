@@ -334,6 +334,23 @@ def test_whoever_sees_the_memory_of_a_parameter_always_sees_the_parameter(kind, 
         assert storage_bytes([matrix]) == 0, "it goes once nobody else sees it"
 
 
+@pytest.mark.parametrize("see", [SEEN["view"], SEEN["numpy"]])
+def test_what_others_wrote_last_goes_with_the_parameter(see):
+    results = []
+    for made in (lambda _: NOTHING, lambda w: plan(w, fuse=True, room=2 * WEIGHT)):
+        workload = build()
+        with Fitted(workload, made(workload)) as fitted:
+            seen = [see(p) for p in workload.model.parameters() if p.ndim > 1]
+            torch.manual_seed(0)
+            fitted.step()
+            for one in seen:
+                one *= 0.5  # noqa: PLW2901 - in place
+            del seen, one
+            fitted.step()
+        results.append([p.detach() for p in workload.model.parameters()])
+    assert same(*results)
+
+
 def test_to_log_parameters_by_numpy_changes_nothing():
     def logged(made):
         workload = build()

@@ -374,7 +374,8 @@ class ParametersElsewhere(Part):
             if item.is_here and not item.is_coming:
                 # Not every optimizer lets torch know what it changes.
                 self._before_write(item)
-                self._try(lambda: item.send(self.tier))
+                if not item.is_held:
+                    self._try(lambda: item.send(self.tier))
 
     def update_all(self, optimizer: Optimizer) -> OneByOne:
         """All updates of one step of an optimizer, which is still to be finished.
@@ -427,6 +428,7 @@ class ParametersElsewhere(Part):
             placed.by_storage[item.storage._cdata] = number
         if item.is_held:
             self._have(item)
+            self._before_write(item)  # others may, and nobody tells of it
 
     def _carry_out(self, placed: _Place, moves: Sequence[tuple[str, int]]) -> None:
         for kind, number in moves:
