@@ -182,8 +182,8 @@ The script runs as `python train.py` would run it. Standard output is the script
 to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run.
 
 Where a broker runs, the budget and what torch takes apart from tensors are leased before the script
-starts, and what its plan does not need is given back. Where none was started, the script runs alone;
-one that is away while others may hold what it granted is waited for.")]
+starts, and what its plan does not need is given back. Where none was started, the script runs
+alone; one that is away while others may hold what it granted is waited for.")]
     Run(RunArguments),
 
     /// Grant memory to processes before they use it, so that together they never exceed it

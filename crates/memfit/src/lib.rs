@@ -10,6 +10,7 @@
 
 mod answer;
 mod args;
+mod boot;
 mod broker;
 mod commands;
 pub mod device;

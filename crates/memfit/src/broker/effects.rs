@@ -4,8 +4,8 @@ use memfit_engine::share::lease::{Claims, ClientId, Effect, End, LeaseId, Reques
 use serde_json::json;
 
 use super::journal::{Change, LeaseEntry};
-use super::process::milliseconds;
 use super::server::Server;
+use crate::boot::milliseconds;
 use crate::lease::protocol::{Cause, Reply};
 
 impl Server {

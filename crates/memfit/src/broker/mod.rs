@@ -33,7 +33,7 @@ mod usage;
 use std::cell::RefCell;
 use std::future::pending;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -46,9 +46,7 @@ use tokio::task::{LocalSet, spawn_local};
 
 use crate::error::Failure;
 pub(crate) use capacity::read as read_capacities;
-use journal::{Found, Journal};
 pub(crate) use log::Log;
-pub(crate) use process::milliseconds;
 use server::Server;
 
 /// What a broker is started with.
@@ -64,15 +62,6 @@ pub(crate) struct Options {
     pub(crate) only_free: bool,
     /// How long grants are held back after a restart for clients to come back.
     pub(crate) grace_ms: u64,
-}
-
-/// Whether a broker served this socket since the boot and did not end with nothing held.
-pub(crate) fn has_lived_at(socket: &Path) -> bool {
-    match Journal::find(&socket.with_extension("state")) {
-        Found::Nothing => false,
-        Found::Known(known) => known.boot == process::boot(),
-        Found::Damaged(_) => true,
-    }
 }
 
 /// Serves until it is told to stop.

@@ -45,22 +45,6 @@ fn started(pid: u32) -> Option<u64> {
     after_name.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// A name for this boot of the system: after another, no process of before lives.
-pub(crate) fn boot() -> String {
-    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    id.map(|id| id.trim().to_owned()).unwrap_or_default()
-}
-
-/// Milliseconds since boot, which goes on over a restart of the broker.
-pub(crate) fn milliseconds() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    let rest = u64::try_from(time.tv_nsec).unwrap_or(0);
-    seconds
-        .saturating_mul(1000)
-        .saturating_add(rest / 1_000_000)
-}
-
 /// Lets this process open as many files as it may: two for each client.
 pub(crate) fn allow_many_files() -> io::Result<()> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

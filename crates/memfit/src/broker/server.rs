@@ -21,9 +21,10 @@ use super::devices::Devices;
 use super::journal::{Change, ClientEntry, Journal};
 use super::log::Log;
 use super::outbox::Outbox;
-use super::process::{Process, milliseconds};
+use super::process::Process;
 use super::refusal::refused;
 use super::usage::Usage;
+use crate::boot::milliseconds;
 use crate::lease::amounts::Amounts;
 use crate::lease::protocol::{NAME_BYTES, Reason, Refused, Reply, Request, Resume, VERSION};
 

@@ -21,8 +21,8 @@ use super::Options;
 use super::devices::Devices;
 use super::journal::{Found, Journal, Known};
 use super::log::Log;
-use super::process::{boot, milliseconds};
 use super::server::{Client, Server};
+use crate::boot::{self, milliseconds};
 use crate::error::Failure;
 use crate::lease::socket::{SocketError, check_path, private_folder};
 
@@ -69,7 +69,7 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     let now = milliseconds();
     let number = first_number(now);
     let fresh = Known {
-        boot: boot(),
+        boot: boot::name(),
         next_client: number,
         next_lease: number,
         ..Known::default()

@@ -5,8 +5,8 @@ use std::time::Instant;
 use memfit_engine::share::lease::Millis;
 use memfit_memory::pressure::{self, Pressure};
 
-use super::process::milliseconds;
 use super::server::Server;
+use crate::boot::milliseconds;
 use crate::device::Memory;
 use crate::lease::status::{DeviceStatus, LeaseStatus, Status, WaitingStatus};
 

@@ -14,7 +14,7 @@ use super::line::{Line, Outcome};
 use super::protocol::{Cause, Held, REQUEST_BYTES, Reason, Refused, Reply, Request};
 use super::socket::SocketError;
 use super::status::Status;
-use crate::broker::milliseconds as boot_milliseconds;
+use crate::boot;
 
 /// How often a caller that waits is asked whether it still wants to.
 pub(super) const LOOK_UP: Duration = Duration::from_millis(50);
@@ -203,7 +203,7 @@ impl Client {
         goes_on: GoesOn<'_>,
     ) -> Result<Option<Held>, LeaseError> {
         // The broker counts from when it hears of the commit, which is later.
-        let ends = lives.map(|lives| boot_milliseconds().saturating_add(milliseconds(lives)));
+        let ends = lives.map(|lives| boot::milliseconds().saturating_add(milliseconds(lives)));
         loop {
             let Some(held) = self.held(lease)? else {
                 return Ok(None);

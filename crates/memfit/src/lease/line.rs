@@ -22,7 +22,7 @@ use super::protocol::{
     Cause, Held, NAME_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request, Resume, VERSION,
 };
 use super::socket::connect;
-use crate::broker::milliseconds;
+use crate::boot::milliseconds;
 
 /// First pause before another try to connect; each is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);

@@ -11,6 +11,10 @@ use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
+use crate::boot;
+
 /// Names the socket when it is somewhere else than usual.
 pub const VARIABLE: &str = "MEMFIT_BROKER";
 
@@ -193,10 +197,26 @@ pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketError> {
 
 /// Nobody listens at a path.
 fn absent(path: &Path) -> SocketError {
-    if crate::broker::has_lived_at(path) {
+    if has_lived_at(path) {
         SocketError::Away(path.to_owned())
     } else {
         SocketError::NoBroker(path.to_owned())
+    }
+}
+
+/// Whether a broker served this socket since the boot and did not end with nothing held, as its state file says: the
+/// first line names the boot. One that cannot be read tells nothing, and so does not say that nothing is held.
+fn has_lived_at(socket: &Path) -> bool {
+    let known = match fs::read_to_string(socket.with_extension("state")) {
+        Err(error) => return error.kind() != io::ErrorKind::NotFound,
+        Ok(known) => known,
+    };
+    let begin = known.lines().next().map(serde_json::from_str::<Value>);
+    match begin {
+        Some(Ok(begin)) => begin["begin"]["boot"]
+            .as_str()
+            .is_none_or(|of| of == boot::name()),
+        _ => true,
     }
 }
 
