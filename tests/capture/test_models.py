@@ -245,7 +245,7 @@ def test_tensors_from_outside_count_as_inputs():
 def test_a_loss_that_uses_another_model_is_refused():
     model = nn.Linear(8, 8)
     workload = training(model, loss=lambda _model, batch: model(batch["x"]).mean())
-    with pytest.raises(UsageError, match="uses the model it was written next to"):
+    with pytest.raises(UsageError, match="uses the parameter `weight` of the model itself"):
         record(workload)
 
 

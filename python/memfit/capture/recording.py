@@ -19,6 +19,7 @@ from memfit.capture.probe.optimizer_updates import (
     probe_updates,
 )
 from memfit.capture.probe.workspace import Scratch, probe_scratch
+from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
 from memfit.capture.record.step import StepRunner
 from memfit.capture.record.step_loss import Reduction, loss_reduction
@@ -249,8 +250,9 @@ def _record(
     workload = stage.workload
     if size is not None:
         set_batch(stage, size)
-    own = frozenset(id(p) for p in workload.model.parameters())
-    recorder = Recorder(stage.model, stage.fake_mode, lean=lean, own_parameters=own)
+    recorder = Recorder(
+        stage.model, stage.fake_mode, lean=lean, originals=Originals(stage.workload)
+    )
     with contextlib.ExitStack() as stack:
         if stage.fake_mode is not None:
             stack.enter_context(stage.fake_mode)

@@ -34,6 +34,7 @@ from memfit.capture.probe.scratch_ops import takes_scratch
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.loss_reduction import reduction_of
 from memfit.capture.record.module_calls import ModuleCalls
+from memfit.capture.record.originals import Originals
 from memfit.capture.record.saves import Contents, InMemory, SavedTensors
 from memfit.capture.record.shadow import Shadows, UnknownValueError
 from memfit.capture.record.source_line import SourceLines
@@ -45,7 +46,7 @@ from memfit.capture.stage.arguments import (
     written_tensors,
 )
 from memfit.capture.stage.call_shape import Call, describe_call
-from memfit.errors import CaptureError, UsageError
+from memfit.errors import CaptureError
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
 from memfit.torch_versions import group_norm_laid_out
 
@@ -128,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake_mode: FakeTensorMode | None,
         *,
         lean: bool = True,
-        own_parameters: frozenset[int] = frozenset(),
+        originals: Originals | None = None,
         keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
     ) -> None:
         """Create a recorder.
@@ -137,8 +138,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             model: The copy of the model that will run.
             fake_mode: The fake mode the step runs under; ``None`` for a real step.
             lean: Whether autograd is kept from holding what it saves.
-            own_parameters: ``id`` of the parameters of the user's own model, which must not appear
-                in a step that runs on the copy.
+            originals: The user's own tensors, which must not appear in a step that runs on copies.
             keep: Keeps the contents of what autograd saves in a real step.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure: str | None = None
         self._view_replays = ViewReplays()
         self._fake_mode = fake_mode
-        self._own_parameters = own_parameters
+        self._originals = originals
         self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_sequence = torch._C._autograd._get_sequence_nr() - 1
         self._origin: dict[int, tuple[str, str]] = {}
@@ -192,12 +192,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: list[int] = []
         reads: list[int] = []
         for tensor in read_tensors:
+            known = len(ledger.bytes)
             try:
                 allocation = ledger.seen(tensor)
                 reads.append(ledger.value(tensor, allocation))
             except (RuntimeError, NotImplementedError):
                 self._note_storageless(operator)
                 continue
+            if allocation == known and self._originals is not None:
+                self._originals.refuse(tensor)
             read.append(allocation)
         ledger.now = index + 1
         try:
@@ -370,12 +373,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._foreign.get(id(tensor))
         if known is not None:
             return known[1]
-        if id(tensor) in self._own_parameters:
-            message = (
-                "`loss` uses the model it was written next to instead of the one it is given: "
-                "write it as `lambda model, batch: ...`"
-            )
-            raise UsageError(message)
+        originals = self._originals
+        if originals is not None and not originals.may_have_a_twin(tensor):
+            originals.refuse(tensor)
         if tensor.requires_grad and tensor.is_leaf:
             message = (
                 f"a tensor of shape {tuple(tensor.shape)} requires grad and is no parameter of the "
@@ -385,6 +385,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self._fake_mode is not None
         with _disable_current_modes():
             fake = self._fake_mode.from_tensor(tensor.detach())
+        if originals is not None and self.ledger.find(fake) is None:
+            originals.refuse(tensor)
         self._foreign[id(tensor)] = (tensor, fake)
         allocation = self.ledger.seen(fake)
         self.shadows.lend(allocation, tensor)
