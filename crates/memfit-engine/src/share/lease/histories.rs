@@ -437,7 +437,7 @@ proptest! {
     }
 }
 
-fn record(id: LeaseId, lease: &super::Lease) -> Record {
+pub(super) fn record(id: LeaseId, lease: &super::Lease) -> Record {
     Record {
         lease: id,
         client: lease.client,

@@ -94,6 +94,8 @@ mod amounts;
 #[cfg(test)]
 mod examples;
 #[cfg(test)]
+mod failing_model;
+#[cfg(test)]
 mod histories;
 #[cfg(test)]
 mod naive;
