@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.stage.arguments import arguments_text
 from memfit.tensors.operators import Operator, operator_of
+from memfit.tensors.storage import is_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -145,6 +146,8 @@ class ProvenOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         kwargs = dict(kwargs) if kwargs else {}
         operator = operator_of(func)
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # as in the recording
         if not operator.counted or operator.name == DETACH:
             return func(*args, **kwargs)
         left = self.left or self._proof.differs(self._index, operator, args, kwargs)

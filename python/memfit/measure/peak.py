@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.garbage import collected_before
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import address
+from memfit.tensors.storage import address, plain_tensors
 from memfit.torch_versions import profiled_memory
 from memfit.workload import Workload
 
@@ -58,7 +59,7 @@ def storage_bytes(tensors: Iterable[Tensor], device: str = "cpu") -> int:
     """Bytes of the distinct storages behind tensors on one kind of device."""
     storages = {}
     with without_barrier():  # parameters that are elsewhere stay there, and take nothing
-        for tensor in tensors:
+        for tensor in chain.from_iterable(map(plain_tensors, tensors)):
             if tensor.device.type == device and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()

@@ -1,8 +1,9 @@
-"""Memory of tensors that cannot be let go.
+"""Where the bytes of a tensor are, and whose.
 
-Responsible for telling whose memory is not torch's own: of a mapped file, an array, a parkable
-model, or shared between processes; and which parameters somebody keeps a view of. Not responsible
-for what is done about it.
+Responsible for the tensors inside one of a class that wraps others, which has no bytes itself but a
+storage as large as if it had them all; for telling whose memory is not torch's own: of a mapped
+file, an array, a parkable model, or shared between processes; and which parameters somebody keeps a
+view of. Not responsible for what is done about it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,33 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit.tensors.barrier import without_barrier
 
 
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class hold others: a quantised weight and its scales, a shard."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that have the bytes of one: itself, or what it wraps, however deep."""
+    return [part for _, part in named_parts(tensor)]
+
+
+def named_parts(tensor: Tensor, name: str = "") -> list[tuple[str, Tensor]]:
+    """The same, with names.
+
+    Args:
+        tensor: The tensor.
+        name: Its name; that of an attribute follows after a dot.
+    """
+    if not is_wrapper(type(tensor)):
+        return [(name, tensor)]
+    attributes = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [
+        part
+        for attribute in attributes
+        for part in named_parts(getattr(tensor, attribute), f"{name}.{attribute}")
+    ]
+
+
 def is_fixed(tensor: Tensor) -> bool:
     """Whether the memory of a tensor cannot be let go and had again.
 
@@ -25,10 +53,13 @@ def is_fixed(tensor: Tensor) -> bool:
         tensor: A strided tensor. One without memory, or behind a barrier, is fine.
 
     Returns:
-        Whether its storage cannot be resized, or other processes have it too. Of a GPU's memory
-        torch says that it is always shared (``Tensor.is_shared``), which tells nothing; what came
-        from another process cannot be resized there (``THPStorage_newSharedCuda``).
+        Whether it wraps others, its storage cannot be resized, or other processes have it too. Of a
+        GPU's memory torch says that it is always shared (``Tensor.is_shared``), which tells
+        nothing; what came from another process cannot be resized there
+        (``THPStorage_newSharedCuda``).
     """
+    if is_wrapper(type(tensor)):
+        return True
     if isinstance(tensor, FakeTensor):
         return False
     with without_barrier():

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.tensors.optimizers import in_memory
+from memfit.tensors.storage import plain_tensors
 
 PARAMETER = "parameter"
 MODULE_BUFFER = "module_buffer"
@@ -113,12 +114,13 @@ class Owners:
         return [owner for owner in found.values() if owner is not None]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every owned tensor with its category."""
+        """Every owned tensor with its category; of one that wraps others, those."""
         for owner in self._live():
-            if isinstance(owner, Optimizer):
-                yield from optimizer_tensors(owner)
-            else:
-                yield from _module_tensors(owner)
+            of_owner = (
+                optimizer_tensors(owner) if isinstance(owner, Optimizer) else _module_tensors(owner)
+            )
+            for category, tensor in of_owner:
+                yield from ((category, part) for part in plain_tensors(tensor))
 
     def label(self) -> None:
         """Name the blocks of all owned tensors on the CPU to the count."""

@@ -39,6 +39,7 @@ from memfit.apply.remat.records import (
     version_of,
 )
 from memfit.tensors.operators import Operator, operator_of
+from memfit.tensors.storage import is_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +169,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one op, and record it if the plan needs it again."""
         kwargs = dict(kwargs) if kwargs else {}
         operator = operator_of(func)
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # as in the recording: its class runs ops on what it wraps
         if not operator.counted:
             return func(*args, **kwargs)
         index = self.index

@@ -25,6 +25,7 @@ from memfit.tensors.optimizers import (
     step_of_others,
     unknown_optimizer,
 )
+from memfit.tensors.storage import is_wrapper
 
 
 def fused_optimizer_refusal(stage: Stage) -> str | None:
@@ -68,7 +69,13 @@ def per_parameter_refusal(stage: Stage) -> str | None:
 def _hooked_or_shared(stage: Stage, optimizer: Optimizer) -> str | None:
     given = stage.workload.optimizer
     hooked = given if isinstance(given, Optimizer) else optimizer
-    return step_of_others(hooked) or shared_state(optimizer)
+    return step_of_others(hooked) or shared_state(optimizer) or _wrapped(stage)
+
+
+def _wrapped(stage: Stage) -> str | None:
+    """Whether a parameter's bytes are those of several tensors, of which none is its own."""
+    kinds = [type(p).__name__ for p in stage.trainable() if is_wrapper(type(p))]
+    return f"a parameter is a `{kinds[0]}`, which wraps other tensors" if kinds else None
 
 
 def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> None:
@@ -122,6 +129,8 @@ class _Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # as in the recording
         if not operator_of(func).counted:
             return func(*args, **kwargs)
         inputs = _distinct([*args, *kwargs.values()])

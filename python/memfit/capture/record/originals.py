@@ -13,6 +13,7 @@ from torch import Tensor
 from memfit.capture.stage.stage import batch_entries
 from memfit.errors import UsageError
 from memfit.tensors.barrier import without_barrier
+from memfit.tensors.storage import plain_tensors
 from memfit.workload import Workload
 
 
@@ -28,9 +29,8 @@ class Originals:
             for name, parameter in workload.model.named_parameters():
                 self._add(parameter, f"the parameter `{name}` of the model")
             for name, buffer in workload.model.named_buffers():
-                key = _key(buffer)
-                if key is not None and key not in self._storages:
-                    self._buffers.add(key)
+                keys = {key for key in map(_key, plain_tensors(buffer)) if key is not None}
+                self._buffers |= keys - self._storages.keys()
                 self._add(buffer, f"the module buffer `{name}` of the model")
             for name, tensor in batch_entries(workload.batch):
                 self._tensors.setdefault(id(tensor), f"`{name}` of the batch")
@@ -63,9 +63,10 @@ class Originals:
         raise error
 
     def _add(self, tensor: Tensor, name: str) -> None:
-        key = _key(tensor)
-        if key is not None:
-            self._storages.setdefault(key, name)
+        for part in plain_tensors(tensor):
+            key = _key(part)
+            if key is not None:
+                self._storages.setdefault(key, name)
 
 
 def _key(tensor: Tensor) -> int | None:

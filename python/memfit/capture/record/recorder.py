@@ -48,6 +48,7 @@ from memfit.capture.stage.arguments import (
 from memfit.capture.stage.call_shape import Call, describe_call
 from memfit.errors import CaptureError
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
+from memfit.tensors.storage import is_wrapper
 from memfit.torch_versions import group_norm_laid_out
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -175,11 +176,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one op and write it down."""
         kwargs = kwargs or {}
         operator = operator_of(func)
-        if not operator.counted:
+        if not operator.counted or self._hides(func, args):
             return func(*args, **kwargs)
-        unpacked, self.saved.unpacked = self.saved.unpacked, None
-        if func is _DETACH and id(args[0]) == unpacked:
-            return func(*args, **kwargs)
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # its class runs ops on what it wraps, which come here
         if self._view_replays.is_next(func, args):
             out = func(*args, **kwargs)
             self._view_replays.ran(out)
@@ -212,6 +212,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.written and self._fake_mode is not None:
             self._view_replays.expect(written_tensors(operator, args, kwargs), read_tensors)
         return out
+
+    def _hides(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an op is torch's ``detach`` of what an unpack hook has just returned."""
+        unpacked, self.saved.unpacked = self.saved.unpacked, None
+        return func is _DETACH and id(args[0]) == unpacked
 
     def _run(
         self,

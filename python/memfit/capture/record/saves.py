@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.capture.record.ledger import Ledger
+from memfit.tensors.storage import is_wrapper
 
 
 @dataclass(slots=True)
@@ -162,6 +163,8 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor that it saves."""
         ledger = self._ledger
+        if is_wrapper(type(tensor)):
+            return tensor  # autograd holds it, and with it what it wraps
         if self._fake_mode is not None and not isinstance(tensor, FakeTensor) and self._foreign:
             tensor = self._foreign(tensor)
         try:
@@ -194,6 +197,7 @@ class SavedTensors:
     def unpack(self, token: Any) -> Tensor:
         """The tensor that autograd saved."""
         if isinstance(token, Tensor):
+            self.unpacked = id(token)
             return token
         save: Save = token.save
         if save.unpack is None:

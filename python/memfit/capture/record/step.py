@@ -21,7 +21,7 @@ from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealSte
 from memfit.capture.record.roles import Roles, Update
 from memfit.capture.stage.stage import Stage, batch_entries
 from memfit.errors import MemfitError, StepPhase, UsageError, WorkloadError
-from memfit.tensors.storage import is_fixed
+from memfit.tensors.storage import is_fixed, is_wrapper, named_parts, plain_tensors
 
 
 class StepRunner:
@@ -136,34 +136,45 @@ class StepRunner:
     def _register(self) -> None:
         """Give everything that exists before the step its allocation, role and name."""
         stage, roles, ledger = self.stage, self.roles, self.recorder.ledger
-        shadows = self.recorder.shadows
         self._register_parameters()
         for name, buffer in stage.model.named_buffers():
-            allocation = self._register_as(roles.module_buffers, buffer, name)
-            real = stage.real_buffers.get(name)
-            if allocation is not None and real is not None and allocation not in roles.parameters:
-                shadows.lend(allocation, real)
-        real_entries = [real for _, real in batch_entries(stage.real_batch)]
-        for position, (name, tensor) in enumerate(batch_entries(stage.batch)):
-            allocation = self._register_as(roles.inputs, tensor, name)
-            if allocation is not None and stage.fake_mode is not None:
-                shadows.lend(allocation, real_entries[position])
+            allocations = self._register_as(roles.module_buffers, buffer, name)
+            if name in stage.real_buffers:
+                self._lend(allocations, stage.real_buffers[name])
+        entries = zip(batch_entries(stage.batch), batch_entries(stage.real_batch), strict=True)
+        for (name, tensor), (_, real) in entries:
+            allocations = self._register_as(roles.inputs, tensor, name)
+            if stage.fake_mode is not None:
+                self._lend(allocations, real)
         if stage.optimizer is not None:
             for state in [*stage.optimizer.state.values(), *stage.optimizer.param_groups]:
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        roles.optimizer_state.add(ledger.seen(value))
+                        roles.optimizer_state.update(map(ledger.seen, plain_tensors(value)))
             self._own_state = _state_by_parameter(stage.optimizer, ledger)
 
     def _register_parameters(self) -> None:
         stage, roles = self.stage, self.roles
         originals = dict(stage.workload.model.named_parameters())
         for name, parameter in stage.model.named_parameters():
-            allocation = self._register_as(roles.parameters, parameter, name)
-            if allocation is not None and is_fixed(originals[name]):
-                roles.fixed.add(allocation)
+            allocations = self._register_as(roles.parameters, parameter, name)
+            if is_fixed(originals[name]):
+                roles.fixed.update(a for a in allocations if a is not None)
 
-    def _register_as(self, members: set[int], tensor: Tensor, name: str) -> int | None:
+    def _register_as(self, members: set[int], tensor: Tensor, name: str) -> list[int | None]:
+        """The allocations of a tensor: one, or those of what it wraps."""
+        return [
+            self._register_part(members, part, of_part)
+            for of_part, part in named_parts(tensor, name)
+        ]
+
+    def _lend(self, allocations: list[int | None], real: Tensor) -> None:
+        """Let a step on fakes look at the values of a real tensor."""
+        for allocation, part in zip(allocations, plain_tensors(real), strict=True):
+            if allocation is not None and allocation not in self.roles.parameters:
+                self.recorder.shadows.lend(allocation, part)
+
+    def _register_part(self, members: set[int], tensor: Tensor, name: str) -> int | None:
         try:
             allocation = self.recorder.ledger.seen(tensor)
         except (RuntimeError, NotImplementedError):
@@ -177,6 +188,10 @@ class StepRunner:
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
+        if is_wrapper(type(gradient)) or is_wrapper(type(parameter)):
+            parts = plain_tensors(gradient)
+            self.roles.gradients.update(map(self.recorder.ledger.seen, parts))
+            return  # not updated alone: see `per_parameter_refusal`
         allocation = self.recorder.ledger.seen(gradient)
         self.ready.pop(id(parameter), None)
         self.ready[id(parameter)] = (
@@ -211,11 +226,14 @@ class StepRunner:
 
 
 def _state_by_parameter(optimizer: Optimizer, ledger: Ledger) -> dict[int, list[int]]:
-    """State of each parameter, by its ``id``; what two parameters share is no one's."""
+    """State of each parameter, by its ``id``; what two parameters share is no one's.
+
+    Nor is what a tensor wraps: it cannot be taken elsewhere.
+    """
     owners: dict[int, set[int]] = {}
     for parameter, state in optimizer.state.items():
         for value in state.values():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_wrapper(type(value)):
                 owners.setdefault(ledger.seen(value), set()).add(id(parameter))
     owned: dict[int, list[int]] = {}
     for allocation, parameters in sorted(owners.items()):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from memfit.capture.record.step import StepRunner
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.capture.stage.stage import Stage
+from memfit.tensors.storage import is_wrapper
 
 DEVICE = "cuda"
 
@@ -41,17 +42,25 @@ def move_model(model: nn.Module) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in moved:
-                twin = nn.Parameter(
-                    torch.empty_like(parameter, device=DEVICE), parameter.requires_grad
-                )
+                twin = nn.Parameter(_twin(parameter), parameter.requires_grad)
                 moved[id(parameter)] = (twin, parameter)
             module._parameters[name] = moved[id(parameter)][0]
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                moved[id(buffer)] = (torch.empty_like(buffer, device=DEVICE), buffer)
+                moved[id(buffer)] = (_twin(buffer), buffer)
             module._buffers[name] = moved[id(buffer)][0]
+
+
+def _twin(tensor: Tensor) -> Any:
+    """A tensor like another on the fake GPU; of one that wraps others, those are made."""
+    if not is_wrapper(type(tensor)):
+        return torch.empty_like(tensor, device=DEVICE)
+    kind: Any = type(tensor)
+    attributes, context = kind.__tensor_flatten__(tensor)
+    parts = {name: _twin(getattr(tensor, name)) for name in attributes}
+    return kind.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
 
 def move_batch(batch: Any) -> Any:

@@ -8,6 +8,7 @@ parameters, buffers and gradients stay as they are bit for bit.
 from __future__ import annotations
 
 import copy
+from itertools import chain
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from memfit.capture.probe.workspace import available_bytes
 from memfit.capture.stage.stage import Stage, build_optimizer, resize_batch
 from memfit.errors import CaptureError, MemfitError, WorkloadError
+from memfit.tensors.storage import plain_tensors
 from memfit.workload import Workload, batch_size
 
 _COPIES_OF_PARAMETERS = 5
@@ -38,7 +40,8 @@ def real_stage(workload: Workload, size: int, reason: str) -> Stage:
         WorkloadError: The optimizer failed.
     """
     tensors = [*workload.model.parameters(), *workload.model.buffers()]
-    needed = _COPIES_OF_PARAMETERS * sum(t.numel() * t.itemsize for t in tensors)
+    parts = chain.from_iterable(map(plain_tensors, tensors))
+    needed = _COPIES_OF_PARAMETERS * sum(t.numel() * t.itemsize for t in parts)
     if needed > available_bytes():
         message = (
             f"{reason}, and one real step would need at least {needed} bytes for parameters, "
