@@ -25,7 +25,7 @@ PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi')
 # PyO3 asks this interpreter about its ABI, so that `cargo` and `maturin` build the binding alike.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help venv demo test test-rust test-python differential install-torch test-torch examples gpu wheel lint lint-rust lint-python format docs clean
+.PHONY: help venv demo test test-rust test-python differential sanitize install-torch test-torch examples gpu wheel lint lint-rust lint-python format docs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,11 @@ test-python: venv
 # A third of them run with all other tests.
 differential: venv ## Compare planned with unplanned steps: every model, change and plan
 	MEMFIT_DIFFERENTIAL=all $(BIN)/python -m pytest --numprocesses 2 tests/differential
+
+# In folders of its own, since all is compiled in another way.
+sanitize: ## Run the tests of what lends, stores and parks memory under AddressSanitizer (needs a nightly Rust)
+	RUSTFLAGS=-Zsanitizer=address cargo +nightly test -p memfit-memory --quiet \
+	    --target "$$(rustc -vV | sed -n 's/^host: //p')" --target-dir target/sanitized
 
 install-torch: $(OTHER)/.installed # What test-torch needs, without memfit.
 
