@@ -30,6 +30,20 @@ if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Tier
 
 
+MOST_FORWARDS = 8
+"""Forwards that may have tensors elsewhere at a time.
+
+One whose backward never runs, and whose loss somebody keeps, has them there for as long. So a place
+takes what that many forwards store, and those above it keep theirs in memory, as without a plan.
+"""
+
+
+class Stay:
+    """That a forward has tensors elsewhere: lives as long as any of them may be asked for."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(slots=True)
 class Shipment:
     """A stored allocation on its way out.
@@ -183,23 +197,40 @@ class Transit:
     Attributes:
         outgoing: Those on their way out.
         ahead: Those fetched ahead.
+        stay: What they hold while any of them lives; let go of here when forward ends.
+        was_full: Whether an allocation stayed because the place has those of enough forwards.
     """
 
-    def __init__(self, tier: Tier, window_bytes: int, order: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        window_bytes: int,
+        order: Sequence[tuple[int, int]],
+        *,
+        is_full: bool = False,
+    ) -> None:
         """Create it for one forward and its backward.
 
         Args:
             tier: Where they go.
             window_bytes: Most bytes on their way out, and most fetched ahead.
             order: In which order they are fetched ahead, as op and output.
+            is_full: Whether the place has those of :data:`MOST_FORWARDS` others.
         """
+        self.stay: Stay | None = Stay()
+        self.was_full = False
+        self._is_full = is_full
         self.outgoing = Outgoing(tier, window_bytes)
         self.ahead = Ahead(order, window_bytes)
         self._tier = tier
 
     def refusal(self, device: torch.device) -> str | None:
         """Why an allocation on ``device`` stays; ``None`` when it can go."""
-        return self._tier.refusal(device)
+        refusal = self._tier.refusal(device)
+        if refusal is None and self._is_full:
+            self.was_full = True
+            return f"{MOST_FORWARDS} forwards without a backward have theirs elsewhere already"
+        return refusal
 
     def preserve(self, fetch: Fetch) -> None:
         """See to it that a write to the allocation, about to happen, changes nothing of what went.

@@ -246,6 +246,7 @@ class Fetch:
         written_to: What to say to whoever asks for it: it was written to on its way out.
         is_ahead: It is there, or coming, and nobody has asked for it yet.
         is_coming: It is on its way back.
+        stay: Held, and nothing else: see :class:`~memfit.apply.offload.activations.Stay`.
     """
 
     __slots__ = (
@@ -259,6 +260,7 @@ class Fetch:
         "size_bytes",
         "source",
         "source_version",
+        "stay",
         "written_to",
     )
 
@@ -275,6 +277,7 @@ class Fetch:
         self.written_to = ""
         self.is_ahead = False
         self.is_coming = False
+        self.stay: object | None = None
 
 
 class Token:

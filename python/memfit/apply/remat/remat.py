@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memfit.apply.offload.activations import Transit
+from memfit.apply.offload.activations import MOST_FORWARDS, Stay, Transit
 from memfit.apply.part import Part
 from memfit.apply.remat.directions import Directions, Region
 from memfit.apply.remat.replay import Replayer
@@ -51,6 +52,8 @@ class Rematerialiser(Part):
 
     Attributes:
         tier: Where stored tensors go; ``None`` when the plan stores none.
+        overflow: What to say of forwards that kept stored tensors in memory, because those of too
+            many others were elsewhere; empty while none did.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class Rematerialiser(Part):
         self.tier = tier
         self._directions = Directions.read(remat, offload)
         self._warned = not warn
+        self.overflow = ""
+        self._warns = warn
+        self._stays: list[weakref.ref[Stay]] = []
         self._active: _Forward | None = None
         self._last: _Forward | None = None
         self._whole: Region | None = None
@@ -114,7 +120,7 @@ class Rematerialiser(Part):
         if self._active is not None:
             raise UsageError("a planned forward is already running: they do not nest")
         self._diverged = False
-        running = _Forward(self._directions, self._on_divergence, self.tier)
+        running = _Forward(self._directions, self._on_divergence, self._transit())
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
         completed = False
@@ -128,6 +134,7 @@ class Rematerialiser(Part):
                 handle.remove()
             self._active = None
             running.close(complete=completed)
+            self._say_overflow(running)
 
     def outcome(self) -> Outcome | None:
         """What the last forward did; ``None`` before the first."""
@@ -157,6 +164,33 @@ class Rematerialiser(Part):
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, prepend=True, always_call=True),
         ]
+
+    def _transit(self) -> Transit | None:
+        """What a forward's stored tensors share, within the number of forwards that may store."""
+        if self.tier is None:
+            return None
+        self._stays = [reference for reference in self._stays if reference() is not None]
+        is_full = len(self._stays) >= MOST_FORWARDS
+        directions = self._directions
+        transit = Transit(self.tier, directions.window_bytes, directions.order, is_full=is_full)
+        assert transit.stay is not None, "it is let go of when forward ends"
+        self._stays.append(weakref.ref(transit.stay))
+        return transit
+
+    def _say_overflow(self, ended: _Forward) -> None:
+        """Say, once, that a forward kept what the plan would offload."""
+        if self.overflow or ended.transit is None or not ended.transit.was_full:
+            return
+        self.overflow = (
+            f"{MOST_FORWARDS} forwards whose backward has not run have tensors offloaded; others "
+            "beside them keep theirs in memory"
+        )
+        if self._warns:
+            message = (
+                f"{self.overflow}. Results stay right; run forwards without a backward under "
+                "`torch.no_grad()`, or let go of their losses"
+            )
+            warnings.warn(message, DivergenceWarning, stacklevel=4)
 
     def _on_divergence(self, where: str) -> None:
         self._diverged = True
@@ -197,12 +231,10 @@ class _Forward:
         transit: What is stored; ``None`` when nothing is.
     """
 
-    def __init__(self, directions: Directions, on_divergence: Any, tier: Tier | None) -> None:
-        self.transit: Transit | None = None
-        if tier is not None:
-            self.transit = Transit(tier, directions.window_bytes, directions.order)
-        self.watch = Watch(directions, on_divergence, self.transit)
-        self.replayer = Replayer(self.transit.ahead if self.transit is not None else None)
+    def __init__(self, directions: Directions, on_divergence: Any, transit: Transit | None) -> None:
+        self.transit = transit
+        self.watch = Watch(directions, on_divergence, transit)
+        self.replayer = Replayer(transit.ahead if transit is not None else None)
         self._open: list[contextlib.ExitStack | None] = []
 
     def enter(self, region: Region | None) -> None:
@@ -243,3 +275,4 @@ class _Forward:
                 self.transit.outgoing.settle()
         finally:
             self.transit.outgoing.abandon()
+            self.transit.stay = None

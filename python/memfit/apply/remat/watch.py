@@ -274,7 +274,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if refusal is not None:
             self._keep(index, operator, refusal)
         elif size > 0 and self._transit is not None:
-            state = State(Fetch(ordinal, size, made.device, output.home), index)
+            fetch = Fetch(ordinal, size, made.device, output.home)
+            fetch.stay = self._transit.stay
+            state = State(fetch, index)
             self._transit.ahead.expect((index, ordinal), state)
             self._track(made, state)
 

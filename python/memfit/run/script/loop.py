@@ -253,6 +253,8 @@ class Loop:
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
 
         def forward_ended(where: str) -> None:
+            if executor.remat is not None and executor.remat.overflow:
+                self.notes[executor.remat.overflow] = None
             if where:
                 self.divergence = self.divergence or where
                 self._diverged.add(key)
