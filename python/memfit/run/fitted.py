@@ -30,7 +30,7 @@ from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
 from memfit.apply.proven_ops import LeftProof
 from memfit.errors import UsageError
 from memfit.run.elastic import Elastic
-from memfit.run.step_backup import BeforeStep, Buffers, Generators
+from memfit.run.step_backup import Buffers, Generators
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload
 
@@ -256,19 +256,22 @@ class Fitted:
         if refusal is not None:
             cut_by.run_whole(refusal)
             return self._train(executor.whole(), batch)
-        before = BeforeStep(self._buffers, self.workload.model, self.optimizer)
+        buffers = self._buffers.before()
         added_to = any(p.grad is not None for p in self.workload.model.parameters())
         try:
-            return self._train(executor, batch)
+            loss = self._train(executor, batch)
         except LeftProof as left:
-            why = before.restore(has_begun=self.has_begun_update)
+            # It comes before any update: forward alone is watched.
+            why = self._buffers.put_back(buffers)
             if added_to and not why:
                 why = "gradients from before the step were added to"
             if why:
                 message = f"{left}, so its batch may not be cut, and it cannot run again: {why}"
                 raise UsageError(message) from None
             cut_by.run_whole(str(left))
-        return self._train(executor.whole(), batch)
+            return self._train(executor.whole(), batch)
+        self._buffers.after(buffers)
+        return loss
 
     def _train(self, executor: Executor, batch: Any) -> Tensor:
         """Forward, backward, clipping and update; gradients are released whatever happens."""

@@ -135,6 +135,23 @@ class Buffers:
             large = [b for b in buffers if b.tensor.nbytes >= LARGE_BYTES]
             self._constants = {(id(b.owner), b.name) for b in large if b.is_left_alone()}
 
+    def put_back(self, buffers: list[_Buffer]) -> str:
+        """Make all buffers what they were.
+
+        Args:
+            buffers: As :meth:`before` remembered them.
+
+        Returns:
+            Why that cannot be, in which case nothing was done; empty where it was.
+        """
+        uncopied = [b for b in buffers if b.copy is None]
+        changed = [b.name for b in uncopied if not b.is_left_alone()]
+        if changed:
+            return f"the module buffer `{changed[0]}` changed, which the first step had not changed"
+        for buffer in buffers:
+            buffer.put_back()
+        return ""
+
 
 class BeforeStep:
     """One moment, before a step."""
@@ -186,12 +203,8 @@ class BeforeStep:
             return f"{updated} of {len(self._parameters)} parameters were updated by then"
         if any(tensor._version != version for tensor, version in self._kept):
             return "the optimizer's state was updated by then"
-        uncopied = [b for b in self._buffers_before if b.copy is None]
-        changed = [b.name for b in uncopied if not b.is_left_alone()]
-        if changed:
-            return f"the module buffer `{changed[0]}` changed, which the first step had not changed"
-        for buffer in self._buffers_before:
-            buffer.put_back()
+        if why := self._buffers.put_back(self._buffers_before):
+            return why
         if self._optimizer is not None:
             self._restore_optimizer(self._optimizer)
         self._generators.put_back()

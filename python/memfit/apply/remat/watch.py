@@ -368,7 +368,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = _storage_key(tensor)
             holders = self._pins.pop(key, None)
             if holders is not None:
-                _copy_pins(holders, key)
+                with torch._C._DisableTorchDispatch():
+                    _copy_pins(holders, key)
             tracked = self._tracked.get(key)
             if tracked is None:
                 continue
@@ -521,9 +522,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _shape_only(tensor: Tensor) -> ShapeOnly:
-    meta = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=False
-    )
+    with torch._C._DisableTorchDispatch():  # no op of the step, for other modes either
+        meta = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=False
+        )
     return ShapeOnly(meta, tensor.device)
 
 
