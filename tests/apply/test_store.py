@@ -242,12 +242,15 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
     def interrupt(_number, _frame):
         raise KeyboardInterrupt
 
+    def wait():
+        signal.setitimer(signal.ITIMER_REAL, 0.002)  # here: on a busy machine it may come at once
+        block.settle()
+
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         block = store.write(storage.data_ptr(), storage.nbytes(), storage)
-        signal.setitimer(signal.ITIMER_REAL, 0.002)
         with pytest.raises(KeyboardInterrupt):
-            block.settle()
+            wait()
         assert sys.getrefcount(storage) == holders + 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
