@@ -242,7 +242,7 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
     def interrupt(_number, _frame):
         raise KeyboardInterrupt
 
-    def wait():
+    def wait(block):
         signal.setitimer(signal.ITIMER_REAL, 0.002)  # here: on a busy machine it may come at once
         block.settle()
 
@@ -250,7 +250,7 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
     try:
         block = store.write(storage.data_ptr(), storage.nbytes(), storage)
         with pytest.raises(KeyboardInterrupt):
-            wait()
+            wait(block)
         assert sys.getrefcount(storage) == holders + 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
