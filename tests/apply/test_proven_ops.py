@@ -120,6 +120,22 @@ def test_it_is_planned_again_and_said_once() -> None:
     assert not fitted.report().diverged
 
 
+def test_a_step_that_fails_while_it_is_planned_again_fails_in_its_own_words() -> None:
+    fitted = in_pieces()
+    fitted.workload.model.mode = "couples"
+    with pytest.warns(DivergenceWarning, match="so it runs whole"):
+        fitted.step()
+    head = fitted.workload.model.last
+    fitted.workload.model.last = None
+    with (
+        pytest.warns(DivergenceWarning, match="cannot be planned again"),
+        pytest.raises(TypeError, match="'NoneType' object is not callable"),
+    ):
+        fitted.step()
+    fitted.workload.model.last = head
+    fitted.step()
+
+
 def test_a_table_with_as_many_rows_as_another_batch_is_not_cut() -> None:
     fitted = in_pieces()
     with warnings.catch_warnings():

@@ -11,6 +11,7 @@ step or forward runs, and only for actions that are in the plan.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -28,7 +29,7 @@ from memfit.apply.executor import Executor, Subject
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
 from memfit.apply.proven_ops import LeftProof
-from memfit.errors import UsageError
+from memfit.errors import CaptureError, DivergenceWarning, UsageError, WorkloadError
 from memfit.run.elastic import Elastic
 from memfit.run.step_backup import Buffers, Generators
 from memfit.weights.weightless import require_weights
@@ -470,7 +471,7 @@ class Fitted:
         executor = self._by_shape.get(shape, self._usual)
         if self._replan is not None and shape in self._diverged:
             self._diverged.discard(shape)
-            plan = self._replan(batch)
+            plan = self._planned_again(self._replan, batch)
             self._attempts[shape] = self._attempts.get(shape, 0) + 1
             if plan is not None:
                 self._replans += 1
@@ -479,6 +480,15 @@ class Fitted:
         self._running = executor
         self._plan = executor.plan
         return executor
+
+    def _planned_again(self, replan: Replan, batch: Any) -> Plan | None:
+        try:
+            return replan(batch)
+        except (WorkloadError, CaptureError) as error:
+            # The step runs all the same, by the plan there is; if it fails, then in its own words.
+            message = f"a step that left its plan cannot be planned again: {error}"
+            warnings.warn(message, DivergenceWarning, stacklevel=2)
+            return None
 
     def _completed(self, executor: Executor) -> None:
         """Count a step, and remember a divergence for the next one of its shape."""
