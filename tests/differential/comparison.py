@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import memfit
-from memfit.errors import DivergenceWarning, MemfitError
+from memfit.errors import MemfitError
 from memfit.run.fitted import Fitted
 
 STEPS = 4
@@ -98,30 +98,39 @@ def compare(build: Callable[[], memfit.Workload], change: Change, options: dict[
         options: As in :func:`memfit.fit`.
 
     Returns:
-        ``same``, ``torch's own error`` or ``refused``.
+        ``same``, or ``torch's own error`` or ``refused`` with what it says.
     """
+    with warnings.catch_warnings():  # memfit's own of what left its plan, and what torch says of it
+        warnings.simplefilter("ignore")
+        return _compare(build, change, options)
+
+
+def _compare(build: Callable[[], memfit.Workload], change: Change, options: dict[str, Any]) -> str:
     plain = build()
     expected = _run(Side(plain, plain.optimizer(plain.model.parameters())), change)
     planned = build()
     try:
-        least = memfit.plan(planned, 1, **options).minimum_budget_bytes
-        fitted = memfit.fit(planned, least, **options)
+        trace = memfit.trace(planned)
+        least = memfit.plan(trace, 1, **options).minimum_budget_bytes
+        plan = memfit.plan(trace, least, **options)
+        fitted = memfit.fit(planned, plan=plan)
     except MemfitError as refusal:
         return _refused(refusal)
+    kinds = {action.kind for action in fitted.plan.actions}
+    assert kinds, "a plan that does nothing proves nothing"
+    assert not kinds & set(options["forbid"])
     assert fitted.optimizer is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DivergenceWarning)
-        found = _run(Side(planned, fitted.optimizer, fitted), change)
+    found = _run(Side(planned, fitted.optimizer, fitted), change)
     if isinstance(found.error, MemfitError) and type(found.error) is not type(expected.error):
         return _refused(found.error)
     assert repr(found.error) == repr(expected.error)
     _require_same(expected, found, 0.0 if fitted.plan.promise == "exact" else TOLERANCE)
-    return "same" if expected.error is None else "torch's own error"
+    return "same" if expected.error is None else f"torch's own error: {expected.error!r}"
 
 
 def _refused(error: MemfitError) -> str:
     assert str(error), "a refusal says why"
-    return "refused"
+    return f"refused: {error}"
 
 
 def _run(side: Side, change: Change) -> Run:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 
-ROWS = 32
+ROWS = 64
 WIDTH = 24
 
 
@@ -183,6 +183,11 @@ def _layers(*extra: nn.Module) -> nn.Module:
     )
 
 
+def _wide() -> nn.Module:
+    """Parameters that take more than a few rows do."""
+    return nn.Sequential(nn.Linear(WIDTH, 1024), nn.Tanh(), nn.Linear(1024, WIDTH))
+
+
 BODIES: dict[str, Callable[[], nn.Module]] = {
     "layers": _layers,
     "dropout": lambda: _layers(nn.Dropout(0.3)),
@@ -221,7 +226,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross entropy, and what the model's switch says besides."""
     out = model(batch["x"])
     if model.mode == "summed":
-        return F.cross_entropy(out, batch["y"], reduction="sum")
+        return F.cross_entropy(out, batch["y"], reduction="sum") / 100  # not to explode
     if model.mode == "penalised":
         loss = F.cross_entropy(out, batch["y"])
         (gradient,) = torch.autograd.grad(loss, model.last.weight, create_graph=True)
@@ -235,16 +240,17 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(out, batch["y"])
 
 
-def workload(name: str, *, exact: bool = True) -> memfit.Workload:
+def workload(name: str, *, wide: bool = False, exact: bool = True) -> memfit.Workload:
     """A workload by the name of its body, with the same values each time.
 
     Args:
         name: Of :data:`BODIES`.
+        wide: Whether its parameters take most, rather than its activations.
         exact: Whether its steps are to be the same bit for bit; Adam would make much of rounding.
     """
     torch.manual_seed(11)
     optimizer = adamw if exact and name not in {"twice", "images", "experts"} else momentum
-    model = Switched(BODIES[name]())
-    if name == "recurrent":
-        return memfit.Workload(model, batch_of(), loss_of, optimizer, clip_grad_norm=1.0)
-    return memfit.Workload(model, batch_of(), loss_of, optimizer)
+    model = Switched(nn.Sequential(BODIES[name](), _wide() if wide else _layers()))
+    batch = batch_of(8 if wide else ROWS)
+    clip = 1.0 if name == "recurrent" else None
+    return memfit.Workload(model, batch, loss_of, optimizer, clip_grad_norm=clip)

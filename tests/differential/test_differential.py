@@ -1,4 +1,4 @@
-"""Model by change by plan: each ends the same, with torch's own error, or refused with a reason.
+"""Model by change by plan: each ends the same, or with torch's own error, or as refused here.
 
 A third of the cases run here; ``make differential`` runs all of them.
 """
@@ -29,10 +29,31 @@ PLANS: dict[str, tuple[str, ...]] = {
     "optimizer in backward": ("fuse_optimizer",),
     "state offloaded": ("offload_optimizer",),
     "parameters offloaded": ("offload_parameters",),
-    "all that is exact": KINDS[:5],
+    "all offloaded": KINDS[1:5],
     "micro-batches": ("micro_batch",),
 }
 """Kinds of action that are allowed, by name."""
+
+WIDE = {
+    "optimizer in backward",
+    "state offloaded",
+    "parameters offloaded",
+    "all offloaded",
+}
+"""Plans that help where parameters take most."""
+
+REFUSED = {
+    ("recurrent", "remat"),  # its peak is inside one op
+    ("recurrent", "offload"),
+    ("recurrent", "remat and offload"),
+    ("recurrent", "optimizer in backward"),  # it clips
+    ("counting", "micro-batches"),  # a mean over the batch
+    ("images", "micro-batches"),  # likewise
+}
+"""Models, and plans that they cannot have or that do not help them."""
+
+WHOLE_STEP = {"step hook", "step hook of all", "step replaced"}
+"""Changes that an optimizer which runs parameter by parameter refuses."""
 
 SHARE = 3
 """One case of this many runs where not all do."""
@@ -40,10 +61,12 @@ SHARE = 3
 
 def cases() -> list[tuple[str, str, str]]:
     """Every change with every plan, and every model with every plan: body, change, plan."""
-    bodies = itertools.cycle(BODIES)
-    pairs = list(itertools.product(CHANGES, PLANS))
-    found = [(next(bodies), change, plan) for change, plan in pairs]
-    found += [(body, "nothing", plan) for body, plan in itertools.product(BODIES, PLANS)]
+    found = []
+    for turn, plan in enumerate(PLANS):
+        able = [body for body in BODIES if (body, plan) not in REFUSED]
+        bodies = itertools.islice(itertools.cycle(able), 5 * turn, None)  # others for each plan
+        found += [(body, change, plan) for change, body in zip(CHANGES, bodies, strict=False)]
+        found += [(body, "nothing", plan) for body in able]
     return list(dict.fromkeys(found))
 
 
@@ -62,7 +85,7 @@ def test_a_planned_step_is_the_step_or_says_why_not(tmp_path, body, change, plan
     allowed = PLANS[plan]
     exact = "micro_batch" not in allowed
     outcome = compare(
-        lambda: workload(body, exact=exact),
+        lambda: workload(body, wide=plan in WIDE, exact=exact),
         CHANGES[change],
         {
             "forbid": [kind for kind in KINDS if kind not in allowed],
@@ -70,4 +93,10 @@ def test_a_planned_step_is_the_step_or_says_why_not(tmp_path, body, change, plan
             "offload": str(tmp_path),
         },
     )
-    assert outcome in {"same", "torch's own error", "refused"}
+    how = outcome.partition(":")[0]
+    if change in WHOLE_STEP and plan in WIDE:
+        assert how in {"same", "refused"}, outcome
+    elif change in {"written", "double precision"}:
+        assert how in {"same", "torch's own error"}, outcome
+    else:
+        assert outcome == "same"
