@@ -324,8 +324,8 @@ class CallChunk:
         slices: Number of slices, at most.
         draws: Whether it draws random numbers: each slice draws its own, so a seed gives others
             than without.
-        ops: The ops of the whole call in order, each its name, a space and its arguments: what it
-            may be cut for.
+        ops: The ops of the whole call in order, which the proof is about: each its name, a space
+            and its arguments.
     """
 
     module: str
@@ -876,7 +876,7 @@ class MeasuredSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What the batch may be cut for: ops that all treat its items alike and apart.
+    """The ops that the proof is about: each treats the items of the batch alike and apart.
 
     Attributes:
         names: Distinct ops of forward: name, a space and the arguments, or ``*`` where another

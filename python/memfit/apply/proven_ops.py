@@ -1,12 +1,12 @@
 """The ops that a plan's proof is about, compared with those that run.
 
-That a batch may be cut, or a module run on some rows, is proved from the ops of the recorded step
-and from those of their arguments that are not sizes. A model that changed since, by a branch or by
-a switch, runs others, and then nobody knows what cutting it gives.
+Whether a batch may be cut, or a module run on some rows at a time, is proved from the ops of the
+recorded step and their arguments. If the model has changed since (another branch, a switch to
+training), it runs other ops, and the proof no longer holds.
 
-Responsible for ending a forward before the first op that the proof does not know. Not responsible
-for what runs instead (:mod:`memfit.run.fitted`, :mod:`memfit.apply.slices.sliced_calls`). Backward
-is not watched: autograd derives it from forward.
+Responsible for stopping a forward before the first op that differs. Not responsible for what runs
+instead (:mod:`memfit.run.fitted`, :mod:`memfit.apply.slices.sliced_calls`). Backward is not
+watched: autograd derives it from forward. Arguments that are sizes are not compared.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Meta(TypedDict):
         probe_threads: Threads that the workspace probes ran with; 0 when they did not run.
         fused_optimizer_refusal: Why the optimizer cannot run inside backward.
         per_parameter_refusal: Why it cannot run parameter by parameter after backward.
-        micro_batch_refusal: Why gradients of pieces of the batch cannot be added up.
+        micro_batch_refusal: Why the batch cannot be cut for reasons that its ops do not show.
         offloaded_parameters_refusal: Why parameters cannot be offloaded with this torch.
         loss_reduction: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
         fixed_parameters: Allocations of parameters in memory that cannot be let go; ascending.

@@ -12,7 +12,7 @@ from memfit.tensors.optimizers import is_of_memfit
 
 
 def gradient_hooks(model: nn.Module) -> str | None:
-    """Why gradients of pieces of the batch are not to be added up; ``None`` where they may be.
+    """Why the gradients of micro-batches must not be added up; ``None`` where they may be.
 
     Args:
         model: The model, its own hooks and those of its parameters.

@@ -36,7 +36,7 @@ pub struct CallChunk {
     /// Whether it draws random numbers: each slice draws its own, so a seed gives others than without.
     #[serde(default)]
     pub draws: bool,
-    /// The ops of the whole call in order, each its name, a space and its arguments: what it may be cut for.
+    /// The ops of the whole call in order, which the proof is about: each its name, a space and its arguments.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ops: Vec<String>,
 }

@@ -135,7 +135,7 @@ pub struct Meta {
     /// Why the optimizer step cannot run parameter by parameter once all gradients are there; absent when it can.
     #[serde(default = "unknown_optimizer")]
     pub per_parameter_refusal: Option<String>,
-    /// Why gradients of pieces of the batch cannot be added up, besides what its ops say; absent when they can.
+    /// Why the batch cannot be cut for reasons that its ops do not show, such as hooks on gradients; absent when it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch_refusal: Option<String>,
     /// Why parameters cannot be offloaded with the torch that captured the step; absent when they can.
@@ -259,7 +259,7 @@ pub struct Op {
     pub source: u32,
     /// Arguments that are not tensors, as text (`dim=-1`), index into [`Trace::strings`].
     pub arguments: u32,
-    /// `arguments` are others at another batch size (`size=[32,10]`); unknown, and so false, with one capture alone.
+    /// Whether `arguments` change with the batch size (`size=[32,10]`); false where only one size was captured.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub arguments_vary: bool,
     /// Autograd node: made by this op in forward, running it in backward.

@@ -6,7 +6,7 @@
 //! One JSON document a line. Each entry carries all that is to be known of a client or a lease, so the
 //! last one counts. An end without a line end was not heard of by anyone and is left out. When the file has
 //! grown, what still counts is written to a new one that takes its place; so too when it could not be written
-//! for a while. Until then the file is as it was, perhaps with entries that nobody heard of.
+//! for a while. Until then the file stays as it is; it may hold entries that no client was told of.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};

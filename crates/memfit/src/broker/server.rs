@@ -452,7 +452,7 @@ impl Server {
         Millis(milliseconds()) < self.machine.opens()
     }
 
-    /// Grants begin at once when nobody is away, and it is known who might be.
+    /// Grants begin at once if the records are complete and every client in them is back.
     pub(crate) fn open_if_complete(&mut self) {
         let is_complete = self.clients.values().all(|client| client.outbox.is_some());
         if self.is_held_back() && is_complete && !self.journal.known.is_incomplete {
@@ -492,7 +492,7 @@ impl Server {
         }
         let effects = self.machine.apply(now, event);
         if let Err(imbalance) = self.machine.audit() {
-            // Nobody hears of it and nothing of it is written: the next broker begins with what was right.
+            // It is neither told nor written: the next broker starts from the last correct records.
             self.fault = Some(imbalance);
             self.has_fault.notify_one();
             return None;

@@ -28,7 +28,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     write,
 };
 
-/// What the batch may be cut for: ops that all treat its items alike and apart.
+/// The ops that the proof is about: each treats the items of the batch alike and apart.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
 pub struct MicroBatch {
     /// Distinct ops of forward: name, a space and the arguments, or `*` where another batch size changes them.

@@ -202,7 +202,7 @@ impl World {
             client.reserved.clear();
         }
         self.check();
-        // Somebody is quicker, with numbers that nobody got.
+        // An early client presents numbers that were never granted.
         let next = self.machine.next_lease().0;
         let numbers = [0, next, next + 1, u64::MAX - 1, u64::MAX];
         let presented = numbers.map(|number| Presented {

@@ -4,7 +4,7 @@
 //! request may do is in `requests.rs`, time in `timers.rs`, shrinking in `shrink.rs`.
 //!
 //! Invariant: a device's sum is the sum of the claims of the leases there, and no more than its capacity.
-//! [`Machine::audit`] checks it from scratch, so that whoever acts on an event can ask before.
+//! [`Machine::audit`] recounts it, so that the broker can check before it acts on an event.
 
 use std::collections::BTreeMap;
 

@@ -10,8 +10,8 @@
 //!
 //! The daemon writes down what was granted before anyone hears of it. Where it cannot, it takes the event back:
 //! it goes on from a copy of the machine as it was, tells it so ([`Event::Recording`]), and has the same happen once
-//! more. Such a machine grants nothing, so all that is still to be written are ends and smaller leases: whoever
-//! reads the records without them takes for held what is free, and never the other way round.
+//! more. Such a machine grants nothing: all that is left to write are ended leases and smaller ones. Records that
+//! lack them count free memory as held, never held memory as free.
 //!
 //! # Words
 //!
