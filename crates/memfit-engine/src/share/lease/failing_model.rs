@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use crate::bytes::Bytes;
 
 use super::histories::record;
+use super::small_model::queue;
 use super::{
     Ask, Claims, ClientId, Device, Effect, Event, LeaseId, Machine, Millis, Presented, Priority,
     Record, Records, RequestId, Revision, Settings, Wait,
@@ -268,22 +269,7 @@ impl World {
         let owed = owed
             .into_iter()
             .map(|(_, record)| (record.client.0, record.claims.clone()));
-        let mut arrivals: Vec<u64> = self
-            .machine
-            .waiting()
-            .map(|(waits, _)| waits.arrival)
-            .collect();
-        arrivals.sort_unstable();
-        let waiting = self.machine.waiting().map(|(waits, blocks)| {
-            let place = arrivals.binary_search(&waits.arrival).unwrap();
-            (
-                waits.client.0,
-                waits.wants.clone(),
-                waits.overtaken,
-                blocks,
-                place,
-            )
-        });
+        let waiting = queue(&self.machine);
         let clients = self.clients.iter().map(|client| {
             let of = |leases: &BTreeMap<LeaseId, Claims>| -> Vec<_> {
                 let all = leases.iter();
@@ -311,7 +297,7 @@ impl World {
             self.machine.can_record,
             leases.collect::<Vec<_>>(),
             owed.collect::<Vec<_>>(),
-            waiting.collect::<Vec<_>>(),
+            waiting,
             clients.collect::<Vec<_>>(),
         )
     }

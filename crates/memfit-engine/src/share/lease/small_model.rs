@@ -28,9 +28,30 @@ const SETTINGS: Settings = Settings {
 /// What a state is, without the numbers that only count.
 type Key = (
     Vec<(u64, Claims, bool, Option<Claims>)>,
-    Vec<(u64, Claims, u32, bool, usize)>,
+    Vec<Waiter>,
     Vec<Bytes>,
 );
+
+/// Who waits: client, claims, how often it was overtaken, whether it blocks others, and its place in the order of
+/// arrival.
+pub(super) type Waiter = (u64, Claims, u32, bool, usize);
+
+/// All who wait, without the numbers that only tell when they came.
+pub(super) fn queue(machine: &Machine) -> Vec<Waiter> {
+    let mut arrivals: Vec<u64> = machine.waiting().map(|(waits, _)| waits.arrival).collect();
+    arrivals.sort_unstable();
+    let waiting = machine.waiting().map(|(waits, blocks)| {
+        let place = arrivals.binary_search(&waits.arrival).unwrap();
+        (
+            waits.client.0,
+            waits.wants.clone(),
+            waits.overtaken,
+            blocks,
+            place,
+        )
+    });
+    waiting.collect()
+}
 
 #[derive(Clone)]
 struct World {
@@ -88,25 +109,9 @@ impl World {
             let is_quiet = lease.left_alone_until > Millis(0);
             (lease.client.0, lease.claims.clone(), is_quiet, asked)
         });
-        let mut arrivals: Vec<u64> = self
-            .machine
-            .waiting()
-            .map(|(waits, _)| waits.arrival)
-            .collect();
-        arrivals.sort_unstable();
-        let waiting = self.machine.waiting().map(|(waits, blocks)| {
-            let place = arrivals.binary_search(&waits.arrival).unwrap();
-            (
-                waits.client.0,
-                waits.wants.clone(),
-                waits.overtaken,
-                blocks,
-                place,
-            )
-        });
         let devices = [0, 1].map(Device);
         let occupied = devices.map(|device| self.machine.occupied(device));
-        (leases.collect(), waiting.collect(), occupied.to_vec())
+        (leases.collect(), queue(&self.machine), occupied.to_vec())
     }
 }
 
