@@ -505,6 +505,19 @@ class Trace:
             CaptureError: The JSON is no valid trace.
         """
 
+    def at_sizes(
+        self, first: Trace, sizes: tuple[Sequence[int], Sequence[int], Sequence[int]]
+    ) -> Trace:
+        """The step at other sizes of its input.
+
+        Args:
+            first: An earlier recording of the same ops at other sizes.
+            sizes: Those of the input in ``first``, in this, and wanted.
+
+        Raises:
+            UsageError: They are no two sizes of one step, or no law explains how it grows.
+        """
+
     def chunks(self) -> list[dict[str, Any]]:
         """What of the step is worth a capture in slices."""
 

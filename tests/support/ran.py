@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,14 @@ class Ran:
     report: dict[str, Any]
 
     @property
+    def fitting(self) -> dict[str, Any]:
+        """What was found and done."""
+        return self.report["fitting"]  # type: ignore[no-any-return]
+
+    @property
     def loops(self) -> list[dict[str, Any]]:
         """The training loops found."""
-        return self.report["fitting"]["loops"]  # type: ignore[no-any-return]
+        return self.fitting["loops"]  # type: ignore[no-any-return]
 
 
 def settings(folder: Path) -> dict[str, str]:
@@ -97,10 +102,17 @@ def run(
     *words: str,
     ways: Callable[..., Any] = in_forks,
     offload: str | None = None,
+    fitting: Sequence[str] = (),
 ) -> Ran:
-    """Run a script by itself and with a budget; everything but time and memory is the same."""
-    fitting = ["-m", "memfit", "run", "--budget", budget, "--report", "report.json"]
-    fitting += [] if offload is None else ["--offload", offload]
+    """Run a script by itself and with a budget; everything but time and memory is the same.
+
+    Args:
+        offload: Where to; `None` for nowhere, and `chosen` for where memfit sees fit.
+        fitting: More options of `memfit run`.
+    """
+    place = {None: ["--no-offload"], "chosen": []}.get(offload, ["--offload", str(offload)])
+    options = ["--budget", budget, "--report", "report.json", *place, *fitting]
+    fitting = ["-m", "memfit", "run", *options]
     command = [str(script), *words]
     expected, found = ways([(command, tmp_path / "python"), (fitting + command, tmp_path / "fit")])
     assert _timeless(found.stdout) == _timeless(expected.stdout), found.stderr

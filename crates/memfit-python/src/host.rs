@@ -159,13 +159,16 @@ impl Host for PythonHost {
                 lease.is_alone_allowed,
             )
         });
+        let fitting = script.fitting.as_ref().map(serde_json::to_string);
+        let fitting = fitting
+            .transpose()
+            .map_err(|error| HostError::new(HostErrorKind::Internal, error.to_string()))?;
         let arguments = (
             &script.command,
             script.is_module,
             &script.snapshot,
-            &script.budget,
+            fitting,
             lease,
-            &script.offload,
             script.announce,
         );
         self.ask("run_script", arguments)

@@ -142,6 +142,13 @@ mod _native {
             py.detach(|| to_json(&*self.0))
         }
 
+        /// The step at other sizes of its input, learnt from an earlier recording at sizes of its own.
+        fn at_sizes(&self, py: Python<'_>, first: &Self, sizes: [Vec<u64>; 3]) -> PyResult<Self> {
+            let [earlier, own, wanted] = &sizes;
+            let found = py.detach(|| self.0.at_sizes(&first.0, [earlier, own, wanted]));
+            found.map(Self::from).map_err(usage)
+        }
+
         /// What of the step is worth a capture in slices.
         fn chunks(&self, py: Python<'_>) -> Value<Vec<trace::Chunk>> {
             Value(py.detach(|| plan::chunks(&self.0).unwrap_or_default()))

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use memfit_engine::plan::ActionKind;
+use memfit_engine::plan::{ActionKind, Class};
 
 use kinds::KindParser;
 pub(crate) use sharing::{BrokerArguments, DevicesArguments, PsArguments, TopArguments};
@@ -55,6 +55,7 @@ Exit codes:
   1    it does not fit, no placement was found, `verify` found a difference or an overshoot, or
        `explain` an OOM or a leak, or `doctor` that memfit does not work here
   2    wrong use or bad input
+  74   `memfit run --strict`: the script would not have kept its budget, or did not
   75   `memfit run`: the broker had no room, and the script was not run
   101  a bug in memfit
   130  interrupted
@@ -179,7 +180,8 @@ Examples:
   memfit run --snapshot oom.pickle train.py      CUDA memory history, for memfit explain
 
 The script runs as `python train.py` would run it. Standard output is the script's; the summary goes
-to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run.
+to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run;
+74 with `--strict` when the budget would not have been kept.
 
 Where a broker runs, the budget and what torch takes apart from tensors are leased before the script
 starts, and what its plan does not need is given back. Where none was started, the script runs
@@ -358,6 +360,17 @@ pub(crate) enum ClassChoice {
     Approximate,
 }
 
+impl ClassChoice {
+    /// The engine's word for it.
+    pub(crate) const fn class(self) -> Class {
+        match self {
+            Self::Exact => Class::Exact,
+            Self::Equivalent => Class::Equivalent,
+            Self::Approximate => Class::Approximate,
+        }
+    }
+}
+
 /// Kinds of devices to capture for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceChoice {
@@ -504,11 +517,27 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "BYTES")]
     pub(crate) budget: Option<String>,
 
-    /// Offload activations, optimizer state and parameters to files in this folder, or to the host's memory (`host`, for scripts on CUDA)
+    /// Loosest class of action to consider even where a stricter one fits
+    #[arg(long, value_enum, default_value_t = ClassChoice::Exact, value_name = "CLASS", requires = "budget")]
+    pub(crate) allow: ClassChoice,
+
+    /// Leave a kind of action out (repeatable)
+    #[arg(long, value_parser = KindParser, value_name = "KIND", requires = "budget")]
+    pub(crate) forbid: Vec<ActionKind>,
+
+    /// Offload activations, optimizer state and parameters to files in this folder, or to the host's memory (`host`, for scripts on CUDA) [default: where nothing else fits, a folder for temporary files]
     ///
     /// Where it pays, by the place's speed, which is measured when the first step is planned. Files have no name: nothing is left after the run.
     #[arg(long, value_name = "FOLDER|host", requires = "budget")]
     pub(crate) offload: Option<String>,
+
+    /// Offload nothing, though nothing else fits
+    #[arg(long, requires = "budget", conflicts_with = "offload")]
+    pub(crate) no_offload: bool,
+
+    /// Stop the script, with exit code 74, before the first step that would exceed the budget
+    #[arg(long, requires = "budget")]
+    pub(crate) strict: bool,
 
     #[command(flatten)]
     pub(crate) lease: RunLeaseArguments,

@@ -13,6 +13,8 @@ pub enum Exit {
     No,
     /// Wrong use, bad input, a failing workload, a file that cannot be read or written.
     Usage,
+    /// A script that is held to its budget would have exceeded it, or did (`EX_IOERR`).
+    OverBudget,
     /// The broker had no room for a script, which was not run: another time it may (`EX_TEMPFAIL`).
     NoRoom,
     /// A bug in memfit.
@@ -31,6 +33,7 @@ impl Exit {
             Self::Done => 0,
             Self::No => 1,
             Self::Usage => 2,
+            Self::OverBudget => 74,
             Self::NoRoom => 75,
             Self::Internal => 101,
             Self::Interrupted => 130,

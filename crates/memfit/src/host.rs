@@ -6,7 +6,8 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
+use memfit_engine::plan::{ActionKind, Class};
+use serde::{Deserialize, Serialize};
 
 /// Settings of a target's function, as `--set name=value` gave them.
 pub type Settings = [(String, String)];
@@ -20,14 +21,29 @@ pub struct Script {
     pub is_module: bool,
     /// Where to write a snapshot of CUDA memory.
     pub snapshot: Option<PathBuf>,
-    /// Memory that its training steps shall stay within, as written; absent to leave them alone.
-    pub budget: Option<String>,
+    /// How its training steps shall be fitted; absent to leave them alone.
+    pub fitting: Option<ScriptFitting>,
     /// How to lease the budget from the broker; absent to lease nothing.
     pub lease: Option<ScriptLease>,
-    /// Folder, or `host`, where activations and optimizer state may be offloaded to; absent for nowhere.
-    pub offload: Option<String>,
     /// Whether to say on standard error what is planned, when it is.
     pub announce: bool,
+}
+
+/// What the training steps of a script shall stay within, and by which means.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ScriptFitting {
+    /// The budget, as written.
+    pub budget: String,
+    /// Loosest class of action.
+    pub allow: Class,
+    /// Techniques to leave out.
+    pub forbid: Vec<ActionKind>,
+    /// Folder, or `host`, where to offload to; absent for one that memfit chooses, if it may.
+    pub offload: Option<String>,
+    /// Whether memfit may choose a folder where nothing else fits.
+    pub may_choose_folder: bool,
+    /// Whether to stop the script before the first step that would exceed the budget.
+    pub is_strict: bool,
 }
 
 /// How a script leases its budget.

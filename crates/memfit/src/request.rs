@@ -10,7 +10,7 @@ use memfit_engine::bytes::Budget;
 use memfit_engine::cost::devices::{self, Device};
 use memfit_engine::plan::{Class, PlanRequest};
 
-use crate::args::{ClassChoice, DeviceChoice, PlanChoiceArguments, TargetArguments};
+use crate::args::{DeviceChoice, PlanChoiceArguments, TargetArguments};
 use crate::error::Failure;
 
 /// What a command works on.
@@ -114,16 +114,12 @@ pub(crate) struct PlanChoice {
 impl PlanChoice {
     pub(crate) fn parse(arguments: &PlanChoiceArguments, budget: Budget) -> Result<Self, Failure> {
         let mut notes = Vec::new();
-        let allow = match arguments.allow {
-            ClassChoice::Exact => Class::Exact,
-            ClassChoice::Equivalent => Class::Equivalent,
-            ClassChoice::Approximate => {
-                notes.push(
-                    "no approximate action exists yet: `--allow approximate` plans as `--allow equivalent` does",
-                );
-                Class::Approximate
-            }
-        };
+        let allow = arguments.allow.class();
+        if allow == Class::Approximate {
+            notes.push(
+                "no approximate action exists yet: `--allow approximate` plans as `--allow equivalent` does",
+            );
+        }
         let request = PlanRequest {
             budget,
             allow,

@@ -291,9 +291,8 @@ class Host:
         command: list[str],
         is_module: bool,  # noqa: FBT001 - called from Rust by position
         snapshot: Path | None,
-        budget: str | None,
+        fitting: str | None,
         lease: tuple[bool, float | None, int, str | None, bool] | None,
-        offload: str | None,
         announce: bool,  # noqa: FBT001
     ) -> str:
         """Run an unmodified script and say what it took.
@@ -304,11 +303,11 @@ class Host:
             command: The script or module, and its arguments.
             is_module: Whether it is a module, as with ``python -m``.
             snapshot: Where to write a snapshot of CUDA memory.
-            budget: Memory that its training steps shall stay within, as written.
+            fitting: What its training steps shall stay within, and how, as JSON; ``None`` to leave
+                them alone.
             lease: How to lease the budget: whether the user asked for that, how long to wait,
                 priority, device, whether to go on where the broker is away; ``None`` to lease
                 nothing.
-            offload: Folder, or ``host``, where activations and optimizer state may go.
             announce: Whether to say on standard error what is planned, when it is.
 
         Returns:
@@ -316,17 +315,17 @@ class Host:
         """
         from memfit.run.script import summary
         from memfit.run.script.lease import Wish
+        from memfit.run.script.request import FitRequest
 
         # A script that needs no torch runs without it; one that does says so itself.
-        if budget is not None or torch_versions.installed():
+        if fitting is not None or torch_versions.installed():
             require_torch(_warn)
         found = summary.run(
             command,
             is_module=is_module,
             snapshot=None if snapshot is None else str(snapshot),
-            budget=budget,
+            request=None if fitting is None else FitRequest.read(fitting),
             wish=None if lease is None else Wish(*lease),
-            offload=offload,
             announce=announce,
         )
         self.script_ended = found["ended"]

@@ -29,10 +29,12 @@ mod batch;
 mod check;
 #[cfg(test)]
 pub(crate) mod sample;
+mod sizes;
 
 pub use alternative::{Alternative, Alternatives, CallChunk, Chunk, LossChunk};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
+pub use sizes::SizesError;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -8,7 +8,7 @@ use memfit_engine::bytes::Budget;
 use crate::args::{Format, RunArguments, RunLeaseArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
-use crate::host::{Script, ScriptLease};
+use crate::host::{Script, ScriptFitting, ScriptLease};
 use crate::report::tracked::RunDocument;
 use crate::report::{json, text};
 use crate::save::PendingFile;
@@ -24,9 +24,8 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         command: arguments.command.clone(),
         is_module: arguments.module,
         snapshot,
-        budget: arguments.budget.clone(),
+        fitting: fitting(arguments),
         lease: lease.transpose()?.flatten(),
-        offload: arguments.offload.clone(),
         announce: session.format == Format::Text && !session.printer.is_quiet(),
     })?;
     let document: RunDocument =
@@ -45,7 +44,24 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         // The script is over, and what it exited with counts.
         session.printer.failure(&failure);
     }
-    Ok(Exit::Script(document.exit_code))
+    let stopped = document.fitting.is_some_and(|fitting| fitting.stopped);
+    Ok(if stopped {
+        Exit::OverBudget
+    } else {
+        Exit::Script(document.exit_code)
+    })
+}
+
+/// How the steps are fitted; nothing without a budget.
+fn fitting(arguments: &RunArguments) -> Option<ScriptFitting> {
+    Some(ScriptFitting {
+        budget: arguments.budget.clone()?,
+        allow: arguments.allow.class(),
+        forbid: arguments.forbid.clone(),
+        offload: arguments.offload.clone(),
+        may_choose_folder: !arguments.no_offload,
+        is_strict: arguments.strict,
+    })
 }
 
 /// How the budget is leased; nothing where it shall not be.

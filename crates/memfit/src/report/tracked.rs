@@ -150,10 +150,29 @@ pub(crate) struct OutOfMemory {
 pub(crate) struct Fitting {
     /// As written.
     pub(crate) budget: String,
+    /// Whether it was kept; absent where it is a percentage and no step was planned.
+    #[serde(default)]
+    pub(crate) verdict: Option<BudgetVerdict>,
+    /// Whether the script was to be held to it (`--strict`) and would not keep it.
+    #[serde(default)]
+    pub(crate) stopped: bool,
     /// Why the whole script ran unplanned, from some point on.
     pub(crate) refusal: Option<String>,
     /// The training loops, in the order they began.
     pub(crate) loops: Vec<FittedLoop>,
+}
+
+/// Whether a script stayed within its budget.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BudgetVerdict {
+    pub(crate) budget_bytes: Bytes,
+    /// The highest peak of the whole script, in its training steps and between them.
+    pub(crate) peak_bytes: Bytes,
+    pub(crate) kept: bool,
+    /// What was furthest above the budget, as a clause; absent where it was kept.
+    pub(crate) why: Option<String>,
+    /// What would keep it; absent where it was kept.
+    pub(crate) remedy: Option<String>,
 }
 
 /// The memory that a script leased.

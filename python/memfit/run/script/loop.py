@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,15 +35,18 @@ from memfit.run.script.observed import Observation
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.planned_step import Key, PlannedStep, key_of
 from memfit.run.script.recorded_step import RecordedStep
+from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
+from memfit.run.script.sizes import RecordedSizes, covers, kind_of
 from memfit.run.script.stand_in import StandIn
+from memfit.run.script.strict import Strict
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory, step_of_others
 from memfit.tensors.storage import address
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.track import cpu
 
-MAX_OBSERVED = 4
+MAX_OBSERVED = 8
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
 
 MAX_RECORDINGS = 256
@@ -51,6 +54,9 @@ MAX_RECORDINGS = 256
 
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
+
+MAX_PLANS = 32
+"""Plans that are kept; foreseen ones make room for others."""
 
 _ROUNDED_TO = 1 << 20
 """Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
@@ -86,25 +92,29 @@ class Loop:
         counts: What became of its steps, by how they ran.
         divergence: Where a pass first left its plan; empty while none did.
         replans: Plans made after the first.
+        foreseen_steps: Steps that ran by a plan for sizes that nobody had recorded.
+        larger_steps: Steps larger than every one planned, which ran by the plan of least peak.
         notes: Things to say at the end.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        budget: str,
+        request: FitRequest,
         room: Room,
         on_plan: Callable[[Loop, Plan], None],
-        place: str | None = None,
+        say: Callable[[str], None],
+        strict: Strict | None = None,
     ) -> None:
         """Know a model whose first pass is about to begin.
 
         Args:
             root: The model.
-            budget: As the user wrote it.
+            request: The budget, and which plans are allowed.
             room: What was leased for the script.
             on_plan: Told of every new plan.
-            place: Where activations may be offloaded to; ``None`` for nowhere.
+            say: Shows a line to the user.
+            strict: Ends the script before a step that no plan fits; ``None`` to let it run.
         """
         self.device = next(p.device for p in root.parameters() if p.requires_grad)
         if self.device.type == "cuda" and self.device.index is None:
@@ -122,20 +132,47 @@ class Loop:
         }
         self.divergence = ""
         self.replans = 0
+        self.foreseen_steps = 0
+        self.larger_steps = 0
         self.notes: dict[str, None] = {}
         self._root = weakref.ref(root)
-        self._written = budget
+        self._request = request
         self._room = room
         self._giving_way = GivingWay(room)
-        self._budget: str | int = budget
+        self._budget: str | int = request.budget
         self._on_plan = on_plan
-        self._place = place
+        self._say = say
+        self._strict = strict
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recordings = 0
         self._parameters_stay = False
         self._executor: Executor | None = None
+        self._latest: PlannedStep | None = None
+        self._sizes = RecordedSizes()
         self._stand_in = StandIn()
+
+    def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
+        """Why a pass was over the budget, if it was, and what would keep the budget.
+
+        Args:
+            kind: How the pass ran.
+            peak_bytes: Most bytes live at once in it.
+        """
+        larger = f"a budget of {_native.bytes_text(peak_bytes)}"
+        if kind == "observed":
+            return "a step that was recorded, to plan those like it, took more", larger
+        if kind == "unplanned":
+            reason = self.refusal or next(iter(self.notes), "nothing was planned for it")
+            return f"a step ran unplanned: {reason}", larger
+        planned = self._latest
+        if planned is None or planned.plan.fits:
+            if self.divergence:
+                return f"a step left its plan: {self.divergence}", larger
+            return "a step took more than the plan for it foresaw", larger
+        lowest = _native.bytes_text(planned.plan.minimum_peak_bytes)
+        least = planned.plan.minimum_budget_bytes
+        return f"no plan fits: the smallest peak is {lowest}", f"`--budget {least}`"
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
@@ -214,29 +251,31 @@ class Loop:
             return Pass(self.device)
         own = self.updated_by(optimizers)
         key = key_of(self._model(), inputs)
-        if self._must_observe(key):
-            return self._observe(key, inputs, own)
         try:
+            if self._must_plan_first():
+                self._plan_pending(self._outside_bytes(inputs, own))
+            if self._must_observe(key):
+                return self._observe(key, inputs, own)
             if self._executor is not None:
                 self._executor.place()  # first: what is elsewhere is not held besides
                 parameters = self._executor.parameters
                 self._leave_views([] if parameters is None else parameters.viewed())
             outside = self._outside_bytes(inputs, own)
-            if self._pending is not None:
-                self._plan_pending(outside)
             self._giving_way.between_steps(
                 self.plans, outside, lambda plan: self._place_for(plan, own)
             )
-            planned = self._nearest(key)
+            planned = self._chosen(key, outside)
             self._make_room(planned, outside)
+            if self._strict is not None and not planned.left:
+                self._strict.require(planned.plan, self._ways(planned, outside))
             planned.executor = self._place_for(planned.plan, own, planned.executor)
+            self._latest = planned
         except MemfitError as error:
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
         return self._run_planned(key, planned, planned.executor)
 
     def _observe(self, key: Key, inputs: Any, optimizers: list[Optimizer]) -> Pass:
-        self._pending = None
         self._diverged.discard(key)
         self._recordings += 1
         if self._recordings > MAX_RECORDINGS:
@@ -326,18 +365,58 @@ class Loop:
         else:
             self._pending = (inputs_key, observation)
 
+    def passed(self, kind: Kind, peak_bytes: int) -> None:
+        """A pass is over; what took more than was foreseen is not trusted any more.
+
+        Args:
+            kind: How it ran.
+            peak_bytes: Most bytes live at once in it.
+        """
+        planned = self._latest
+        if kind != "planned" or planned is None or not planned.is_foreseen:
+            return
+        if peak_bytes > planned.plan.planned.predicted_peak_bytes + planned.plan.margin_bytes:
+            self._sizes.distrust()
+            self.plans = [it for it in self.plans if not it.is_foreseen]
+
     def key(self, inputs: Any) -> Key:
         """The key of a pass of this loop."""
         return key_of(self._model(), inputs)
 
+    def _choose_place(self, place: str) -> None:
+        note = (
+            f"nothing else fits: what does not is offloaded to files in `{place}`, which are gone "
+            "afterwards; `--no-offload` forbids it"
+        )
+        if note not in self.notes:
+            self.notes[note] = None
+            self._say(note)
+
+    def _must_plan_first(self) -> bool:
+        """Whether a recorded step waits for its plan.
+
+        Gradients live on into this forward: only a step that begins with them shows for how long.
+        Later steps are taken to begin as this one does.
+        """
+        if self._pending is None:
+            return False
+        shown = self._with_gradients() <= self._pending[1].gradients_before
+        return shown or self.counts["observed"].steps >= MAX_OBSERVED
+
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
             return False
-        if self._pending is not None:
-            # Gradients live on into this forward: only a step that begins with them shows for how
-            # long. Later steps are taken to begin as this one does.
-            return not self._with_gradients() <= self._pending[1].gradients_before
-        return not self.plans or key in self._diverged
+        if self._pending is not None or not self.plans or key in self._diverged:
+            return True
+        return self._is_larger(key) and self._foresee(key) is None
+
+    def _is_larger(self, key: Key) -> bool:
+        """Whether no plan is for a step as large; another mode is an evaluation, mostly."""
+        plans = [planned.key for planned in self.plans if planned.key[0] == key[0]]
+        alike = [planned for planned in plans if kind_of(planned) == kind_of(key)]
+        if alike:
+            return not any(covers(planned, key) for planned in alike)
+        return bool(plans) and _elements(key) > max(map(_elements, plans))
 
     def _model(self) -> nn.Module:
         model = self._root()
@@ -350,14 +429,20 @@ class Loop:
     def _plan_pending(self, outside: int) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
-        step = RecordedStep(observation, type(self._model()).__name__, self._place)
+        step = RecordedStep(observation, type(self._model()).__name__, self._request)
+        self._sizes.add(key, step)
         if self._parameters_stay:
             step.keep_parameters()
         if step.not_offloaded:
             self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
-        elif self._place is not None and (why := offloaded_parameters_refusal()) is not None:
+        elif (
+            self._request.options.place is not None
+            and (why := offloaded_parameters_refusal()) is not None
+        ):
             self.notes[f"parameters are not offloaded: {why}"] = None
         made = step.plan(self._room.within(self._budget), outside)
+        if step.place:
+            self._choose_place(step.place)
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
         self.replans += bool(self.plans)
@@ -368,6 +453,53 @@ class Loop:
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
         if made.fits or left < made.budget_bytes * _WORTH_A_PLAN:
             self._on_plan(self, made)  # else there is a better one to tell of after this step
+
+    def _chosen(self, key: Key, outside: int) -> PlannedStep:
+        """The plan for a pass: its own, one foreseen, or the nearest.
+
+        What is larger than every step that was planned runs by the plan of least peak.
+        """
+        own = next((planned for planned in self.plans if planned.key == key), None)
+        foreseen = None if own is not None else self._foresee(key)
+        if foreseen is not None:
+            own = next((p for p in self.plans if p.key == foreseen[0]), None)
+            own = own or self._plan_foreseen(*foreseen, outside)
+        planned = own or self._nearest(key)
+        if own is None and self._is_larger(key):
+            self.larger_steps += 1
+            return self._lowest(planned, outside)
+        self.foreseen_steps += planned.is_foreseen
+        return planned
+
+    def _foresee(self, key: Key) -> tuple[Key, RecordedStep] | None:
+        return None if key in self._diverged else self._sizes.foreseen(key)
+
+    def _plan_foreseen(self, key: Key, step: RecordedStep, outside: int) -> PlannedStep:
+        latest = self.plans[-1]
+        made = step.plan(self._room.within(self._budget), outside)
+        planned = PlannedStep(key, step, made, latest.root_calls, outside, is_foreseen=True)
+        if len(self.plans) >= MAX_PLANS:
+            oldest = next((it for it in self.plans if it.is_foreseen), self.plans[0])
+            self.plans.remove(oldest)
+        self.plans.append(planned)
+        return planned
+
+    def _ways(self, planned: PlannedStep, outside: int) -> list[tuple[str, Plan]]:
+        """Options that were not given, with the plans that they would allow."""
+        if planned.plan.fits:
+            return []
+        budget = self._room.within(self._budget)
+        return [
+            (option, planned.step.plan(budget, outside, request=request))
+            for option, request in self._request.wider()
+        ]
+
+    def _lowest(self, planned: PlannedStep, outside: int) -> PlannedStep:
+        """A planned step by the plan of least peak."""
+        if planned.lowest is None:
+            made = planned.step.plan(1, outside)
+            planned.lowest = replace(planned, plan=made, executor=None, outside_bytes=outside)
+        return planned.lowest
 
     def _nearest(self, key: Key) -> PlannedStep:
         """The plan for a key, else for the smallest larger one, else for the largest."""
@@ -396,7 +528,7 @@ class Loop:
         if not (helps or grew) or self.replans >= MAX_REPLANS:
             return
         self.replans += 1
-        budget = self._written if helps else self._budget
+        budget = self._request.budget if helps else self._budget
         within = self._room.within(budget)
         planned.plan = planned.step.plan(within, outside, min(planned.passes, outside))
         planned.wider = None

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from memfit.apply.executor import Executor
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.kept import Peak
 from memfit.run.script.observed import Observation, StepRecording
-from memfit.track import cpu, cuda
 
 Kind = Literal["observed", "planned", "unplanned"]
 """How a pass runs."""
@@ -43,7 +43,7 @@ class Pass:
         """
         self.root_calls = 1
         self.in_forward = True
-        self._peak = _Peak(device)
+        self._peak = Peak(device)
 
     def continues(self) -> bool:
         """Whether another call of the model, before any backward, belongs to this pass."""
@@ -172,18 +172,3 @@ class PlannedPass(Pass):
         with self._nesting.cleared():
             forward.__exit__(None, None, None)
         self._on_forward_end(self._executor.divergence if self._executor.diverged else "")
-
-
-class _Peak:
-    """Bytes live on a device from the begin of a pass to its end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._window = cuda.Window() if device.type == "cuda" else cpu.Window()
-
-    def close(self) -> int:
-        if isinstance(self._window, cuda.Window):
-            seen = self._window.close().get(self._device.index or 0)
-            return seen.peak["allocated"] if seen is not None else 0
-        reading = self._window.close()
-        return reading.peak_bytes if reading is not None else 0

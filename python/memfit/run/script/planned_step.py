@@ -43,6 +43,8 @@ class PlannedStep:
         passes: What the plan takes to be gone by then.
         wider: The plan before another process needed memory; ``None`` while there was room.
         executor: Carries the plan out; made when it is needed.
+        is_foreseen: Whether its sizes were not recorded but follow from others.
+        lowest: The same step by the plan of least peak, for larger ones; made when it is needed.
     """
 
     key: Key
@@ -55,3 +57,5 @@ class PlannedStep:
     passes: int = 0
     wider: Plan | None = None
     executor: Executor | None = None
+    is_foreseen: bool = False
+    lowest: PlannedStep | None = None

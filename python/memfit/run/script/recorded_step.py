@@ -11,6 +11,7 @@ gradients that later ones begin with is not planned from; see :mod:`memfit.run.s
 from __future__ import annotations
 
 import json
+from copy import copy
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from memfit.options import HOST
 from memfit.plan.cost_source import offer
 from memfit.plan.profiles import usable
 from memfit.run.script.observed import Observation
+from memfit.run.script.place import chosen_place, free_bytes
+from memfit.run.script.request import FitRequest
 from memfit.run.script.updates import temporaries_bytes
 from memfit.torch_versions import offloaded_parameters_refusal
 
@@ -47,16 +50,17 @@ class RecordedStep:
 
     Attributes:
         not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
+        place: Where the latest plan offloads to, if it does, without the user having named it;
+            empty otherwise.
     """
 
-    def __init__(self, observation: Observation, target: str, place: str | None = None) -> None:
+    def __init__(self, observation: Observation, target: str, request: FitRequest) -> None:
         """Make a trace of a recorded step.
 
         Args:
             observation: The recording.
             target: A name for it.
-            place: Where activations may be offloaded to: a folder, or ``host``; ``None`` for
-                nowhere.
+            request: Which plans are allowed, and where they may offload to.
         """
         recorder, roles = observation.recorder, observation.roles
         on_cpu = observation.device_kind == "cpu"
@@ -79,21 +83,40 @@ class RecordedStep:
         scratch = {i: size for i, size in enumerate(recorder.scratch) if size > 0 and on_cpu}
         self._json = trace_json(recorder, roles, meta, scratch)
         self._costs = _costs(observation)
-        profile = self._costs.get("profile") or {}
-        self._offer: dict[str, Any] | None = None
+        self._request = request
         # Who updates parameters without an optimizer is not seen to do it.
         by_hand = [] if observation.optimizer else [_PARAMETERS]
         self._forbidden = [*_NOT_THE_SCRIPTS, *by_hand]
         self.not_offloaded = ""
-        if place is not None:
-            try:
-                self._offer = _usable(offer(observation.device_kind, place, profile))
-            except MemfitError as error:
-                self.not_offloaded = str(error).partition("\n")[0]
+        self.place = ""
+        named = request.options.place
+        self._offer = None if named is None else self._offered(named)
         _settle(self._json, roles.optimizer_state)
         most = temporaries_bytes(self._json)
         for update in self._json["updates"]:
             update["temporary_bytes"] = most
+
+    def at_sizes(
+        self, first: RecordedStep, sizes: tuple[list[int], list[int], list[int]]
+    ) -> RecordedStep:
+        """The step at other sizes of its input.
+
+        Args:
+            first: An earlier recording at other sizes.
+            sizes: Those of the input in ``first``, in this, and wanted.
+
+        Raises:
+            MemfitError: The two are no two sizes of one step, or no law explains how it grows.
+        """
+        there = copy(self)
+        grown = _native_trace(self._json).at_sizes(_native_trace(first._json), sizes)
+        there._json = json.loads(grown.json())
+        seconds = self._costs.get("op_seconds")
+        if seconds is not None:
+            pairs = zip(seconds, self._json["ops"], there._json["ops"], strict=True)
+            scaled = [took * _growth(before, after) for took, before, after in pairs]
+            there._costs = {**self._costs, "op_seconds": scaled}
+        return there
 
     def keep_parameters(self) -> None:
         """Have the model's parameters stay in memory in plans from now on."""
@@ -107,27 +130,79 @@ class RecordedStep:
         passing_bytes: int = 0,
         *,
         time_limit: float | None = None,
+        request: FitRequest | None = None,
     ) -> Plan:
-        """Plan the step.
+        """Plan the step: without a place that nobody named, unless nothing else fits.
 
         Args:
             budget: As the user wrote it, or bytes.
             outside_bytes: What the script holds besides what the step knows of.
             passing_bytes: How much of that goes before backward begins.
             time_limit: Seconds after which the best plan found will do.
+            request: Which plans are allowed, instead of what the user has asked for.
         """
+        asked = request or self._request
+        trace = self._with_outside(outside_bytes, passing_bytes)
+        made = self._planned(trace, budget, asked, self._offer, time_limit)
+        self.place = ""
+        if made.fits or not asked.may_choose_place:
+            return made
+        place = chosen_place()
+        offered = None if place is None else self._offered(place)
+        if place is None or offered is None:
+            return made
+        elsewhere = self._planned(trace, budget, asked, offered, time_limit)
+        moved = sum(a.bytes for a in elsewhere.actions if a.kind.startswith("offload"))
+        lower = elsewhere.planned.predicted_peak_bytes < made.planned.predicted_peak_bytes
+        if not lower or moved > free_bytes(place):
+            return made
+        self.place = place
+        return elsewhere
+
+    def _with_outside(self, outside_bytes: int, passing_bytes: int) -> Trace:
         ops = self._json["ops"]
         forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
         besides = ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
         held = [(size, end) for size, end in besides if size > 0 and end > 0]
-        described = with_held(self._json, OUTSIDE, held)
-        trace = Trace(_native.Trace.from_json(json.dumps(described).encode(), None, 0))
+        return Trace(_native_trace(with_held(self._json, OUTSIDE, held)))
+
+    def _planned(
+        self,
+        trace: Trace,
+        budget: str | int,
+        asked: FitRequest,
+        offered: dict[str, Any] | None,
+        time_limit: float | None,
+    ) -> Plan:
         request = {
             "budget": str(budget),
-            "forbid": self._forbidden,
-            "offload": self._offer,
+            "allow": asked.options.allow,
+            "forbid": [*self._forbidden, *asked.options.forbid],
+            "offload": offered,
         }
         return Plan.of(_native.plan(trace.native, self._costs, request, time_limit))
+
+    def _offered(self, place: str) -> dict[str, Any] | None:
+        """The offer of a place; ``None`` where nothing can go there, which is noted."""
+        profile = self._costs.get("profile") or {}
+        device_kind = self._json["meta"]["device_kind"]
+        try:
+            return _usable(offer(device_kind, place, profile))
+        except MemfitError as error:
+            self.not_offloaded = str(error).partition("\n")[0]
+            return None
+
+
+def _native_trace(described: dict[str, Any]) -> _native.Trace:
+    return _native.Trace.from_json(json.dumps(described).encode(), None, 0)
+
+
+def _growth(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """How much longer an op takes at other sizes."""
+    for what in ("flops", "moved_bytes"):
+        if before[what] > 0:
+            return float(after[what]) / float(before[what])
+    return 1.0
 
 
 def _usable(offered: dict[str, Any]) -> dict[str, Any]:

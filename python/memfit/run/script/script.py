@@ -23,11 +23,14 @@ from torch.optim import Optimizer
 from memfit import _native
 from memfit.answers import Plan
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.passes import ObservedPass, Pass
 from memfit.run.script.planned_step import Key
+from memfit.run.script.request import FitRequest
 from memfit.run.script.signals import Signals
+from memfit.run.script.strict import Strict
 from memfit.track.owners import instances
 
 MAX_ROOT_CALLS = 64
@@ -78,21 +81,19 @@ class _Uses:
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
 
-    def __init__(
-        self, budget: str, room: Room, say: Callable[[str], None], place: str | None = None
-    ) -> None:
+    def __init__(self, request: FitRequest, room: Room, say: Callable[[str], None]) -> None:
         """Wait for the script.
 
         Args:
-            budget: As the user wrote it.
+            request: The budget, and which plans are allowed.
             room: What was leased for the script.
             say: Shows a line to the user.
-            place: Where activations may be offloaded to; ``None`` for nowhere.
         """
-        self._budget = budget
-        self._place = place
+        self._request = request
         self._room = room
         self._say = say
+        self._kept = BudgetKept(request.budget, say)
+        self._strict = Strict(say) if request.is_strict else None
         self._signals = Signals(self)
         self._loops: list[Loop] = []
         self._current: _Running | None = None
@@ -104,6 +105,8 @@ class AdoptedScript:
     def begin(self) -> None:
         """Watch the script; torch has just been imported."""
         self._signals.install()
+        self._kept.pass_ended(torch.device("cpu"))
+        self._hold(torch.device("cpu"))
 
     # What the script does
 
@@ -135,6 +138,7 @@ class AdoptedScript:
                 current.running.root_calls += 1
                 return
         self._end_pass()
+        self._kept.pass_begins()
         loop = self._loop_of(root)
         if self._stepping:
             self._refuse(loop, "its optimizer calls the model by itself (a closure)")
@@ -197,20 +201,28 @@ class AdoptedScript:
         """Leave the script alone after a failure of memfit."""
         self._give_up(f"memfit failed ({type(error).__name__}: {error})")
 
-    def end(self) -> dict[str, Any]:
+    def end(self, error: BaseException | None) -> dict[str, Any]:
         """The script is over.
+
+        Args:
+            error: What ended it, if anything did.
 
         Returns:
             What was found and done, in the program's words.
         """
+        stopped = self._strict is not None and self._strict.ended(error)
         if self._current is not None and not self._current.running.in_forward:
             self._complete_without_optimizer(self._current)
         self._signals.remove()
         self._end_pass()
         for loop in self._loops:
             loop.rest()
+        verdict = self._kept.verdict()
+        over = verdict is not None and not verdict["kept"]
         return {
-            "budget": self._budget,
+            "budget": self._request.budget,
+            "verdict": verdict,
+            "stopped": stopped or (over and self._strict is not None),
             "refusal": self._refusal or None,
             "loops": [_described(loop) for loop in self._loops],
         }
@@ -224,7 +236,7 @@ class AdoptedScript:
         for other in self._loops:
             other.bring_home()  # graphs that it made may be used by the new one
             other.rest()
-        loop = Loop(root, self._budget, self._room, self._planned, self._place)
+        loop = Loop(root, self._request, self._room, self._planned, self._say, self._strict)
         self._loops.append(loop)
         if loop.refusal:
             self._room.whole()  # nobody knows what its steps take
@@ -257,8 +269,12 @@ class AdoptedScript:
     def _end_pass(self) -> None:
         current, self._current = self._current, None
         if current is not None:
-            count = current.loop.counts[current.running.kind]
-            count.peak_bytes = max(count.peak_bytes, current.running.end())
+            loop, kind = current.loop, current.running.kind
+            peak = current.running.end()
+            loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
+            loop.passed(kind, peak)
+            self._kept.ended(Over(kind, peak, *loop.why_over(kind, peak)))
+            self._kept.pass_ended(loop.device)
 
     def _refuse(self, loop: Loop, reason: str) -> None:
         if not loop.refusal:
@@ -275,7 +291,13 @@ class AdoptedScript:
                 loop.rest()
                 loop.bring_home()
 
+    def _hold(self, device: torch.device) -> None:
+        if self._strict is not None and self._kept.budget_bytes:
+            self._strict.hold(self._kept.budget_bytes, device)
+
     def _planned(self, loop: Loop, plan: Plan) -> None:
+        self._kept.resolve(plan.budget_bytes)
+        self._hold(loop.device)
         self._say(_found(loop, plan))
         peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
         # What several models need together nobody has planned.
@@ -328,8 +350,24 @@ def _described(loop: Loop) -> dict[str, Any]:
         "plan": None if latest is None else _plan_described(latest),
         "replans": loop.replans,
         "divergence": loop.divergence or None,
-        "notes": list(loop.notes),
+        "notes": [*loop.notes, *_of_other_sizes(loop)],
     }
+
+
+def _of_other_sizes(loop: Loop) -> list[str]:
+    """How often steps ran whose sizes nobody had recorded."""
+    notes = []
+    if loop.foreseen_steps:
+        notes.append(
+            f"steps of sizes that were not recorded: {loop.foreseen_steps}, foreseen from two that "
+            "were"
+        )
+    if loop.larger_steps:
+        notes.append(
+            f"steps larger than every one planned: {loop.larger_steps}, run by the plan of least "
+            "peak"
+        )
+    return notes
 
 
 def _counted(loop: Loop, kind: Any) -> dict[str, int]:

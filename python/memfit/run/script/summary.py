@@ -21,10 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memfit.options import place_of
 from memfit.run.script import launcher
 from memfit.run.script.announce import Announcer
 from memfit.run.script.lease import Room, Wish
+from memfit.run.script.request import FitRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +52,8 @@ def run(
     *,
     is_module: bool,
     snapshot: str | None,
-    budget: str | None = None,
+    request: FitRequest | None = None,
     wish: Wish | None = None,
-    offload: str | None = None,
     announce: bool = False,
 ) -> dict[str, Any]:
     """Run a script and say what it took.
@@ -63,26 +62,23 @@ def run(
         command: The script or module, and its arguments.
         is_module: Whether it is a module, as with ``python -m``.
         snapshot: Where to write a snapshot of CUDA memory; ``None`` for nowhere.
-        budget: Memory that its training steps shall stay within; ``None`` to leave them alone.
+        request: How its training steps shall be fitted; ``None`` to leave them alone.
         wish: How to lease the budget; ``None`` to lease nothing.
-        offload: Folder, or ``host``, where activations may be offloaded to; ``None`` for nowhere.
         announce: Whether to say on standard error what is planned, when it is.
 
     Returns:
         The summary, in the program's words; its ``quiet`` says that it is not to be printed.
 
     Raises:
-        UsageError: There is no such script, or no such folder to offload to.
+        UsageError: There is no such script.
         LeaseError: The broker does not grant the budget; the script was not run.
     """
     launcher.require(command[0], is_module=is_module)
-    # The script may change the working folder.
-    place = None if offload is None else place_of(offload)
     say = Announcer(shown=announce)
     room = Room(say)
-    if wish is not None and budget is not None:
-        room.open(budget, wish, label=Path(command[0]).name)
-    watch = Watch(snapshot, budget, room, say, place)
+    if wish is not None and request is not None:
+        room.open(request.budget, wish, label=Path(command[0]).name)
+    watch = Watch(snapshot, request, room, say)
     process = os.getpid()
     sys.meta_path.insert(0, _TorchFinder(watch.begin))
     ending = launcher.run(command, is_module=is_module)
@@ -125,25 +121,22 @@ class Watch:
     def __init__(
         self,
         snapshot: str | None,
-        budget: str | None,
+        request: FitRequest | None,
         room: Room,
         say: Callable[[str], None],
-        place: str | None = None,
     ) -> None:
         """Wait for torch.
 
         Args:
             snapshot: As in :func:`run`.
-            budget: As in :func:`run`.
+            request: As in :func:`run`.
             room: What was leased for the script.
             say: Shows a line to the user.
-            place: Where activations may be offloaded to, found to be there.
         """
         self._start = time.perf_counter()
         self._snapshot = snapshot
-        self._budget = budget
+        self._request = request
         self._room = room
-        self._place = place
         self._say = say
         self._adopted: AdoptedScript | None = None
         self._notes: list[str] = []
@@ -183,10 +176,10 @@ class Watch:
         module.register_module_parameter_registration_hook(_on_parameter)
         module.register_module_buffer_registration_hook(_on_buffer)
         self._watch_backward()
-        if self._budget is not None:
+        if self._request is not None:
             from memfit.run.script.script import AdoptedScript
 
-            self._adopted = AdoptedScript(self._budget, self._room, self._say, self._place)
+            self._adopted = AdoptedScript(self._request, self._room, self._say)
             self._adopted.begin()
         if self._snapshot is not None:
             # Called when the script first uses CUDA; memfit does not start it.
@@ -266,7 +259,7 @@ class Watch:
         elapsed = time.perf_counter() - self._start
         oom = None
         devices: list[dict[str, Any]] = []
-        fitting = self._adopted.end() if self._adopted is not None else None
+        fitting = self._adopted.end(ending.error) if self._adopted is not None else None
         if self._began is not None:
             from memfit.track.owners import OWNERS
 

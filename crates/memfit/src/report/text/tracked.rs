@@ -7,8 +7,8 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, RunDevice, RunDocument, RunLease,
-    RunPhase, TrackDocument, TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, RunDevice,
+    RunDocument, RunLease, RunPhase, TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -200,6 +200,9 @@ fn categories(parts: &ByCategory, whole: Bytes, palette: Palette) -> String {
 /// What `--budget` did, loop by loop.
 fn fitted(fitting: &Fitting, palette: Palette) -> String {
     let mut lines = Vec::new();
+    if let Some(verdict) = &fitting.verdict {
+        lines.push(held(verdict, palette));
+    }
     if let Some(reason) = &fitting.refusal {
         lines.push(format!("not kept by memfit: {reason}"));
     } else if fitting.loops.is_empty() {
@@ -210,6 +213,18 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
         text.push_str(&fitted_loop(of, palette));
     }
     text
+}
+
+/// `kept` or `OVER BUDGET by N (why; what would keep it)`.
+fn held(verdict: &BudgetVerdict, palette: Palette) -> String {
+    let (peak, budget) = (verdict.peak_bytes, verdict.budget_bytes);
+    if verdict.kept {
+        return format!("{}: {peak} of {budget}", palette.good("kept"));
+    }
+    let over = palette.bad(&format!("OVER BUDGET by {}", peak - budget));
+    let known = [&verdict.why, &verdict.remedy].into_iter().flatten();
+    let known: Vec<&str> = known.map(String::as_str).collect();
+    format!("{over} ({})", known.join("; what would keep it: "))
 }
 
 /// What was leased, and what became of it.
@@ -300,12 +315,6 @@ fn loop_lines(of: &FittedLoop) -> Vec<String> {
                 action.kind.technique().title,
                 ActionSummary::new(action.kind, action.count, action.bytes).effect(),
                 plan.predicted_step_ratio
-            ));
-        }
-        if of.planned.steps > 0 && of.planned.peak_bytes > budget && plan.fits {
-            lines.push(format!(
-                "a planned step took {} more than the budget",
-                Bytes(of.planned.peak_bytes.0 - budget.0)
             ));
         }
     }
@@ -478,6 +487,9 @@ mod tests {
             "oom": null, "snapshot": null, "notes": [],
             "fitting": {
                 "budget": "6MB", "refusal": null,
+                "verdict": { "budget_bytes": 6_000_000, "peak_bytes": 6_500_000, "kept": false,
+                             "why": "a step took more than the plan for it foresaw",
+                             "remedy": "a budget of 6.2 MiB" },
                 "loops": [
                     { "models": ["Net"], "parameters": 1200, "optimizers": ["AdamW"],
                       "device": "cpu", "refusal": null,
@@ -511,6 +523,7 @@ mod tests {
           10; what they keep does not grow
 
         Budget
+          OVER BUDGET by 488.3 KiB (a step took more than the plan for it foresaw; what would keep it: a budget of 6.2 MiB)
           Net on cpu, 1200 parameters, AdamW
             steps      count  measured peak  predicted
             observed       1        2.9 MiB          -
@@ -518,7 +531,6 @@ mod tests {
             unplanned      0              -    8.6 MiB
             planned for 5.7 MiB, exactly
             activation checkpointing: 23 tensors recomputed in backward, step time x 1.07 predicted
-            a planned step took 488.3 KiB more than the budget
             planned again once
             a step left its plan, results are right: it ran `a` as forward op 3 instead of `b`
           Generator + Discriminator on cpu, 12 parameters, no optimizer

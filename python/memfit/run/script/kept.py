@@ -1,0 +1,158 @@
+"""Whether a script keeps its budget, said when it does not and once more at the end.
+
+Responsible for the peak of every stretch of the script, training step or not, for the line that
+says that one was over, and for the verdict. Not responsible for holding anything to the budget
+(:mod:`memfit.guard`) nor for what a step needs (:mod:`memfit.run.script.loop`).
+
+A stretch goes from the end of a pass to the begin of the next one, or from its begin to its end: no
+moment between the first look and the last is in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit import _native
+from memfit.track import cpu, cuda
+
+BETWEEN = "between"
+"""Name of the stretches outside passes; the others bear the names of passes' kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A stretch above the budget.
+
+    Attributes:
+        stretch: What ran.
+        peak_bytes: Most bytes live at once in it.
+        why: What is known of the cause, as a clause.
+        remedy: What would keep the budget.
+    """
+
+    stretch: str
+    peak_bytes: int
+    why: str
+    remedy: str
+
+
+class Peak:
+    """Bytes live on a device since it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin.
+
+        Args:
+            device: Where to look.
+        """
+        self._device = device
+        self._window = cuda.Window() if device.type == "cuda" else cpu.Window()
+
+    def close(self) -> int:
+        """End it; most bytes live at once since it began."""
+        if isinstance(self._window, cuda.Window):
+            seen = self._window.close().get(self._device.index or 0)
+            return seen.peak["allocated"] if seen is not None else 0
+        reading = self._window.close()
+        return reading.peak_bytes if reading is not None else 0
+
+
+class BudgetKept:
+    """What is known of a script and its budget.
+
+    Attributes:
+        budget_bytes: The budget; 0 while it is a percentage of a step that nobody knows yet.
+        worst: The stretch that was furthest above it; ``None`` while all were within.
+        peak_bytes: The highest peak of all stretches.
+    """
+
+    def __init__(self, written: str, say: Callable[[str], None]) -> None:
+        """Know the budget, where it is a number of bytes.
+
+        Args:
+            written: The budget as the user wrote it.
+            say: Shows a line to the user.
+        """
+        self.budget_bytes = 0 if "%" in written else _native.parse_budget(written, 0)
+        self.worst: Over | None = None
+        self.peak_bytes = 0
+        self._say = say
+        self._said: set[str] = set()
+        self._earlier: list[Over] = []
+        self._between: Peak | None = None
+
+    def resolve(self, budget_bytes: int) -> None:
+        """Know what a percentage comes to, and judge what was before.
+
+        Args:
+            budget_bytes: The budget of the first plan.
+        """
+        if self.budget_bytes == 0:
+            self.budget_bytes = budget_bytes
+            earlier, self._earlier = self._earlier, []
+            for stretch in earlier:
+                self._judge(stretch)
+
+    def pass_begins(self) -> None:
+        """The stretch between passes is over."""
+        between, self._between = self._between, None
+        if between is not None:
+            self.ended(
+                Over(
+                    BETWEEN,
+                    between.close(),
+                    "between training steps, where memfit plans nothing",
+                    "less held there, or a larger budget",
+                )
+            )
+
+    def pass_ended(self, device: torch.device) -> None:
+        """A stretch between passes begins.
+
+        Args:
+            device: Where the budget is.
+        """
+        if self._between is None:
+            self._between = Peak(device)
+
+    def ended(self, stretch: Over) -> None:
+        """Judge a stretch.
+
+        Args:
+            stretch: Its peak, and what would be the cause if that is over the budget.
+        """
+        self.peak_bytes = max(self.peak_bytes, stretch.peak_bytes)
+        if self.budget_bytes:
+            self._judge(stretch)
+        else:
+            self._earlier.append(stretch)
+
+    def _judge(self, stretch: Over) -> None:
+        if stretch.peak_bytes <= self.budget_bytes:
+            return
+        if self.worst is None or stretch.peak_bytes > self.worst.peak_bytes:
+            self.worst = stretch
+        key = f"{stretch.stretch}: {stretch.why}"
+        if key not in self._said:
+            self._said.add(key)
+            over = _native.bytes_text(stretch.peak_bytes - self.budget_bytes)
+            budget = _native.bytes_text(self.budget_bytes)
+            self._say(f"over the budget of {budget} by {over}: {stretch.why}")
+
+    def verdict(self) -> dict[str, Any] | None:
+        """Whether it was kept, in the program's words; ``None`` where nobody knows its bytes."""
+        self.pass_begins()
+        if not self.budget_bytes:
+            return None
+        worst = self.worst
+        return {
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "kept": worst is None,
+            "why": None if worst is None else worst.why,
+            "remedy": None if worst is None else worst.remedy,
+        }

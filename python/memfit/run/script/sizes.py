@@ -1,0 +1,117 @@
+"""Steps of sizes that were not recorded, foreseen from two that were.
+
+Responsible for which recordings are two sizes of one step, and for rounding sizes up so that a few
+plans serve many. Not responsible for the law (the engine's) nor for planning
+(:mod:`memfit.run.script.recorded_step`).
+"""
+
+from __future__ import annotations
+
+from memfit.errors import MemfitError
+from memfit.run.script.planned_step import Key
+from memfit.run.script.recorded_step import RecordedStep
+
+_IN_AN_OCTAVE = 8
+"""Sizes that are told apart between a size and its double."""
+
+
+def kind_of(key: Key) -> Key:
+    """What two steps that differ in sizes alone have in common.
+
+    Args:
+        key: The key of a pass.
+    """
+    return (key[0], *((len(shape), dtype) for shape, dtype in key[1:]))
+
+
+def sizes_of(key: Key) -> list[int]:
+    """All sizes of the tensors that a pass is called with.
+
+    Args:
+        key: Its key.
+    """
+    return [size for shape, _ in key[1:] for size in shape]
+
+
+def covers(key: Key, other: Key) -> bool:
+    """Whether a step is at least as large in every size as another of the same kind.
+
+    Args:
+        key: The key of the one.
+        other: The key of the other.
+    """
+    if kind_of(key) != kind_of(other):
+        return False
+    pairs = zip(sizes_of(key), sizes_of(other), strict=True)
+    return all(size >= wanted for size, wanted in pairs)
+
+
+class RecordedSizes:
+    """What was recorded of one loop, to foresee steps of other sizes."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._recorded: list[tuple[Key, RecordedStep]] = []
+        self._foreseen: dict[Key, RecordedStep | None] = {}
+        self._is_trusted = True
+
+    def add(self, key: Key, step: RecordedStep) -> None:
+        """Know a recorded step.
+
+        Args:
+            key: Its key.
+            step: The recording.
+        """
+        self._recorded = [(known, it) for known, it in self._recorded if known != key]
+        self._recorded.append((key, step))
+        self._foreseen.clear()
+
+    def distrust(self) -> None:
+        """A step took more than was foreseen: nothing is foreseen any more."""
+        self._is_trusted = False
+
+    def foreseen(self, key: Key) -> tuple[Key, RecordedStep] | None:
+        """A step that is at least as large as the one wanted, and by little.
+
+        Args:
+            key: The key of the pass that is about to begin.
+
+        Returns:
+            Its key and itself; ``None`` where no two recordings tell.
+        """
+        kind = kind_of(key)
+        known = [(at, it) for at, it in reversed(self._recorded) if kind_of(at) == kind]
+        if not self._is_trusted or len(known) < 2:  # noqa: PLR2004 - it takes two for a law
+            return None
+        seen = [sizes_of(at) for at, _ in known]
+        varies = [len(set(column)) > 1 for column in zip(*seen, strict=True)]
+        wanted = [
+            _rounded_up(size) if differs else size
+            for size, differs in zip(sizes_of(key), varies, strict=True)
+        ]
+        rounded = _with_sizes(key, wanted)
+        if rounded not in self._foreseen:
+            self._foreseen[rounded] = _of_two(known, wanted)
+        step = self._foreseen[rounded]
+        return None if step is None else (rounded, step)
+
+
+def _of_two(known: list[tuple[Key, RecordedStep]], wanted: list[int]) -> RecordedStep | None:
+    """The step at some sizes by the latest two recordings that tell."""
+    for later, (key, step) in enumerate(known):
+        for earlier, first in known[later + 1 :]:
+            try:
+                return step.at_sizes(first, (sizes_of(earlier), sizes_of(key), wanted))
+            except MemfitError:
+                continue
+    return None
+
+
+def _rounded_up(size: int) -> int:
+    step = max((1 << max(size.bit_length() - 1, 0)) // _IN_AN_OCTAVE, 1)
+    return -(-size // step) * step
+
+
+def _with_sizes(key: Key, sizes: list[int]) -> Key:
+    left = iter(sizes)
+    return (key[0], *((tuple(next(left) for _ in shape), dtype) for shape, dtype in key[1:]))

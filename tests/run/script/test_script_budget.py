@@ -1,0 +1,164 @@
+"""Whether a script keeps its budget: said when it does not, and at the end."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from ran import Ran, in_forks, inline
+
+from memfit.run.script.kept import BudgetKept, Over
+
+STEPS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    model = nn.Sequential(*[block() for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(rows):
+        loss = model(torch.randn(4, rows, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+"""
+
+
+def test_what_is_kept_is_said_to_be(tmp_path: Path):
+    ran = inline(tmp_path, "13MiB", STEPS + "    for _ in range(4): step(512)")
+    verdict = ran.fitting["verdict"]
+    assert verdict["kept"]
+    assert verdict["budget_bytes"] == 13 << 20 >= verdict["peak_bytes"]
+    assert "kept: " in ran.stderr
+    assert "over the budget" not in ran.stderr
+
+
+def test_a_peak_between_steps_is_over_the_budget(tmp_path: Path):
+    code = """
+    for number in range(4):
+        step(512)
+        if number == 2:
+            kept = [torch.zeros(1 << 20) for _ in range(4)]
+            del kept
+    """
+    ran = inline(tmp_path, "13MiB", STEPS + code)
+    verdict = ran.fitting["verdict"]
+    assert not verdict["kept"]
+    assert verdict["why"].startswith("between training steps")
+    said = [line for line in ran.stderr.splitlines() if "over the budget of 13.0 MiB by" in line]
+    assert len(said) == 1
+    assert "OVER BUDGET by" in ran.stderr
+
+
+def test_what_no_plan_fits_is_said_with_the_smallest_budget(tmp_path: Path):
+    ran = inline(tmp_path, "1MiB", STEPS + "    for _ in range(3): step(512)")
+    verdict = ran.fitting["verdict"]
+    assert (verdict["kept"], verdict["budget_bytes"]) == (False, 1 << 20)
+    (loop,) = ran.loops
+    assert f"`--budget {loop['plan']['minimum_budget_bytes']}`" in ran.stderr
+
+
+def test_a_percentage_is_judged_once_it_is_bytes():
+    lines: list[str] = []
+    kept = BudgetKept("50%", lines.append)
+    kept.ended(Over("observed", 100, "it was recorded", "more"))
+    assert (kept.verdict(), lines) == (None, [])
+    kept.resolve(60)
+    (line,) = lines
+    assert line == "over the budget of 60 B by 40 B: it was recorded"
+    verdict = kept.verdict()
+    assert verdict is not None
+    assert (verdict["kept"], verdict["peak_bytes"]) == (False, 100)
+
+
+SIZES = {
+    "two": [64] * 3 + [512] * 3,
+    "up": [32 * i for i in range(1, 13)],
+    "random": [300, 64, 480, 200, 512, 100, 350, 410],
+}
+
+
+@pytest.mark.parametrize("order", SIZES)
+def test_batches_of_other_lengths_keep_the_budget(tmp_path: Path, order: str):
+    """The largest step takes 36 MiB unplanned, and the first ones fit as they are."""
+    ran = inline(tmp_path, "13MiB", STEPS + f"    for rows in {SIZES[order]}: step(rows)")
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert loop["unplanned"]["steps"] == 0
+    assert loop["observed"]["steps"] <= 3
+    if order != "two":
+        assert any("foreseen" in note for note in loop["notes"])
+
+
+def test_a_folder_is_chosen_where_nothing_else_fits(tmp_path: Path):
+    """The optimizer's state is most of what there is, and it can only go elsewhere."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        loss = model(torch.randn(8, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "none").mkdir()
+    chosen = inline(tmp_path / "chosen", "22MiB", code, offload="chosen")
+    none = inline(tmp_path / "none", "22MiB", code)
+    (loop,), (without,) = chosen.loops, none.loops
+    assert loop["plan"]["fits"]
+    assert not without["plan"]["fits"]
+    kinds = {action["kind"] for action in loop["plan"]["actions"]}
+    assert kinds & {"offload_optimizer", "offload_parameters"}
+    assert loop["planned"]["peak_bytes"] <= 22 << 20
+    assert "`--no-offload` forbids it" in chosen.stderr
+    assert "--no-offload" not in none.stderr
+
+
+def _strict(folder: Path, budget: str, code: str, *options: str) -> Ran:
+    script = folder.with_suffix(".py")
+    script.write_text(code)
+    command = ["-m", "memfit", "run", "--budget", budget, "--strict", *options, str(script)]
+    (ran,) = in_forks([(command, folder)])
+    return ran
+
+
+def test_strict_stops_before_a_step_that_no_plan_fits(tmp_path: Path):
+    steps = "    for rows in (64, 64, 2048, 2048): step(rows)"
+    ran = _strict(tmp_path / "run", "13MiB", textwrap.dedent(STEPS + steps))
+    assert ran.code == 74
+    assert len(ran.stdout.splitlines()) >= 2, "the small ones ran"
+
+
+def test_strict_names_ways_out(tmp_path: Path):
+    code = """
+    import torch
+    from torch import nn
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 1024)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("stepped")
+    """
+    ran = _strict(tmp_path / "run", "60%", textwrap.dedent(code), "--no-offload")
+    assert ran.code == 74
+    assert "stopped before the budget would be exceeded: no plan fits" in ran.stderr
+    assert "`--budget " in ran.stderr
+    assert "without --no-offload" in ran.stderr
+    assert ran.stdout == "stepped\n"
+
+
+def test_strict_lets_a_script_be_that_keeps_its_budget(tmp_path: Path):
+    code = STEPS + "    for _ in range(3): step(64)\n    raise SystemExit(3)"
+    assert _strict(tmp_path / "run", "64MiB", textwrap.dedent(code)).code == 3
