@@ -161,6 +161,10 @@ NAMES = {
         "torch._prims_common:is_non_overlapping_and_dense_or_false",
         "torch._prims_common:is_non_overlapping_and_dense",
     ),
+    "checkpoint_generator": (
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl",  # 2.15 on
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    ),
     "size_hint": (
         "torch.fx.experimental.symbolic_shapes:optimization_hint",
         "torch.fx.experimental.symbolic_shapes:size_hint",

@@ -81,6 +81,34 @@ def test_a_script_finds_the_world_as_under_python(tmp_path: Path):
     assert "the script did not import torch: nothing was counted" in ran.stderr
 
 
+def test_torch_that_is_there_before_the_script_is_counted(tmp_path: Path):
+    code = """if True:
+        import runpy, sys, torch
+        sys.argv[1:1] = ["run"]
+        runpy.run_module("memfit", run_name="__main__")
+    """
+    write(tmp_path, "train.py", "import torch; kept = torch.zeros(1 << 20)")
+    ran = python(tmp_path, "-c", code, "--format", "json", "train.py")
+    found = json.loads(ran.stderr)
+    assert found["torch_imported"]
+    assert found["devices"][0]["peak_bytes"] == 4 * MIB
+
+
+def test_torch_that_comes_past_the_import_hook_is_counted(tmp_path: Path):
+    """Another hook may find torch first; the next import tells."""
+    code = """
+        import sys
+        ours = sys.meta_path.pop(0)
+        import torch
+        sys.meta_path.insert(0, ours)
+        import wave
+        kept = torch.zeros(1 << 20)
+    """
+    write(tmp_path, "train.py", code)
+    found = json.loads(memfit(tmp_path, "--format", "json", "train.py").stderr)
+    assert found["devices"][0]["peak_bytes"] == 4 * MIB
+
+
 def test_a_module_finds_the_world_as_under_python(tmp_path: Path):
     write(tmp_path, "package/__init__.py", "")
     write(tmp_path, "package/train.py", "from . import other\n" + textwrap.dedent(FACTS))

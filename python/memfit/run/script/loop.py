@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from memfit.apply.executor import BETWEEN_STEPS, Executor, Subject, without
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.apply.offload.state_view import bring_home
 from memfit.errors import MemfitError
+from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.lease import Room
 from memfit.run.script.observed import Observation
@@ -37,8 +38,8 @@ from memfit.run.script.planned_step import Key, PlannedStep, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
-from memfit.run.script.sizes import RecordedSizes, covers, kind_of
 from memfit.run.script.stand_in import StandIn
+from memfit.run.script.step_plans import StepPlans
 from memfit.run.script.strict import Strict
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory, step_of_others
@@ -54,9 +55,6 @@ MAX_RECORDINGS = 256
 
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
-
-MAX_PLANS = 32
-"""Plans that are kept; foreseen ones make room for others."""
 
 _ROUNDED_TO = 1 << 20
 """Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
@@ -92,8 +90,6 @@ class Loop:
         counts: What became of its steps, by how they ran.
         divergence: Where a pass first left its plan; empty while none did.
         replans: Plans made after the first.
-        foreseen_steps: Steps that ran by a plan for sizes that nobody had recorded.
-        larger_steps: Steps larger than every one planned, which ran by the plan of least peak.
         notes: Things to say at the end.
     """
 
@@ -104,6 +100,7 @@ class Loop:
         room: Room,
         on_plan: Callable[[Loop, Plan], None],
         say: Callable[[str], None],
+        checkpoints: ScriptCheckpoints,
         strict: Strict | None = None,
     ) -> None:
         """Know a model whose first pass is about to begin.
@@ -114,6 +111,7 @@ class Loop:
             room: What was leased for the script.
             on_plan: Told of every new plan.
             say: Shows a line to the user.
+            checkpoints: Those of the script.
             strict: Ends the script before a step that no plan fits; ``None`` to let it run.
         """
         self.device = next(p.device for p in root.parameters() if p.requires_grad)
@@ -124,7 +122,7 @@ class Loop:
         self.optimizers: dict[str, None] = {}
         self.has_optimizer: bool | None = None
         self.refusal = _refusal(root, self.device)
-        self.plans: list[PlannedStep] = []
+        self.plans = StepPlans()
         self.counts: dict[Kind, Count] = {
             "observed": Count(),
             "planned": Count(),
@@ -132,8 +130,6 @@ class Loop:
         }
         self.divergence = ""
         self.replans = 0
-        self.foreseen_steps = 0
-        self.larger_steps = 0
         self.notes: dict[str, None] = {}
         self._root = weakref.ref(root)
         self._request = request
@@ -143,13 +139,16 @@ class Loop:
         self._on_plan = on_plan
         self._say = say
         self._strict = strict
+        self._checkpoints = checkpoints
+        self._undoes = False
+        self._looks_again = False
+        self._kept: tuple[Key, Observation] | None = None
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recordings = 0
         self._parameters_stay = False
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
-        self._sizes = RecordedSizes()
         self._stand_in = StandIn()
 
     def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
@@ -243,9 +242,13 @@ class Loop:
             inputs: What it is called with.
             optimizers: The optimizers seen so far.
         """
+        self._checkpoints.begin_pass(undoes=False)
         if self.refusal:
             return Pass(self.device)
         under = occupied()
+        if under and self._checkpoints.inside_kept:
+            self._checkpoints.around_model = True
+            return Pass(self.device)
         if under:
             self.notes[f"some steps run unplanned: the script {under}"] = None
             return Pass(self.device)
@@ -262,7 +265,7 @@ class Loop:
                 self._leave_views([] if parameters is None else parameters.viewed())
             outside = self._outside_bytes(inputs, own)
             self._giving_way.between_steps(
-                self.plans, outside, lambda plan: self._place_for(plan, own)
+                self.plans.all, outside, lambda plan: self._place_for(plan, own)
             )
             planned = self._chosen(key, outside)
             self._make_room(planned, outside)
@@ -286,7 +289,11 @@ class Loop:
             bring_home(optimizer)
         self.bring_home()
         self._executor = None
-        return ObservedPass(self.device, self._model(), inputs, optimizers)
+        self._looks_again = False
+        running = ObservedPass(self.device, self._model(), inputs, optimizers)
+        running.undoes = self._undoes or self._checkpoints.around_model
+        self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
+        return running
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor) -> Pass:
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
@@ -301,7 +308,10 @@ class Loop:
                 planned.left = []
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
 
-        return PlannedPass(self.device, executor, planned.root_calls, forward_ended)
+        running = PlannedPass(self.device, executor, planned.root_calls, forward_ended)
+        running.undoes = planned.undoes
+        self._checkpoints.begin_pass(undoes=planned.undoes)
+        return running
 
     def _place_for(
         self, plan: Plan, optimizers: list[Optimizer], held: Executor | None = None
@@ -357,12 +367,18 @@ class Loop:
         observation = running.finish(optimizers)
         if observation is None:
             return
+        observation.undoes = running.undoes
         if observation.spill_problem:
             problem = observation.spill_problem
             self.notes[f"an observed step kept its saved tensors in memory: {problem}"] = None
         if observation.recorder.problem:
             self.refuse(observation.recorder.problem)
+        elif self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
+            self._undoes = self._looks_again = True
+            if not running.undoes:
+                self._kept = (inputs_key, observation)
         else:
+            self._looks_again = self._checkpoints.unsettled() and not self.plans
             self._pending = (inputs_key, observation)
 
     def passed(self, kind: Kind, peak_bytes: int) -> None:
@@ -376,8 +392,7 @@ class Loop:
         if kind != "planned" or planned is None or not planned.is_foreseen:
             return
         if peak_bytes > planned.plan.planned.predicted_peak_bytes + planned.plan.margin_bytes:
-            self._sizes.distrust()
-            self.plans = [it for it in self.plans if not it.is_foreseen]
+            self.plans.distrust()
 
     def key(self, inputs: Any) -> Key:
         """The key of a pass of this loop."""
@@ -405,18 +420,11 @@ class Loop:
 
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
+            self._pending = self._pending or (None if self.plans else self._kept)
             return False
-        if self._pending is not None or not self.plans or key in self._diverged:
+        if self._looks_again or self._pending is not None or key in self._diverged:
             return True
-        return self._is_larger(key) and self._foresee(key) is None
-
-    def _is_larger(self, key: Key) -> bool:
-        """Whether no plan is for a step as large; another mode is an evaluation, mostly."""
-        plans = [planned.key for planned in self.plans if planned.key[0] == key[0]]
-        alike = [planned for planned in plans if kind_of(planned) == kind_of(key)]
-        if alike:
-            return not any(covers(planned, key) for planned in alike)
-        return bool(plans) and _elements(key) > max(map(_elements, plans))
+        return self.plans.must_record(key)
 
     def _model(self) -> nn.Module:
         model = self._root()
@@ -430,7 +438,6 @@ class Loop:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         step = RecordedStep(observation, type(self._model()).__name__, self._request)
-        self._sizes.add(key, step)
         if self._parameters_stay:
             step.keep_parameters()
         if step.not_offloaded:
@@ -443,46 +450,38 @@ class Loop:
         made = step.plan(self._room.within(self._budget), outside)
         if step.place:
             self._choose_place(step.place)
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == key and not made.fits:
+            # The script's own checkpoints may reach what no plan without them does.
+            own = RecordedStep(kept[1], type(self._model()).__name__, self._request)
+            by_own = own.plan(self._room.within(self._budget), outside)
+            if _lower(by_own, made):
+                step, made, observation = own, by_own, kept[1]
+                self._undoes = False
+        self._note_checkpoints(undoes=observation.undoes)
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
         self.replans += bool(self.plans)
-        self.plans = [planned for planned in self.plans if planned.key != key]
-        self.plans.append(
-            PlannedStep(key, step, made, observation.root_calls, outside, observation.left)
+        self.plans.add(
+            PlannedStep(
+                key,
+                step,
+                made,
+                observation.root_calls,
+                observation.undoes,
+                outside,
+                observation.left,
+            )
         )
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
         if made.fits or left < made.budget_bytes * _WORTH_A_PLAN:
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 
     def _chosen(self, key: Key, outside: int) -> PlannedStep:
-        """The plan for a pass: its own, one foreseen, or the nearest.
+        def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
+            return step.plan(1 if least else self._room.within(self._budget), outside)
 
-        What is larger than every step that was planned runs by the plan of least peak.
-        """
-        own = next((planned for planned in self.plans if planned.key == key), None)
-        foreseen = None if own is not None else self._foresee(key)
-        if foreseen is not None:
-            own = next((p for p in self.plans if p.key == foreseen[0]), None)
-            own = own or self._plan_foreseen(*foreseen, outside)
-        planned = own or self._nearest(key)
-        if own is None and self._is_larger(key):
-            self.larger_steps += 1
-            return self._lowest(planned, outside)
-        self.foreseen_steps += planned.is_foreseen
-        return planned
-
-    def _foresee(self, key: Key) -> tuple[Key, RecordedStep] | None:
-        return None if key in self._diverged else self._sizes.foreseen(key)
-
-    def _plan_foreseen(self, key: Key, step: RecordedStep, outside: int) -> PlannedStep:
-        latest = self.plans[-1]
-        made = step.plan(self._room.within(self._budget), outside)
-        planned = PlannedStep(key, step, made, latest.root_calls, outside, is_foreseen=True)
-        if len(self.plans) >= MAX_PLANS:
-            oldest = next((it for it in self.plans if it.is_foreseen), self.plans[0])
-            self.plans.remove(oldest)
-        self.plans.append(planned)
-        return planned
+        return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
 
     def _ways(self, planned: PlannedStep, outside: int) -> list[tuple[str, Plan]]:
         """Options that were not given, with the plans that they would allow."""
@@ -494,23 +493,12 @@ class Loop:
             for option, request in self._request.wider()
         ]
 
-    def _lowest(self, planned: PlannedStep, outside: int) -> PlannedStep:
-        """A planned step by the plan of least peak."""
-        if planned.lowest is None:
-            made = planned.step.plan(1, outside)
-            planned.lowest = replace(planned, plan=made, executor=None, outside_bytes=outside)
-        return planned.lowest
-
-    def _nearest(self, key: Key) -> PlannedStep:
-        """The plan for a key, else for the smallest larger one, else for the largest."""
-        wanted = _elements(key)
-
-        def distance(planned: PlannedStep) -> tuple[bool, bool, bool, int]:
-            size = _elements(planned.key)
-            other_mode = planned.key[0] != key[0]
-            return planned.key != key, other_mode, size < wanted, abs(size - wanted)
-
-        return min(self.plans, key=distance)
+    def _note_checkpoints(self, *, undoes: bool) -> None:
+        """Say what becomes of the checkpoints that the script has itself."""
+        if undoes:
+            self.notes["checkpoints of the script are undone: the plan recomputes instead"] = None
+        for reason in self._checkpoints.reasons():
+            self.notes[f"a checkpoint of the script stays as it is: {reason}"] = None
 
     def _make_room(self, planned: PlannedStep, outside: int) -> None:
         """Plan a step again where the script holds so much more that it would no longer fit.
@@ -563,8 +551,10 @@ class Loop:
         return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
 
 
-def _elements(key: Key) -> int:
-    return sum(torch.Size(shape).numel() for shape, _ in key[1:])
+def _lower(plan: Plan, other: Plan) -> bool:
+    """Whether one plan fits where another does not, or comes nearer to it."""
+    peaks = (it.planned.predicted_peak_bytes for it in (plan, other))
+    return plan.fits > other.fits or next(peaks) < next(peaks)
 
 
 def _refusal(root: nn.Module, device: torch.device) -> str:

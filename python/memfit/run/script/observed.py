@@ -157,6 +157,7 @@ class Observation:
         left: Storages, weakly, that the step made and left behind: its loss, outputs of its model.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
+        undoes: Whether the script's checkpoints were undone in it.
     """
 
     recorder: ScriptRecorder
@@ -168,6 +169,7 @@ class Observation:
     left: list[weakref.ref[Any]]
     state_stays: str | None
     spill_problem: str
+    undoes: bool = False
 
 
 class StepRecording:
@@ -197,6 +199,11 @@ class StepRecording:
         self._forward.enter_context(hooks)
         self._whole.enter_context(self._recorder)
         self._nesting = Nesting()
+
+    @property
+    def recorder(self) -> ScriptRecorder:
+        """What writes it down."""
+        return self._recorder
 
     def holds_graph(self) -> bool:
         """Whether anything that autograd saved in the forward so far is still needed."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.apply.executor import Executor
+from memfit.capture.record.recorder import Recorder
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import Peak
 from memfit.run.script.observed import Observation, StepRecording
@@ -31,9 +32,12 @@ class Pass:
         kind: How it runs.
         root_calls: Calls so far of the model that began it.
         in_forward: Whether backward has not begun.
+        undoes: Whether the script's checkpoints are undone in it.
     """
 
     kind: Kind = "unplanned"
+
+    undoes = False
 
     def __init__(self, device: torch.device) -> None:
         """Begin; the model is about to run.
@@ -87,6 +91,11 @@ class ObservedPass(Pass):
         """
         super().__init__(device)
         self._recording: StepRecording | None = StepRecording(root, inputs, optimizers, device.type)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records it, until it is finished."""
+        return self._recording.recorder if self._recording is not None else None
 
     def continues(self) -> bool:
         """Whether what the forward saved so far is still needed."""

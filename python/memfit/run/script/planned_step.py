@@ -37,6 +37,7 @@ class PlannedStep:
         step: The recording.
         plan: The plan.
         root_calls: Calls of the model in it.
+        undoes: Whether the script's checkpoints are undone in it.
         outside_bytes: What the plan takes the script to hold besides.
         left: What the recorded step left behind, weakly, until it is known what becomes of it.
         passing_bytes: How much of that was gone when the next backward began; 0 once planned for.
@@ -51,6 +52,7 @@ class PlannedStep:
     step: RecordedStep
     plan: Plan
     root_calls: int
+    undoes: bool
     outside_bytes: int
     left: list[weakref.ref[Any]] = field(default_factory=list)
     passing_bytes: int = 0

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.answers import Plan
+from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lease import Room
@@ -95,6 +96,7 @@ class AdoptedScript:
         self._kept = BudgetKept(request.budget, say)
         self._strict = Strict(say) if request.is_strict else None
         self._signals = Signals(self)
+        self._checkpoints = ScriptCheckpoints()
         self._loops: list[Loop] = []
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -107,6 +109,7 @@ class AdoptedScript:
         self._signals.install()
         self._kept.pass_ended(torch.device("cpu"))
         self._hold(torch.device("cpu"))
+        self._checkpoints.install()
 
     # What the script does
 
@@ -166,6 +169,7 @@ class AdoptedScript:
             self._end_pass()
             self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
             return
+        self._checkpoints.backward_begins()
         current.running.backward_begins()
 
     def backward_ended(self) -> None:
@@ -214,6 +218,7 @@ class AdoptedScript:
         if self._current is not None and not self._current.running.in_forward:
             self._complete_without_optimizer(self._current)
         self._signals.remove()
+        self._checkpoints.remove()
         self._end_pass()
         for loop in self._loops:
             loop.rest()
@@ -236,7 +241,15 @@ class AdoptedScript:
         for other in self._loops:
             other.bring_home()  # graphs that it made may be used by the new one
             other.rest()
-        loop = Loop(root, self._request, self._room, self._planned, self._say, self._strict)
+        loop = Loop(
+            root,
+            self._request,
+            self._room,
+            self._planned,
+            self._say,
+            self._checkpoints,
+            self._strict,
+        )
         self._loops.append(loop)
         if loop.refusal:
             self._room.whole()  # nobody knows what its steps take
@@ -269,6 +282,7 @@ class AdoptedScript:
     def _end_pass(self) -> None:
         current, self._current = self._current, None
         if current is not None:
+            self._checkpoints.end_pass()
             loop, kind = current.loop, current.running.kind
             peak = current.running.end()
             loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
@@ -286,6 +300,7 @@ class AdoptedScript:
             self._refusal = reason
             self._say(f"the script runs unplanned: {reason}")
             self._uses.end_all()
+            self._checkpoints.remove()
             self._end_pass()
             for loop in self._loops:
                 loop.rest()
@@ -337,7 +352,7 @@ def _found(loop: Loop, plan: Plan) -> str:
 
 def _described(loop: Loop) -> dict[str, Any]:
     """A loop for the record, in the program's words."""
-    latest = loop.plans[-1].plan if loop.plans else None
+    latest = loop.plans.all[-1].plan if loop.plans else None
     return {
         "models": list(loop.models),
         "parameters": loop.parameters,
@@ -356,18 +371,15 @@ def _described(loop: Loop) -> dict[str, Any]:
 
 def _of_other_sizes(loop: Loop) -> list[str]:
     """How often steps ran whose sizes nobody had recorded."""
-    notes = []
-    if loop.foreseen_steps:
-        notes.append(
-            f"steps of sizes that were not recorded: {loop.foreseen_steps}, foreseen from two that "
-            "were"
-        )
-    if loop.larger_steps:
-        notes.append(
-            f"steps larger than every one planned: {loop.larger_steps}, run by the plan of least "
-            "peak"
-        )
-    return notes
+    plans = loop.plans
+    counted = (
+        (
+            "steps of sizes that were not recorded, foreseen from two that were",
+            plans.foreseen_steps,
+        ),
+        ("steps larger than any planned, run by the plan of least peak", plans.larger_steps),
+    )
+    return [f"{what}: {count}" for what, count in counted if count]
 
 
 def _counted(loop: Loop, kind: Any) -> dict[str, int]:

@@ -113,7 +113,8 @@ class Signals:
 
         @functools.wraps(original)
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or threading.get_ident() != self._thread:
+            # In backward a checkpoint calls modules again, and stops them by an exception.
+            if self._inside or self._in_backward or threading.get_ident() != self._thread:
                 return original(module, *args, **kwargs)
             self._inside = True
             try:

@@ -80,7 +80,7 @@ def run(
         room.open(request.budget, wish, label=Path(command[0]).name)
     watch = Watch(snapshot, request, room, say)
     process = os.getpid()
-    sys.meta_path.insert(0, _TorchFinder(watch.begin))
+    _TorchFinder(watch.begin).install()
     ending = launcher.run(command, is_module=is_module)
     launcher.flush()
     summary = watch.summary(command[0], ending)
@@ -90,19 +90,33 @@ def run(
 
 
 class _TorchFinder:
-    """Calls a function once torch is imported."""
+    """Calls a function once torch is imported.
+
+    It may have been imported before the script runs, by a site hook or a debugger, or past this
+    finder, by another one: then any later import tells.
+    """
 
     def __init__(self, imported: Callable[[], None]) -> None:
         self._imported = imported
+
+    def install(self) -> None:
+        """Wait for torch, or call at once where it is there."""
+        if _is_loaded("torch"):
+            self._imported()
+        else:
+            sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find torch as ever and add the call to its loading."""
-        if name != "torch":
+        if name != "torch" and not _is_loaded("torch"):
             return None
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
+        if name != "torch":
+            self._imported()
+            return None
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
@@ -113,6 +127,12 @@ class _TorchFinder:
 
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec
+
+
+def _is_loaded(name: str) -> bool:
+    """Whether a module has been imported, to its end."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 class Watch:

@@ -1,0 +1,158 @@
+"""The plans for the steps of one loop, by the sizes of its inputs.
+
+Responsible for which plan a pass runs by: its own, one foreseen from two recorded sizes, the
+nearest, or, for what is larger than every step that was planned, the plan of least peak. Not
+responsible for when a step is recorded or planned again (:mod:`memfit.run.script.loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from memfit.answers import Plan
+from memfit.run.script.planned_step import Key, PlannedStep
+from memfit.run.script.recorded_step import RecordedStep
+from memfit.run.script.sizes import RecordedSizes, covers, kind_of
+
+MAX_PLANS = 32
+"""Plans that are kept; foreseen ones make room for others."""
+
+Planning = Callable[[RecordedStep, bool], Plan]
+"""Plans a recorded step for what the script holds now; for the least peak where that is said."""
+
+
+class StepPlans:
+    """Plans of one loop.
+
+    Attributes:
+        foreseen_steps: Steps that ran by a plan for sizes that nobody had recorded.
+        larger_steps: Steps larger than every one planned, which ran by the plan of least peak.
+    """
+
+    def __init__(self) -> None:
+        """There are none yet."""
+        self.foreseen_steps = 0
+        self.larger_steps = 0
+        self._plans: list[PlannedStep] = []
+        self._sizes = RecordedSizes()
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        """The plans, oldest first."""
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._plans)
+
+    @property
+    def all(self) -> list[PlannedStep]:
+        """The plans, oldest first."""
+        return list(self._plans)
+
+    def add(self, planned: PlannedStep) -> None:
+        """Know a plan for a recorded step.
+
+        Args:
+            planned: The plan; it replaces one of the same key.
+        """
+        self._plans = [known for known in self._plans if known.key != planned.key]
+        self._plans.append(planned)
+        self._sizes.add(planned.key, planned.step)
+
+    def distrust(self) -> None:
+        """A step took more than was foreseen: nothing is foreseen any more."""
+        self._sizes.distrust()
+        self._plans = [planned for planned in self._plans if not planned.is_foreseen]
+
+    def must_record(self, key: Key) -> bool:
+        """Whether no plan says anything about a pass.
+
+        Args:
+            key: Its key.
+        """
+        return not self._plans or (self._is_larger(key) and self._sizes.foreseen(key) is None)
+
+    def chosen(
+        self, key: Key, outside_bytes: int, planning: Planning, *, diverged: bool
+    ) -> PlannedStep:
+        """The plan for a pass.
+
+        Args:
+            key: Its key.
+            outside_bytes: What the script holds besides.
+            planning: Plans a step.
+            diverged: Whether such a pass has left its plan before.
+        """
+        planned = next((known for known in self._plans if known.key == key), None)
+        if planned is None and not diverged:
+            planned = self._foreseen(key, outside_bytes, planning)
+        if planned is None:
+            planned = self._nearest(key)
+            if self._is_larger(key):
+                self.larger_steps += 1
+                return _lowest(planned, outside_bytes, planning)
+        self.foreseen_steps += planned.is_foreseen
+        return planned
+
+    def _foreseen(self, key: Key, outside_bytes: int, planning: Planning) -> PlannedStep | None:
+        found = self._sizes.foreseen(key)
+        if found is None:
+            return None
+        rounded, step = found
+        known = next((planned for planned in self._plans if planned.key == rounded), None)
+        if known is not None:
+            return known
+        alike = self._nearest(key)
+        planned = replace(
+            alike,
+            key=rounded,
+            step=step,
+            plan=planning(step, False),  # noqa: FBT003
+            outside_bytes=outside_bytes,
+            left=[],
+            passing_bytes=0,
+            passes=0,
+            wider=None,
+            executor=None,
+            is_foreseen=True,
+            lowest=None,
+        )
+        if len(self._plans) >= MAX_PLANS:
+            oldest = next((it for it in self._plans if it.is_foreseen), self._plans[0])
+            self._plans.remove(oldest)
+        self._plans.append(planned)
+        return planned
+
+    def _is_larger(self, key: Key) -> bool:
+        """Whether no plan is for a step as large; another mode is an evaluation, mostly."""
+        keys = [planned.key for planned in self._plans if planned.key[0] == key[0]]
+        alike = [planned for planned in keys if kind_of(planned) == kind_of(key)]
+        if alike:
+            return not any(covers(planned, key) for planned in alike)
+        return bool(keys) and _elements(key) > max(map(_elements, keys))
+
+    def _nearest(self, key: Key) -> PlannedStep:
+        """The plan for a key, else for the smallest larger one, else for the largest."""
+        wanted = _elements(key)
+
+        def distance(planned: PlannedStep) -> tuple[bool, bool, bool, int]:
+            size = _elements(planned.key)
+            other_mode = planned.key[0] != key[0]
+            return planned.key != key, other_mode, size < wanted, abs(size - wanted)
+
+        return min(self._plans, key=distance)
+
+
+def _lowest(planned: PlannedStep, outside_bytes: int, planning: Planning) -> PlannedStep:
+    """A planned step by the plan of least peak."""
+    if planned.lowest is None:
+        plan = planning(planned.step, True)  # noqa: FBT003
+        planned.lowest = replace(planned, plan=plan, executor=None, outside_bytes=outside_bytes)
+    return planned.lowest
+
+
+def _elements(key: Key) -> int:
+    return sum(torch.Size(shape).numel() for shape, _ in key[1:])
