@@ -115,7 +115,7 @@ class OneByOne:
             optimizer: The optimizer.
         """
         self._optimizer = optimizer
-        self._step = _plain_step(optimizer)
+        self._step = plain_step(optimizer)
         self._moved_on: list[dict[str, Any]] | None = None
 
     def update(self, parameter: nn.Parameter | Tensor) -> None:
@@ -183,7 +183,7 @@ def _only(groups: list[dict[str, Any]], parameter: nn.Parameter | Tensor | None)
             group["params"] = parameters
 
 
-def _plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:
+def plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:
     """The step of the optimizer's class, without the hooks that torch wraps around it."""
     step: Any = type(optimizer).step
     plain: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step

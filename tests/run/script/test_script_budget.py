@@ -116,6 +116,7 @@ def test_a_folder_is_chosen_where_nothing_else_fits(tmp_path: Path):
     none = inline(tmp_path / "none", "22MiB", code)
     (loop,), (without,) = chosen.loops, none.loops
     assert loop["plan"]["fits"]
+    assert chosen.fitting["verdict"]["kept"], "the step that is recorded, too"
     assert not without["plan"]["fits"]
     kinds = {action["kind"] for action in loop["plan"]["actions"]}
     assert kinds & {"offload_optimizer", "offload_parameters"}

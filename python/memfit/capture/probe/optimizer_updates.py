@@ -106,7 +106,7 @@ def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[i
         candidate["params"] = [parameter] if index == group else []
     parameter.grad = torch.empty_like(parameter)
     try:
-        with _Temporaries() as temporaries:
+        with Temporaries() as temporaries:
             optimizer.step()
     finally:
         parameter.grad = None
@@ -115,10 +115,16 @@ def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[i
     return temporaries.peak_bytes, temporaries.moved_bytes
 
 
-class _Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that ops make while it is entered, and the bytes they move."""
+class Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that ops make while it is entered, and the bytes they move.
+
+    Attributes:
+        peak_bytes: Most bytes of such storages at once.
+        moved_bytes: Bytes that ops read and wrote.
+    """
 
     def __init__(self) -> None:
+        """Count nothing yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.moved_bytes = 0
@@ -128,6 +134,7 @@ class _Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run one op."""
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented  # as in the recording

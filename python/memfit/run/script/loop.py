@@ -34,6 +34,7 @@ from memfit.run.script.contexts import occupied
 from memfit.run.script.lease import Room
 from memfit.run.script.observed import Observation
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
+from memfit.run.script.place import state_elsewhere
 from memfit.run.script.planned_step import Key, PlannedStep, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
@@ -41,6 +42,8 @@ from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.stand_in import StandIn
 from memfit.run.script.step_plans import StepPlans
 from memfit.run.script.strict import Strict
+from memfit.run.script.update_needs import update_needs
+from memfit.run.script.updates import refusal
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory, step_of_others
 from memfit.tensors.storage import address
@@ -222,6 +225,44 @@ class Loop:
             return
         if executor.state is not None or executor.parameters is not None:
             self._stand_in.step_begins(executor)
+
+    def recorded_step_begins(self, running: ObservedPass, optimizer: Optimizer) -> None:
+        """The optimizer is about to step for the first time, or again, in a recorded pass.
+
+        Where its state and temporaries would exceed the budget, memfit makes the updates one by
+        one, with state that goes elsewhere.
+
+        Args:
+            running: The pass.
+            optimizer: The optimizer.
+
+        Raises:
+            OffloadError: State did not come back as it went.
+        """
+        within = self._room.within(self._budget)
+        budget_bytes = _native.parse_budget(str(within), 0) if "%" not in str(within) else 0
+        if not budget_bytes or refusal(self._model(), [optimizer]) is not None:
+            return
+        try:
+            needs = update_needs(optimizer)
+        except Exception:  # noqa: BLE001 - said where the step is noted
+            return
+        live = _live_bytes(self.device)
+        if live + needs.first_bytes <= budget_bytes:
+            return
+        directions = state_elsewhere(self._request, needs.all_state_bytes)
+        if directions is None:
+            return
+        subject = Subject(self._model(), optimizer, warn=False)
+        try:
+            executor = Executor(directions, subject, after=self._executor)
+        except MemfitError:
+            return
+        if self._request.may_choose_place:
+            self._choose_place(directions["actions"][0]["offload_optimizer"]["folder"])
+        self._executor = executor
+        running.leave_out_updates(needs)
+        self._stand_in.step_begins(executor)
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
@@ -543,11 +584,7 @@ class Loop:
                     place = address(storage)
                     if is_counted and place is not None:
                         known[place] = storage.nbytes()
-        live = (
-            int(torch.cuda.memory_allocated(self.device))
-            if self.device.type == "cuda"
-            else _native.counted_bytes()
-        )
+        live = _live_bytes(self.device)
         return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
 
 
@@ -555,6 +592,12 @@ def _lower(plan: Plan, other: Plan) -> bool:
     """Whether one plan fits where another does not, or comes nearer to it."""
     peaks = (it.planned.predicted_peak_bytes for it in (plan, other))
     return plan.fits > other.fits or next(peaks) < next(peaks)
+
+
+def _live_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _native.counted_bytes()
 
 
 def _refusal(root: nn.Module, device: torch.device) -> str:

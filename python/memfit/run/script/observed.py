@@ -32,6 +32,7 @@ from memfit.capture.record.roles import Roles
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.spill import SpillFile
+from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.storage import is_fixed, viewed
 
@@ -156,6 +157,8 @@ class Observation:
         gradients_before: ``id`` of the parameters that had a gradient when it began.
         left: Storages, weakly, that the step made and left behind: its loss, outputs of its model.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
+        unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
+        owners: The ``id`` of the parameter of an allocation.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
         undoes: Whether the script's checkpoints were undone in it.
     """
@@ -168,6 +171,8 @@ class Observation:
     gradients_before: frozenset[int]
     left: list[weakref.ref[Any]]
     state_stays: str | None
+    unrecorded: UpdateNeeds | None
+    owners: dict[int, int]
     spill_problem: str
     undoes: bool = False
 
@@ -199,6 +204,8 @@ class StepRecording:
         self._forward.enter_context(hooks)
         self._whole.enter_context(self._recorder)
         self._nesting = Nesting()
+        self._unrecorded: UpdateNeeds | None = None
+        self._owners: dict[int, int] = {}
 
     @property
     def recorder(self) -> ScriptRecorder:
@@ -221,12 +228,24 @@ class StepRecording:
         """What comes next belongs to the optimizer, unless another backward comes."""
         self._recorder.phase = OPTIMIZER
 
+    def leave_out_updates(self, needs: UpdateNeeds) -> None:
+        """Record nothing of the optimizer's step, which is about to begin: memfit makes it.
+
+        Args:
+            needs: What it takes.
+        """
+        self._unrecorded = needs
+        self._stop()
+
     def abandon(self) -> None:
         """Stop recording; what autograd saved stays where it is for as long as it is needed."""
+        self._stop()
+        self._recorder.ledger.closing = True
+
+    def _stop(self) -> None:
         with self._nesting.cleared():
             self._forward.close()
             self._whole.close()
-        self._recorder.ledger.closing = True
 
     def finish(self, optimizers: Iterable[Optimizer], root_calls: int) -> Observation:
         """End the recording after the optimizer's step.
@@ -242,12 +261,13 @@ class StepRecording:
         for parameter in self._root.parameters():
             if parameter.grad is not None:
                 self._note(self._roles.gradients, parameter.grad)
-        self._note_state(optimizers)
+        if self._unrecorded is None:
+            self._note_state(optimizers)
         for kept in viewed(self._root.parameters()):
             self._note(self._roles.fixed, kept)
         state_stays = refusal(self._root, optimizers)
         if state_stays is None:
-            self._roles.updates = updates_of(optimizers[0], ledger.seen)
+            state_stays = self._note_updates(optimizers[0])
         left = ledger.made_and_held(self._roles.gradients | self._roles.optimizer_state)
         ledger.close()
         recorder.saved.close(ledger.now)
@@ -262,8 +282,22 @@ class StepRecording:
             self._gradients_before,
             left,
             state_stays,
+            self._unrecorded,
+            self._owners,
             self._spill.problem,
         )
+
+    def _note_updates(self, optimizer: Optimizer) -> str | None:
+        """Note what each update takes; why the state stays where that cannot be known."""
+        ledger = self._recorder.ledger
+        try:
+            needs = self._unrecorded or update_needs(optimizer)
+        except Exception as error:  # noqa: BLE001 - whatever an optimizer does to fakes
+            return f"its updates cannot be run on fakes ({type(error).__name__}: {error})"
+        self._roles.updates = updates_of(optimizer, ledger.seen, needs)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        self._owners = {ledger.seen(parameter): id(parameter) for parameter in held}
+        return None
 
     def _register(self, inputs: Any, optimizers: Iterable[Optimizer]) -> None:
         """Give everything that exists before the step its allocation, role and name."""

@@ -20,6 +20,7 @@ from memfit.capture.record.recorder import Recorder
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import Peak
 from memfit.run.script.observed import Observation, StepRecording
+from memfit.run.script.update_needs import UpdateNeeds
 
 Kind = Literal["observed", "planned", "unplanned"]
 """How a pass runs."""
@@ -111,6 +112,15 @@ class ObservedPass(Pass):
         """Go on with the optimizer's part of the recording."""
         if self._recording is not None:
             self._recording.backward_ended()
+
+    def leave_out_updates(self, needs: UpdateNeeds) -> None:
+        """Record nothing of the optimizer's step, which is about to begin: memfit makes it.
+
+        Args:
+            needs: What it takes.
+        """
+        if self._recording is not None:
+            self._recording.leave_out_updates(needs)
 
     def finish(self, optimizers: Iterable[Optimizer]) -> Observation | None:
         """End the recording; the step is complete.

@@ -30,7 +30,7 @@ from memfit.plan.profiles import usable
 from memfit.run.script.observed import Observation
 from memfit.run.script.place import chosen_place, free_bytes
 from memfit.run.script.request import FitRequest
-from memfit.run.script.updates import temporaries_bytes
+from memfit.run.script.updates import add_unrecorded_step
 from memfit.torch_versions import offloaded_parameters_refusal
 
 _PARAMETERS = "offload_parameters"
@@ -91,10 +91,10 @@ class RecordedStep:
         self.place = ""
         named = request.options.place
         self._offer = None if named is None else self._offered(named)
+        if observation.unrecorded is not None:
+            add_unrecorded_step(self._json, observation.unrecorded, observation.owners)
+            self._costs = _with_updates(self._costs, self._json)
         _settle(self._json, roles.optimizer_state)
-        most = temporaries_bytes(self._json)
-        for update in self._json["updates"]:
-            update["temporary_bytes"] = most
 
     def at_sizes(
         self, first: RecordedStep, sizes: tuple[list[int], list[int], list[int]]
@@ -226,6 +226,17 @@ def _costs(observation: Observation) -> dict[str, Any]:
         return {"kind": "profile", "op_seconds": seconds}
     found, _ = usable("cuda", None)
     return {"kind": "roofline", "profile": found or gpu_profile(None)}
+
+
+def _with_updates(costs: dict[str, Any], trace: dict[str, Any]) -> dict[str, Any]:
+    """Costs with the last op, which nobody timed: as fast as the fastest op moved bytes."""
+    seconds = costs.get("op_seconds")
+    if seconds is None:
+        return costs
+    pairs = zip(trace["ops"], seconds, strict=False)
+    rate = max((op["moved_bytes"] / took for op, took in pairs if took > 0), default=0.0)
+    took = trace["ops"][-1]["moved_bytes"] / rate if rate > 0 else 0.0
+    return {**costs, "op_seconds": [*seconds, took]}
 
 
 def _settle(trace: dict[str, Any], optimizer_state: set[int]) -> None:

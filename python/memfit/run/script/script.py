@@ -187,6 +187,9 @@ class AdoptedScript:
         """Make the updates of a step whose state is elsewhere."""
         for loop in self._loops:
             loop.step_begins(optimizer)
+        current = self._current
+        if current is not None and isinstance(current.running, ObservedPass):
+            current.loop.recorded_step_begins(current.running, optimizer)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""

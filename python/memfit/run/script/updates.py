@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.capture.record.roles import Update
-from memfit.tensors.optimizers import shared_state, step_of_others, unknown_optimizer
+from memfit.run.script.update_needs import UpdateNeeds
+from memfit.tensors.optimizers import in_memory, shared_state, step_of_others, unknown_optimizer
 
 
 def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -35,49 +36,96 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     return unknown_optimizer(optimizer) or shared_state(optimizer)
 
 
-def updates_of(optimizer: Optimizer, allocation_of: Callable[[Tensor], int]) -> list[Update]:
+def updates_of(
+    optimizer: Optimizer, allocation_of: Callable[[Tensor], int], needs: UpdateNeeds
+) -> list[Update]:
     """What a step that has just ended updated, in the order of the optimizer's groups.
 
     Args:
         optimizer: The optimizer.
         allocation_of: The allocation of a tensor.
+        needs: What its updates take.
     """
     updates = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter.grad is None:
+        if parameter.grad is None or id(parameter) not in needs.alone:
             continue
-        leaves = tree_leaves(dict(optimizer.state.get(parameter, {})))
-        held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        moved = 3 * parameter.nbytes + 2 * sum(tensor.nbytes for tensor in held)
+        temporary_bytes, moved_bytes = needs.alone[id(parameter)]
+        leaves = tree_leaves(dict(in_memory(optimizer.state.get(parameter, {}))))
         updates.append(
             Update(
                 allocation_of(parameter),
                 allocation_of(parameter.grad),
                 ready=0,  # all gradients are there before the first update
-                moved_bytes=moved,
-                state=[allocation_of(tensor) for tensor in held],
+                temporary_bytes=temporary_bytes,
+                moved_bytes=moved_bytes,
+                state=[allocation_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
             )
         )
     return updates
 
 
-def temporaries_bytes(trace: Mapping[str, Any]) -> int:
-    """Most bytes of temporaries at once while the recorded optimizer ran: no update takes more.
+def add_unrecorded_step(
+    trace: dict[str, Any], needs: UpdateNeeds, parameters: Mapping[int, int]
+) -> None:
+    """Add an optimizer's step that was not recorded, since memfit made the updates.
 
     Args:
-        trace: The trace as parsed JSON.
+        trace: The trace as parsed JSON, without ops of the optimizer.
+        needs: What the updates take.
+        parameters: The ``id`` of the parameter of an allocation.
     """
-    ops = trace["ops"]
-    start = next((i for i, op in enumerate(ops) if op["phase"] == "optimizer"), len(ops))
-    change = [0] * (len(ops) + 2)
+    end = len(trace["ops"]) + 1
+    for update in trace["updates"]:
+        update["state"] = [
+            _state(trace, size, end) for size in needs.state_bytes[parameters[update["parameter"]]]
+        ]
+    owners = {update["parameter"] for update in trace["updates"]}
+    values = [i for i, value in enumerate(trace["values"]) if value["allocation"] in owners]
     for allocation in trace["allocations"]:
-        producer = allocation["producer"]
-        if producer is not None and producer >= start:
-            for first, end in allocation["natural"]:
-                change[first] += allocation["bytes"]
-                change[end] -= allocation["bytes"]
-    alive = most = 0
-    for index in range(start, len(ops)):
-        alive += change[index]
-        most = max(most, alive + ops[index]["workspace_bytes"])
-    return most
+        # What was there to the end of the recording is there while the optimizer runs, too.
+        allocation["natural"] = [
+            [start, end if stop == end - 1 else stop] for start, stop in allocation["natural"]
+        ]
+    strings = trace["strings"]
+    strings.append("memfit.optimizer_step")
+    trace["ops"].append(
+        {
+            **_NO_OP,
+            "name": len(strings) - 1,
+            "reads": values[:1],
+            "moved_bytes": sum(update["moved_bytes"] for update in trace["updates"]),
+            "workspace_bytes": needs.together_bytes,
+        }
+    )
+
+
+_NO_OP: dict[str, Any] = {
+    "phase": "optimizer",
+    "module": 0,
+    "source": 0,
+    "arguments": 0,
+    "node": None,
+    "writes": [],
+    "outputs": [],
+    "flops": 0,
+    "random": False,
+    "view": False,
+    "replayable": False,
+    "shape_only": False,
+}
+
+
+def _state(trace: dict[str, Any], size_bytes: int, end: int) -> int:
+    trace["allocations"].append(
+        {
+            "bytes": size_bytes,
+            "device": 0,
+            "category": "optimizer_state",
+            "producer": None,
+            "natural": [[0, end]],
+            "name": 0,
+            "law": None,
+        }
+    )
+    return len(trace["allocations"]) - 1

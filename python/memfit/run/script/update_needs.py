@@ -1,0 +1,153 @@
+"""What the updates of a script's optimizer take, learnt without memory.
+
+Responsible for running the optimizer's step on fakes of its parameters, gradients and state: all
+parameters at once, and each alone. Not responsible for which optimizers may update parameters one
+by one (:mod:`memfit.tensors.optimizers`) nor for doing so (:mod:`memfit.apply`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from memfit.apply.optimizer_in_backward import plain_step
+from memfit.capture.probe.optimizer_updates import Temporaries
+from memfit.tensors.optimizers import in_memory
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateNeeds:
+    """What a step of an optimizer takes besides parameters and gradients.
+
+    Attributes:
+        first_bytes: Most bytes that the next step makes at once, new state included.
+        together_bytes: Most bytes of temporaries of a later step that updates all at once.
+        state_bytes: Sizes of the state of each parameter, by its ``id``.
+        alone: Temporaries and traffic of the update of each parameter alone, by its ``id``.
+    """
+
+    first_bytes: int
+    together_bytes: int
+    state_bytes: dict[int, list[int]]
+    alone: dict[int, tuple[int, int]]
+
+    @property
+    def most_alone_bytes(self) -> int:
+        """Most bytes that one update alone makes, with new state that stays until it is over."""
+        return max(
+            (
+                took + sum(self.state_bytes.get(parameter, []))
+                for parameter, (took, _) in self.alone.items()
+            ),
+            default=0,
+        )
+
+    @property
+    def all_state_bytes(self) -> int:
+        """The state of all parameters."""
+        return sum(map(sum, self.state_bytes.values()))
+
+
+def update_needs(optimizer: Optimizer) -> UpdateNeeds:
+    """What the updates of an optimizer take, whose gradients are there.
+
+    Args:
+        optimizer: The optimizer; it stays as it is.
+
+    Raises:
+        Exception: Whatever its step raises on fakes.
+    """
+    with _disable_current_modes():
+        fakes = FakeTensorMode()
+        twins = _Twins(optimizer, fakes)
+    with _disable_current_modes(), fakes:
+        step = plain_step(optimizer)
+        with Temporaries() as first:
+            step(twins.optimizer)
+        with Temporaries() as later:
+            step(twins.optimizer)
+        state = {
+            real: [leaf.untyped_storage().nbytes() for leaf in _tensors(twins.optimizer, fake)]
+            for real, fake in twins.pairs.items()
+        }
+        return UpdateNeeds(first.peak_bytes, later.peak_bytes, state, _each_alone(twins, step))
+
+
+class _Twins:
+    """An optimizer over fakes of another one's parameters.
+
+    Attributes:
+        optimizer: The optimizer.
+        pairs: The fake of each parameter that has a gradient, by the ``id`` of that.
+    """
+
+    def __init__(self, real: Optimizer, fakes: FakeTensorMode) -> None:
+        self.pairs: dict[int, Tensor] = {}
+
+        def twin_of(parameter: Tensor) -> Tensor:
+            known = self.pairs.get(id(parameter))
+            if known is None:
+                known = nn.Parameter(fakes.from_tensor(parameter.detach()))
+                assert parameter.grad is not None, "others were left out"
+                known.grad = fakes.from_tensor(parameter.grad.detach())
+                self.pairs[id(parameter)] = known
+            return known
+
+        twin = copy.copy(real)
+        twin.param_groups = [
+            {
+                **group,
+                **_as_on_the_device(group),
+                "params": [twin_of(p) for p in group["params"] if p.grad is not None],
+            }
+            for group in real.param_groups
+        ]
+        twin.state = defaultdict(dict)
+        for parameter in (p for group in real.param_groups for p in group["params"]):
+            if parameter.grad is not None and parameter in real.state:
+                held = dict(in_memory(real.state[parameter]))
+                twin.state[self.pairs[id(parameter)]] = {
+                    key: fakes.from_tensor(value.detach()) if isinstance(value, Tensor) else value
+                    for key, value in held.items()
+                }
+        twin._optimizer_step_pre_hooks = OrderedDict()
+        twin._optimizer_step_post_hooks = OrderedDict()
+        self.optimizer = twin
+
+
+def _as_on_the_device(group: dict[str, Any]) -> dict[str, Any]:
+    """Fakes are no tensors of a type that torch takes for its fast ways on a GPU."""
+    on_cuda = all(p.device.type == "cuda" for p in group["params"]) and group["params"]
+    unsaid = group.get("foreach", False) is None and not group.get("fused")
+    return {"foreach": True} if on_cuda and unsaid else {}
+
+
+def _each_alone(twins: _Twins, step: Any) -> dict[int, tuple[int, int]]:
+    optimizer = twins.optimizer
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    measured: dict[tuple[Any, ...], tuple[int, int]] = {}
+    found = {}
+    for real, fake in twins.pairs.items():
+        at = next(i for i, held in enumerate(groups) if any(p is fake for p in held))
+        key = (tuple(fake.shape), fake.stride(), fake.dtype, at)
+        if key not in measured:
+            for index, group in enumerate(optimizer.param_groups):
+                group["params"] = [fake] if index == at else []
+            with Temporaries() as temporaries:
+                step(optimizer)
+            measured[key] = (temporaries.peak_bytes, temporaries.moved_bytes)
+        found[real] = measured[key]
+    return found
+
+
+def _tensors(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
+    leaves = tree_leaves(dict(optimizer.state.get(parameter, {})))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

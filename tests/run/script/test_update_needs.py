@@ -1,0 +1,58 @@
+"""What updates take, learnt on fakes, against real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit import _native
+from memfit.apply.optimizer_in_backward import OneByOne
+from memfit.run.script.update_needs import update_needs
+from memfit.track import cpu
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
+    "foreach": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+def _taken(call: Any) -> tuple[int, int]:
+    """Bytes that a call reaches above what was there, and that stay."""
+    window = cpu.Window()
+    before = _native.counted_bytes()
+    call()
+    after = _native.counted_bytes()
+    reading = window.close()
+    assert reading is not None
+    return reading.peak_bytes - before, after - before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_on_fakes_takes_what_a_real_one_takes(name: str):
+    assert cpu.start() is None
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model(torch.randn(4, 256)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    needs = update_needs(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+    # Scalars are smaller than the allocator's grain.
+    assert _taken(optimizer.step) == (
+        pytest.approx(needs.first_bytes, abs=2048),
+        pytest.approx(needs.all_state_bytes, abs=2048),
+    )
+    together, _ = _taken(optimizer.step)
+    assert together == pytest.approx(needs.together_bytes, abs=2048)
+    again = update_needs(optimizer)
+    assert (again.first_bytes, again.alone) == (needs.together_bytes, needs.alone)
+    one_by_one = OneByOne(optimizer)
+    for parameter in model.parameters():
+        took, _ = _taken(lambda parameter=parameter: one_by_one.update(parameter))
+        assert took == pytest.approx(needs.alone[id(parameter)][0], abs=2048)
