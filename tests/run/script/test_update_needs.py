@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
     "foreach": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True, amsgrad=True),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "adafactor": torch.optim.Adafactor,
 }
 
 

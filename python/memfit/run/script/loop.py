@@ -247,6 +247,7 @@ class Loop:
             needs = update_needs(optimizer)
         except Exception:  # noqa: BLE001 - said where the step is noted
             return
+        running.updates_begin(needs)
         live = _live_bytes(self.device)
         if live + needs.first_bytes <= budget_bytes:
             return
@@ -261,7 +262,7 @@ class Loop:
         if self._request.may_choose_place:
             self._choose_place(directions["actions"][0]["offload_optimizer"]["folder"])
         self._executor = executor
-        running.leave_out_updates(needs)
+        running.leave_out_updates()
         self._stand_in.step_begins(executor)
 
     def step_ended(self) -> None:

@@ -204,6 +204,7 @@ class StepRecording:
         self._forward.enter_context(hooks)
         self._whole.enter_context(self._recorder)
         self._nesting = Nesting()
+        self._needs: UpdateNeeds | None = None
         self._unrecorded: UpdateNeeds | None = None
         self._owners: dict[int, int] = {}
 
@@ -228,13 +229,17 @@ class StepRecording:
         """What comes next belongs to the optimizer, unless another backward comes."""
         self._recorder.phase = OPTIMIZER
 
-    def leave_out_updates(self, needs: UpdateNeeds) -> None:
-        """Record nothing of the optimizer's step, which is about to begin: memfit makes it.
+    def updates_begin(self, needs: UpdateNeeds) -> None:
+        """The optimizer is about to step.
 
         Args:
-            needs: What it takes.
+            needs: What that takes.
         """
-        self._unrecorded = needs
+        self._needs = needs
+
+    def leave_out_updates(self) -> None:
+        """Record nothing of the optimizer's step, which is about to begin: memfit makes it."""
+        self._unrecorded = self._needs
         self._stop()
 
     def abandon(self) -> None:
@@ -291,7 +296,7 @@ class StepRecording:
         """Note what each update takes; why the state stays where that cannot be known."""
         ledger = self._recorder.ledger
         try:
-            needs = self._unrecorded or update_needs(optimizer)
+            needs = self._needs or update_needs(optimizer)
         except Exception as error:  # noqa: BLE001 - whatever an optimizer does to fakes
             return f"its updates cannot be run on fakes ({type(error).__name__}: {error})"
         self._roles.updates = updates_of(optimizer, ledger.seen, needs)

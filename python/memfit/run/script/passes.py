@@ -113,14 +113,19 @@ class ObservedPass(Pass):
         if self._recording is not None:
             self._recording.backward_ended()
 
-    def leave_out_updates(self, needs: UpdateNeeds) -> None:
-        """Record nothing of the optimizer's step, which is about to begin: memfit makes it.
+    def updates_begin(self, needs: UpdateNeeds) -> None:
+        """The optimizer is about to step.
 
         Args:
-            needs: What it takes.
+            needs: What that takes.
         """
         if self._recording is not None:
-            self._recording.leave_out_updates(needs)
+            self._recording.updates_begin(needs)
+
+    def leave_out_updates(self) -> None:
+        """Record nothing of the optimizer's step, which is about to begin: memfit makes it."""
+        if self._recording is not None:
+            self._recording.leave_out_updates()
 
     def finish(self, optimizers: Iterable[Optimizer]) -> Observation | None:
         """End the recording; the step is complete.

@@ -65,9 +65,12 @@ def update_needs(optimizer: Optimizer) -> UpdateNeeds:
     Raises:
         Exception: Whatever its step raises on fakes.
     """
+    alike = _alike(optimizer)
     with _disable_current_modes():
         fakes = FakeTensorMode()
-        twins = _Twins(optimizer, fakes)
+        # One of each kind tells about all of that kind, but for what is done to all at once.
+        at_once = any(map(_is_at_once, optimizer.param_groups))
+        twins = _Twins(optimizer, fakes, None if at_once else {id(of[0]) for of in alike.values()})
     with _disable_current_modes(), fakes:
         step = plain_step(optimizer)
         with Temporaries() as first:
@@ -78,7 +81,33 @@ def update_needs(optimizer: Optimizer) -> UpdateNeeds:
             real: [leaf.untyped_storage().nbytes() for leaf in _tensors(twins.optimizer, fake)]
             for real, fake in twins.pairs.items()
         }
-        return UpdateNeeds(first.peak_bytes, later.peak_bytes, state, _each_alone(twins, step))
+        alone = _each_alone(twins, step, {id(of[0]) for of in alike.values()})
+    state_of, alone_of = {}, {}
+    for of in alike.values():
+        for parameter in of:
+            state_of[id(parameter)] = state[id(of[0])]
+            alone_of[id(parameter)] = alone[id(of[0])]
+    first_bytes = first.peak_bytes
+    if not at_once:
+        new = {id(of[0]): len(of) - 1 for of in alike.values() if of[0] not in optimizer.state}
+        first_bytes += sum(more * sum(state[which]) for which, more in new.items())
+    return UpdateNeeds(first_bytes, later.peak_bytes, state_of, alone_of)
+
+
+def _alike(optimizer: Optimizer) -> dict[tuple[Any, ...], list[Tensor]]:
+    """Parameters with a gradient, those together whose updates are the same ops on equal sizes."""
+    found: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                shape = (tuple(parameter.shape), parameter.stride(), parameter.dtype)
+                key = (index, *shape, parameter in optimizer.state)
+                found[key].append(parameter)
+    return found
+
+
+def _is_at_once(group: dict[str, Any]) -> bool:
+    return bool(group.get("foreach") or group.get("fused") or _as_on_the_device(group))
 
 
 class _Twins:
@@ -89,7 +118,10 @@ class _Twins:
         pairs: The fake of each parameter that has a gradient, by the ``id`` of that.
     """
 
-    def __init__(self, real: Optimizer, fakes: FakeTensorMode) -> None:
+    def __init__(self, real: Optimizer, fakes: FakeTensorMode, which: set[int] | None) -> None:
+        def takes_part(parameter: Tensor) -> bool:
+            return parameter.grad is not None and (which is None or id(parameter) in which)
+
         self.pairs: dict[int, Tensor] = {}
 
         def twin_of(parameter: Tensor) -> Tensor:
@@ -106,13 +138,13 @@ class _Twins:
             {
                 **group,
                 **_as_on_the_device(group),
-                "params": [twin_of(p) for p in group["params"] if p.grad is not None],
+                "params": [twin_of(p) for p in group["params"] if takes_part(p)],
             }
             for group in real.param_groups
         ]
         twin.state = defaultdict(dict)
         for parameter in (p for group in real.param_groups for p in group["params"]):
-            if parameter.grad is not None and parameter in real.state:
+            if takes_part(parameter) and parameter in real.state:
                 held = dict(in_memory(real.state[parameter]))
                 twin.state[self.pairs[id(parameter)]] = {
                     key: fakes.from_tensor(value.detach()) if isinstance(value, Tensor) else value
@@ -130,21 +162,17 @@ def _as_on_the_device(group: dict[str, Any]) -> dict[str, Any]:
     return {"foreach": True} if on_cuda and unsaid else {}
 
 
-def _each_alone(twins: _Twins, step: Any) -> dict[int, tuple[int, int]]:
+def _each_alone(twins: _Twins, step: Any, which: set[int]) -> dict[int, tuple[int, int]]:
     optimizer = twins.optimizer
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    measured: dict[tuple[Any, ...], tuple[int, int]] = {}
     found = {}
-    for real, fake in twins.pairs.items():
-        at = next(i for i, held in enumerate(groups) if any(p is fake for p in held))
-        key = (tuple(fake.shape), fake.stride(), fake.dtype, at)
-        if key not in measured:
-            for index, group in enumerate(optimizer.param_groups):
-                group["params"] = [fake] if index == at else []
-            with Temporaries() as temporaries:
-                step(optimizer)
-            measured[key] = (temporaries.peak_bytes, temporaries.moved_bytes)
-        found[real] = measured[key]
+    for real in which:
+        fake = twins.pairs[real]
+        for group, held in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [p for p in held if p is fake]
+        with Temporaries() as temporaries:
+            step(optimizer)
+        found[real] = (temporaries.peak_bytes, temporaries.moved_bytes)
     return found
 
 
