@@ -174,6 +174,16 @@ class Ledger:
         held = (r for r in live if not self.static[r.allocation] and r.allocation not in but)
         return [weakref.ref(storage) for ref in held if (storage := ref()) is not None]
 
+    def found_and_held(self, but: set[int]) -> list[weakref.ref[Any]]:
+        """Storages, weakly, that were there before the step and something still holds.
+
+        Args:
+            but: Allocations to leave out.
+        """
+        live = self._refs.values()
+        held = (r for r in live if self.static[r.allocation] and r.allocation not in but)
+        return [weakref.ref(storage) for ref in held if (storage := ref()) is not None]
+
     def close(self) -> None:
         """End the step: whatever is still held lives to the end."""
         self.closing = True

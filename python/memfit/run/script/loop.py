@@ -42,7 +42,7 @@ from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.stand_in import StandIn
 from memfit.run.script.step_plans import StepPlans
 from memfit.run.script.strict import Strict
-from memfit.run.script.update_needs import update_needs
+from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory, step_of_others
@@ -152,6 +152,8 @@ class Loop:
         self._parameters_stay = False
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
+        self._found: list[weakref.ref[Any]] = []
+        self._needs: UpdateNeeds | None = None
         self._stand_in = StandIn()
 
     def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
@@ -239,31 +241,40 @@ class Loop:
         Raises:
             OffloadError: State did not come back as it went.
         """
-        within = self._room.within(self._budget)
-        budget_bytes = _native.parse_budget(str(within), 0) if "%" not in str(within) else 0
-        if not budget_bytes or refusal(self._model(), [optimizer]) is not None:
+        if refusal(self._model(), [optimizer]) is not None:
             return
-        try:
-            needs = update_needs(optimizer)
-        except Exception:  # noqa: BLE001 - said where the step is noted
-            return
-        running.updates_begin(needs)
-        live = _live_bytes(self.device)
-        if live + needs.first_bytes <= budget_bytes:
-            return
+        executor = self._executor
+        if executor is None or self._needs is None:
+            try:
+                self._needs = update_needs(optimizer)
+            except Exception:  # noqa: BLE001 - said where the step is noted
+                return
+        running.updates_begin(self._needs)
+        executor = executor or self._state_elsewhere(optimizer, self._needs)
+        if executor is not None:
+            self._executor = executor
+            running.leave_out_updates()
+            self._stand_in.step_begins(executor)
+
+    def _state_elsewhere(self, optimizer: Optimizer, needs: UpdateNeeds) -> Executor | None:
+        """What keeps an optimizer's state elsewhere, where the budget asks for it at once."""
+        within = str(self._room.within(self._budget))
+        if "%" in within:
+            return None
+        budget_bytes = _native.parse_budget(within, 0)
+        if _live_bytes(self.device) + needs.first_bytes <= budget_bytes:
+            return None
         directions = state_elsewhere(self._request, needs.all_state_bytes)
         if directions is None:
-            return
+            return None
         subject = Subject(self._model(), optimizer, warn=False)
         try:
-            executor = Executor(directions, subject, after=self._executor)
+            executor = Executor(directions, subject)
         except MemfitError:
-            return
+            return None
         if self._request.may_choose_place:
             self._choose_place(directions["actions"][0]["offload_optimizer"]["folder"])
-        self._executor = executor
-        running.leave_out_updates()
-        self._stand_in.step_begins(executor)
+        return executor
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
@@ -327,15 +338,25 @@ class Loop:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
         self._room.whole()
-        for optimizer in optimizers:
-            bring_home(optimizer)
+        self._keep_state_alone_elsewhere()
+        if self._executor is None:
+            for optimizer in optimizers:
+                bring_home(optimizer)
         self.bring_home()
-        self._executor = None
         self._looks_again = False
         running = ObservedPass(self.device, self._model(), inputs, optimizers)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
+
+    def _keep_state_alone_elsewhere(self) -> None:
+        """Leave of what is elsewhere the optimizer's state: a recording can do without it."""
+        executor, self._executor = self._executor, None
+        if executor is None or executor.state is None:
+            return
+        said = executor.plan.as_dict() if isinstance(executor.plan, Plan) else executor.plan
+        actions = [a for a in said["actions"] if a["kind"] == "offload_optimizer"]
+        self._executor = Executor({"actions": actions}, executor.subject, after=executor)
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor) -> Pass:
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
@@ -422,6 +443,7 @@ class Loop:
         else:
             self._looks_again = self._checkpoints.unsettled() and not self.plans
             self._pending = (inputs_key, observation)
+            self._found = observation.found
 
     def passed(self, kind: Kind, peak_bytes: int) -> None:
         """A pass is over; what took more than was foreseen is not trusted any more.
@@ -577,14 +599,20 @@ class Loop:
             tensors.extend(tree_leaves(states))
         known = {}
         with without_barrier():
-            for tensor in tensors:
-                if isinstance(tensor, Tensor) and tensor.device == self.device:
-                    storage = tensor.untyped_storage()
-                    # What cannot be resized is memory of a file or another process: not counted.
-                    is_counted = self.device.type == "cuda" or storage.resizable()
-                    place = address(storage)
-                    if is_counted and place is not None:
-                        known[place] = storage.nbytes()
+            storages = [
+                tensor.untyped_storage()
+                for tensor in tensors
+                if isinstance(tensor, Tensor) and tensor.device == self.device
+            ]
+            # Recorded with the step: another model that it calls, the data that it reads.
+            alive = (ref() for ref in self._found)
+            storages += [it for it in alive if it is not None and it.device == self.device]
+            for storage in storages:
+                # What cannot be resized is memory of a file or another process: not counted.
+                is_counted = self.device.type == "cuda" or storage.resizable()
+                place = address(storage)
+                if is_counted and place is not None:
+                    known[place] = storage.nbytes()
         live = _live_bytes(self.device)
         return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
 

@@ -34,6 +34,7 @@ from memfit.run.script.contexts import Nesting
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
+from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import is_fixed, viewed
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -156,6 +157,8 @@ class Observation:
         root_calls: Calls of the first root in the forward.
         gradients_before: ``id`` of the parameters that had a gradient when it began.
         left: Storages, weakly, that the step made and left behind: its loss, outputs of its model.
+        found: Storages, weakly, that ops of the step read and that were there before, such as
+            another model or the script's data; parameters and what else is known are left out.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
         owners: The ``id`` of the parameter of an allocation.
@@ -170,6 +173,7 @@ class Observation:
     root_calls: int
     gradients_before: frozenset[int]
     left: list[weakref.ref[Any]]
+    found: list[weakref.ref[Any]]
     state_stays: str | None
     unrecorded: UpdateNeeds | None
     owners: dict[int, int]
@@ -274,6 +278,9 @@ class StepRecording:
         if state_stays is None:
             state_stays = self._note_updates(optimizers[0])
         left = ledger.made_and_held(self._roles.gradients | self._roles.optimizer_state)
+        roles = self._roles
+        known = roles.parameters | roles.module_buffers | roles.gradients | roles.optimizer_state
+        found = ledger.found_and_held(known | roles.inputs)
         ledger.close()
         recorder.saved.close(ledger.now)
         self.abandon()
@@ -286,6 +293,7 @@ class StepRecording:
             root_calls,
             self._gradients_before,
             left,
+            found,
             state_stays,
             self._unrecorded,
             self._owners,
@@ -333,7 +341,8 @@ class StepRecording:
 
     def _note_state(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            for leaf in tree_leaves([dict(state) for state in optimizer.state.values()]):
+            held = [dict(in_memory(state)) for state in optimizer.state.values()]
+            for leaf in tree_leaves(held):
                 if isinstance(leaf, Tensor):
                     self._note(self._roles.optimizer_state, leaf)
 

@@ -185,11 +185,13 @@ class AdoptedScript:
 
     def updates(self, optimizer: Optimizer) -> None:
         """Make the updates of a step whose state is elsewhere."""
-        for loop in self._loops:
-            loop.step_begins(optimizer)
         current = self._current
-        if current is not None and isinstance(current.running, ObservedPass):
-            current.loop.recorded_step_begins(current.running, optimizer)
+        running = None if current is None else current.running
+        for loop in self._loops:
+            if current is not None and current.loop is loop and isinstance(running, ObservedPass):
+                loop.recorded_step_begins(running, optimizer)
+            else:
+                loop.step_begins(optimizer)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""
