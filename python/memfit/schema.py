@@ -51,6 +51,25 @@ class FuseOptimizerAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OneByOneAction:
+    """Update one parameter at a time, after backward.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
+            state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+    """
+
+    kind: Literal["one_by_one"]
+    promise: Promise
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchAction:
     """Split the batch and accumulate gradients.
 
@@ -179,6 +198,7 @@ class ChunkAction:
 Action: TypeAlias = (
     RematAction
     | FuseOptimizerAction
+    | OneByOneAction
     | MicroBatchAction
     | AllocatorSettingsAction
     | OffloadAction
@@ -808,6 +828,7 @@ class Held:
 Kind = Literal[
     "remat",
     "fuse_optimizer",
+    "one_by_one",
     "micro_batch",
     "allocator_settings",
     "offload",
@@ -819,6 +840,7 @@ Kind = Literal[
 
 - ``remat``: Drop activations and recompute them in backward.
 - ``fuse_optimizer``: Run the optimizer step per parameter inside backward and free its gradient.
+- ``one_by_one``: Update one parameter at a time, after backward.
 - ``micro_batch``: Split the batch and accumulate gradients.
 - ``allocator_settings``: Set up the caching allocator against fragmentation, as in
     ``PYTORCH_CUDA_ALLOC_CONF``.

@@ -29,7 +29,12 @@ from memfit.apply.offload.parameters import (
 )
 from memfit.apply.offload.state_view import bring_home
 from memfit.apply.offload.tiers import open_tier
-from memfit.apply.optimizer_in_backward import OneByOne, OptimizerInBackward, require_step_of_torch
+from memfit.apply.optimizer_in_backward import (
+    OneByOne,
+    OptimizerInBackward,
+    UpdatesOneByOne,
+    require_step_of_torch,
+)
 from memfit.apply.part import Part
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
@@ -44,6 +49,9 @@ Actions = Mapping[str, Mapping[str, Any]]
 
 BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 """Kinds of action that keep something elsewhere between steps."""
+
+OF_OPTIMIZER = (*BETWEEN_STEPS, "one_by_one", "fuse_optimizer")
+"""Kinds of action that need the optimizer of a step."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,6 +98,10 @@ def _optimizer_in_backward(subject: Subject, _actions: Actions) -> Part | None:
             "hint: plan again with `fuse_optimizer` forbidden"
         )
     return OptimizerInBackward(subject.optimizer)
+
+
+def _one_by_one(subject: Subject, _actions: Actions) -> Part | None:
+    return None if subject.optimizer is None else UpdatesOneByOne(subject.optimizer)
 
 
 def _state(subject: Subject, actions: Actions) -> Part | None:
@@ -143,6 +155,7 @@ class Technique:
 TECHNIQUES = {
     "allocator_settings": Technique(_allocator, for_inference=True),
     "fuse_optimizer": Technique(_optimizer_in_backward, needs_whole_step=True),
+    "one_by_one": Technique(_one_by_one, needs_whole_step=True),
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True),
@@ -161,6 +174,7 @@ class Executor:
         subject: What it is carried out on.
         micro_batches: Cuts the batch; ``None`` where it stays whole.
         fuse: Whether the optimizer runs inside backward.
+        one_by_one: Makes the updates after backward one by one; ``None`` where it does not matter.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
         remat: Drops and offloads activations; ``None`` without either.
@@ -205,6 +219,8 @@ class Executor:
         self.fuse = "fuse_optimizer" in actions
         state = self._parts.get("offload_optimizer")
         self.state = state if isinstance(state, StateElsewhere) else None
+        updates = self._parts.get("one_by_one")
+        self.one_by_one = updates if isinstance(updates, UpdatesOneByOne) else None
         parameters = self._parts.get("offload_parameters")
         self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
         remat = self._parts.get("remat", self._parts.get("offload"))
@@ -290,13 +306,17 @@ class Executor:
         """
         optimizer = self.subject.optimizer
         assert optimizer is not None, "asked for only with one"
-        if self.state is None and self.parameters is None:
+        if not self.updates_one_by_one:
             optimizer.step()
             return
-        require_step_of_torch(
-            optimizer, "offload_parameters" if self.state is None else "offload_optimizer"
-        )
+        kinds = ("offload_optimizer", "offload_parameters", "one_by_one")
+        require_step_of_torch(optimizer, next(kind for kind in kinds if kind in self._parts))
         self.update_all().finish()
+
+    @property
+    def updates_one_by_one(self) -> bool:
+        """Whether updates after backward come one by one."""
+        return not (self.state is None and self.parameters is None and self.one_by_one is None)
 
     def update_all(self) -> OneByOne:
         """All updates of one step, one by one; the step is still to be finished.
@@ -309,8 +329,10 @@ class Executor:
         if self.state is not None:
             around = contextlib.nullcontext if parameters is None else parameters.update_of
             return self.state.update_all(around)
-        assert parameters is not None, "asked for only where one of the two is elsewhere"
-        return parameters.update_all(optimizer)
+        if parameters is not None:
+            return parameters.update_all(optimizer)
+        assert self.one_by_one is not None, "asked for only where updates come one by one"
+        return self.one_by_one.update_all()
 
     # Between steps
 

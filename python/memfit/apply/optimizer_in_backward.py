@@ -31,6 +31,35 @@ Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
 """Of a parameter, what its update runs inside."""
 
 
+class UpdatesOneByOne(Part):
+    """Updates one parameter at a time, after backward."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Prepare.
+
+        Args:
+            optimizer: The optimizer of the step.
+
+        Raises:
+            UsageError: Code that is not torch's belongs to its step.
+        """
+        self._optimizer = optimizer
+        require_step_of_torch(optimizer, "one_by_one")
+
+    def update_all(self, around: Around = contextlib.nullcontext) -> OneByOne:
+        """All updates of one step, which is still to be finished.
+
+        Args:
+            around: Of a parameter, what its update runs inside.
+        """
+        one_by_one = OneByOne(self._optimizer)
+        for parameter in held_parameters(self._optimizer):
+            if parameter.grad is not None:
+                with around(parameter):
+                    one_by_one.update(parameter)
+        return one_by_one
+
+
 class OptimizerInBackward(Part):
     """Runs an optimizer parameter by parameter inside backward."""
 
@@ -60,7 +89,7 @@ class OptimizerInBackward(Part):
         """
         require_step_of_torch(self._optimizer, "fuse_optimizer")
         one_by_one = OneByOne(self._optimizer)
-        update = _Update(one_by_one, around)
+        update = UpdateWhenReady(one_by_one, around)
         parameters = held_parameters(self._optimizer)
         needing = [p for p in parameters if p.requires_grad]
         handles = [p.register_post_accumulate_grad_hook(update) for p in needing]  # type: ignore[no-untyped-call]
@@ -76,10 +105,16 @@ class OptimizerInBackward(Part):
         one_by_one.finish()
 
 
-class _Update:
+class UpdateWhenReady:
     """Updates a parameter when its gradient is complete, and frees that."""
 
     def __init__(self, one_by_one: OneByOne, around: Around) -> None:
+        """Update nothing yet.
+
+        Args:
+            one_by_one: The step under way.
+            around: Of a parameter, what its update runs inside.
+        """
         self._one_by_one = one_by_one
         self._around = around
         self._done: set[int] = set()
@@ -106,7 +141,11 @@ def held_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 class OneByOne:
-    """One step of an optimizer, taken parameter by parameter."""
+    """One step of an optimizer, taken parameter by parameter.
+
+    Attributes:
+        optimizer: The optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Begin a step.
@@ -114,7 +153,7 @@ class OneByOne:
         Args:
             optimizer: The optimizer.
         """
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._step = plain_step(optimizer)
         self._moved_on: list[dict[str, Any]] | None = None
 
@@ -124,10 +163,10 @@ class OneByOne:
         Args:
             parameter: One that was not updated in this step.
         """
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         before = [_settings(group) for group in groups]
         with _only(groups, parameter):
-            self._step(self._optimizer)
+            self._step(self.optimizer)
         self._moved_on = [_settings(group) for group in groups]
         for group, settings in zip(groups, before, strict=True):
             group.update(settings)
@@ -135,12 +174,12 @@ class OneByOne:
     def finish(self) -> None:
         """One ordinary step over no parameter: schedulers and step hooks see it."""
         with self.over_nothing():
-            self._optimizer.step()
+            self.optimizer.step()
 
     @contextlib.contextmanager
     def over_nothing(self) -> Iterator[None]:
         """Run one ordinary step inside this, once: it finds no parameter to update."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         with _only(groups, None):
             yield
         if self._moved_on is not None:

@@ -120,9 +120,10 @@ mod tests {
     use crate::plan::TECHNIQUES;
 
     /// An action of each kind as plans write it.
-    const KEPT: [&str; 8] = [
+    const KEPT: [&str; 9] = [
         r#"{"kind":"remat","promise":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"fuse_optimizer","promise":"exact","count":12,"bytes":99840}"#,
+        r#"{"kind":"one_by_one","promise":"exact","count":12,"bytes":99840}"#,
         r#"{"kind":"micro_batch","promise":"equivalent","count":4,"bytes":18446744073709551615,"micro_batch":{"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"allocator_settings","promise":"exact","count":1,"bytes":0,"settings":"expandable_segments:True"}"#,
         r#"{"kind":"offload","promise":"exact","count":1,"bytes":64,"offload":{"tier":"disk","folder":"/scratch","window_bytes":128,"stores":[{"op":3,"output":1,"shape":[],"bytes":64,"module":""}],"order":[0],"active":[],"names":[],"forward":[]}}"#,

@@ -11,7 +11,7 @@ use super::search::limits::Share;
 use super::search::problem::Allowed;
 use super::search::transfers::{Offer, Schedule};
 use super::technique::offload_optimizer::LEAST_STATE;
-use super::technique::{fuse_optimizer, micro_batch, offload, offload_optimizer};
+use super::technique::{fuse_optimizer, micro_batch, offload, offload_optimizer, one_by_one};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Passes, StateAway, StepModel, Variant};
@@ -71,6 +71,7 @@ impl Planner<'_> {
     fn variants(&self) -> Vec<Variant> {
         let (windows, states) = (self.windows(), self.states_away());
         let may_fuse = fuse_optimizer::refusal(self.trace, self.request).is_none();
+        let one_by_one_pays = one_by_one::pays(self.trace, self.request);
         let mut variants = Vec::new();
         for width in 0..windows.len().max(states.len()) {
             let window_bytes = windows[width.min(windows.len() - 1)];
@@ -86,7 +87,14 @@ impl Planner<'_> {
                     fuse_optimizer: true,
                     ..plain
                 };
+                let one_by_one = Variant {
+                    one_by_one: true,
+                    ..plain
+                };
                 variants.push(plain);
+                // State that is elsewhere makes updates come one by one by itself.
+                variants
+                    .extend((one_by_one_pays && offload_optimizer.is_none()).then_some(one_by_one));
                 variants.extend(may_fuse.then_some(fused));
             }
         }

@@ -10,6 +10,8 @@ use crate::bytes::Bytes;
 pub struct Variant {
     /// The optimizer runs per parameter inside backward and frees each gradient.
     pub fuse_optimizer: bool,
+    /// The optimizer runs per parameter after backward.
+    pub one_by_one: bool,
     /// Gradients of earlier micro-batches are alive throughout.
     pub accumulate: bool,
     /// Most bytes of stored allocations on their way out, and most fetched ahead. With none, every write
@@ -24,7 +26,10 @@ pub struct Variant {
 impl Variant {
     /// Does the optimizer run per parameter, its own phase being empty?
     pub(super) const fn updates_one_by_one(self) -> bool {
-        self.fuse_optimizer || self.offload_optimizer.is_some() || self.offload_parameters.is_some()
+        self.one_by_one
+            || self.fuse_optimizer
+            || self.offload_optimizer.is_some()
+            || self.offload_parameters.is_some()
     }
 }
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.answers import Plan
-from memfit.apply.executor import BETWEEN_STEPS, Executor, Subject, without
+from memfit.apply.executor import OF_OPTIMIZER, Executor, Subject, without
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.apply.offload.state_view import bring_home
 from memfit.errors import MemfitError
@@ -34,18 +34,15 @@ from memfit.run.script.contexts import occupied
 from memfit.run.script.lease import Room
 from memfit.run.script.observed import Observation
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
-from memfit.run.script.place import state_elsewhere
 from memfit.run.script.planned_step import Key, PlannedStep, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
-from memfit.run.script.stand_in import StandIn
 from memfit.run.script.step_plans import StepPlans
+from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
-from memfit.run.script.update_needs import UpdateNeeds, update_needs
-from memfit.run.script.updates import refusal
 from memfit.tensors.barrier import owner_of, without_barrier
-from memfit.tensors.optimizers import in_memory, step_of_others
+from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import address
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.track import cpu
@@ -149,12 +146,12 @@ class Loop:
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recordings = 0
-        self._parameters_stay = False
+        self._without: list[str] = []
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
         self._found: list[weakref.ref[Any]] = []
-        self._needs: UpdateNeeds | None = None
-        self._stand_in = StandIn()
+        self._leave: tuple[str, str] | None = None
+        self._updates = StepUpdates(request, lambda: room.within(self._budget), self._choose_place)
 
     def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
         """Why a pass was over the budget, if it was, and what would keep the budget.
@@ -212,73 +209,44 @@ class Loop:
             planned.executor = None
         self._executor = None
 
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step: make its updates, if they need what is elsewhere.
+    def backward_begins(self, running: Pass) -> None:
+        """Backward is about to run, the first time in a pass or again.
+
+        Args:
+            running: The pass.
+
+        Raises:
+            UpdatesMadeError: The updates of the backward before were made without a step.
+        """
+        planned = self._executor if isinstance(running, PlannedPass) else None
+        left = self._updates.backward_begins(planned)
+        if left:
+            self._leave = ("fuse_optimizer", f"the optimizer stays out of backward: {left}")
+
+    def backward_ended(self) -> None:
+        """Backward has run."""
+        self._updates.backward_ended()
+
+    def step_begins(self, optimizer: Optimizer, running: Pass | None) -> None:
+        """The optimizer is about to step: make its updates, if the plan wants them otherwise.
+
+        Args:
+            optimizer: The optimizer.
+            running: The pass of this loop that is under way, if there is one.
 
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
-        executor = self._executor
-        if (
-            executor is None
-            or executor.subject.optimizer is not optimizer
-            or step_of_others(optimizer)
-        ):
-            return
-        if executor.state is not None or executor.parameters is not None:
-            self._stand_in.step_begins(executor)
-
-    def recorded_step_begins(self, running: ObservedPass, optimizer: Optimizer) -> None:
-        """The optimizer is about to step for the first time, or again, in a recorded pass.
-
-        Where its state and temporaries would exceed the budget, memfit makes the updates one by
-        one, with state that goes elsewhere.
-
-        Args:
-            running: The pass.
-            optimizer: The optimizer.
-
-        Raises:
-            OffloadError: State did not come back as it went.
-        """
-        if refusal(self._model(), [optimizer]) is not None:
-            return
-        executor = self._executor
-        if executor is None or self._needs is None:
-            try:
-                self._needs = update_needs(optimizer)
-            except Exception:  # noqa: BLE001 - said where the step is noted
-                return
-        running.updates_begin(self._needs)
-        executor = executor or self._state_elsewhere(optimizer, self._needs)
-        if executor is not None:
-            self._executor = executor
-            running.leave_out_updates()
-            self._stand_in.step_begins(executor)
-
-    def _state_elsewhere(self, optimizer: Optimizer, needs: UpdateNeeds) -> Executor | None:
-        """What keeps an optimizer's state elsewhere, where the budget asks for it at once."""
-        within = str(self._room.within(self._budget))
-        if "%" in within:
-            return None
-        budget_bytes = _native.parse_budget(within, 0)
-        if _live_bytes(self.device) + needs.first_bytes <= budget_bytes:
-            return None
-        directions = state_elsewhere(self._request, needs.all_state_bytes)
-        if directions is None:
-            return None
-        subject = Subject(self._model(), optimizer, warn=False)
-        try:
-            executor = Executor(directions, subject)
-        except MemfitError:
-            return None
-        if self._request.may_choose_place:
-            self._choose_place(directions["actions"][0]["offload_optimizer"]["folder"])
-        return executor
+        if isinstance(running, ObservedPass):
+            self._executor = self._updates.recorded_step_begins(
+                running, self._model(), optimizer, self._executor
+            )
+        else:
+            self._updates.step_begins(optimizer, self._executor)
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
-        self._stand_in.step_ended()
+        self._updates.step_ended()
 
     def refuse(self, reason: str) -> None:
         """Plan nothing from here on; nothing that uses parameters is under way."""
@@ -307,7 +275,11 @@ class Loop:
             return Pass(self.device)
         own = self.updated_by(optimizers)
         key = key_of(self._model(), inputs)
+        self._updates.require_none_waiting()
         try:
+            leave, self._leave = self._leave, None
+            if leave is not None:
+                self._plan_without(*leave)
             if self._must_plan_first():
                 self._plan_pending(self._outside_bytes(inputs, own))
             if self._must_observe(key):
@@ -338,6 +310,7 @@ class Loop:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
         self._room.whole()
+        self._updates.record()
         self._keep_state_alone_elsewhere()
         if self._executor is None:
             for optimizer in optimizers:
@@ -393,7 +366,7 @@ class Loop:
         subject = Subject(self._model(), optimizer, warn=False)
         if held is None or held.subject != subject:
             said = plan.as_dict()
-            actions = said if optimizer is not None else without(said, BETWEEN_STEPS)
+            actions = said if optimizer is not None else without(said, OF_OPTIMIZER)
             held = Executor(actions, subject, after=self._executor)
         self._executor = held
         held.place()
@@ -404,18 +377,24 @@ class Loop:
 
         It may read them at any moment, and nothing tells of that.
         """
-        if not names:
-            return
-        self._parameters_stay = True
+        if names:
+            self._plan_without(
+                "offload_parameters",
+                f"parameters stay in memory: the script keeps a view of `{names[0]}`",
+            )
+
+    def _plan_without(self, kind: str, note: str) -> None:
+        """Plan all steps again without a technique that has turned out not to do."""
+        self._without.append(kind)
         self._executor = None
         self.bring_home()
-        self.notes[f"parameters stay in memory: the script keeps a view of `{names[0]}`"] = None
+        self.notes[note] = None
         for planned in self.plans:
-            planned.step.keep_parameters()
+            planned.step.forbid(kind)
             outside, passes = planned.outside_bytes, planned.passes
             within = self._room.within(self._budget)
             planned.plan = planned.step.plan(within, outside, min(passes, outside))
-            planned.wider = planned.executor = None
+            planned.wider = planned.executor = planned.lowest = None
             self._on_plan(self, planned.plan)
         self.replans += 1
 
@@ -436,7 +415,9 @@ class Loop:
             self.notes[f"an observed step kept its saved tensors in memory: {problem}"] = None
         if observation.recorder.problem:
             self.refuse(observation.recorder.problem)
-        elif self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
+            return
+        observation.fusing_refusal = self._updates.fusing_refusal()
+        if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
             self._undoes = self._looks_again = True
             if not running.undoes:
                 self._kept = (inputs_key, observation)
@@ -502,8 +483,8 @@ class Loop:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         step = RecordedStep(observation, type(self._model()).__name__, self._request)
-        if self._parameters_stay:
-            step.keep_parameters()
+        for kind in self._without:
+            step.forbid(kind)
         if step.not_offloaded:
             self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
         elif (
@@ -613,7 +594,7 @@ class Loop:
                 place = address(storage)
                 if is_counted and place is not None:
                     known[place] = storage.nbytes()
-        live = _live_bytes(self.device)
+        live = live_bytes(self.device)
         return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
 
 
@@ -621,12 +602,6 @@ def _lower(plan: Plan, other: Plan) -> bool:
     """Whether one plan fits where another does not, or comes nearer to it."""
     peaks = (it.planned.predicted_peak_bytes for it in (plan, other))
     return plan.fits > other.fits or next(peaks) < next(peaks)
-
-
-def _live_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return _native.counted_bytes()
 
 
 def _refusal(root: nn.Module, device: torch.device) -> str:

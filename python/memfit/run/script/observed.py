@@ -160,6 +160,7 @@ class Observation:
         found: Storages, weakly, that ops of the step read and that were there before, such as
             another model or the script's data; parameters and what else is known are left out.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
+        fusing_refusal: Why its updates cannot run inside backward; empty where they can.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
         owners: The ``id`` of the parameter of an allocation.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
@@ -175,6 +176,7 @@ class Observation:
     left: list[weakref.ref[Any]]
     found: list[weakref.ref[Any]]
     state_stays: str | None
+    fusing_refusal: str
     unrecorded: UpdateNeeds | None
     owners: dict[int, int]
     spill_problem: str
@@ -204,11 +206,16 @@ class StepRecording:
         self._register(inputs, optimizers)
         self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
         self._whole.enter_context(self._recorder.modules)
+        for parameter in root.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+                self._whole.callback(handle.remove)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._recorder.pack, self._recorder.unpack)
         self._forward.enter_context(hooks)
         self._whole.enter_context(self._recorder)
         self._nesting = Nesting()
         self._needs: UpdateNeeds | None = None
+        self._ready: dict[int, int] = {}
         self._unrecorded: UpdateNeeds | None = None
         self._owners: dict[int, int] = {}
 
@@ -295,6 +302,7 @@ class StepRecording:
             left,
             found,
             state_stays,
+            state_stays or "the optimizer was not called as usual",
             self._unrecorded,
             self._owners,
             self._spill.problem,
@@ -307,10 +315,15 @@ class StepRecording:
             needs = self._needs or update_needs(optimizer)
         except Exception as error:  # noqa: BLE001 - whatever an optimizer does to fakes
             return f"its updates cannot be run on fakes ({type(error).__name__}: {error})"
-        self._roles.updates = updates_of(optimizer, ledger.seen, needs)
+        self._roles.updates = updates_of(
+            optimizer, ledger.seen, needs, self._ready, with_state=self._unrecorded is None
+        )
         held = (p for group in optimizer.param_groups for p in group["params"])
         self._owners = {ledger.seen(parameter): id(parameter) for parameter in held}
         return None
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        self._ready[id(parameter)] = self._recorder.ledger.now
 
     def _register(self, inputs: Any, optimizers: Iterable[Optimizer]) -> None:
         """Give everything that exists before the step its allocation, role and name."""

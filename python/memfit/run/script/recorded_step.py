@@ -19,7 +19,7 @@ import torch
 from memfit import _native
 from memfit._native import gpu_profile
 from memfit.answers import Plan, Trace
-from memfit.apply.executor import BETWEEN_STEPS, TECHNIQUES
+from memfit.apply.executor import OF_OPTIMIZER, TECHNIQUES
 from memfit.apply.offload.tiers import open_tier
 from memfit.capture.as_trace import trace_json
 from memfit.capture.trace_writer import Meta, with_held
@@ -37,7 +37,7 @@ _PARAMETERS = "offload_parameters"
 
 _NOT_THE_SCRIPTS = [
     "allocator_settings",  # the allocator is at work before the first step is seen
-    *(kind for kind, it in TECHNIQUES.items() if it.needs_whole_step and kind not in BETWEEN_STEPS),
+    *(kind for kind, it in TECHNIQUES.items() if it.needs_whole_step and kind not in OF_OPTIMIZER),
 ]
 """What needs a step that is memfit's own."""
 
@@ -73,7 +73,7 @@ class RecordedStep:
             training=True,
             captured="real",
             probe_threads=torch.get_num_threads() if on_cpu else 0,
-            fused_optimizer_refusal="the script calls the optimizer",
+            fused_optimizer_refusal=observation.fusing_refusal or None,
             per_parameter_refusal=observation.state_stays,
             offloaded_parameters_refusal=offloaded_parameters_refusal(),
             loss_reduction="",
@@ -118,10 +118,14 @@ class RecordedStep:
             there._costs = {**self._costs, "op_seconds": scaled}
         return there
 
-    def keep_parameters(self) -> None:
-        """Have the model's parameters stay in memory in plans from now on."""
-        if _PARAMETERS not in self._forbidden:
-            self._forbidden.append(_PARAMETERS)
+    def forbid(self, kind: str) -> None:
+        """Leave a technique out of plans from now on.
+
+        Args:
+            kind: Its kind of action.
+        """
+        if kind not in self._forbidden:
+            self._forbidden = [*self._forbidden, kind]
 
     def plan(
         self,

@@ -171,12 +171,14 @@ class AdoptedScript:
             return
         self._checkpoints.backward_begins()
         current.running.backward_begins()
+        current.loop.backward_begins(current.running)
 
     def backward_ended(self) -> None:
         """Go on with the pass."""
-        self._uses.end()
         if self._current is not None and not self._current.running.in_forward:
+            self._current.loop.backward_ended()
             self._current.running.backward_ended()
+        self._uses.end()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer."""
@@ -188,10 +190,8 @@ class AdoptedScript:
         current = self._current
         running = None if current is None else current.running
         for loop in self._loops:
-            if current is not None and current.loop is loop and isinstance(running, ObservedPass):
-                loop.recorded_step_begins(running, optimizer)
-            else:
-                loop.step_begins(optimizer)
+            own = running if current is not None and current.loop is loop else None
+            loop.step_begins(optimizer, own)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""

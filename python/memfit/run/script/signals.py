@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memfit.run.script.fused import UpdatesMadeError
 from memfit.track.steps import STEPS
 
 
@@ -104,6 +105,8 @@ class Signals:
             return
         try:
             told(*args, **kwargs)
+        except UpdatesMadeError:
+            raise  # going on would be wrong
         except Exception as error:  # noqa: BLE001 - the script must run as it would without memfit
             self.remove()
             self._listener.broke(error)

@@ -40,15 +40,10 @@ class UpdateNeeds:
     alone: dict[int, tuple[int, int]]
 
     @property
-    def most_alone_bytes(self) -> int:
-        """Most bytes that one update alone makes, with new state that stays until it is over."""
-        return max(
-            (
-                took + sum(self.state_bytes.get(parameter, []))
-                for parameter, (took, _) in self.alone.items()
-            ),
-            default=0,
-        )
+    def one_by_one_bytes(self) -> int:
+        """Most bytes that the next step makes where updates come one by one."""
+        new = self.first_bytes - self.together_bytes
+        return new + max((took for took, _ in self.alone.values()), default=0)
 
     @property
     def all_state_bytes(self) -> int:

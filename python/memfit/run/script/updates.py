@@ -37,7 +37,12 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
 
 
 def updates_of(
-    optimizer: Optimizer, allocation_of: Callable[[Tensor], int], needs: UpdateNeeds
+    optimizer: Optimizer,
+    allocation_of: Callable[[Tensor], int],
+    needs: UpdateNeeds,
+    ready: Mapping[int, int],
+    *,
+    with_state: bool,
 ) -> list[Update]:
     """What a step that has just ended updated, in the order of the optimizer's groups.
 
@@ -45,18 +50,21 @@ def updates_of(
         optimizer: The optimizer.
         allocation_of: The allocation of a tensor.
         needs: What its updates take.
+        ready: Where the gradient of a parameter was complete, by its ``id``.
+        with_state: Whether the recording knows the optimizer's state.
     """
     updates = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.grad is None or id(parameter) not in needs.alone:
             continue
         temporary_bytes, moved_bytes = needs.alone[id(parameter)]
-        leaves = tree_leaves(dict(in_memory(optimizer.state.get(parameter, {}))))
+        state = optimizer.state.get(parameter, {}) if with_state else {}
+        leaves = tree_leaves(dict(in_memory(state)))
         updates.append(
             Update(
                 allocation_of(parameter),
                 allocation_of(parameter.grad),
-                ready=0,  # all gradients are there before the first update
+                ready=ready.get(id(parameter), 0),
                 temporary_bytes=temporary_bytes,
                 moved_bytes=moved_bytes,
                 state=[allocation_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)],

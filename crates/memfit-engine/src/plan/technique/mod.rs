@@ -18,6 +18,7 @@ mod noop;
 pub(super) mod offload;
 pub(super) mod offload_optimizer;
 pub(super) mod offload_parameters;
+pub(super) mod one_by_one;
 pub(super) mod remat;
 
 use schemars::JsonSchema;
@@ -138,6 +139,8 @@ techniques! {
     Remat { remat: remat::Remat } in remat;
     /// Run the optimizer step per parameter inside backward and free its gradient.
     FuseOptimizer in fuse_optimizer;
+    /// Update one parameter at a time, after backward.
+    OneByOne in one_by_one;
     /// Split the batch and accumulate gradients.
     MicroBatch { micro_batch: Option<micro_batch::MicroBatch> } in micro_batch;
     /// Set up the caching allocator against fragmentation, as in `PYTORCH_CUDA_ALLOC_CONF`.

@@ -101,7 +101,9 @@ pub(super) fn room_of_parameters(trace: &Trace, variant: Variant) -> u64 {
 impl Twin<'_> {
     /// Do the updates come at the end, one by one?
     const fn is_one_by_one(&self) -> bool {
-        self.variant.offload_optimizer.is_some() || self.variant.offload_parameters.is_some()
+        self.variant.one_by_one
+            || self.variant.offload_optimizer.is_some()
+            || self.variant.offload_parameters.is_some()
     }
 
     /// Number of ops that run.

@@ -1,0 +1,226 @@
+"""How the updates of one loop's steps are made: by the script's optimizer, or by memfit for it.
+
+Responsible for making them where a plan wants them made otherwise, for the state that a recorded
+step would make beyond the budget, and for the proof that updates may run inside backward. Not
+responsible for making one (:mod:`memfit.apply`) nor for which plan a step runs by
+(:mod:`memfit.run.script.loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit import _native
+from memfit.apply.executor import Executor, Subject
+from memfit.errors import MemfitError
+from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site, gradients_looked_at
+from memfit.run.script.fused import FusedUpdates
+from memfit.run.script.passes import ObservedPass
+from memfit.run.script.place import state_elsewhere
+from memfit.run.script.request import FitRequest
+from memfit.run.script.stand_in import StandIn
+from memfit.run.script.update_needs import UpdateNeeds, update_needs
+from memfit.run.script.updates import refusal
+from memfit.tensors.optimizers import gradients_reduced_later, step_of_others
+
+ONE_BY_ONE = {"actions": [{"kind": "one_by_one"}]}
+"""A plan that only makes updates one by one, before any other is known."""
+
+
+class StepUpdates:
+    """The updates of one loop."""
+
+    def __init__(
+        self,
+        request: FitRequest,
+        within: Callable[[], str | int],
+        on_place: Callable[[str], None],
+    ) -> None:
+        """Make none yet.
+
+        Args:
+            request: Which plans are allowed.
+            within: The budget as it is now.
+            on_place: Told of a place that memfit chose.
+        """
+        self._request = request
+        self._within = within
+        self._on_place = on_place
+        self._stand_in = StandIn()
+        self._fused = FusedUpdates()
+        self._needs: UpdateNeeds | None = None
+        self._backward: Site | None = None
+        self._backwards = 0
+        self._not_fused = ""
+
+    def require_none_waiting(self) -> None:
+        """Let a pass begin.
+
+        Raises:
+            UpdatesMadeError: The last one was updated, and the script did not call its optimizer.
+        """
+        self._fused.require_none_waiting()
+
+    def record(self) -> None:
+        """A recorded pass begins."""
+        self._backwards = 0
+        self._backward = None
+        self._not_fused = "the optimizer was not called as usual"
+        if "fuse_optimizer" not in self._request.options.forbid:
+            self._fused.watch()
+
+    def rest(self) -> None:
+        """Nothing is planned any more."""
+        self._fused.rest()
+
+    # Backward
+
+    def backward_begins(self, executor: Executor | None) -> str:
+        """Backward is about to run.
+
+        Args:
+            executor: Carries out the plan of the pass; ``None`` without one.
+
+        Returns:
+            Why updates that the plan wants inside backward cannot be there; empty where they can.
+
+        Raises:
+            UpdatesMadeError: Another backward has made them already.
+        """
+        self._fused.require_none_waiting()
+        self._backwards += 1
+        self._backward = calling_site()
+        left = self._fused.begin(executor) if executor is not None and executor.fuse else ""
+        self._fused.backward_begins()
+        return left
+
+    def backward_ended(self) -> None:
+        """Backward has run."""
+        if self._fused.waiting:
+            self._fused.backward_ended()
+        else:
+            self._fused.looks.begin()
+
+    # The optimizer
+
+    def step_begins(self, optimizer: Optimizer, executor: Executor | None) -> None:
+        """The optimizer is about to step: make its updates, if the plan wants them otherwise.
+
+        Args:
+            optimizer: The optimizer.
+            executor: Carries out the plan of the pass; ``None`` without one.
+
+        Raises:
+            OffloadError: State or a parameter did not come back as it went.
+        """
+        if executor is None or executor.subject.optimizer is not optimizer:
+            return
+        if self._fused.waiting:
+            self._fused.step_begins()
+        elif executor.updates_one_by_one and not step_of_others(optimizer):
+            self._stand_in.step_begins(executor)
+
+    def step_ended(self) -> None:
+        """An optimizer has stepped."""
+        self._stand_in.step_ended()
+        self._fused.step_ended()
+
+    # A recorded step
+
+    def recorded_step_begins(
+        self,
+        running: ObservedPass,
+        model: nn.Module,
+        optimizer: Optimizer,
+        executor: Executor | None,
+    ) -> Executor | None:
+        """The optimizer is about to step in a recorded pass.
+
+        Where its state and temporaries would exceed the budget, memfit makes the updates one by
+        one, with state that goes elsewhere if need be.
+
+        Args:
+            running: The pass.
+            model: The model.
+            optimizer: The optimizer.
+            executor: What makes its updates otherwise already; ``None`` where nothing does.
+
+        Returns:
+            What makes them from now on.
+
+        Raises:
+            OffloadError: State did not come back as it went.
+        """
+        if refusal(model, [optimizer]) is not None:
+            return executor
+        self._not_fused = self._fusing_refusal(model)
+        if executor is None or self._needs is None:
+            try:
+                self._needs = update_needs(optimizer)
+            except Exception:  # noqa: BLE001 - said where the step is noted
+                return executor
+        running.updates_begin(self._needs)
+        executor = executor or self._otherwise(model, optimizer, self._needs)
+        if executor is not None:
+            running.leave_out_updates()
+            self._stand_in.step_begins(executor)
+        return executor
+
+    def fusing_refusal(self) -> str:
+        """Why the updates of the recorded step cannot run inside backward; empty where they can."""
+        return self._not_fused
+
+    def _fusing_refusal(self, model: nn.Module) -> str:
+        if "fuse_optimizer" in self._request.options.forbid:
+            return "forbidden by the request"
+        if self._backwards != 1:
+            return f"{self._backwards} backwards run before the optimizer"
+        if self._fused.looks.by_others:
+            return "gradients are looked at between backward and the optimizer"
+        return (
+            adjacent_refusal(self._backward, calling_site())
+            or gradients_reduced_later(model)
+            or gradients_looked_at()
+        )
+
+    def _otherwise(
+        self, model: nn.Module, optimizer: Optimizer, needs: UpdateNeeds
+    ) -> Executor | None:
+        """What makes the updates otherwise, where the budget asks for it at once."""
+        within = str(self._within())
+        if "%" in within:
+            return None
+        device = next(p.device for p in model.parameters() if p.requires_grad)
+        room_bytes = _native.parse_budget(within, 0) - live_bytes(device)
+        if needs.first_bytes <= room_bytes:
+            return None
+        if (
+            needs.one_by_one_bytes <= room_bytes
+            and "one_by_one" not in self._request.options.forbid
+        ):
+            return Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
+        directions = state_elsewhere(self._request, needs.all_state_bytes)
+        if directions is None:
+            return None
+        try:
+            executor = Executor(directions, Subject(model, optimizer, warn=False))
+        except MemfitError:
+            return None
+        if self._request.may_choose_place:
+            self._on_place(directions["actions"][0]["offload_optimizer"]["folder"])
+        return executor
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of tensors that are live on a device.
+
+    Args:
+        device: The device.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _native.counted_bytes()

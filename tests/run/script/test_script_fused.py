@@ -1,0 +1,193 @@
+"""The optimizer of a script inside its own backward, and one parameter at a time."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ran import in_forks, inline
+
+import memfit
+from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site
+
+TRAINING = """
+    import sys
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(6):
+        loss = model(torch.randn(8, 512)).square().mean()
+"""
+
+AT_ONCE = """
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        print(repr(loss.item()))
+    torch.save([model.state_dict(), optimizer.state_dict()], "end.pt")
+"""
+
+
+def _kinds(loop: dict[str, Any]) -> set[str]:
+    return {action["kind"] for action in loop["plan"]["actions"]}
+
+
+def test_updates_run_in_backward_where_the_step_follows_at_once(tmp_path: Path):
+    ran = inline(tmp_path, "75%", TRAINING + AT_ONCE)
+    (loop,) = ran.loops
+    assert _kinds(loop) == {"fuse_optimizer"}
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 5)
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]
+    # Gradients, a third of all, are never there at once.
+    assert loop["planned"]["peak_bytes"] < loop["observed"]["peak_bytes"] * 3 // 4
+
+
+OTHERWISE = {
+    "clipped": """
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+    "something between": """
+        loss.backward()
+        print(repr(loss.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    """,
+    "sometimes": """
+        loss.backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+    "twice": """
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+    "looked at afterwards": """
+        loss.backward()
+        optimizer.step()
+        print(repr(model[0][0].weight.grad.norm().item()))
+        optimizer.zero_grad()
+    """,
+    "added up": """
+        loss.backward()
+        optimizer.step()
+        if step == 4:
+            optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+    "zeros": """
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        print(repr(loss.item()))
+    """,
+    "in a function": """
+        def update():
+            optimizer.step()
+        loss.backward()
+        update()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_they_stay_out_of_backward_where_anything_else_may_happen(tmp_path: Path, name: str):
+    """Results are those of plain Python, and gradients are there whenever the script looks."""
+    (loop,) = inline(tmp_path, "70%", TRAINING + OTHERWISE[name]).loops
+    assert "fuse_optimizer" not in _kinds(loop)
+
+
+def test_a_script_that_stops_stepping_is_told(tmp_path: Path):
+    """It catches the error of its own logging, which comes between backward and the step."""
+    script = tmp_path / "train.py"
+    code = """
+    class Late(Exception):
+        pass
+
+    def later(*_):
+        if step == 3:
+            raise Late
+
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 512)).square().mean()
+        if step == 3:
+            model[0][0].weight.register_hook(later)
+        try:
+            loss.backward()
+            optimizer.step()
+        except Late:
+            print("skipped")
+    """
+    head = TRAINING[: TRAINING.index("    for step")]
+    script.write_text(textwrap.dedent(head) + textwrap.dedent(code))
+    command = ["-m", "memfit", "run", "--budget", "75%", "--no-offload", str(script)]
+    (ran,) = in_forks([(command, tmp_path / "fit")])
+    assert ran.code == 1
+    assert "parameters are a step ahead" in ran.stderr
+    assert "--forbid fuse_optimizer" in ran.stderr
+
+
+def test_all_at_once_becomes_one_by_one_where_that_takes_too_much(tmp_path: Path):
+    """`foreach` takes temporaries of all parameters at once, in the recorded step too."""
+    code = TRAINING.replace(
+        "SGD(model.parameters(), 0.1, momentum=0.9)", "AdamW(model.parameters(), foreach=True)"
+    )
+    between = AT_ONCE.replace(
+        "        optimizer.step()", "        print('between')\n        optimizer.step()"
+    )
+    ran = inline(tmp_path, "26MiB", code + between)
+    (loop,) = ran.loops
+    assert _kinds(loop) == {"one_by_one"}
+    assert ran.fitting["verdict"]["kept"]
+
+
+NOTES = """
+def backward(): found["backward"] = calling_site()
+def step(): found["step"] = calling_site()
+def other(): return 1
+"""
+
+
+def _sites(code: str) -> tuple[Site | None, Site | None]:
+    """Where a piece of code calls `backward` and `step`, which look like code of memfit."""
+    names: dict[str, Any] = {"found": {}, "calling_site": calling_site}
+    inside = str(Path(memfit.__file__).parent / "notes.py")
+    exec(compile(NOTES, inside, "exec"), names)  # noqa: S102
+    exec(compile(code, "script.py", "exec"), names)  # noqa: S102
+    return names["found"].get("backward"), names["found"].get("step")
+
+
+CODE = {
+    "backward()\nstep()": "",
+    "loss = 1\nbackward()\nx = loss\nstep()": "something runs",
+    "backward()\nother()\nstep()": "something runs",
+    "for i in (1, 2):\n    backward()\n    step()": "",
+    "step()\nbackward()": "not called after",
+    "backward()\nif other():\n    step()": "something runs",
+    "def f():\n    step()\nbackward()\nf()": "different functions",
+}
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_calls_are_adjacent_where_nothing_can_come_between(code: str):
+    refusal = adjacent_refusal(*_sites(code))
+    assert (refusal == "") == (CODE[code] == "")
+    assert CODE[code] in refusal
