@@ -18,6 +18,7 @@ __all__ = [
     "Store",
     "StoredBlock",
     "Trace",
+    "alarm_event",
     "broker_path",
     "bytes_text",
     "calibration",
@@ -39,8 +40,11 @@ __all__ = [
     "half_of_free_host_bytes",
     "held_cuda_bytes",
     "label_blocks",
+    "label_gone_blocks",
+    "last_event",
     "last_refusal",
     "mark_allocations",
+    "on_alarm",
     "parse_budget",
     "place",
     "plan",
@@ -56,6 +60,9 @@ __all__ = [
     "run",
     "schema",
     "seed_blocks",
+    "set_alarm",
+    "survivors",
+    "switch_alarm_off",
     "taken_bytes",
     "techniques",
     "track_text",
@@ -93,6 +100,9 @@ class AllocationWindow:
 
     def peak(self) -> tuple[int, int]:
         """Peak bytes so far and the number of the event that reached it; ``(0, 0)`` when closed."""
+
+    def restart(self) -> None:
+        """Begin it anew, with what is live now."""
 
     def read(self) -> dict[str, Any] | None:
         """What it has seen so far; ``None`` when closed."""
@@ -881,12 +891,46 @@ def count_allocations() -> str | None:
 def seed_blocks(blocks: Sequence[tuple[int, int]]) -> None:
     """Make blocks known that were handed out before counting began, as ``(address, bytes)``."""
 
-def label_blocks(addresses: Sequence[int], category: str) -> None:
-    """Say what the blocks at these addresses hold; unknown addresses are passed over.
+def label_blocks(addresses: Sequence[int], category: str, owner: int = 0) -> None:
+    """Say what the blocks at these addresses hold, and for whom; unknown ones are passed over.
 
     Raises:
         UsageError: There is no such category.
     """
+
+def label_gone_blocks(since: int, category: str, owner: int = 0) -> None:
+    """Say the same of unnamed blocks that came with an event from ``since`` on and are gone.
+
+    Raises:
+        UsageError: There is no such category.
+    """
+
+def last_event() -> int:
+    """Number of the last event: they count allocations and frees."""
+
+def survivors(since: int, until: int) -> list[tuple[int, int, int]]:
+    """Live blocks that came with an event in ``[since, until)``, the oldest first.
+
+    As ``(address, bytes, event)``, without those of models and optimizers.
+    """
+
+def on_alarm(look: Callable[[], None], obstacle: Callable[[], object]) -> None:
+    """Say whom to call when the alarm rings, unless ``obstacle`` returns something.
+
+    ``obstacle`` is a function of C. ``look`` is called on the main thread, as soon as Python runs
+    there again.
+    """
+
+def set_alarm(
+    above_bytes: int, later_above_bytes: int, later_seconds: float, later_from_event: int
+) -> None:
+    """Ring once, above so many live bytes; some time from now at fewer, or from an event on."""
+
+def switch_alarm_off() -> None:
+    """Ring no more."""
+
+def alarm_event() -> int:
+    """Number of the event that rang the alarm last; 0 where none has."""
 
 def mark_allocations(mark: int) -> None:
     """Set the number that peaks reached from now on carry."""

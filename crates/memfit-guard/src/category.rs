@@ -2,16 +2,17 @@
 //!
 //! Responsible for the names. Not responsible for who says it ([`crate::label`]) nor for the sums ([`crate::ledger`]).
 
-use serde::Serializer;
+use serde::{Serialize, Serializer};
 
 /// What a block holds.
 ///
 /// The hook sees addresses, so every block starts as `Other`; Python, which knows the tensors, says
 /// more by [`crate::label`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Category {
-    /// Activations, temporaries, inputs: whatever nobody has named.
+    /// Whatever nobody has named.
     #[default]
     Other,
     /// A parameter of a module or of an optimizer.
@@ -22,17 +23,44 @@ pub enum Category {
     Gradient,
     /// A tensor in an optimizer's state.
     OptimizerState,
+    /// Held by an autograd graph.
+    Activation,
+    /// A copy of a parameter in another precision, made by autocast.
+    CastCache,
+    /// Keys and values of tokens that were decoded before.
+    KvCache,
+    /// Held by a dataset or a loader.
+    Dataset,
+    /// Held by Python's objects in another way.
+    Variable,
+    /// Gone again when the op, the backward or the update that made it was over.
+    Temporary,
 }
 
 impl Category {
     /// Every category, in the order of [`CategoryBytes`].
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 11] = [
         Self::Other,
         Self::Parameter,
         Self::ModuleBuffer,
         Self::Gradient,
         Self::OptimizerState,
+        Self::Activation,
+        Self::CastCache,
+        Self::KvCache,
+        Self::Dataset,
+        Self::Variable,
+        Self::Temporary,
     ];
+
+    /// Whether it belongs to a model or its optimizer, and stays.
+    #[must_use]
+    pub const fn is_static(self) -> bool {
+        matches!(
+            self,
+            Self::Parameter | Self::ModuleBuffer | Self::Gradient | Self::OptimizerState
+        )
+    }
 
     /// The name in JSON and in Python.
     #[must_use]
@@ -43,6 +71,12 @@ impl Category {
             Self::ModuleBuffer => "module_buffer",
             Self::Gradient => "gradient",
             Self::OptimizerState => "optimizer_state",
+            Self::Activation => "activation",
+            Self::CastCache => "cast_cache",
+            Self::KvCache => "kv_cache",
+            Self::Dataset => "dataset",
+            Self::Variable => "variable",
+            Self::Temporary => "temporary",
         }
     }
 

@@ -15,6 +15,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
+use crate::alarm::Alarm;
 use crate::budget::{self, Over};
 use crate::footprint::{self, LARGE_BYTES};
 use crate::free_blocks::{Kept, KeptBlock};
@@ -27,6 +28,7 @@ use crate::remap_seams::Seams;
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) ledger: Ledger,
+    pub(crate) alarm: Alarm,
     pub(crate) kept: Kept,
     pub(crate) seams: Seams,
     pub(crate) refusals: Refusals,
@@ -37,6 +39,12 @@ pub(crate) struct State {
 }
 
 impl State {
+    /// Whether somebody is to be woken after an allocation.
+    fn rings(&mut self) -> bool {
+        let (live_bytes, event) = (self.ledger.current_bytes(), self.ledger.sequence());
+        self.alarm.rings(live_bytes, event)
+    }
+
     /// Forgets what is known of the mappings under a block that has come just now, or goes, from so
     /// many of its bytes on.
     fn forget_seams(&mut self, address: usize, taken_bytes: u64, from_bytes: u64) {
@@ -51,6 +59,7 @@ impl State {
 
 static STATE: Mutex<State> = Mutex::new(State {
     ledger: Ledger::new(),
+    alarm: Alarm::new(),
     kept: Kept::new(),
     seams: Seams::new(),
     refusals: Refusals::new(),
@@ -62,6 +71,9 @@ static STATE: Mutex<State> = Mutex::new(State {
 pub(crate) static NEXT_MEMALIGN: AtomicUsize = AtomicUsize::new(0);
 /// The same for `free`.
 pub(crate) static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
+
+/// Called when the alarm has rung, on the thread that allocates; zero for nobody.
+pub(crate) static WAKE: AtomicUsize = AtomicUsize::new(0);
 
 /// Least that is cut off a kept block at once.
 const SMALLEST_CUT_BYTES: usize = 64 << 10;
@@ -116,7 +128,11 @@ pub(crate) unsafe extern "C" fn memalign(
     let written = state
         .ledger
         .allocated(pointer as usize, bytes as u64, taking_bytes);
+    let rings = state.rings();
     drop(state);
+    if rings {
+        wake();
+    }
     match written {
         Ok(None) => {}
         Ok(Some(before)) => budget::give_back(before.taken_bytes),
@@ -178,8 +194,27 @@ fn reuse(bytes: usize, alignment: usize, taking_bytes: u64) -> Option<usize> {
         let _is_kept = state.kept.keep(block);
         return None;
     }
+    let rings = state.rings();
+    drop(state);
+    if rings {
+        wake();
+    }
     budget::unkeep(taking_bytes);
     Some(block.address)
+}
+
+/// Wakes whoever wants to look.
+#[expect(
+    unsafe_code,
+    reason = "calls a function whose address was kept as a number"
+)]
+fn wake() {
+    let wake = WAKE.load(Ordering::Relaxed);
+    if wake != 0 {
+        // SAFETY: only `on_alarm` writes there, and only functions of this type.
+        let wake = unsafe { std::mem::transmute::<usize, fn()>(wake) };
+        wake();
+    }
 }
 
 /// Frees kept blocks, oldest first, as long as they take what live ones need.
@@ -380,7 +415,9 @@ extern "C" fn after_fork() {
 /// Gives the lock back in the child, whose other threads will never finish what they were at.
 extern "C" fn after_fork_in_child() {
     HELD.with(|held| {
-        if let Some(state) = held.borrow_mut().take() {
+        if let Some(mut state) = held.borrow_mut().take() {
+            // The looks are the parent's.
+            state.alarm.set(None);
             budget::recount(state.ledger.taken_bytes(), state.kept.taken_bytes());
         }
     });

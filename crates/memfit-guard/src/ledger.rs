@@ -10,7 +10,7 @@
 //! already there at the peak of an open window. Each block dies once, so that list is never longer
 //! than the blocks at the peaks, however long the program runs.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::Instant;
 
@@ -27,7 +27,11 @@ struct Block {
     taken_bytes: u64,
     born: u64,
     category: Category,
+    owner: Owner,
 }
+
+/// Names who holds a block, in numbers that the one who labels keeps; 0 is nobody.
+pub type Owner = u32;
 
 /// A block that was live at the peak of some window and is no more.
 #[derive(Debug, Clone, Copy)]
@@ -69,8 +73,21 @@ impl Window {
     }
 }
 
-/// What a window has seen so far.
+/// Blocks of one category and one owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Owned {
+    /// What they hold.
+    pub category: Category,
+    /// Who holds them.
+    pub owner: Owner,
+    /// How many.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// What a window has seen so far.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Reading {
     /// Bytes live now.
     pub current_bytes: u64,
@@ -82,12 +99,27 @@ pub struct Reading {
     /// Bytes live at that peak, by the category known of each block by now or when it died.
     #[serde(serialize_with = "by_name")]
     pub peak_by_category: CategoryBytes,
+    /// The same by owner, in the order of categories and owners.
+    pub peak_by_owner: Vec<Owned>,
+    /// Number of the event that reached the peak.
+    pub peak_event: u64,
     /// Nanoseconds from the opening to the peak, zero where nothing was higher than the start.
     pub peak_at_ns: u64,
     /// The mark that was set when the peak was reached.
     pub peak_mark: u64,
     /// Allocations since the window was opened.
     pub allocations: u64,
+}
+
+/// A live block and when it came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Survivor {
+    /// Where it lies.
+    pub address: usize,
+    /// Bytes as asked for.
+    pub bytes: u64,
+    /// Number of the event.
+    pub born: u64,
 }
 
 /// Spreads addresses, which are multiples of 64, over the table.
@@ -177,6 +209,7 @@ impl Ledger {
             taken_bytes,
             born: self.sequence,
             category: Category::Other,
+            owner: 0,
         };
         self.blocks.insert(address, block);
         self.current_bytes += bytes;
@@ -243,6 +276,7 @@ impl Ledger {
             taken_bytes,
             born: 0,
             category: Category::Other,
+            owner: 0,
         };
         self.blocks.insert(address, block);
         self.current_bytes += bytes;
@@ -254,13 +288,51 @@ impl Ledger {
         true
     }
 
-    /// Says what the block at an address holds; unknown addresses are passed over.
-    pub(crate) fn label(&mut self, address: usize, category: Category) {
+    /// Says what the block at an address holds, and for whom; unknown addresses are passed over.
+    pub(crate) fn label(&mut self, address: usize, category: Category, owner: Owner) {
         if let Some(block) = self.blocks.get_mut(&address) {
             self.category_bytes[block.category as usize] -= block.bytes;
             self.category_bytes[category as usize] += block.bytes;
             block.category = category;
+            block.owner = owner;
         }
+    }
+
+    /// Says the same of the unnamed blocks that were live at some window's peak, came with an event
+    /// from `since` on and are gone.
+    pub(crate) fn label_gone(&mut self, since: u64, category: Category, owner: Owner) {
+        // They lie in the order in which they went, and none went before it came.
+        for dead in self
+            .dead
+            .iter_mut()
+            .rev()
+            .take_while(|dead| dead.died > since)
+        {
+            if dead.block.born >= since && dead.block.category == Category::Other {
+                dead.block.category = category;
+                dead.block.owner = owner;
+            }
+        }
+    }
+
+    /// Number of the last event.
+    pub(crate) const fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Live blocks that came with an event in `[from, until)` and are not part of a model or optimizer.
+    pub(crate) fn survivors(&self, from: u64, until: u64) -> Vec<Survivor> {
+        let blocks = self.blocks.iter().filter(|(_, block)| {
+            (from..until).contains(&block.born) && !block.category.is_static()
+        });
+        let survivor = |(&address, block): (&usize, &Block)| Survivor {
+            address,
+            bytes: block.bytes,
+            born: block.born,
+        };
+        let mut found: Vec<Survivor> = blocks.map(survivor).collect();
+        found.sort_unstable_by_key(|block| block.born);
+        found
     }
 
     /// Sets the number that peaks reached from now on carry.
@@ -275,6 +347,24 @@ impl Ledger {
     /// What all live blocks take of the process's memory.
     pub(crate) const fn taken_bytes(&self) -> u64 {
         self.taken_bytes
+    }
+
+    /// Begins a window anew, with what is live now.
+    pub(crate) fn restart(&mut self, id: WindowId) {
+        let (now, peak_bytes, peak_sequence, peak_mark) =
+            (Instant::now(), self.current_bytes, self.sequence, self.mark);
+        if let Some(window) = self.windows.iter_mut().find(|window| window.id == id) {
+            *window = Window {
+                id,
+                opened: now,
+                peak_bytes,
+                peak_sequence,
+                peak_at: now,
+                peak_mark,
+                allocations: 0,
+            };
+            self.forget_dead();
+        }
     }
 
     /// All live blocks, by address; empty where there is no memory for the list.
@@ -326,19 +416,33 @@ impl Ledger {
     pub(crate) fn read(&self, id: WindowId) -> Option<Reading> {
         let window = self.windows.iter().find(|window| window.id == id)?;
         let mut peak_by_category = CategoryBytes::default();
+        let mut owned = BTreeMap::<(usize, Owner), (Category, u64, u64)>::new();
         let live = self.blocks.values().map(|block| (block, u64::MAX));
         let dead = self.dead.iter().map(|dead| (&dead.block, dead.died));
         for (block, died) in live.chain(dead) {
             if window.had_at_peak(block.born, died) {
                 peak_by_category[block.category as usize] += block.bytes;
+                let key = (block.category as usize, block.owner);
+                let entry = owned.entry(key).or_insert((block.category, 0, 0));
+                entry.1 += 1;
+                entry.2 += block.bytes;
             }
         }
+        let owned = owned.into_iter();
+        let owned = owned.map(|((_, owner), (category, blocks, bytes))| Owned {
+            category,
+            owner,
+            blocks,
+            bytes,
+        });
         let since = window.peak_at.duration_since(window.opened).as_nanos();
         Some(Reading {
             current_bytes: self.current_bytes,
             current_by_category: self.category_bytes,
             peak_bytes: window.peak_bytes,
             peak_by_category,
+            peak_by_owner: owned.collect(),
+            peak_event: window.peak_sequence,
             peak_at_ns: u64::try_from(since).unwrap_or(u64::MAX),
             peak_mark: window.peak_mark,
             allocations: window.allocations,
@@ -374,7 +478,7 @@ mod tests {
         prop_oneof![
             4 => (address.clone(), 0_u64..1000).prop_map(|(a, b)| Event::Allocate(a * 64, b)),
             4 => address.clone().prop_map(|a| Event::Free(a * 64)),
-            1 => (address, 0_usize..5).prop_map(|(a, c)| Event::Label(a * 64, Category::ALL[c])),
+            1 => (address, 0_usize..11).prop_map(|(a, c)| Event::Label(a * 64, Category::ALL[c])),
             1 => Just(Event::Open),
             1 => (0_usize..6).prop_map(Event::Close),
         ]
@@ -433,7 +537,7 @@ mod tests {
                         if let Some(life) = live.find(|l| l.address == address && l.died.is_none()) {
                             life.category = category;
                         }
-                        ledger.label(address, category);
+                        ledger.label(address, category, 1);
                     }
                     Event::Open => windows.push((ledger.open(), time)),
                     Event::Close(which) if which < windows.len() => {
@@ -484,11 +588,46 @@ mod tests {
         let window = ledger.open();
         assert!(ledger.seed(64, 100, 112));
         assert!(!ledger.seed(64, 999, 1008));
-        ledger.label(64, Category::Parameter);
+        ledger.label(64, Category::Parameter, 7);
         ledger.allocated(128, 10, 32).unwrap();
         ledger.freed(64);
         let reading = ledger.close(window).unwrap();
         assert_eq!((reading.peak_bytes, reading.current_bytes), (110, 10));
-        assert_eq!(reading.peak_by_category, [10, 100, 0, 0, 0]);
+        assert_eq!(reading.peak_by_category[..3], [10, 100, 0]);
+        assert_eq!((reading.peak_by_owner[1].owner, reading.peak_event), (7, 1));
+    }
+
+    #[test]
+    fn what_came_and_went_can_be_named_and_what_stayed_is_listed() {
+        let mut ledger = Ledger::new();
+        let window = ledger.open();
+        ledger.allocated(64, 100, 112).unwrap();
+        ledger.label(64, Category::Parameter, 0);
+        ledger.allocated(128, 10, 32).unwrap();
+        let since = ledger.sequence() + 1;
+        ledger.allocated(192, 5, 32).unwrap();
+        ledger.allocated(256, 7, 32).unwrap();
+        ledger.freed(128);
+        ledger.freed(192);
+        ledger.label_gone(since, Category::Temporary, 3);
+        let reading = ledger.read(window).unwrap();
+        let owned = reading.peak_by_owner.iter();
+        let temporaries = owned.filter(|owned| owned.category == Category::Temporary);
+        assert_eq!(
+            temporaries
+                .map(|owned| (owned.owner, owned.bytes))
+                .collect::<Vec<_>>(),
+            [(3, 5)]
+        );
+        let survivors = ledger.survivors(0, u64::MAX);
+        assert_eq!(
+            survivors
+                .iter()
+                .map(|block| block.bytes)
+                .collect::<Vec<_>>(),
+            [7]
+        );
+        ledger.restart(window);
+        assert_eq!(ledger.read(window).unwrap().peak_bytes, 107);
     }
 }

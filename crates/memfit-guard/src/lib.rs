@@ -14,6 +14,7 @@
 //! counted may be freed at any time; all threads of the process count; a forked child counts on from
 //! its parent's numbers, within its parent's budget.
 
+mod alarm;
 #[cfg(all(
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
@@ -69,8 +70,9 @@ mod residence;
 ))]
 mod settings;
 
+pub use alarm::Bounds;
 pub use category::{Category, CategoryBytes};
-pub use ledger::{Reading, WindowId};
+pub use ledger::{Owned, Owner, Reading, Survivor, WindowId};
 pub use refusal::{LiveBlock, Refusal};
 
 /// Why nothing can be counted.
@@ -114,11 +116,13 @@ pub struct BudgetId(u64);
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod counting {
+    use std::sync::atomic::Ordering;
     use std::sync::{Mutex, PoisonError};
 
+    use crate::alarm::Bounds;
     use crate::category::Category;
     use crate::hook::state;
-    use crate::ledger::{Reading, WindowId};
+    use crate::ledger::{Owner, Reading, Survivor, WindowId};
     use crate::refusal::Refusal;
     use crate::{AboveBudget, BudgetId, InstallError};
     use crate::{budget, footprint, hook, patch, residence, settings};
@@ -156,12 +160,53 @@ mod counting {
         }
     }
 
-    /// Says what the blocks at these addresses hold; unknown addresses are passed over.
-    pub fn label(addresses: &[usize], category: Category) {
+    /// Says what the blocks at these addresses hold, and for whom; unknown addresses are passed over.
+    pub fn label(addresses: &[usize], category: Category, owner: Owner) {
         let mut state = state();
         for &address in addresses {
-            state.ledger.label(address, category);
+            state.ledger.label(address, category, owner);
         }
+    }
+
+    /// Says the same of unnamed blocks that were live at the peak of an open window, came with an
+    /// event from `since` on and are gone.
+    pub fn label_gone(since: u64, category: Category, owner: Owner) {
+        state().ledger.label_gone(since, category, owner);
+    }
+
+    /// Number of the last event: they count allocations and frees.
+    #[must_use]
+    pub fn last_event() -> u64 {
+        state().ledger.sequence()
+    }
+
+    /// Live blocks that came with an event in `[from, until)`, those of models and optimizers left out,
+    /// the oldest first.
+    #[must_use]
+    pub fn survivors(from: u64, until: u64) -> Vec<Survivor> {
+        state().ledger.survivors(from, until)
+    }
+
+    /// Says whom to wake when the alarm rings: called on the thread that allocates, which may hold any
+    /// lock but those of this crate.
+    pub fn on_alarm(wake: fn()) {
+        hook::WAKE.store(wake as usize, Ordering::Relaxed);
+    }
+
+    /// Sets the alarm, or switches it off.
+    pub fn set_alarm(bounds: Option<Bounds>) {
+        state().alarm.set(bounds);
+    }
+
+    /// Sets the alarm that has rung again, to ring after a while.
+    pub fn put_alarm_off() {
+        state().alarm.put_off();
+    }
+
+    /// Number of the event that rang the alarm last; 0 where none has.
+    #[must_use]
+    pub fn alarm_event() -> u64 {
+        state().alarm.rang_at_event()
     }
 
     /// Sets the number that peaks reached from now on carry.
@@ -197,6 +242,11 @@ mod counting {
     #[must_use]
     pub fn window_peak(window: WindowId) -> Option<(u64, u64)> {
         state().ledger.peak(window)
+    }
+
+    /// Begins a window anew, with what is live now.
+    pub fn restart_window(window: WindowId) {
+        state().ledger.restart(window);
     }
 
     /// What a window has seen so far; `None` when it is closed.
@@ -321,8 +371,9 @@ mod counting {
     any(target_arch = "x86_64", target_arch = "aarch64")
 )))]
 mod counting {
+    use crate::alarm::Bounds;
     use crate::category::Category;
-    use crate::ledger::{Reading, WindowId};
+    use crate::ledger::{Owner, Reading, Survivor, WindowId};
     use crate::refusal::Refusal;
     use crate::{AboveBudget, BudgetId, InstallError};
 
@@ -339,7 +390,40 @@ mod counting {
     pub fn seed(_: &[(usize, u64)]) {}
 
     /// Does nothing.
-    pub fn label(_: &[usize], _: Category) {}
+    pub fn label(_: &[usize], _: Category, _: Owner) {}
+
+    /// Does nothing.
+    pub fn label_gone(_: u64, _: Category, _: Owner) {}
+
+    /// Zero.
+    #[must_use]
+    pub fn last_event() -> u64 {
+        0
+    }
+
+    /// None.
+    #[must_use]
+    pub fn survivors(_: u64, _: u64) -> Vec<Survivor> {
+        Vec::new()
+    }
+
+    /// Does nothing.
+    pub fn on_alarm(_: fn()) {}
+
+    /// Does nothing.
+    pub fn put_alarm_off() {}
+
+    /// Does nothing.
+    pub fn set_alarm(_: Option<Bounds>) {}
+
+    /// Zero.
+    #[must_use]
+    pub fn alarm_event() -> u64 {
+        0
+    }
+
+    /// Does nothing.
+    pub fn restart_window(_: WindowId) {}
 
     /// Does nothing.
     pub fn set_mark(_: u64) {}
@@ -439,7 +523,8 @@ mod counting {
 }
 
 pub use counting::{
-    change_budget, close_window, current_bytes, forget_refusal, install, label, last_refusal,
-    lift_budget, open_window, read_window, refusals, refused_bytes, release_kept, resident_bytes,
-    seed, set_budget, set_mark, taken_bytes, uncounted_blocks, window_peak,
+    alarm_event, change_budget, close_window, current_bytes, forget_refusal, install, label,
+    label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window, put_alarm_off,
+    read_window, refusals, refused_bytes, release_kept, resident_bytes, restart_window, seed,
+    set_alarm, set_budget, set_mark, survivors, taken_bytes, uncounted_blocks, window_peak,
 };

@@ -22,13 +22,41 @@ pub(crate) fn seed_blocks(blocks: Vec<(usize, u64)>) {
     memfit_guard::seed(&blocks);
 }
 
-/// Says what the blocks at these addresses hold; unknown addresses are passed over.
+/// Says what the blocks at these addresses hold, and for whom; unknown addresses are passed over.
 #[pyfunction]
-pub(crate) fn label_blocks(addresses: Vec<usize>, category: &str) -> PyResult<()> {
-    let category = Category::of_name(category)
-        .ok_or_else(|| UsageError::new_err(format!("there is no category `{category}`")))?;
-    memfit_guard::label(&addresses, category);
+#[pyo3(signature = (addresses, category, owner=0))]
+pub(crate) fn label_blocks(addresses: Vec<usize>, category: &str, owner: u32) -> PyResult<()> {
+    memfit_guard::label(&addresses, of_name(category)?, owner);
     Ok(())
+}
+
+/// Says the same of unnamed blocks that came with an event from `since` on and are gone.
+#[pyfunction]
+#[pyo3(signature = (since, category, owner=0))]
+pub(crate) fn label_gone_blocks(since: u64, category: &str, owner: u32) -> PyResult<()> {
+    memfit_guard::label_gone(since, of_name(category)?, owner);
+    Ok(())
+}
+
+fn of_name(category: &str) -> PyResult<Category> {
+    Category::of_name(category)
+        .ok_or_else(|| UsageError::new_err(format!("there is no category `{category}`")))
+}
+
+/// Number of the last event: they count allocations and frees.
+#[pyfunction]
+pub(crate) fn last_event() -> u64 {
+    memfit_guard::last_event()
+}
+
+/// Live blocks that came with an event in `[since, until)`, those of models and optimizers left out, the
+/// oldest first: `(address, bytes, event)`.
+#[pyfunction]
+pub(crate) fn survivors(since: u64, until: u64) -> Vec<(usize, u64, u64)> {
+    let blocks = memfit_guard::survivors(since, until).into_iter();
+    blocks
+        .map(|block| (block.address, block.bytes, block.born))
+        .collect()
 }
 
 /// Sets the number that peaks reached from now on carry.
@@ -73,6 +101,11 @@ impl AllocationWindow {
     /// Peak bytes so far and the number of the event that reached it; `(0, 0)` when it is closed.
     fn peak(&self) -> (u64, u64) {
         memfit_guard::window_peak(self.window).unwrap_or_default()
+    }
+
+    /// Begins it anew, with what is live now.
+    fn restart(&self) {
+        memfit_guard::restart_window(self.window);
     }
 
     /// What it has seen so far; nothing when it is closed.

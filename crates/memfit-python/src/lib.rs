@@ -13,6 +13,7 @@ mod budget;
 mod counting;
 mod host;
 mod leases;
+mod looking;
 mod offload;
 mod parameters;
 mod parking;
@@ -74,12 +75,14 @@ mod _native {
     };
     #[pymodule_export]
     use super::counting::{
-        AllocationWindow, count_allocations, counted_bytes, label_blocks, mark_allocations,
-        refused_bytes, seed_blocks, uncounted_blocks,
+        AllocationWindow, count_allocations, counted_bytes, label_blocks, label_gone_blocks,
+        last_event, mark_allocations, refused_bytes, seed_blocks, survivors, uncounted_blocks,
     };
     use super::host::PythonHost;
     #[pymodule_export]
     use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
+    #[pymodule_export]
+    use super::looking::{alarm_event, on_alarm, set_alarm, switch_alarm_off};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
     #[pymodule_export]

@@ -1,10 +1,10 @@
 """Who holds the blocks that were live.
 
 Responsible for names that a person recognises: the part of a model, what of it, and how much. Not
-responsible for finding tensors (:mod:`memfit.track.owners`).
+responsible for finding tensors (:mod:`memfit.track.owners`, :mod:`memfit.track.look`).
 
-Parameters, their gradients, module buffers and optimizer state have names. The rest is activations,
-inputs and temporaries, which nobody can be asked about: those blocks are listed by size.
+Parameters, their gradients, module buffers and optimizer state have the names of modules, the rest
+those of the variables that hold it. What nothing of Python's or autograd's holds is listed by size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.errors import Holder
 from memfit.tensors.optimizers import in_memory
-from memfit.track.owners import OTHER, instances, storage_of
+from memfit.track.look import NAMES, Look, look, undisturbed
+from memfit.track.owners import instances, storage_of
+from memfit.track.variables import Running
 
 _DEPTH = 2
 """Parts of a module's path that name a holder: `layers.0` of `layers.0.attention`."""
@@ -32,29 +34,46 @@ _WORDS = {
 }
 
 
-def largest_holders(blocks: Sequence[tuple[int, int, str]]) -> list[Holder]:
-    """Holders of live blocks, the largest first.
+Block = tuple[int, int, str]
+"""Address, bytes and category of a block."""
+
+
+def holders_of(
+    blocks: Sequence[Block], frames: Sequence[Running] = ()
+) -> tuple[list[Holder], dict[str, int]]:
+    """Holders of live blocks, the largest first, and the bytes of each category.
 
     Args:
-        blocks: Address, bytes and category of each, as the count has them.
+        blocks: The blocks, as the count has them.
+        frames: Those of the error that has ended the program's functions: what their variables
+            hold was live.
     """
     if not blocks:
-        return []
-    names = _names()
+        return [], {}
+    with undisturbed():
+        names, seen = _names(), look(frames)
     total: dict[str, list[int]] = {}
-    for address, size, category in blocks:
+    by_category: dict[str, int] = {}
+    for address, size, known in blocks:
         name, known_bytes = names.get(address, ("", size))
+        category = known
+        if seen.sizes.get(address) == size and known not in _WORDS:
+            category = seen.categories[address]
         if not name or known_bytes != size:
-            name = _unnamed(category, size)
+            name = _name_of(seen, address, size, known)
+        by_category[category] = by_category.get(category, 0) + size
         entry = total.setdefault(name, [0, 0])
         entry[0] += size
         entry[1] += 1
     holders = [Holder(name, *entry) for name, entry in total.items()]
-    return sorted(holders, key=lambda holder: (-holder.bytes, holder.name))
+    return sorted(holders, key=lambda holder: (-holder.bytes, holder.name)), by_category
 
 
-def _unnamed(category: str, size: int) -> str:
-    if category != OTHER:
+def _name_of(seen: Look, address: int, size: int, category: str) -> str:
+    """The name of a block that no module and no optimizer has."""
+    if seen.sizes.get(address) == size:
+        return NAMES.owner(seen.owners[address]).name
+    if category in _WORDS:
         return f"{_WORDS[category]} of a model that is gone"
     return f"unlabelled, {_native.bytes_text(size)} each"
 

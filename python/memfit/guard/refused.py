@@ -8,12 +8,13 @@ Responsible for recognising the error of a refused request, and for what
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit import _native
 from memfit.errors import Holder, OutOfBudget
-from memfit.guard.holders import largest_holders
+from memfit.guard.holders import Block, holders_of
 
 LISTED = 10
 """Holders that a message names."""
@@ -38,7 +39,7 @@ class Refusal:
     in_use_bytes: int
     budget_bytes: int
     is_by_system: bool
-    blocks: Sequence[tuple[int, int, str]]
+    blocks: Sequence[Block]
 
 
 def out_of_budget(
@@ -60,7 +61,7 @@ def out_of_budget(
     refusal = _last() if _native.refusals() > refusals_before else None
     _native.forget_refusal()
     if refusal is not None and refusal.requested_bytes == requested_bytes:
-        return error_of(refusal, said.group())
+        return error_of(refusal, said.group(), error=error)
     if _WORKER in str(error):
         in_use_bytes = _native.taken_bytes()
         other = Refusal(requested_bytes, in_use_bytes, budget_bytes, False, ())  # noqa: FBT003
@@ -77,6 +78,7 @@ def error_of(
     refusal: Refusal,
     said: str,
     *,
+    error: BaseException | None = None,
     where: str = "",
     device: str = "cpu",
     kind: type[OutOfBudget] = OutOfBudget,
@@ -86,14 +88,13 @@ def error_of(
     Args:
         refusal: The refusal.
         said: Torch's words.
+        error: What was raised, if the functions that it has ended may hold what was live.
         where: What goes before the sentence.
         device: The device.
         kind: The class of the error.
     """
-    holders = largest_holders(refusal.blocks)
-    by_category: dict[str, int] = {}
-    for _, size, category in refusal.blocks:
-        by_category[category] = by_category.get(category, 0) + size
+    trace = error.__traceback__ if error is not None else None
+    holders, by_category = holders_of(refusal.blocks, list(traceback.walk_tb(trace)))
     return kind(
         _message(refusal, said, where, holders[:LISTED]),
         device=device,

@@ -76,6 +76,8 @@ class Reading:
         current_by_category: The same, divided.
         peak_bytes: Most bytes live at once since the window was opened.
         peak_by_category: The same, divided by what is known of each block.
+        peak_by_owner: The same by owner: category, number of the owner, blocks and bytes.
+        peak_event: Number of the event that reached it.
         peak_at_ns: Time from the opening to the peak.
         peak_mark: The mark set when the peak was reached.
         allocations: Allocations since the opening.
@@ -85,6 +87,8 @@ class Reading:
     current_by_category: dict[str, int]
     peak_bytes: int
     peak_by_category: dict[str, int]
+    peak_by_owner: list[dict[str, Any]]
+    peak_event: int
     peak_at_ns: int
     peak_mark: int
     allocations: int
@@ -100,6 +104,10 @@ class Window:
     def peak_event(self) -> int:
         """Number of the event that reached the peak so far; rises with every new peak."""
         return self._window.peak()[1]
+
+    def restart(self) -> None:
+        """Begin it anew, with what is live now."""
+        self._window.restart()
 
     def read(self) -> Reading | None:
         """What it has seen so far; ``None`` when it is closed."""

@@ -1,12 +1,12 @@
-"""Who owns a tensor: parameters, module buffers, gradients, optimizer state.
+"""Who owns a tensor: parameters, module buffers, gradients, optimizer state; words for the rest.
 
 Responsible for finding modules and optimizers, for naming the blocks of their tensors to the count,
 and for summing CUDA tensors by category, whose allocator cannot be told. Not responsible for the
 count itself.
 
-What nobody here owns is ``other``: activations, inputs, temporaries. A search through all Python
-objects takes some 40 ms, so it is made when something new is likely (:meth:`Owners.search`), and
-the modules and optimizers found are remembered, weakly.
+A search through all Python objects takes some 40 ms, so it is made when something new is likely
+(:meth:`Owners.search`), and the modules and optimizers found are remembered, weakly. Who has what
+no module and no optimizer has is found by a look (:mod:`memfit.track.look`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,26 @@ PARAMETER = "parameter"
 MODULE_BUFFER = "module_buffer"
 GRADIENT = "gradient"
 OPTIMIZER_STATE = "optimizer_state"
+ACTIVATION = "activation"
+CAST_CACHE = "cast_cache"
+KV_CACHE = "kv_cache"
+DATASET = "dataset"
+VARIABLE = "variable"
+TEMPORARY = "temporary"
 OTHER = "other"
-CATEGORIES = (PARAMETER, MODULE_BUFFER, GRADIENT, OPTIMIZER_STATE, OTHER)
+CATEGORIES = (
+    PARAMETER,
+    MODULE_BUFFER,
+    GRADIENT,
+    OPTIMIZER_STATE,
+    ACTIVATION,
+    CAST_CACHE,
+    KV_CACHE,
+    DATASET,
+    VARIABLE,
+    TEMPORARY,
+    OTHER,
+)
 """The categories in the order reports have them."""
 
 
@@ -42,6 +60,15 @@ def instances(*families: type) -> list[Any]:
     # `isinstance` would ask proxies for their class, and some of torch's warn when they are asked.
     wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, families)}
     return [found for found in objects if type(found) in wanted]
+
+
+def is_dataset(kind: type) -> bool:
+    """Whether a class is one of datasets, loaders or what they are made of."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None:
+        return False
+    families = (data.Dataset, data.DataLoader, data.Sampler, data.dataloader._BaseDataLoaderIter)
+    return issubclass(kind, families)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -122,9 +149,9 @@ class Owners:
             for category, tensor in of_owner:
                 yield from ((category, part) for part in plain_tensors(tensor))
 
-    def label(self) -> None:
-        """Name the blocks of all owned tensors on the CPU to the count."""
-        label(self.tensors())
+    def label(self) -> set[int]:
+        """Name the blocks of all owned tensors on the CPU to the count; their addresses."""
+        return label(self.tensors())
 
     def cuda_bytes(self) -> dict[int, dict[str, int]]:
         """Bytes of the owned tensors' storages, by CUDA device and category."""
@@ -167,8 +194,8 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield OPTIMIZER_STATE, leaf
 
 
-def label(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Name the blocks of tensors on the CPU to the count."""
+def label(tensors: Iterable[tuple[str, Tensor]]) -> set[int]:
+    """Name the blocks of tensors on the CPU to the count; their addresses."""
     addresses: dict[str, list[int]] = {}
     for category, tensor in tensors:
         if tensor.device.type == "cpu":
@@ -177,6 +204,7 @@ def label(tensors: Iterable[tuple[str, Tensor]]) -> None:
                 addresses.setdefault(category, []).append(storage.data_ptr())
     for category, found in addresses.items():
         _native.label_blocks(found, category)
+    return {address for found in addresses.values() for address in found}
 
 
 OWNERS = Owners()

@@ -11,10 +11,28 @@ from typing import Any
 
 from memfit import _native
 from memfit.track import cpu, cuda
+from memfit.track.looks import Account
 from memfit.track.owners import CATEGORIES, OTHER
 
 SCHEMA_VERSION = 1
 """Version of the JSON form."""
+
+
+@dataclass(slots=True, frozen=True)
+class OwnedBytes:
+    """Bytes that somebody held.
+
+    Attributes:
+        category: What they were.
+        owner: Who held them, for a person: a variable and the line at which it was seen.
+        blocks: In how many blocks.
+        bytes: The bytes.
+    """
+
+    category: str
+    owner: str
+    blocks: int
+    bytes: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,7 +46,11 @@ class DeviceBytes:
         peak_bytes: Most bytes allocated at once in between, those from before included.
         before_by_category: ``before_bytes`` divided.
         after_by_category: ``after_bytes`` divided.
-        peak_by_category: ``peak_bytes`` divided; ``None`` on CUDA, whose allocator does not tell.
+        peak_by_category: ``peak_told_bytes`` divided; ``None`` on CUDA, whose allocator does not
+            tell.
+        peak_told_bytes: What the account of the peak is of: ``peak_bytes``, or a little less where
+            that moment was not seen; ``None`` on CUDA.
+        peak_owners: The same by owner, the largest first.
         active_peak_bytes: Peak of active bytes, on CUDA.
         reserved_before_bytes: Reserved bytes at the start, on CUDA.
         reserved_after_bytes: Reserved bytes at the end, on CUDA.
@@ -46,6 +68,8 @@ class DeviceBytes:
     reserved_before_bytes: int | None = None
     reserved_after_bytes: int | None = None
     reserved_peak_bytes: int | None = None
+    peak_told_bytes: int | None = None
+    peak_owners: tuple[OwnedBytes, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +121,16 @@ class Tracked:
         return _native.track_text(json.dumps(self.as_dict())).rstrip("\n")
 
 
-def cpu_bytes(before: cpu.Reading, after: cpu.Reading) -> DeviceBytes:
+def owned(account: Account) -> tuple[OwnedBytes, ...]:
+    """Who held what at a peak, as far as it has an owner."""
+    return tuple(
+        OwnedBytes(one.category, one.owner.name, one.blocks, one.bytes)
+        for one in account.holdings
+        if one.owner.name
+    )
+
+
+def cpu_bytes(before: cpu.Reading, after: cpu.Reading, account: Account) -> DeviceBytes:
     """The CPU's entry."""
     return DeviceBytes(
         device="cpu",
@@ -106,7 +139,9 @@ def cpu_bytes(before: cpu.Reading, after: cpu.Reading) -> DeviceBytes:
         peak_bytes=after.peak_bytes,
         before_by_category=_ordered(before.current_by_category),
         after_by_category=_ordered(after.current_by_category),
-        peak_by_category=_ordered(after.peak_by_category),
+        peak_by_category=_ordered(account.by_category),
+        peak_told_bytes=account.bytes,
+        peak_owners=owned(account),
     )
 
 

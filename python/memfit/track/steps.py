@@ -21,7 +21,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memfit import _native
 from memfit.track import cpu
+from memfit.track.looks import LOOKS
 from memfit.track.owners import OWNERS, label, optimizer_tensors
 
 Listener = Callable[[Literal["before", "after"], Optimizer], None]
@@ -44,6 +46,7 @@ class Steps:
         self._named: dict[int, int] = {}
         self.listeners: list[Listener] = []
         self.has_arguments = False
+        self._since = 0
 
     def watch(self) -> None:
         """Register the hooks, once; without windows and listeners they do nothing."""
@@ -68,11 +71,13 @@ class Steps:
         self._name(optimizer)
         given = (*args[1:], *kwargs.values())  # the first is the optimizer
         self.has_arguments = any(value is not None for value in given)
+        self._since = _native.last_event() + 1
         for listener in list(self.listeners):
             listener("before", optimizer)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self._name(optimizer)
+        LOOKS.update_ended(self._since)
         for listener in list(self.listeners):
             listener("after", optimizer)
 

@@ -9,8 +9,18 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::ActionKind;
 use serde::{Deserialize, Serialize};
 
-/// Bytes by category: `parameter`, `module_buffer`, `gradient`, `optimizer_state`, `other`.
+/// Bytes by category, under the names of [`crate::report::text::tracked::CATEGORIES`].
 pub(crate) type ByCategory = BTreeMap<String, Bytes>;
+
+/// Bytes that somebody held at a peak.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct OwnedBytes {
+    pub(crate) category: String,
+    /// A variable and the line at which it was seen, or an op that took memory for itself.
+    pub(crate) owner: String,
+    pub(crate) blocks: u64,
+    pub(crate) bytes: Bytes,
+}
 
 /// What `memfit.track` has seen.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -32,8 +42,14 @@ pub(crate) struct TrackedDevice {
     pub(crate) peak_bytes: Bytes,
     pub(crate) before_by_category: ByCategory,
     pub(crate) after_by_category: ByCategory,
-    /// Absent on CUDA, whose allocator does not tell.
+    /// Of `peak_told_bytes`. Absent on CUDA, whose allocator does not tell.
     pub(crate) peak_by_category: Option<ByCategory>,
+    /// The peak, or a little less where that moment was not seen. Absent on CUDA.
+    #[serde(default)]
+    pub(crate) peak_told_bytes: Option<Bytes>,
+    /// Who held it, the largest first.
+    #[serde(default)]
+    pub(crate) peak_owners: Vec<OwnedBytes>,
     pub(crate) reserved_before_bytes: Option<Bytes>,
     pub(crate) reserved_after_bytes: Option<Bytes>,
     pub(crate) reserved_peak_bytes: Option<Bytes>,
@@ -90,8 +106,14 @@ pub(crate) struct RunDevice {
     pub(crate) device: String,
     pub(crate) peak_bytes: Bytes,
     pub(crate) after_bytes: Bytes,
-    /// Absent on CUDA.
+    /// Of `peak_told_bytes`. Absent on CUDA.
     pub(crate) peak_by_category: Option<ByCategory>,
+    /// The peak, or a little less where that moment was not seen. Absent on CUDA.
+    #[serde(default)]
+    pub(crate) peak_told_bytes: Option<Bytes>,
+    /// Who held it, the largest first.
+    #[serde(default)]
+    pub(crate) peak_owners: Vec<OwnedBytes>,
     /// On CUDA.
     pub(crate) reserved_peak_bytes: Option<Bytes>,
     /// When the peak was reached; absent on CUDA.

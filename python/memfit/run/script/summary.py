@@ -15,7 +15,9 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +168,7 @@ class Watch:
         self._records_history = False
         self._steps = 0
         self._phase = FORWARD
+        self._before_backward: list[int] = []
         self._loops: dict[int, growth.GrowthWatch] = {}
         self._growth: tuple[growth.GrowthWatch, growth.Cause] | None = None
 
@@ -181,6 +184,8 @@ class Watch:
         from torch.nn.modules import module
 
         from memfit.track import cpu, cuda
+        from memfit.track.backwards import BACKWARDS
+        from memfit.track.looks import LOOKS
         from memfit.track.steps import STEPS
 
         self._began = time.perf_counter() - self._start
@@ -188,6 +193,7 @@ class Watch:
         if problem is None:
             self._cpu = cpu.Window()
             STEPS.add(self._cpu)
+            LOOKS.add(self._cpu)
         else:
             self._notes.append(problem)
         self._cuda = cuda.Window()
@@ -195,7 +201,7 @@ class Watch:
         STEPS.listeners.append(self._on_step)
         module.register_module_parameter_registration_hook(_on_parameter)
         module.register_module_buffer_registration_hook(_on_buffer)
-        self._watch_backward()
+        BACKWARDS.watch(self)
         if self._request is not None:
             from memfit.run.script.script import AdoptedScript
 
@@ -205,23 +211,14 @@ class Watch:
             # Called when the script first uses CUDA; memfit does not start it.
             torch.cuda._lazy_call(self._record_history)  # type: ignore[no-untyped-call]
 
-    def _watch_backward(self) -> None:
-        """Know when autograd's engine runs: `backward` and `grad` both call it by this name."""
-        from torch import autograd
+    def backward_begins(self) -> None:
+        """Autograd's engine is about to run; it may run in itself."""
+        self._before_backward.append(self._phase)
+        self._enter(BACKWARD)
 
-        engine = getattr(autograd, "_engine_run_backward", None)
-        if engine is None:
-            return
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            before = self._phase
-            self._enter(BACKWARD)
-            try:
-                return engine(*args, **kwargs)
-            finally:
-                self._enter(before)
-
-        autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    def backward_ended(self) -> None:
+        """It has run."""
+        self._enter(self._before_backward.pop())
 
     def _enter(self, phase: int) -> None:
         from memfit import _native
@@ -281,10 +278,7 @@ class Watch:
         devices: list[dict[str, Any]] = []
         fitting = self._adopted.end(ending.error) if self._adopted is not None else None
         if self._began is not None:
-            from memfit.track.owners import OWNERS
-
-            OWNERS.search("the end of a script")
-            OWNERS.label()
+            self._look_for_the_last_time(ending.error)
             oom = self._out_of_memory(ending.error, elapsed)
             devices = self._devices(self._began)
         else:
@@ -305,10 +299,23 @@ class Watch:
             "notes": self._notes,
         }
 
+    def _look_for_the_last_time(self, error: BaseException | None) -> None:
+        """Name what lives still, also in the functions that an exception has ended."""
+        from memfit.track.looks import LOOKS
+        from memfit.track.owners import OWNERS
+
+        OWNERS.search("the end of a script")
+        trace = error.__traceback__ if error is not None else None
+        LOOKS.look(list(traceback.walk_tb(trace)))
+
     def _devices(self, began: float) -> list[dict[str, Any]]:
+        from memfit.track import record
+        from memfit.track.looks import LOOKS
+
         found: list[dict[str, Any]] = []
         counted = self._cpu.read() if self._cpu is not None else None
-        if counted is not None:
+        if counted is not None and self._cpu is not None:
+            account = LOOKS.account(self._cpu, counted)
             steps, phase = divmod(counted.peak_mark, len(PHASES))
             seconds = began + counted.peak_at_ns / 1e9
             peak = {"seconds": seconds, "phase": PHASES[phase], "steps_done": steps}
@@ -317,7 +324,9 @@ class Watch:
                     "device": "cpu",
                     "peak_bytes": counted.peak_bytes,
                     "after_bytes": counted.current_bytes,
-                    "peak_by_category": counted.peak_by_category,
+                    "peak_by_category": account.by_category,
+                    "peak_told_bytes": account.bytes,
+                    "peak_owners": [asdict(one) for one in record.owned(account)],
                     "reserved_peak_bytes": None,
                     "peak": peak,
                 }

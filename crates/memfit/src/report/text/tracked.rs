@@ -7,19 +7,29 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, RunDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes, RunDevice,
     RunDocument, RunLease, RunPhase, TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
 /// The categories in the order they are shown.
-const CATEGORIES: [&str; 5] = [
+pub(crate) const CATEGORIES: [&str; 11] = [
     "parameter",
     "module_buffer",
     "gradient",
     "optimizer_state",
+    "activation",
+    "cast_cache",
+    "kv_cache",
+    "dataset",
+    "variable",
+    "temporary",
     "other",
 ];
+
+/// Owners that are listed, and the part of the peak from which on they are.
+const OWNERS: usize = 8;
+const OWNER_SHARE: u64 = 50;
 
 /// A track's record.
 pub(crate) fn track(document: &TrackDocument, palette: Palette) -> String {
@@ -71,7 +81,15 @@ fn tracked_device(device: &TrackedDevice, palette: Palette) -> String {
         let [before, peak, after] = cells;
         table.row(["reserved".to_owned(), before, peak, after]);
     }
-    table.render(2, palette)
+    let mut text = table.render(2, palette);
+    let told = device.peak_told_bytes.unwrap_or(device.peak_bytes);
+    if told != device.peak_bytes {
+        text.push_str(&indented(&[format!(
+            "what is said of the peak was seen with {told} live"
+        )]));
+    }
+    text.push_str(&owners(&device.peak_owners, told));
+    text
 }
 
 /// The summary of `memfit run`.
@@ -95,10 +113,15 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
         palette,
     );
     for device in &document.devices {
-        let heading = format!("At the peak on {}", device.device);
+        let told = device.peak_told_bytes.unwrap_or(device.peak_bytes);
+        let heading = if told == device.peak_bytes {
+            format!("At the peak on {}", device.device)
+        } else {
+            format!("Near the peak on {}, with {told} live", device.device)
+        };
         let body = device.peak_by_category.as_ref();
         let body = body.map_or_else(String::new, |parts| {
-            categories(parts, device.peak_bytes, palette)
+            categories(parts, told, palette) + &owners(&device.peak_owners, told)
         });
         section(&mut text, &heading, &body, palette);
     }
@@ -195,6 +218,20 @@ fn categories(parts: &ByCategory, whole: Bytes, palette: Palette) -> String {
     } else {
         table.render(2, palette)
     }
+}
+
+/// Who held most of it.
+fn owners(found: &[OwnedBytes], whole: Bytes) -> String {
+    let large = found.iter();
+    let large = large.filter(|one| one.bytes.0.saturating_mul(OWNER_SHARE) >= whole.0);
+    let lines: Vec<String> = large
+        .take(OWNERS)
+        .map(|one| {
+            let blocks = words::counted(one.blocks, "tensor");
+            format!("{}, {blocks}: {}", one.bytes, one.owner)
+        })
+        .collect();
+    indented(&lines)
 }
 
 /// What `--budget` did, loop by loop.

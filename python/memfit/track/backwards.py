@@ -1,0 +1,58 @@
+"""Autograd's engine, seen when it runs.
+
+Responsible for telling listeners that a backward begins and ends. Not responsible for what follows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from torch import autograd
+
+
+class Listener(Protocol):
+    """Told of every run of the engine, on the thread that runs it."""
+
+    def backward_begins(self) -> None:
+        """It is about to run, for ``backward`` or ``grad``."""
+
+    def backward_ended(self) -> None:
+        """It has run, or raised."""
+
+
+class Backwards:
+    """The backwards of this process."""
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._listeners: list[Listener] = []
+        self._is_watching = False
+
+    def watch(self, listener: Listener) -> None:
+        """Tell a listener, from now on."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+        if self._is_watching:
+            return
+        # `backward` and `grad` both call it by this name.
+        engine = getattr(autograd, "_engine_run_backward", None)
+        if engine is None:
+            return
+        self._is_watching = True
+
+        @functools.wraps(engine)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            for one in self._listeners:
+                one.backward_begins()
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                for one in self._listeners:
+                    one.backward_ended()
+
+        autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+BACKWARDS = Backwards()
+"""The backwards of this process; torch has one engine."""

@@ -1,0 +1,301 @@
+"""Which tensors are reached from which variables of the program.
+
+Responsible for walking through Python's objects, from each variable on, through lists,
+dictionaries, objects, closures, hooks and bound methods, and through autograd's graphs. Runs no
+code of the program's. Not responsible for the variables (:mod:`memfit.track.variables`) nor for
+what is made of the answer (:mod:`memfit.track.look`).
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from memfit.tensors.storage import plain_tensors
+from memfit.track import owners
+from memfit.track.graphs import Graphs
+from memfit.track.owners import (
+    ACTIVATION,
+    CAST_CACHE,
+    DATASET,
+    GRADIENT,
+    KV_CACHE,
+    OWNERS,
+    PARAMETER,
+    VARIABLE,
+)
+from memfit.track.variables import MODULES, Variable, is_library, space_of
+
+_OBJECTS = 400_000
+"""Objects that one walk visits at most."""
+
+_LARGE = 20_000
+"""Elements from which on a container is tried before all of it is walked through."""
+
+_TRIED = 64
+_DEPTH = 2
+_KV_CLASS = re.compile(
+    r"KV_?Cache|(Dynamic|Static|Hybrid|SlidingWindow|Offloaded|EncoderDecoder)Cache"
+)
+_KV_NAME = re.compile(
+    r"(^|[._])((layer_)?past(_key_values?)?|kvs?(_?cache)?|(k|v|key|value)_?cache|keys_values)s?$"
+)
+_NO_WAYS = (
+    *(str, bytes, int, float, complex, type(None), range, torch.dtype, torch.device),
+    *(ModuleType, CodeType, FrameType),
+)
+"""Classes of objects that lead nowhere, or everywhere."""
+
+_FAMILIES = {
+    Tensor: "tensor",
+    Module: "module",
+    Optimizer: "optimizer",
+    type: "class",
+    torch._C._FunctionBase: "node",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Reached:
+    """A tensor and how it was reached.
+
+    Attributes:
+        tensor: The tensor.
+        category: What it is, as far as the way to it tells.
+        variable: The variable at which the way begins.
+        through_graph: Whether the way leads through an autograd graph.
+    """
+
+    tensor: Tensor
+    category: str
+    variable: Variable
+    through_graph: bool
+
+
+@dataclass(slots=True)
+class Walk:
+    """One walk; what was visited from one variable is not visited from another.
+
+    Attributes:
+        reached: What was found, in order.
+        graphs: The graphs on the way.
+        is_complete: Whether all was visited that can be reached.
+    """
+
+    reached: list[Reached] = field(default_factory=list)
+    graphs: Graphs = field(default_factory=Graphs)
+    is_complete: bool = True
+    _seen: set[int] = field(default_factory=set)
+    _kept: list[Any] = field(default_factory=list)
+    _kinds: dict[type, str] = field(default_factory=dict)
+    _visited: int = 0
+
+    def __post_init__(self) -> None:
+        """Know what leads to everything, and is no way."""
+        self._seen.update(MODULES.spaces())
+        self._seen.update((id(self._seen), id(self.reached), id(self._kept), id(self.graphs.nodes)))
+
+    def has_seen(self, thing: object) -> bool:
+        """Whether an object was visited."""
+        return id(thing) in self._seen
+
+    def from_variable(self, variable: Variable, value: Any) -> None:
+        """Walk on from a variable."""
+        category = KV_CACHE if _KV_NAME.search(variable.name) else VARIABLE
+        self._from(variable, value, category, 0)
+
+    def _from(self, variable: Variable, value: Any, category: str, depth: int) -> None:
+        kind = self._kind(type(value))
+        if kind == "skip" or id(value) in self._seen:
+            return
+        if kind == "object" and depth < _DEPTH:
+            self._attributes(variable, value, category, depth)
+        else:
+            self._spread(variable, [value], category)
+
+    def _attributes(self, variable: Variable, value: Any, category: str, depth: int) -> None:
+        """Walk on from each attribute of an object, under its own name."""
+        self._seen.add(id(value))
+        space = _space(value)
+        for name, attribute in list(space.items()) if space is not None else ():
+            if isinstance(name, str):
+                kind = KV_CACHE if _KV_NAME.search(name) else category
+                self._from(variable.of(name), attribute, kind, depth + 1)
+        if space is not None:
+            self._seen.add(id(space))
+        self._spread(variable, gc.get_referents(value), category)
+
+    def _module(self, variable: Variable, module: Module, category: str) -> None:
+        OWNERS.add(module)
+        space = _space(module) or {}
+        for kept in ("_parameters", "_buffers"):
+            self._seen.add(id(space.get(kept)))
+        children = space.get("_modules")
+        if isinstance(children, dict):
+            self._seen.add(id(children))
+            for name, child in list(children.items()):
+                self._from(variable.of(name), child, category, _DEPTH)
+        for name, attribute in list(space.items()):
+            if id(attribute) in self._seen or not isinstance(name, str):
+                continue
+            # Most are settings, and dictionaries of hooks that are empty.
+            if self._kind(type(attribute)) != "skip" and not _is_empty(attribute):
+                kind = KV_CACHE if _KV_NAME.search(name) else category
+                self._spread(variable.of(name), [attribute], kind)
+
+    def _spread(self, variable: Variable, start: list[Any], category: str) -> None:
+        """Walk on, level by level."""
+        level = self._fresh(variable, start, category)
+        while level:
+            if self._visited > _OBJECTS:
+                self.is_complete = False
+                return
+            large = [thing for thing in level if _is_large(thing)]
+            if large:
+                level = [thing for thing in level if not _is_large(thing)]
+                level += [thing for thing in large if self._leads_to_tensors(thing)]
+            self._kept.append(level)  # numbers tell objects apart only while they live
+            level = self._fresh(variable, gc.get_referents(*level), category)
+
+    def _fresh(self, variable: Variable, things: Iterable[Any], category: str) -> list[Any]:
+        """Those that were not visited and lead further; tensors are taken down on the way."""
+        found, apart = [], []
+        for thing in things:
+            if id(thing) in self._seen:
+                if category in (DATASET, KV_CACHE) and self._kind(type(thing)) == "tensor":
+                    self._take_down(variable, thing, category)  # what it is goes before its name
+                continue
+            kind = self._kind(type(thing))
+            if kind == "skip" or (kind == "container" and not gc.is_tracked(thing)):
+                continue
+            self._seen.add(id(thing))
+            if kind == "tensor":
+                self._tensor(variable, thing, category)
+                found.append(thing)  # its hooks and attributes
+            elif kind in ("container", "object"):
+                found.append(thing)
+            else:
+                apart.append((kind, thing))
+        self._visited += len(found)
+        for kind, thing in apart:
+            self._apart(variable, kind, thing, category)
+        return found
+
+    def _apart(self, variable: Variable, kind: str, thing: Any, category: str) -> None:
+        """What is no mere step on the way."""
+        if kind == "module":
+            self._module(variable, thing, category)
+        elif kind == "optimizer":
+            OWNERS.add(thing)
+            self._spread(variable, gc.get_referents(thing), category)
+        elif kind == "class":
+            if not is_library(_file_of(thing)):
+                self._spread(variable, list(vars(thing).values()), category)
+        elif kind == "node":
+            self._graph(variable, thing)
+        else:
+            self._spread(variable, gc.get_referents(thing), kind)
+
+    def _tensor(self, variable: Variable, tensor: Tensor, category: str) -> None:
+        with torch._C.DisableTorchFunction():
+            node = tensor.grad_fn
+            is_leaf = tensor.is_leaf
+            gradient = tensor.grad if is_leaf and tensor.requires_grad else None
+        own = PARAMETER if issubclass(type(tensor), torch.nn.Parameter) else category
+        self._take_down(variable, tensor, own)
+        if gradient is not None and id(gradient) not in self._seen:
+            self._seen.add(id(gradient))
+            self._tensor(variable, gradient, GRADIENT)
+        if node is not None:
+            self._graph(variable, node)
+
+    def _take_down(self, variable: Variable, tensor: Tensor, category: str) -> None:
+        for part in plain_tensors(tensor):
+            self.reached.append(Reached(part, category, variable, through_graph=False))
+
+    def _graph(self, variable: Variable, node: Any) -> None:
+        for value, is_cast in self.graphs.of(node):
+            if isinstance(value, Tensor):
+                category = CAST_CACHE if is_cast else ACTIVATION
+                for part in plain_tensors(value):
+                    self.reached.append(Reached(part, category, variable, through_graph=True))
+            elif value is not None:
+                self._held_by_graph(variable, value)
+
+    def _held_by_graph(self, variable: Variable, value: Any) -> None:
+        """What a hook or a function of Python's keeps in a graph."""
+        before = len(self.reached)
+        self._spread(variable, [value], ACTIVATION)
+        for at in range(before, len(self.reached)):
+            one = self.reached[at]
+            self.reached[at] = Reached(one.tensor, one.category, variable, through_graph=True)
+
+    def _leads_to_tensors(self, thing: Any) -> bool:
+        """Whether some elements of a large container lead to tensors, three steps on at most."""
+        values = list(thing.values()) if isinstance(thing, dict) else list(thing)
+        level: list[Any] = [*values[:_TRIED], *values[-_TRIED:]]
+        for _ in range(3):
+            level = [one for one in level if self._kind(type(one)) != "skip"]
+            if any(self._kind(type(one)) == "tensor" for one in level):
+                return True
+            level = gc.get_referents(*[one for one in level if gc.is_tracked(one)])
+        self.is_complete = False
+        return False
+
+    def _kind(self, kind: type) -> str:
+        known = self._kinds.get(kind)
+        if known is None:
+            known = self._kinds[kind] = _classified(kind)
+        return known
+
+
+def _classified(kind: type) -> str:
+    """What objects of a class are to a walk."""
+    if issubclass(kind, _NO_WAYS) or kind.__module__.startswith("memfit."):
+        return "skip"
+    for family, word in _FAMILIES.items():
+        if issubclass(kind, family):
+            return word
+    if owners.is_dataset(kind):
+        return DATASET
+    if _KV_CLASS.search(kind.__name__):
+        return KV_CACHE
+    is_plain = kind.__module__ in ("builtins", "collections", "functools")
+    return "object" if kind.__flags__ & _HEAP and not is_plain else "container"
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, for the most part
+
+
+def _space(thing: Any) -> dict[Any, Any] | None:
+    """The attributes of an object, without asking it."""
+    try:
+        space = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return space if type(space) is dict else None
+
+
+def _file_of(kind: type) -> str:
+    space = space_of(sys.modules.get(kind.__module__))
+    file = space.get("__file__") if space is not None else None
+    return file if isinstance(file, str) else "<frozen"
+
+
+def _is_empty(thing: Any) -> bool:
+    return type(thing) in (dict, OrderedDict, list, tuple, set) and not len(thing)
+
+
+def _is_large(thing: Any) -> bool:
+    return type(thing) in (list, dict, tuple, set) and len(thing) > _LARGE

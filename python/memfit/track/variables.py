@@ -1,0 +1,230 @@
+"""The variables of the program: of its frames and of its modules.
+
+Responsible for finding them, with the names that a person knows them by, without keeping anything
+alive. Not responsible for what is reached from them (:mod:`memfit.track.reach`).
+"""
+
+from __future__ import annotations
+
+import opcode
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
+_OPTIMIZED = 1  # CO_OPTIMIZED: the variables are not in a dictionary
+_OWN_REFERENCES = 3  # the frame's, that of `_emptied` and that of `getrefcount`'s argument
+_LIBRARIES = tuple(
+    {
+        str(Path(sysconfig.get_path(name)).resolve()) + "/"
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+    | {sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Variable:
+    """A variable, or an attribute of what one holds.
+
+    Attributes:
+        name: As in the source, ``trainer.losses``; empty where a value has none yet.
+        file: Name of the file.
+        scope: Name of the function; empty for a module's own.
+        line: Where the function was when it was looked at; 0 where it is not running.
+    """
+
+    name: str
+    file: str
+    scope: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        """``train.py:12``."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    @property
+    def text(self) -> str:
+        """For a person."""
+        return f"`{self.name}` ({self.place})" if self.name else f"a value of {self.place}"
+
+    def of(self, attribute: str) -> Variable:
+        """An attribute of what it holds."""
+        return Variable(f"{self.name}.{attribute}", self.file, self.scope, self.line)
+
+
+def is_memfit(frame: FrameType) -> bool:
+    """Whether a frame runs code of memfit."""
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is one of Python's own or of an installed package."""
+    return file.startswith((*_LIBRARIES, "<frozen", _PACKAGE))
+
+
+Running = tuple[FrameType, int]
+"""A frame and the line that it is at."""
+
+
+def frames(more: Sequence[Running] = ()) -> list[Running]:
+    """The frames of the program, the outermost of each thread first, without memfit's own.
+
+    A list and no generator: one that holds its own frame would live on, and all it refers to.
+
+    Args:
+        more: Frames that may run no more, such as those of an exception.
+    """
+    found: dict[int, Running] = {}
+    this = threading.get_ident()
+    running = {**sys._current_frames(), this: sys._getframe(1)}
+    for thread in sorted(running, key=lambda thread: thread != this):
+        stack = []
+        frame: FrameType | None = running[thread]
+        while frame is not None:
+            if not is_memfit(frame):
+                stack.append((frame, frame.f_lineno or 0))
+            frame = frame.f_back
+        found.update((id(frame), (frame, line)) for frame, line in reversed(stack))
+    # Where an exception passes through, a frame is at the line that raised it.
+    found.update((id(frame), (frame, line)) for frame, line in more if not is_memfit(frame))
+    return list(found.values())
+
+
+def of_frames(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
+    """The local variables of functions: first those of the program, then those of libraries."""
+    # Sorted without a function of its own, which would hold the frames in a cell.
+    own = [one for one in running if not is_library(one[0].f_code.co_filename)]
+    others = [one for one in running if is_library(one[0].f_code.co_filename)]
+    for frame, line in (*own, *others):
+        code = frame.f_code
+        if code.co_name == "<module>" and frame.f_globals.get("__name__") in sys.modules:
+            continue
+        file = Path(code.co_filename).name
+        for name, value in _local_variables(frame).items():
+            yield Variable(_spoken(name, value), file, code.co_name, line), value
+
+
+def _spoken(name: str, value: Any) -> str:
+    """A name that says something: an object's class instead of ``self``."""
+    return type(value).__name__ if name == "self" else name
+
+
+def _local_variables(frame: FrameType) -> dict[str, Any]:
+    variables = frame.f_locals
+    found = dict(variables)
+    # Before Python 3.13 `f_locals` of a function is a copy that the frame keeps, and every value
+    # with it, as long as it runs. It is emptied unless the program has it too, from `locals()`.
+    if frame.f_code.co_flags & _OPTIMIZED and sys.version_info < (3, 13):
+        _empty(variables)
+    return found
+
+
+def _empty(variables: dict[str, Any]) -> None:
+    if sys.getrefcount(variables) <= _OWN_REFERENCES + 1:
+        variables.clear()
+
+
+def of_modules(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
+    """The global variables of the program's own modules."""
+    lines = {id(frame.f_globals): line for frame, line in running if _is_module(frame)}
+    for module in MODULES.own():
+        space = space_of(sys.modules.get(module))
+        if space is None:
+            continue
+        file, line = str(space.get("__file__")), lines.get(id(space), 0)
+        for name, value in list(space.items()):
+            if isinstance(name, str) and not name.startswith("__"):
+                yield Variable(name, Path(file).name, "", line), value
+
+
+def _is_module(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "<module>"
+
+
+def space_of(module: object) -> dict[str, Any] | None:
+    """The global variables of a module; ``None`` where something else stands in for one."""
+    if not issubclass(type(module), ModuleType):
+        return None
+    # A module may answer `__dict__` in a way of its own.
+    space = ModuleType.__getattribute__(module, "__dict__")
+    return space if type(space) is dict else None
+
+
+class Modules:
+    """The modules of this process, looked through again when there are others."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._known = 0
+        self._own: tuple[str, ...] = ()
+        self._spaces: frozenset[int] = frozenset()
+
+    def own(self) -> tuple[str, ...]:
+        """Names of the program's own."""
+        self._renew()
+        return self._own
+
+    def spaces(self) -> frozenset[int]:
+        """Numbers (``id``) of the dictionaries of all of them."""
+        self._renew()
+        return self._spaces
+
+    def _renew(self) -> None:
+        if len(sys.modules) == self._known:
+            return
+        self._known = len(sys.modules)
+        spaces = {name: space_of(module) for name, module in list(sys.modules.items())}
+        found = {name: space for name, space in spaces.items() if space is not None}
+        files = {name: space.get("__file__") for name, space in found.items()}
+        self._own = tuple(n for n, f in files.items() if isinstance(f, str) and not is_library(f))
+        self._spaces = frozenset(id(space) for space in found.values())
+
+
+MODULES = Modules()
+"""The modules of this process."""
+
+
+def here() -> Variable:
+    """Where the program is: the innermost line of its own code, and the variable being assigned."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_memfit(frame):
+        frame = frame.f_back
+    name = _stored_name(frame) if frame is not None else ""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame, name = frame.f_back, ""
+    if frame is None:
+        return Variable("", "the program", "", 0)
+    code = frame.f_code
+    scope = "" if code.co_name == "<module>" else code.co_name
+    return Variable(name, Path(code.co_filename).name, scope, frame.f_lineno or 0)
+
+
+def _stored_name(frame: FrameType) -> str:
+    """The variable that takes what a call has just returned; empty where there is none."""
+    code, at = frame.f_code, frame.f_lasti
+    instructions = code.co_code
+    if at < 0 or not opcode.opname[instructions[at]].startswith("CALL"):
+        return ""
+    at += 2 * (1 + _cache_entries(instructions[at]))
+    if at + 1 >= len(instructions):
+        return ""
+    operation, argument = opcode.opname[instructions[at]], instructions[at + 1]
+    if operation in ("STORE_NAME", "STORE_GLOBAL"):
+        return code.co_names[argument]
+    is_local = operation == "STORE_FAST" and argument < len(code.co_varnames)
+    return code.co_varnames[argument] if is_local else ""
+
+
+def _cache_entries(operation: int) -> int:
+    """How many entries follow an instruction before the next one."""
+    entries: Any = getattr(opcode, "_inline_cache_entries", None)
+    if isinstance(entries, list):
+        return int(entries[operation])
+    return int(entries.get(opcode.opname[operation], 0)) if entries is not None else 0

@@ -1,0 +1,210 @@
+"""A look names who holds each block: the variable, or the graph behind it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from memfit.track import cpu
+from memfit.track.look import NAMES, look
+from memfit.track.owners import OWNERS
+
+MODEL = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+@pytest.fixture(autouse=True)
+def counting() -> None:
+    assert cpu.start() is None
+
+
+def held(tensor: torch.Tensor) -> tuple[str, str]:
+    """Category and owner of a tensor's block."""
+    found = look()
+    address = tensor.untyped_storage().data_ptr()
+    return found.categories[address], NAMES.owner(found.owners[address]).name
+
+
+@dataclasses.dataclass
+class Record:
+    value: Any
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.kept = [value]
+
+    def method(self) -> None: ...
+
+
+def closure(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def generator(value: Any) -> Iterator[Any]:
+    yield 1
+    yield value
+
+
+def begun(value: Any) -> Iterator[Any]:
+    running = generator(value)
+    next(running)
+    return running
+
+
+def hooked(value: Any) -> nn.Module:
+    module = nn.Identity()
+    module.register_forward_hook(lambda *_: value)
+    return module
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "list": lambda v: [v],
+    "tuple": lambda v: [(3, v)],
+    "dict": lambda v: [{"loss": v, "n": 1}],
+    "dict of lists": lambda v: collections.defaultdict(list, loss=[v]),
+    "deque": lambda v: collections.deque([v], maxlen=3),
+    "set": lambda v: {v},
+    "dataclass": Record,
+    "slots": Slots,
+    "object": Holder,
+    "bound method": lambda v: Holder(v).method,
+    "closure": closure,
+    "partial": lambda v: functools.partial(print, v),
+    "generator": begun,
+    "hook": hooked,
+    "arithmetic": lambda v: 0.9 * v + 0.1,
+    "smallest": lambda v: torch.minimum(v, torch.tensor(5.0)),
+    "stacked": lambda v: torch.cat([v[None], v[None]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_graph_of_a_kept_value_is_named(form: str):
+    def keep() -> tuple[Any, torch.Tensor]:
+        hidden = MODEL[0](torch.randn(64, 8))
+        activated = MODEL[1](hidden)
+        return FORMS[form](MODEL[2](activated).mean()), activated.detach()
+
+    kept, saved = keep()
+    category, owner = held(saved)
+    # The detached alias is a variable too: of several things, a block is what a graph holds.
+    assert category == "activation"
+    assert owner.startswith(("the autograd graph of `kept", "`saved`"))
+    assert kept is not None
+    del saved
+
+
+@pytest.mark.parametrize("form", [*list(FORMS)[:-3]])
+def test_a_kept_tensor_is_named(form: str):
+    value = torch.zeros(100)
+    address = value.untyped_storage().data_ptr()
+    kept = FORMS[form](value)
+    del value
+    found = look()
+    assert found.categories[address] == "variable"
+    assert NAMES.owner(found.owners[address]).name.startswith("`kept")
+    assert "(test_look.py:" in NAMES.owner(found.owners[address]).name
+    assert kept is not None
+
+
+def test_parameters_gradients_and_datasets_are_what_they_are():
+    weight = torch.nn.Parameter(torch.ones(10))
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert held(weight)[0] == "parameter"
+    assert held(weight.grad)[0] == "gradient"
+    rows = torch.zeros(50)
+    data = TensorDataset(rows)
+    assert held(rows)[0] == "dataset"
+    past_key_values = [(torch.zeros(5), torch.zeros(5))]
+    assert held(past_key_values[0][0])[0] == "kv_cache"
+    assert len(data) == 50
+
+
+def test_modules_are_found_though_no_hook_saw_their_parameters():
+    import copy
+
+    model = copy.deepcopy(MODEL)
+    look()
+    assert any(owner is model[0] for owner in OWNERS._live())
+
+
+def test_what_autocast_keeps_is_named():
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = MODEL(torch.randn(16, 8)).sum()
+        saved = loss.grad_fn.next_functions[0][0]
+        found = look()
+    assert saved is not None
+    casts = [a for a, category in found.categories.items() if category == "cast_cache"]
+    assert max(found.sizes[address] for address in casts) == MODEL[0].weight.numel() * 2
+
+
+class Proud:
+    """An object that must not be asked anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __bool__(self) -> bool:
+        raise AssertionError
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+    def __hash__(self) -> int:
+        raise AssertionError
+
+    @property
+    def value(self) -> Any:
+        raise AssertionError
+
+
+def test_a_look_runs_none_of_the_programs_code_and_keeps_nothing():
+    unpacked = []
+    proud = Proud()
+    gone = weakref.ref(proud)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpacked.append)
+    with hooks:
+        loss = MODEL(torch.randn(4, 8)).sum()
+    module = nn.Identity()
+    module.proud = proud  # type: ignore[assignment]
+    gc.collect()
+    gc.disable()
+    try:
+        look()
+        del proud, module
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert unpacked == []
+    assert loss.requires_grad
+
+
+def test_a_list_of_many_numbers_is_not_walked_through():
+    rows = [{"id": number, "text": str(number)} for number in range(30_000)]
+    tensor = torch.zeros(10)
+    found = look()
+    assert not found.walk.is_complete
+    assert found.walk._visited < 20_000
+    assert tensor.untyped_storage().data_ptr() in found.categories
+    assert len(rows) == 30_000

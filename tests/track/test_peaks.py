@@ -1,0 +1,123 @@
+"""What was live at the peak, wherever it lies, with categories and owners."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import FORKS
+
+HEAD = """
+    import torch
+    from torch import nn
+    from memfit.track import looks
+    looks.SHARE = 1  # there is nearly always time for a look, however loaded the machine is
+    torch.manual_seed(0)
+"""
+
+SCRIPTS = {
+    "evaluation": """
+        net = nn.Sequential(nn.Embedding(2000, 16), nn.Linear(16, 2000))
+        predictions = None
+        with torch.no_grad():
+            for _ in range(12):
+                logits = net(torch.randint(0, 2000, (4, 32)))
+                predictions = logits if predictions is None else torch.cat((predictions, logits))
+    """,
+    "collected": """
+        def collect():
+            net = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).eval()
+            outs = []
+            for _ in range(12):
+                outs.append(net(torch.randn(1024, 256)))
+        collect()
+    """,
+    "decoding": """
+        def decode():
+            net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+            x = torch.randn(4, 512)
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                for _ in range(20):
+                    x = net(x).float()
+        decode()
+    """,
+    "between": """
+        import copy
+        def main():
+            net = nn.Linear(1024, 1024, bias=False)
+            ema = copy.deepcopy(net).requires_grad_(False)
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                net(torch.randn(8, 1024)).square().mean().backward()
+                optimizer.step()
+            snapshot = torch.ones(16 << 18)
+        main()
+    """,
+    "training": """
+        def main():
+            net = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)])
+            optimizer = torch.optim.AdamW(net.parameters())
+            for _ in range(6):
+                loss = net(torch.randn(4096, 128)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        main()
+    """,
+}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """The CPU's entry in the report of each script."""
+    folder: Path = tmp_path_factory.mktemp("peaks")
+    found = {}
+    for name, code in SCRIPTS.items():
+        lines = [line[4:] for line in HEAD.splitlines()] + [line[8:] for line in code.splitlines()]
+        (folder / f"{name}.py").write_text("\n".join(lines))
+        words = ["run", "--report", f"{name}.json", f"{name}.py"]
+        FORKS.run("-m", "memfit", *words, folder=folder)
+        found[name] = json.loads((folder / f"{name}.json").read_text())["devices"][0]
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_hardly_anything_is_other(ran: dict[str, dict[str, Any]], name: str):
+    found = ran[name]
+    assert sum(found["peak_by_category"].values()) == found["peak_told_bytes"]
+    assert found["peak_told_bytes"] >= 0.8 * found["peak_bytes"]
+    assert found["peak_by_category"]["other"] <= 0.1 * found["peak_told_bytes"]
+
+
+def test_the_variable_that_an_evaluation_fills_is_named(ran: dict[str, dict[str, Any]]):
+    first = ran["evaluation"]["peak_owners"][0]
+    assert first["owner"].startswith("`predictions` (evaluation.py:13)")
+    assert first["bytes"] >= 0.9 * ran["evaluation"]["peak_told_bytes"]
+    assert first["blocks"] == 2
+
+
+def test_the_list_that_holds_graphs_is_named(ran: dict[str, dict[str, Any]]):
+    first = ran["collected"]["peak_owners"][0]
+    assert first["owner"].startswith("the autograd graph of `outs` (collected.py:")
+    assert first["category"] == "activation"
+
+
+def test_what_autocast_keeps_is_told_apart(ran: dict[str, dict[str, Any]]):
+    assert ran["decoding"]["peak_by_category"]["cast_cache"] == 12 * (512 * 512 + 512) * 2
+
+
+def test_a_copied_model_and_what_lies_between_steps(ran: dict[str, dict[str, Any]]):
+    found = ran["between"]["peak_by_category"]
+    assert (found["parameter"], found["gradient"]) == (8 * MIB, 4 * MIB)
+    assert found["variable"] >= 16 * MIB
+    assert ran["between"]["peak_owners"][0]["owner"].startswith("`snapshot` (between.py:")
+
+
+def test_a_training_step_is_told_by_what_its_graph_holds(ran: dict[str, dict[str, Any]]):
+    found = ran["training"]["peak_by_category"]
+    assert found["activation"] > 0.5 * ran["training"]["peak_bytes"]
+    assert found["temporary"] > 0
