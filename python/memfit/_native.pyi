@@ -908,10 +908,10 @@ def label_gone_blocks(since: int, category: str, owner: int = 0) -> None:
 def last_event() -> int:
     """Number of the last event: they count allocations and frees."""
 
-def survivors(since: int, until: int) -> list[tuple[int, int, int]]:
+def survivors(since: int, until: int, *, with_models: bool) -> list[tuple[int, int, int]]:
     """Live blocks that came with an event in ``[since, until)``, the oldest first.
 
-    As ``(address, bytes, event)``, without those of models and optimizers.
+    As ``(address, bytes, event)``, with or without those of models and optimizers.
     """
 
 def on_alarm(look: Callable[[], None], obstacle: Callable[[], object]) -> None:

@@ -320,10 +320,11 @@ impl Ledger {
         self.sequence
     }
 
-    /// Live blocks that came with an event in `[from, until)` and are not part of a model or optimizer.
-    pub(crate) fn survivors(&self, from: u64, until: u64) -> Vec<Survivor> {
+    /// Live blocks that came with an event in `[from, until)`, with or without those of models and
+    /// optimizers.
+    pub(crate) fn survivors(&self, from: u64, until: u64, with_models: bool) -> Vec<Survivor> {
         let blocks = self.blocks.iter().filter(|(_, block)| {
-            (from..until).contains(&block.born) && !block.category.is_static()
+            (from..until).contains(&block.born) && (with_models || !block.category.is_static())
         });
         let survivor = |(&address, block): (&usize, &Block)| Survivor {
             address,
@@ -619,7 +620,7 @@ mod tests {
                 .collect::<Vec<_>>(),
             [(3, 5)]
         );
-        let survivors = ledger.survivors(0, u64::MAX);
+        let survivors = ledger.survivors(0, u64::MAX, false);
         assert_eq!(
             survivors
                 .iter()

@@ -180,11 +180,11 @@ mod counting {
         state().ledger.sequence()
     }
 
-    /// Live blocks that came with an event in `[from, until)`, those of models and optimizers left out,
-    /// the oldest first.
+    /// Live blocks that came with an event in `[from, until)`, with or without those of models and
+    /// optimizers, the oldest first.
     #[must_use]
-    pub fn survivors(from: u64, until: u64) -> Vec<Survivor> {
-        state().ledger.survivors(from, until)
+    pub fn survivors(from: u64, until: u64, with_models: bool) -> Vec<Survivor> {
+        state().ledger.survivors(from, until, with_models)
     }
 
     /// Says whom to wake when the alarm rings: called on the thread that allocates, which may hold any
@@ -403,7 +403,7 @@ mod counting {
 
     /// None.
     #[must_use]
-    pub fn survivors(_: u64, _: u64) -> Vec<Survivor> {
+    pub fn survivors(_: u64, _: u64, _: bool) -> Vec<Survivor> {
         Vec::new()
     }
 

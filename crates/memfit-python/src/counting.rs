@@ -49,11 +49,12 @@ pub(crate) fn last_event() -> u64 {
     memfit_guard::last_event()
 }
 
-/// Live blocks that came with an event in `[since, until)`, those of models and optimizers left out, the
-/// oldest first: `(address, bytes, event)`.
+/// Live blocks that came with an event in `[since, until)`, with or without those of models and optimizers,
+/// the oldest first: `(address, bytes, event)`.
 #[pyfunction]
-pub(crate) fn survivors(since: u64, until: u64) -> Vec<(usize, u64, u64)> {
-    let blocks = memfit_guard::survivors(since, until).into_iter();
+#[pyo3(signature = (since, until, *, with_models))]
+pub(crate) fn survivors(since: u64, until: u64, with_models: bool) -> Vec<(usize, u64, u64)> {
+    let blocks = memfit_guard::survivors(since, until, with_models).into_iter();
     blocks
         .map(|block| (block.address, block.bytes, block.born))
         .collect()

@@ -22,12 +22,17 @@ class Listener(Protocol):
 
 
 class Backwards:
-    """The backwards of this process."""
+    """The backwards of this process.
+
+    Attributes:
+        runs: How many have begun since somebody watches.
+    """
 
     def __init__(self) -> None:
         """Watch nothing yet."""
         self._listeners: list[Listener] = []
         self._is_watching = False
+        self.runs = 0
 
     def watch(self, listener: Listener) -> None:
         """Tell a listener, from now on."""
@@ -43,6 +48,7 @@ class Backwards:
 
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self.runs += 1
             for one in self._listeners:
                 one.backward_begins()
             try:

@@ -56,7 +56,10 @@ class Graphs:
             names = tuple(name for name in dir(kind) if name.startswith(_RAW))
             self._saves[kind] = names
         for name in names:
-            saved = getattr(node, name)
+            try:
+                saved = getattr(node, name)
+            except RuntimeError:  # backward has freed it
+                continue
             for one in saved if isinstance(saved, tuple | list) else (saved,):
                 yield self._value(one)
         if names == (_RAW + "tensors",):  # a function of Python's: what hangs on its `ctx`

@@ -1,33 +1,29 @@
 """Memory that grows from iteration to iteration, and why.
 
-Responsible for noticing it, for finding what keeps a growing autograd graph alive, and for saying
-so once. Not responsible for measuring the bytes.
-
-The usual cause is a loss that is summed or collected with its graph, ``total_loss += loss``: each
-iteration's graph then stays reachable from the sum.
+Responsible for finding who holds what a loop keeps, for noticing sums whose graph grows though
+backward has freed the bytes, and for saying so once. Not responsible for what a loop keeps
+(:mod:`memfit.track.kept`), nor for measuring the bytes.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
 import time
 import warnings
-from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any
 
 from torch import Tensor
 
 from memfit import _native
 from memfit.errors import MemoryGrowthWarning
-from memfit.track import owners
+from memfit.track import owners, variables
+from memfit.track.backwards import BACKWARDS
+from memfit.track.cause import Cause
+from memfit.track.cycles import cycle_of
+from memfit.track.kept import GROUPS, Growth, Kept
+from memfit.track.look import NAMES, Look, Owner, is_own, search, undisturbed
 
-GROWTHS = 4
-"""Iterations in a row that must each keep more than the one before."""
+TERMS = 4
+"""Terms of a sum from which on it is looked at."""
 
 LOOK_SHARE = 100
 """A loop whose bytes do not grow spends at most this part of its time on being looked at."""
@@ -38,39 +34,20 @@ LOOK_SECONDS = 0.05
 _CHAIN_LIMIT = 4096
 _TENSOR_LIMIT = 4096
 _SUMS = ("AddBackward", "SubBackward", "CatBackward", "StackBackward")
-_OWN_REFERENCES = 3  # the frame's, that of `_local_name` and that of `getrefcount`'s argument
-_PACKAGE = Path(__file__).parents[1]
-
-
-@dataclass(slots=True, frozen=True)
-class Cause:
-    """What keeps more and more memory alive.
-
-    Attributes:
-        kind: ``summed_graph``, ``collected_graphs`` or ``unknown``.
-        message: One sentence.
-        advice: What to do.
-    """
-
-    kind: str
-    message: str
-    advice: str
-
-
-_UNKNOWN = Cause(
-    "unknown",
-    "no retained autograd graph was found, so something else is collected",
-    "look for a list, a cache or a hook that keeps tensors from each iteration",
-)
+_NO_GRAPH = "keep fewer of them, or numbers (`tensor.item()`)"
+_FORWARD = "no backward ran: use `torch.no_grad()`"
+_GRAPH = "keep `tensor.item()` or `tensor.detach()` there instead"
 
 
 class GrowthWatch:
     """What is kept after each iteration of one loop.
 
-    Bytes are compared after every iteration. Graphs cost a search through Python's objects, so they
-    are looked at when bytes begin to grow and when they have grown. Otherwise they are looked at
-    after iterations 4, 8, 16 and so on, as long as the looks take no more than one part in
-    ``look_share`` of the loop's time.
+    What it keeps is asked of the count after every few iterations. Sums whose graph grows though no
+    bytes do cost a search through Python's objects: they are looked for after iterations 4, 8, 16
+    and so on, as long as that takes no more than one part in ``look_share`` of the loop's time.
+
+    Attributes:
+        growth: What it has kept when it was last asked; ``None`` where it does not grow.
     """
 
     def __init__(self, look_share: int | None = None) -> None:
@@ -80,132 +57,181 @@ class GrowthWatch:
             look_share: 0 looks whatever it takes; :data:`LOOK_SHARE` when left out.
         """
         self._look_share = LOOK_SHARE if look_share is None else look_share
-        self.iterations = 0
-        self._run: list[int] = []
-        self._last: int | None = None
-        self._graphs: Graphs | None = None
+        self.growth: Growth | None = None
+        self._kept = Kept()
+        self._sums: Sums | None = None
         self._looked_at = 0
         self._found = False
         self._started = time.perf_counter()
         self._looking_seconds = 0.0
+        self._cuda_bytes: list[int] = []
 
-    def observe(self, kept_bytes: int) -> Cause | None:
-        """Note what an iteration left behind.
+    @property
+    def iterations(self) -> int:
+        """How many there were."""
+        return self._kept.iterations
+
+    def observe(self, cuda_bytes: int = 0) -> Cause | None:
+        """An iteration is over.
 
         Args:
-            kept_bytes: Bytes live after the iteration.
+            cuda_bytes: Bytes live on CUDA devices, whose allocator does not tell blocks apart.
 
         Returns:
-            The cause, the first time that :data:`GROWTHS` iterations in a row each kept more bytes,
-            or that a sum's graph has grown with the iterations; ``None`` otherwise.
+            The cause, the first time that the loop keeps something of all its parts, or that a
+            sum's graph has grown with the iterations; ``None`` otherwise.
         """
-        self.iterations += 1
-        if self._last is not None and kept_bytes > self._last:
-            self._run.append(kept_bytes - self._last)
-        else:
-            self._run.clear()
-        self._last = kept_bytes
+        self._kept.mark()
+        if self._kept.is_due():
+            self.growth = self._kept.growth()
+        self.growth = self._growth_on_cuda(cuda_bytes) or self.growth
         if self._found:
             return None
-        grows = len(self._run) >= GROWTHS
-        if not grows and not self._begins_to_grow() and not self._may_look():
+        if self.growth is not None:
+            self._found = True
+            return cause_of(self.growth)
+        if not self._may_look():
             return None
         start = time.perf_counter()
-        graphs = Graphs()
-        cause = graphs.cause(self._graphs) if grows else None
-        if cause is None and self._graphs is not None:
-            cause = graphs.steady_sum(self._graphs, self.iterations - self._looked_at)
-        self._graphs, self._looked_at = graphs.forget(), self.iterations
+        sums = Sums()
+        cause = None
+        if self._sums is not None:
+            cause = sums.steady(self._sums, self.iterations - self._looked_at)
+        self._sums, self._looked_at = sums.forget(), self.iterations
         self._found = cause is not None
         self._looking_seconds += time.perf_counter() - start
         return cause
 
-    def _begins_to_grow(self) -> bool:
-        """Whether to look at what is there, so that what comes can be told from it."""
-        is_fresh = self._graphs is not None and self.iterations < 2 * self._looked_at
-        return len(self._run) == GROWTHS // 2 and not is_fresh
+    def _growth_on_cuda(self, cuda_bytes: int) -> Growth | None:
+        """The last iterations in a row that each kept more, where there are enough."""
+        before = self._cuda_bytes
+        if before and cuda_bytes <= before[-1]:
+            before.clear()
+        before.append(cuda_bytes)
+        rises = len(before) - 1
+        return Growth(cuda_bytes - before[0], rises, ()) if rises >= GROUPS else None
 
     def _may_look(self) -> bool:
         """Whether it is time for a look although no bytes grow, and the loop can afford one."""
-        is_turn = self.iterations >= GROWTHS and self.iterations & (self.iterations - 1) == 0
+        is_turn = self.iterations >= TERMS and self.iterations & (self.iterations - 1) == 0
         elapsed_seconds = time.perf_counter() - self._started
         next_seconds = max(LOOK_SECONDS, self._looking_seconds)
         return is_turn and elapsed_seconds >= self._look_share * (
             self._looking_seconds + next_seconds
         )
 
-    @property
-    def bytes_per_iteration(self) -> int:
-        """By how much the iterations of the present run grew, on average; 0 where nothing grows."""
-        return sum(self._run) // len(self._run) if len(self._run) >= GROWTHS else 0
 
-    @property
-    def growing_iterations(self) -> int:
-        """Iterations in a row that grew, up to now."""
-        return len(self._run)
-
-
-class Graphs:
-    """The autograd graphs that Python holds at one moment."""
+class Sums:
+    """The sums with an autograd graph that Python holds at one moment."""
 
     def __init__(self) -> None:
         """Look."""
-        # No second list of them may be alive when their holders are looked for.
         self._tensors = [t for t in owners.instances(Tensor) if t.grad_fn is not None]
         del self._tensors[:-_TENSOR_LIMIT]
-        self._sums = {id(tensor): _sum_links(tensor) for tensor in self._tensors}
-        self._holders = _holders(self._tensors)
-        self._counts = {id(holder): count for count, holder in self._holders}
+        self._links = {id(tensor): _sum_links(tensor) for tensor in self._tensors}
 
-    def forget(self) -> Graphs:
+    def forget(self) -> Sums:
         """Keep the numbers only, not the tensors."""
-        self._tensors, self._holders = [], []
+        self._tensors = []
         return self
 
-    def cause(self, before: Graphs | None) -> Cause:
-        """What has changed since another look, or is there at all."""
-        sums = before._sums if before is not None else {}
-        counts = before._counts if before is not None else {}
-        changed = [t for t in self._tensors if self._sums[id(t)] != sums.get(id(t))]
-        tensor = max(changed, key=lambda t: self._sums[id(t)], default=None)
-        if tensor is not None and self._sums[id(tensor)] >= GROWTHS:
-            return self._summed(tensor)
-        for count, holder in self._holders:
-            if count >= GROWTHS and count > counts.get(id(holder), 0):
-                place = _place_of(holder) or f"a {type(holder).__name__}"
-                return Cause(
-                    "collected_graphs",
-                    f"{place} holds {count} tensors with their autograd graphs",
-                    "keep `tensor.item()` or `tensor.detach()` there instead",
-                )
-        return _UNKNOWN
-
-    def steady_sum(self, before: Graphs, iterations: int) -> Cause | None:
+    def steady(self, before: Sums, iterations: int) -> Cause | None:
         """A sum that got the same number of terms in each iteration since another look."""
-        earlier = {links for links in before._sums.values() if links >= GROWTHS - 1}
+        earlier = {links for links in before._links.values() if links >= TERMS - 1}
         for tensor in self._tensors:
-            links = self._sums[id(tensor)]
+            links = self._links[id(tensor)]
             steps = {links - iterations * terms for terms in range(1, 5)}
-            if steps & earlier and links != before._sums.get(id(tensor)):
-                return self._summed(tensor)
+            if steps & earlier and links != before._links.get(id(tensor)):
+                return _summed(search(), tensor, links)
         return None
 
-    def _summed(self, tensor: Tensor) -> Cause:
-        place = _place_of(tensor) or "a tensor"
-        return Cause(
-            "summed_graph",
-            f"{place} sums {self._sums[id(tensor)]} tensors with their autograd graphs, so the "
-            "graph of every iteration stays alive",
-            "add `loss.item()` or `loss.detach()` instead of `loss`",
-        )
+
+def cause_of(growth: Growth) -> Cause:
+    """Who holds what a loop has kept, and what would free it."""
+    if not growth.blocks:
+        return Cause("unknown", "who holds it on CUDA was not seen", _NO_GRAPH)
+    try:
+        return _cause_of(growth)
+    except Exception as error:
+        if not is_own(error):
+            raise
+        return Cause("unknown", "who holds it could not be seen", _NO_GRAPH)
+
+
+def _cause_of(growth: Growth) -> Cause:
+    with undisturbed():
+        found = search(with_results=False)  # what waits to be stored is of this iteration
+        sizes = dict(growth.blocks)
+        held: dict[int, int] = {}
+        for address in sizes.keys() & found.categories.keys():
+            number = found.owners[address]
+            held[number] = held.get(number, 0) + sizes[address]
+        lost = {address for address in sizes if address not in found.categories}
+        lost_bytes = sum(sizes[address] for address in lost)
+        number = max(held, key=lambda number: held[number], default=0)
+        if lost_bytes > held.get(number, 0):
+            return cycle_of(lost) or _unknown(lost_bytes, found)
+        return _held(found, NAMES.owner(number), sizes)
+
+
+def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
+    """The cause where a variable holds most."""
+    if owner.variable is None:
+        return Cause("kept_tensors", f"most of it is held by {owner.name}", _NO_GRAPH)
+    in_graphs = {a for a in sizes if found.categories.get(a) == "activation"} - found.direct
+    graph_bytes = sum(sizes[address] for address in in_graphs)
+    who = owner.variable.text
+    if 2 * graph_bytes < sum(sizes.values()):
+        return Cause("kept_tensors", f"{who} holds the tensors", _NO_GRAPH)
+    summed = _sum_in(found, owner)
+    if summed is not None:
+        return summed
+    message = f"{who} keeps the autograd graphs of earlier iterations alive"
+    return Cause("kept_graphs", message, _GRAPH if BACKWARDS.runs else f"{_FORWARD}, or {_GRAPH}")
+
+
+def _sum_in(found: Look, owner: Owner) -> Cause | None:
+    """The cause where what a variable holds is one sum."""
+    for one in found.walk.reached:
+        if one.through_graph or owner.variable is None or one.tensor.grad_fn is None:
+            continue
+        if one.variable.name == owner.variable.name and one.variable.scope == owner.variable.scope:
+            links = _sum_links(one.tensor)
+            if links >= TERMS:
+                return _summed(found, one.tensor, links)
+    return None
+
+
+def _summed(found: Look, tensor: Tensor, links: int) -> Cause:
+    places = [one.variable.text for one in found.walk.reached if one.tensor is tensor]
+    place = places[0] if places else "a tensor"
+    return Cause(
+        "summed_graph",
+        f"{place} sums {links} tensors with their autograd graphs, so the graph of every iteration "
+        "stays alive",
+        "add `loss.item()` or `loss.detach()` instead of `loss`",
+    )
+
+
+def _unknown(lost_bytes: int, found: Look) -> Cause:
+    text = _native.bytes_text(lost_bytes)
+    if found.walk.is_complete and found.walk.graphs.is_complete:
+        message = f"{text} of them are held by no variable and no autograd graph of one"
+    else:
+        message = f"who holds {text} of them was not seen: not every object could be looked at"
+    return Cause(
+        "unknown",
+        message,
+        "look for a library's cache, or for objects in a cycle that `gc.collect()` would free",
+    )
 
 
 def warn(name: str, watch: GrowthWatch, cause: Cause) -> None:
     """Warn about a loop that keeps growing, at the line of the user's that runs it."""
-    if watch.bytes_per_iteration:
-        grown = _native.bytes_text(watch.bytes_per_iteration)
-        times = f"{watch.growing_iterations} times in a row"
-        what = f"`{name}` keeps {grown} more after every iteration, {times}"
+    if watch.growth is not None:
+        grown = _native.bytes_text(watch.growth.bytes_per_iteration)
+        times = f"{watch.growth.iterations} iterations"
+        what = f"`{name}` keeps {grown} more after every iteration, on average of {times}"
     else:
         what = f"`{name}` keeps a longer autograd graph after every iteration"
     message = f"{what}: {cause.message}; {cause.advice}"
@@ -215,13 +241,9 @@ def warn(name: str, watch: GrowthWatch, cause: Cause) -> None:
 def _user_level() -> int:
     """The stack level of the nearest frame that is not memfit's, as seen from :func:`warn`."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_memfit(frame):
+    while frame.f_back is not None and variables.is_memfit(frame):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_memfit(frame: FrameType) -> bool:
-    return _PACKAGE in Path(frame.f_code.co_filename).parents
 
 
 def _sum_links(tensor: Tensor) -> int:
@@ -233,79 +255,3 @@ def _sum_links(tensor: Tensor) -> int:
         sums = [earlier for earlier in before if earlier.name().startswith(_SUMS)]
         node = sums[0] if sums else None
     return links
-
-
-def _holders(tensors: list[Any]) -> list[tuple[int, Any]]:
-    """The containers that hold such tensors and how many, the fullest first."""
-    if not tensors:
-        return []
-    wanted = {id(tensor) for tensor in tensors}
-    found = []
-    for holder in gc.get_referrers(*tensors):
-        if holder is tensors or not isinstance(holder, list | tuple | set | dict | deque):
-            continue
-        values = holder.values() if isinstance(holder, dict) else holder
-        found.append((sum(1 for value in list(values) if id(value) in wanted), holder))
-    return sorted(found, key=lambda pair: -pair[0])
-
-
-def _place_of(thing: Any) -> str | None:
-    """The variable that holds an object, where a frame, a module or an instance has it."""
-    for frame in _frames():
-        name = _local_name(frame, thing)
-        if name is not None:
-            where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            return f"`{name}` ({where})"
-    for holder in gc.get_referrers(thing):
-        if isinstance(holder, FrameType):
-            continue
-        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
-        if not isinstance(attributes, dict):
-            continue
-        for name, value in list(attributes.items()):
-            if value is thing and isinstance(name, str):
-                return f"`{_prefix_of(holder, attributes)}{name}`"
-    return None
-
-
-def _local_name(frame: FrameType, thing: Any) -> str | None:
-    """The local variable of a frame that holds an object."""
-    variables = frame.f_locals
-    try:
-        return next((name for name, value in variables.items() if value is thing), None)
-    finally:
-        # Before Python 3.13 this is a copy that the frame keeps, and every value with it, as long
-        # as it runs. It is emptied unless the program has it too, from `locals()`.
-        is_copy = sys.version_info < (3, 13) and variables is not frame.f_globals
-        if is_copy and sys.getrefcount(variables) <= _OWN_REFERENCES:
-            variables.clear()
-
-
-def _prefix_of(holder: Any, attributes: dict[str, Any]) -> str:
-    """What stands before an attribute's name."""
-    if not isinstance(holder, dict):
-        return f"{type(holder).__name__}."
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and vars(module) is attributes:
-            return f"{module.__name__}."
-    for owner in gc.get_referrers(attributes):
-        if getattr(owner, "__dict__", None) is attributes:
-            return f"{type(owner).__name__}."
-    return ""
-
-
-def _frames() -> list[FrameType]:
-    """The frames of the program, this thread's first, without memfit's own.
-
-    A list and no generator: one that holds its own frame would live on, and all it refers to.
-    """
-    this = threading.get_ident()
-    others = [frame for thread, frame in sys._current_frames().items() if thread != this]
-    found: dict[int, FrameType] = {}
-    for start in (sys._getframe(1), *others):
-        frame: FrameType | None = start
-        while frame is not None:
-            if not _is_memfit(frame):
-                found.setdefault(id(frame), frame)
-            frame = frame.f_back
-    return list(found.values())

@@ -11,9 +11,12 @@ nothing alive and raises nothing.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ from memfit.track.owners import (
 from memfit.track.reach import Walk
 from memfit.track.variables import Running, Variable
 
+_PACKAGE = str(Path(__file__).parents[1])
 _PRECEDENCE = (GRADIENT, PARAMETER, KV_CACHE, DATASET, CAST_CACHE, ACTIVATION, VARIABLE)
 """Of several things that a block is, what it is called: the first of these."""
 
@@ -122,15 +126,6 @@ class Look:
     static: set[int] = field(default_factory=set)
 
 
-Key = tuple[str, str, str]
-"""A variable: file, function and name up to the first dot."""
-
-
-def key_of(variable: Variable) -> Key:
-    """What tells a variable from others, whatever line it was seen at."""
-    return variable.file, variable.scope, variable.name.partition(".")[0]
-
-
 def look(more: Sequence[Running] = ()) -> Look:
     """Look at what is live and name it to the count.
 
@@ -153,27 +148,43 @@ def look(more: Sequence[Running] = ()) -> Look:
     return found
 
 
-def search(more: Sequence[Running] = (), without: Collection[Key] = ()) -> Look:
+def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
     """Look at what is live and name nothing.
 
     Args:
         more: As in :func:`look`.
-        without: Variables that are passed over.
+        with_results: Whether tensors that no variable leads to yet count as those of this line.
     """
+    young = _young() if with_results else []
     running = variables.frames(more)
     found = Look(Walk(), variables.here())
-    for variable, value in variables.of_modules(running):
-        if key_of(variable) not in without:
+    functions = []
+    for variable, value in (*variables.of_modules(running), *variables.of_frames(running)):
+        if isinstance(value, FunctionType):
+            functions.append((variable, value))
+        else:
             found.walk.from_variable(variable, value)
-    for variable, value in variables.of_frames(running):
-        if key_of(variable) not in without:
-            found.walk.from_variable(variable, value)
-    for tensor in gc.get_objects(generation=_YOUNG) if not without else ():
-        # Results that wait to be stored are on no list but the collector's.
-        if issubclass(type(tensor), Tensor) and not found.walk.has_seen(tensor):
+    for variable, value in functions:  # what they close over has names of its own
+        found.walk.from_variable(variable, value)
+    for tensor in young:
+        if not found.walk.has_seen(tensor):
             found.walk.from_variable(found.here, tensor)
     _assign(found)
     return found
+
+
+def _young() -> list[Tensor]:
+    """Results that wait to be stored: they are on no list but the collector's."""
+    objects = gc.get_objects(generation=_YOUNG)
+    nodes = [thing for thing in objects if issubclass(type(thing), torch._C._FunctionBase)]
+    of_nodes = {id(value) for value in gc.get_referents(*gc.get_referents(*nodes))}
+    return [
+        thing
+        for thing in objects
+        if issubclass(type(thing), Tensor)
+        and not issubclass(type(thing), torch.nn.Parameter)
+        and id(thing) not in of_nodes
+    ]
 
 
 def _assign(found: Look) -> None:
@@ -213,7 +224,7 @@ def _name_casts(found: Look) -> None:
             sizes[size] = sizes.get(size, 0) + 1
     owner = NAMES.named(AUTOCAST)
     casts = []
-    for address, size, _ in _native.survivors(0, 2**63):
+    for address, size, _ in _native.survivors(0, 2**63, with_models=False):
         if address not in known and sizes.get(size, 0) > 0:
             sizes[size] -= 1
             casts.append(address)
@@ -232,3 +243,10 @@ def undisturbed() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def is_own(error: Exception) -> bool:
+    """Whether an error comes from memfit's own code, and not from a handler of the program's."""
+    trace = traceback.walk_tb(error.__traceback__)
+    files = [frame.f_code.co_filename for frame, _ in trace]
+    return not files or files[-1].startswith(_PACKAGE) or "/torch/" in files[-1]

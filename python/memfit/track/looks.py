@@ -16,11 +16,9 @@ is told best, whose peak may be a little lower: it says so.
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ import torch
 from memfit import _native
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cpu import Reading, Window
-from memfit.track.look import NAMES, Look, Owner, look, undisturbed
+from memfit.track.look import NAMES, Look, Owner, is_own, look, undisturbed
 from memfit.track.owners import OTHER, TEMPORARY
 from memfit.track.variables import Running
 
@@ -51,7 +49,6 @@ _TOLD = 0.9
 
 _OF_BACKWARD = "gradients of activations and scratch memory of a backward"
 _OF_UPDATE = "scratch memory of an optimizer's step"
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,10 +103,15 @@ def account_of(reading: Reading) -> Account:
 
 
 class Looks:
-    """The looks of this process."""
+    """The looks of this process.
+
+    Attributes:
+        listeners: Called after every look.
+    """
 
     def __init__(self) -> None:
         """Take none before a window is added."""
+        self.listeners: list[Callable[[], None]] = []
         self._windows: dict[Window, tuple[int, Account | None]] = {}
         self._stretch: Window | None = None
         self._started = 0.0
@@ -186,6 +188,8 @@ class Looks:
                 self._name_gone(found, since)
             self._has_looked = True
             self.tell()
+            for listener in self.listeners:
+                listener()
             self._last_seconds = time.thread_time() - started
             if is_rise:
                 self._rise_seconds += self._last_seconds
@@ -202,7 +206,7 @@ class Looks:
                 yield
         except Exception as error:
             # A handler of signals may run in here, and what it raises is the program's.
-            if not _is_own(error):
+            if not is_own(error):
                 raise
             self._stop()
         finally:
@@ -294,13 +298,6 @@ class Looks:
 def _obstacle() -> Any:
     """A function that returns something where a compiler watches what runs."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def _is_own(error: Exception) -> bool:
-    """Whether an error comes from memfit's own code, and not from a handler of the program's."""
-    trace = traceback.walk_tb(error.__traceback__)
-    files = [frame.f_code.co_filename for frame, _ in trace]
-    return not files or files[-1].startswith(_PACKAGE) or "/torch/" in files[-1]
 
 
 LOOKS = Looks()

@@ -227,6 +227,7 @@ class Walk:
     def _graph(self, variable: Variable, node: Any) -> None:
         for value, is_cast in self.graphs.of(node):
             if isinstance(value, Tensor):
+                self._seen.add(id(value))  # one more name for it, made by looking
                 category = CAST_CACHE if is_cast else ACTIVATION
                 for part in plain_tensors(value):
                     self.reached.append(Reached(part, category, variable, through_graph=True))

@@ -219,7 +219,8 @@ class Track:
             # A span inside one of the same name is part of an iteration, not one.
             is_iteration = loop.open == 0 and kind is None
         if is_iteration:
-            cause = loop.watch.observe(sum(device.after_bytes for device in kept.devices))
+            on_cuda = [device for device in kept.devices if device.device != "cpu"]
+            cause = loop.watch.observe(sum(device.after_bytes for device in on_cuda))
             if cause is not None:
                 growth.warn(self.name, loop.watch, cause)
 

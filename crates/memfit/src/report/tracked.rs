@@ -146,13 +146,31 @@ pub(crate) enum RunPhase {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Steps {
     pub(crate) count: u64,
-    /// Steps in a row, at the end or when it was first noticed, that each kept more than the last.
+    /// Iterations whose blocks were looked for when growth was seen last; 0 where they are not known.
     pub(crate) growing: u64,
-    /// By how much; 0 where nothing grows.
+    /// What each of them has kept, on average; 0 where nothing grows.
     pub(crate) growth_bytes_per_step: Bytes,
+    /// What they have kept together.
+    #[serde(default)]
+    pub(crate) growth_bytes: Bytes,
+    /// What an iteration is; absent where nothing grows.
+    #[serde(default)]
+    pub(crate) growth_rhythm: Option<Rhythm>,
     /// What keeps the bytes, where that was found.
     pub(crate) growth_cause: Option<String>,
     pub(crate) growth_advice: Option<String>,
+}
+
+/// What an iteration of a script is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Rhythm {
+    /// An optimizer's step.
+    Step,
+    /// A run of autograd's engine, where no optimizer steps.
+    Backward,
+    /// A part of the run, where neither is.
+    Time,
 }
 
 /// The request that was refused.

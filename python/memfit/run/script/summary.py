@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memfit.run.script.script import AdoptedScript
-    from memfit.track import cpu, cuda, growth
+    from memfit.track import cpu, cuda
+    from memfit.track.iterations import Iterations
 
 SCHEMA_VERSION = 1
 """Version of the summary's shape."""
@@ -169,8 +170,7 @@ class Watch:
         self._steps = 0
         self._phase = FORWARD
         self._before_backward: list[int] = []
-        self._loops: dict[int, growth.GrowthWatch] = {}
-        self._growth: tuple[growth.GrowthWatch, growth.Cause] | None = None
+        self._iterations: Iterations | None = None
 
     def begin(self) -> None:
         """Start to count; torch has just been imported. A failure is noted, never raised."""
@@ -185,15 +185,18 @@ class Watch:
 
         from memfit.track import cpu, cuda
         from memfit.track.backwards import BACKWARDS
+        from memfit.track.iterations import Iterations
         from memfit.track.looks import LOOKS
         from memfit.track.steps import STEPS
 
         self._began = time.perf_counter() - self._start
+        self._iterations = Iterations()
         problem = cpu.start()
         if problem is None:
             self._cpu = cpu.Window()
             STEPS.add(self._cpu)
             LOOKS.add(self._cpu)
+            LOOKS.listeners.append(self._iterations.looked)
         else:
             self._notes.append(problem)
         self._cuda = cuda.Window()
@@ -219,6 +222,8 @@ class Watch:
     def backward_ended(self) -> None:
         """It has run."""
         self._enter(self._before_backward.pop())
+        if self._iterations is not None and not self._before_backward:
+            self._iterations.backward_ended()
 
     def _enter(self, phase: int) -> None:
         from memfit import _native
@@ -226,26 +231,16 @@ class Watch:
         self._phase = phase
         _native.mark_allocations(self._steps * len(PHASES) + phase)
 
-    def _on_step(self, when: str, optimizer: Optimizer) -> None:
+    def _on_step(self, when: str, _: Optimizer) -> None:
+        from memfit.track import cuda
+
         if when == "before":
             self._enter(OPTIMIZER)
             return
         self._steps += 1
         self._enter(FORWARD)
-        self._observe(optimizer)
-
-    def _observe(self, optimizer: Optimizer) -> None:
-        """Note what is kept after a step; each optimizer has its own rhythm."""
-        from memfit import _native
-        from memfit.track import cuda, growth
-
-        kept = _native.counted_bytes() if self._cpu is not None else 0
-        if cuda.in_use():
-            kept += cuda.allocated_bytes()
-        loop = self._loops.setdefault(id(optimizer), growth.GrowthWatch(look_share=0))
-        cause = loop.observe(kept)
-        if cause is not None and self._growth is None:
-            self._growth = (loop, cause)
+        if self._iterations is not None:
+            self._iterations.stepped(cuda.allocated_bytes())
 
     def _record_history(self) -> None:
         import torch
@@ -304,6 +299,8 @@ class Watch:
         from memfit.track.looks import LOOKS
         from memfit.track.owners import OWNERS
 
+        if self._iterations is not None and self._iterations.looked in LOOKS.listeners:
+            LOOKS.listeners.remove(self._iterations.looked)  # no loop runs any more
         OWNERS.search("the end of a script")
         trace = error.__traceback__ if error is not None else None
         LOOKS.look(list(traceback.walk_tb(trace)))
@@ -345,13 +342,16 @@ class Watch:
         return found
 
     def _step_summary(self) -> dict[str, Any]:
-        loop, cause = self._growth or (None, None)
+        found = self._iterations.found() if self._iterations is not None else None
+        growth = found.growth if found is not None else None
         return {
             "count": self._steps,
-            "growing": loop.growing_iterations if loop else 0,
-            "growth_bytes_per_step": loop.bytes_per_iteration if loop else 0,
-            "growth_cause": cause.message if cause else None,
-            "growth_advice": cause.advice if cause else None,
+            "growing": growth.iterations if growth else 0,
+            "growth_bytes_per_step": growth.bytes_per_iteration if growth else 0,
+            "growth_bytes": growth.bytes if growth else 0,
+            "growth_rhythm": found.rhythm if found else None,
+            "growth_cause": found.cause.message if found else None,
+            "growth_advice": found.cause.advice if found else None,
         }
 
     def _out_of_memory(self, error: BaseException | None, elapsed: float) -> dict[str, Any] | None:

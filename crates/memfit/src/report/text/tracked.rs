@@ -7,8 +7,7 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes, RunDevice,
-    RunDocument, RunLease, RunPhase, TrackDocument, TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps, TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -30,6 +29,9 @@ pub(crate) const CATEGORIES: [&str; 11] = [
 /// Owners that are listed, and the part of the peak from which on they are.
 const OWNERS: usize = 8;
 const OWNER_SHARE: u64 = 50;
+
+/// Steps before growth can be seen.
+const FEW_STEPS: u64 = 8;
 
 /// A track's record.
 pub(crate) fn track(document: &TrackDocument, palette: Palette) -> String {
@@ -131,6 +133,7 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
         &indented(&steps(document)),
         palette,
     );
+    section(&mut text, "Growth", &indented(&grown(document)), palette);
     if let Some(fitting) = &document.fitting {
         section(&mut text, "Budget", &fitted(fitting, palette), palette);
     }
@@ -380,20 +383,36 @@ fn times(count: u64) -> String {
 
 fn steps(document: &RunDocument) -> Vec<String> {
     let steps = &document.steps;
-    if steps.count == 0 {
-        return Vec::new();
+    match steps.growth_rhythm {
+        _ if steps.count == 0 => Vec::new(),
+        Some(Rhythm::Step) => growth(steps, &format!("{}; ", steps.count)),
+        // Fewer leave nothing to compare.
+        _ if steps.count < FEW_STEPS => vec![steps.count.to_string()],
+        _ => vec![format!("{}; what they keep does not grow", steps.count)],
     }
-    let what = if steps.growth_bytes_per_step != Bytes::ZERO {
-        format!(
-            "each keeps {} more than the one before ({} in a row)",
-            steps.growth_bytes_per_step, steps.growing
-        )
-    } else if steps.growth_cause.is_some() {
-        "each keeps a longer autograd graph than the one before".to_owned()
-    } else {
-        "what they keep does not grow".to_owned()
+}
+
+/// What keeps more and more where no optimizer steps.
+fn grown(document: &RunDocument) -> Vec<String> {
+    match document.steps.growth_rhythm {
+        None | Some(Rhythm::Step) => Vec::new(),
+        Some(_) => growth(&document.steps, ""),
+    }
+}
+
+fn growth(steps: &Steps, head: &str) -> Vec<String> {
+    let (each, all) = (steps.growth_bytes_per_step, steps.growth_bytes);
+    let what = match steps.growth_rhythm {
+        _ if all == Bytes::ZERO => {
+            "each keeps a longer autograd graph than the one before".to_owned()
+        }
+        Some(Rhythm::Time) => format!("{all} of the last half of the run were kept"),
+        Some(Rhythm::Backward) => {
+            format!("{} backwards have kept {all}, {each} each", steps.growing)
+        }
+        _ => format!("{} of them have kept {all}, {each} each", steps.growing),
     };
-    let mut lines = vec![format!("{}; {what}", steps.count)];
+    let mut lines = vec![format!("{head}{what}")];
     lines.extend(steps.growth_cause.clone());
     lines.extend(steps.growth_advice.clone());
     lines
@@ -476,6 +495,7 @@ mod tests {
                   "peak": { "seconds": 11.0, "phase": "backward", "steps_done": 7 } },
             ],
             "steps": { "count": 7, "growing": 6, "growth_bytes_per_step": 4096,
+                       "growth_bytes": 24_576, "growth_rhythm": "step",
                        "growth_cause": "`total` (train.py:9) sums tensors",
                        "growth_advice": "add `loss.item()`" },
             "oom": { "device": "cpu", "requested_bytes": 1_000_000_000, "live_bytes": 7_000_000,
@@ -501,7 +521,7 @@ mod tests {
           other      5.7 MiB  75.0 %
 
         Optimizer steps
-          7; each keeps 4.0 KiB more than the one before (6 in a row)
+          7; 6 of them have kept 24.0 KiB, 4.0 KiB each
           `total` (train.py:9) sums tensors
           add `loss.item()`
 

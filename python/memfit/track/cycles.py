@@ -1,0 +1,101 @@
+"""Memory that no variable leads to: cycles through autograd that nothing frees.
+
+Responsible for two that people make without knowing, each shown by following it round: a function
+that keeps its own output on ``ctx``, and gradients that hold the graph that holds their parameters.
+Not responsible for what variables hold (:mod:`memfit.track.reach`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.track.cause import Cause
+from memfit.track.graphs import Graphs
+from memfit.track.owners import storage_of
+
+
+def cycle_of(addresses: Collection[int]) -> Cause | None:
+    """What keeps blocks alive that no variable leads to; ``None`` where no cycle was found.
+
+    Args:
+        addresses: The blocks.
+    """
+    objects = gc.get_objects()
+    kinds = set(map(type, objects))
+    nodes = {kind for kind in kinds if issubclass(kind, torch._C._FunctionBase)}
+    tensors = {kind for kind in kinds if issubclass(kind, Tensor)}
+    held_by_ctx: dict[tuple[str, str], int] = {}
+    held_by_gradients = 0
+    for thing in objects:
+        if type(thing) in nodes:
+            name = _own_output(thing)
+            if name is not None and _touches(_on_ctx(thing), addresses):
+                key = (type(thing).__name__.removesuffix("Backward"), name)
+                held_by_ctx[key] = held_by_ctx.get(key, 0) + 1
+        elif type(thing) in tensors and _has_graph_in_gradient(thing):
+            held_by_gradients += _touches(_of_gradient(thing), addresses)
+    if held_by_ctx:
+        function, name = max(held_by_ctx, key=lambda key: held_by_ctx[key])
+        return Cause(
+            "ctx_cycle",
+            f"`{function}` keeps its own output as `ctx.{name}`: its graph and the output hold "
+            "each other, and nothing frees them",
+            "keep inputs and outputs with `ctx.save_for_backward(...)`, which makes no such cycle",
+        )
+    if held_by_gradients:
+        return Cause(
+            "gradient_cycle",
+            "gradients made with `create_graph=True` hold the graph that holds their parameters, "
+            "and nothing frees either",
+            "set the gradients to `None` when they were used (`zero_grad()`), or take them with "
+            "`torch.autograd.grad`, which keeps none",
+        )
+    return None
+
+
+def _on_ctx(node: Any) -> list[Tensor]:
+    """The tensors that a function has kept as attributes of its ``ctx``."""
+    return [value for value in _attributes(node).values() if issubclass(type(value), Tensor)]
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    space = object.__getattribute__(node, "__dict__")
+    return dict(space)
+
+
+def _own_output(node: Any) -> str | None:
+    """The attribute of a ``ctx`` that is the function's own output."""
+    for name, value in _attributes(node).items():
+        if issubclass(type(value), Tensor):
+            with torch._C.DisableTorchFunction():
+                if value.grad_fn is node:
+                    return name
+    return None
+
+
+def _has_graph_in_gradient(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        if not tensor.is_leaf or not tensor.requires_grad:
+            return False
+        return tensor.grad is not None and tensor.grad.grad_fn is not None
+
+
+def _of_gradient(tensor: Tensor) -> Iterable[Tensor]:
+    """The gradient and what its graph holds, if the graph leads back to the tensor."""
+    gradient = tensor.grad
+    if gradient is None:
+        return []
+    graphs = Graphs()
+    saved = [value for value, _ in graphs.of(gradient.grad_fn) if isinstance(value, Tensor)]
+    leaves = [getattr(node, "variable", None) for node in graphs.nodes.values()]
+    return [gradient, *saved] if any(leaf is tensor for leaf in leaves) else []
+
+
+def _touches(tensors: Iterable[Tensor], addresses: Collection[int]) -> bool:
+    storages = [storage_of(tensor) for tensor in tensors]
+    return any(storage is not None and storage.data_ptr() in addresses for storage in storages)
