@@ -72,8 +72,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """The CPU's entry in the report of each script."""
+def reports(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """The report of each script."""
     folder: Path = tmp_path_factory.mktemp("peaks")
     found = {}
     for name, code in SCRIPTS.items():
@@ -81,8 +81,20 @@ def ran(tmp_path_factory) -> dict[str, dict[str, Any]]:
         (folder / f"{name}.py").write_text("\n".join(lines))
         words = ["run", "--report", f"{name}.json", f"{name}.py"]
         FORKS.run("-m", "memfit", *words, folder=folder)
-        found[name] = json.loads((folder / f"{name}.json").read_text())["devices"][0]
+        found[name] = json.loads((folder / f"{name}.json").read_text())
     return found
+
+
+@pytest.fixture(scope="module")
+def notes(reports: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """The notes of each script."""
+    return {name: report["notes"] for name, report in reports.items()}
+
+
+@pytest.fixture(scope="module")
+def ran(reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The CPU's entry in the report of each script."""
+    return {name: report["devices"][0] for name, report in reports.items()}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -104,6 +116,11 @@ def test_the_list_that_holds_graphs_is_named(ran: dict[str, dict[str, Any]]):
     first = ran["collected"]["peak_owners"][0]
     assert first["owner"].startswith("the autograd graph of `outs` (collected.py:")
     assert first["category"] == "activation"
+
+
+def test_graphs_that_nothing_runs_backward_on_are_worth_a_word(notes: dict[str, list[str]]):
+    assert any("`with torch.no_grad():`" in note for note in notes["collected"])
+    assert notes["training"] == []
 
 
 def test_what_autocast_keeps_is_told_apart(ran: dict[str, dict[str, Any]]):

@@ -69,6 +69,9 @@ pub(crate) struct RunDocument {
     pub(crate) torch_imported: bool,
     pub(crate) devices: Vec<RunDevice>,
     pub(crate) steps: Steps,
+    /// Memory past torch; absent where the system does not tell.
+    #[serde(default)]
+    pub(crate) process: Option<ProcessMemory>,
     pub(crate) oom: Option<OutOfMemory>,
     /// What `--budget` did; absent without it.
     #[serde(default)]
@@ -82,6 +85,25 @@ pub(crate) struct RunDocument {
     /// Whether this process is one that the script forked off: the summary is its parent's.
     #[serde(default, skip_serializing)]
     pub(crate) quiet: bool,
+}
+
+/// What the system says of a script's process and its children.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ProcessMemory {
+    /// Most bytes resident at once.
+    pub(crate) resident_peak_bytes: Bytes,
+    /// Bytes shared with no file and no other process, when they were most.
+    pub(crate) private_bytes: Bytes,
+    /// Bytes of tensors then.
+    pub(crate) tensor_bytes: Bytes,
+    /// Child processes, when their private bytes were most.
+    pub(crate) children: u64,
+    /// Their names, each once.
+    pub(crate) children_names: Vec<String>,
+    /// Their private bytes together.
+    pub(crate) children_bytes: Bytes,
+    /// What the C library kept after frees, and gave back when asked at the end.
+    pub(crate) trimmed_bytes: Bytes,
 }
 
 /// How a script came to its end.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from memfit.run.script.script import AdoptedScript
     from memfit.track import cpu, cuda
     from memfit.track.iterations import Iterations
+    from memfit.track.process import ProcessMemory
 
 SCHEMA_VERSION = 1
 """Version of the summary's shape."""
@@ -45,6 +46,9 @@ PHASES = ("forward", "backward", "optimizer")
 
 _HISTORY_LIMIT = 1_000_000
 """Events of CUDA history that are kept, the latest."""
+
+_WORTH_ADVICE = 5
+"""Graphs that take one part in so many of the peak are worth a word."""
 
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate memory")
 _REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
@@ -171,6 +175,7 @@ class Watch:
         self._phase = FORWARD
         self._before_backward: list[int] = []
         self._iterations: Iterations | None = None
+        self._process: ProcessMemory | None = None
 
     def begin(self) -> None:
         """Start to count; torch has just been imported. A failure is noted, never raised."""
@@ -187,16 +192,18 @@ class Watch:
         from memfit.track.backwards import BACKWARDS
         from memfit.track.iterations import Iterations
         from memfit.track.looks import LOOKS
+        from memfit.track.process import ProcessMemory
         from memfit.track.steps import STEPS
 
         self._began = time.perf_counter() - self._start
         self._iterations = Iterations()
+        self._process = ProcessMemory()
         problem = cpu.start()
         if problem is None:
             self._cpu = cpu.Window()
             STEPS.add(self._cpu)
             LOOKS.add(self._cpu)
-            LOOKS.listeners.append(self._iterations.looked)
+            LOOKS.listeners += [self._iterations.looked, self._process.ask]
         else:
             self._notes.append(problem)
         self._cuda = cuda.Window()
@@ -224,6 +231,8 @@ class Watch:
         self._enter(self._before_backward.pop())
         if self._iterations is not None and not self._before_backward:
             self._iterations.backward_ended()
+        if self._process is not None:
+            self._process.ask()
 
     def _enter(self, phase: int) -> None:
         from memfit import _native
@@ -241,6 +250,8 @@ class Watch:
         self._enter(FORWARD)
         if self._iterations is not None:
             self._iterations.stepped(cuda.allocated_bytes())
+        if self._process is not None:
+            self._process.ask()
 
     def _record_history(self) -> None:
         import torch
@@ -274,6 +285,7 @@ class Watch:
         fitting = self._adopted.end(ending.error) if self._adopted is not None else None
         if self._began is not None:
             self._look_for_the_last_time(ending.error)
+            self._advise()
             oom = self._out_of_memory(ending.error, elapsed)
             devices = self._devices(self._began)
         else:
@@ -287,6 +299,7 @@ class Watch:
             "torch_imported": self._began is not None,
             "devices": devices,
             "steps": self._step_summary(),
+            "process": self._process.end() if self._process is not None else None,
             "oom": oom,
             "fitting": fitting,
             "lease": self._room.described(),
@@ -304,6 +317,25 @@ class Watch:
         OWNERS.search("the end of a script")
         trace = error.__traceback__ if error is not None else None
         LOOKS.look(list(traceback.walk_tb(trace)))
+
+    def _advise(self) -> None:
+        """Say where graphs are kept that no backward runs on."""
+        from memfit import _native
+        from memfit.track.backwards import BACKWARDS
+        from memfit.track.looks import LOOKS
+        from memfit.track.owners import ACTIVATION
+
+        counted = self._cpu.read() if self._cpu is not None else None
+        if BACKWARDS.runs or counted is None or self._cpu is None:
+            return
+        account = LOOKS.account(self._cpu, counted)
+        graph_bytes = account.by_category.get(ACTIVATION, 0)
+        if _WORTH_ADVICE * graph_bytes >= account.bytes > 0:
+            size = _native.bytes_text(graph_bytes)
+            self._notes.append(
+                f"no backward ran, and autograd graphs held {size} at the peak: "
+                "`with torch.no_grad():` round the forward keeps none"
+            )
 
     def _devices(self, began: float) -> list[dict[str, Any]]:
         from memfit.track import record

@@ -7,7 +7,7 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps, TrackDocument, TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps, TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -29,6 +29,9 @@ pub(crate) const CATEGORIES: [&str; 11] = [
 /// Owners that are listed, and the part of the peak from which on they are.
 const OWNERS: usize = 8;
 const OWNER_SHARE: u64 = 50;
+
+/// What is worth a word of what the C library keeps.
+const WORTH_TRIMMING: u64 = 8 << 20;
 
 /// Steps before growth can be seen.
 const FEW_STEPS: u64 = 8;
@@ -106,12 +109,17 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
     };
     let mut text = format!("\n{}  {ended}\n", palette.strong(&document.script));
     if let Some(oom) = &document.oom {
-        section(&mut text, "Refused", &refused(oom, palette), palette);
+        section(
+            &mut text,
+            "Refused",
+            &refused(oom, document.steps.count, palette),
+            palette,
+        );
     }
     section(
         &mut text,
         "Peaks",
-        &peaks(&document.devices, palette),
+        &peaks(&document.devices, document.steps.count, palette),
         palette,
     );
     for device in &document.devices {
@@ -134,6 +142,13 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
         palette,
     );
     section(&mut text, "Growth", &indented(&grown(document)), palette);
+    let process = document.process.as_ref().map(outside);
+    section(
+        &mut text,
+        "Outside the tensors",
+        &indented(&process.unwrap_or_default()),
+        palette,
+    );
     if let Some(fitting) = &document.fitting {
         section(&mut text, "Budget", &fitted(fitting, palette), palette);
     }
@@ -145,7 +160,7 @@ pub(crate) fn run(document: &RunDocument, palette: Palette) -> String {
     text
 }
 
-fn refused(oom: &OutOfMemory, palette: Palette) -> String {
+fn refused(oom: &OutOfMemory, steps: u64, palette: Palette) -> String {
     let request = oom.requested_bytes.map_or_else(
         || "a request".to_owned(),
         |bytes| format!("a request of {bytes}"),
@@ -153,7 +168,7 @@ fn refused(oom: &OutOfMemory, palette: Palette) -> String {
     let mut text = format!(
         "  {request} on {}, {}, with {} live\n",
         oom.device,
-        moment(&oom.at),
+        moment(&oom.at, steps),
         oom.live_bytes
     );
     if let Some(parts) = &oom.live_by_category {
@@ -162,7 +177,7 @@ fn refused(oom: &OutOfMemory, palette: Palette) -> String {
     text
 }
 
-fn peaks(devices: &[RunDevice], palette: Palette) -> String {
+fn peaks(devices: &[RunDevice], steps: u64, palette: Palette) -> String {
     let columns = [
         Align::Left,
         Align::Right,
@@ -185,7 +200,10 @@ fn peaks(devices: &[RunDevice], palette: Palette) -> String {
                 .reserved_peak_bytes
                 .map_or_else(|| "-".to_owned(), |bytes| bytes.to_string()),
             device.after_bytes.to_string(),
-            device.peak.as_ref().map_or_else(String::new, moment),
+            device
+                .peak
+                .as_ref()
+                .map_or_else(String::new, |at| moment(at, steps)),
         ]);
     }
     if table.is_empty() {
@@ -196,11 +214,16 @@ fn peaks(devices: &[RunDevice], palette: Palette) -> String {
 }
 
 /// `after 3.1 s, in backward of step 2`.
-fn moment(moment: &Moment) -> String {
+fn moment(moment: &Moment, steps: u64) -> String {
     let step = moment.steps_done + 1;
     let place = match moment.phase {
+        RunPhase::Forward if steps == 0 => "no optimizer has stepped".to_owned(),
         RunPhase::Forward if moment.steps_done == 0 => "before the first optimizer step".to_owned(),
+        RunPhase::Forward if moment.steps_done == steps => {
+            "after the last optimizer step".to_owned()
+        }
         RunPhase::Forward => format!("between optimizer steps {} and {step}", moment.steps_done),
+        RunPhase::Backward if moment.steps_done == steps => "in backward".to_owned(),
         RunPhase::Backward => format!("in backward before optimizer step {step}"),
         RunPhase::Optimizer => format!("in optimizer step {step}"),
     };
@@ -221,6 +244,34 @@ fn categories(parts: &ByCategory, whole: Bytes, palette: Palette) -> String {
     } else {
         table.render(2, palette)
     }
+}
+
+/// Memory past torch, of this process and its children.
+fn outside(of: &ProcessMemory) -> Vec<String> {
+    let rest = Bytes(of.private_bytes.0.saturating_sub(of.tensor_bytes.0));
+    let mut lines = vec![format!(
+        "{} resident at most; of {} private, {} were tensors and {rest} Python's and libraries' own",
+        of.resident_peak_bytes, of.private_bytes, of.tensor_bytes
+    )];
+    if of.children > 0 {
+        let names = of.children_names.join(", ");
+        let (count, bytes) = (of.children, of.children_bytes);
+        let children = if count == 1 {
+            "child process"
+        } else {
+            "child processes"
+        };
+        lines.push(format!(
+            "{count} {children} ({names}): {bytes} of their own"
+        ));
+    }
+    if of.trimmed_bytes.0 >= WORTH_TRIMMING {
+        lines.push(format!(
+            "{} that were freed stayed with the C library: `malloc_trim` gave them back at the end",
+            of.trimmed_bytes
+        ));
+    }
+    lines
 }
 
 /// Who held most of it.
@@ -509,12 +560,12 @@ mod tests {
         train.py  OUT OF MEMORY after 12.0 s
 
         Refused
-          a request of 953.7 MiB on cpu, after 11.9 s, between optimizer steps 7 and 8, with 6.7 MiB live
+          a request of 953.7 MiB on cpu, after 11.9 s, after the last optimizer step, with 6.7 MiB live
           other  6.7 MiB  100.0 %
 
         Peaks
           device  allocated  reserved  at the end  peak reached
-          cpu       7.6 MiB         -     6.7 MiB  after 11.0 s, in backward before optimizer step 8
+          cpu       7.6 MiB         -     6.7 MiB  after 11.0 s, in backward
 
         At the peak on cpu
           parameter  1.9 MiB  25.0 %
