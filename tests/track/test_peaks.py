@@ -34,6 +34,11 @@ SCRIPTS = {
                 outs.append(net(torch.randn(1024, 256)))
         collect()
     """,
+    "forward": """
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(24)])
+        out = net(torch.randn(1024, 256))
+        print(float(out.square().sum()))
+    """,
     "decoding": """
         def decode():
             net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
@@ -69,6 +74,7 @@ SCRIPTS = {
     """,
 }
 MIB = 1 << 20
+GROWING = {"collected"}
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,17 @@ def test_the_list_that_holds_graphs_is_named(ran: dict[str, dict[str, Any]]):
     first = ran["collected"]["peak_owners"][0]
     assert first["owner"].startswith("the autograd graph of `outs` (collected.py:")
     assert first["category"] == "activation"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_collection_is_growth_and_one_forward_is_none(
+    reports: dict[str, dict[str, Any]], name: str
+):
+    found = reports[name]["steps"]
+    assert (found["growth_rhythm"] == "time") == (name in GROWING)
+    if name in GROWING:
+        assert found["growth_cause"].startswith("`outs` (collected.py:")
+        assert "torch.no_grad()" in found["growth_advice"]
 
 
 def test_graphs_that_nothing_runs_backward_on_are_worth_a_word(notes: dict[str, list[str]]):

@@ -174,6 +174,34 @@ def _cause_of(growth: Growth) -> Cause:
         return _held(found, NAMES.owner(number), sizes)
 
 
+def collection_of(growth: Growth) -> Cause | None:
+    """The list or the like that took tensors through all of a stretch; ``None`` where none did.
+
+    Nothing else shows a loop where no iterations are known: one forward keeps a graph, too.
+    """
+    with undisturbed():
+        found = search(with_results=False)
+        order = {address: place for place, (address, _) in enumerate(growth.blocks)}
+        held: dict[tuple[str, str, str], set[int]] = {}
+        texts = {}
+        for one in found.walk.reached:
+            storage = owners.storage_of(one.tensor) if not one.through_graph else None
+            place = order.get(storage.data_ptr()) if storage is not None else None
+            if place is not None:
+                key = (one.variable.file, one.variable.scope, one.variable.name)
+                held.setdefault(key, set()).add(place * GROUPS // len(order))
+                texts[key] = one.variable.text
+        full = [key for key, groups in held.items() if len(groups) == GROUPS]
+        if not full:
+            return None
+        graph_bytes = sum(size for address, size in growth.blocks if address not in found.direct)
+        who = texts[full[0]]
+        if 2 * graph_bytes < growth.bytes:
+            return Cause("kept_tensors", f"{who} holds the tensors", _NO_GRAPH)
+        advice = _GRAPH if BACKWARDS.runs else f"{_FORWARD}, or {_GRAPH}"
+        return Cause("kept_graphs", f"{who} holds tensors with their autograd graphs", advice)
+
+
 def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
     """The cause where a variable holds most."""
     if owner.variable is None:

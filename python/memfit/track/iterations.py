@@ -12,7 +12,7 @@ from typing import Literal
 
 from memfit import _native
 from memfit.track.cause import Cause
-from memfit.track.growth import GrowthWatch, cause_of
+from memfit.track.growth import GrowthWatch, collection_of
 from memfit.track.kept import Growth, growth_over_time
 
 Rhythm = Literal["step", "backward", "time"]
@@ -74,7 +74,8 @@ class Iterations:
         growth = growth_over_time()
         live_bytes = _native.counted_bytes()
         if growth is not None and growth.bytes >= max(_LEAST_BYTES, live_bytes // _LEAST_SHARE):
-            self._over_time = Found("time", growth, cause_of(growth))
+            cause = collection_of(growth)
+            self._over_time = None if cause is None else Found("time", growth, cause)
         else:
             self._over_time = None
 
@@ -84,4 +85,5 @@ class Iterations:
             growth = self._watches[rhythm].growth
             if growth is not None or cause.kind == "summed_graph":
                 return Found(rhythm, growth, cause)
-        return self._over_time
+        has_iterations = any(watch.iterations for watch in self._watches.values())
+        return None if has_iterations else self._over_time
