@@ -23,6 +23,7 @@ __all__ = [
     "bytes_text",
     "calibration",
     "check_profile",
+    "check_step_budget",
     "context_bytes",
     "count_allocations",
     "counted_bytes",
@@ -869,6 +870,13 @@ def check_profile(profile: Mapping[str, Any]) -> None:
 
     Raises:
         UsageError: It is not of that shape, or a number in it is not positive.
+    """
+
+def check_step_budget(text: str) -> None:
+    """Check that a text is the budget of a step.
+
+    Raises:
+        BudgetError: It is no budget, or so little that another unit was meant.
     """
 
 def parse_budget(text: str, unplanned_peak_bytes: int) -> int:

@@ -135,6 +135,6 @@ def _one_of(name: str, given: object, known: Sequence[str]) -> None:
     """Refuse a word that is not one of those known, with the nearest."""
     if given in known:
         return
-    near = get_close_matches(str(given), known, n=1)
+    near = get_close_matches(given, known, n=1) if isinstance(given, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(known)}"
     raise UsageError(f"`{name}` knows no `{given}`\nhint: {hint}")

@@ -10,14 +10,17 @@ under ``torch.no_grad()``; without an optimizer the gradients are let go after b
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader, Dataset
 
 from memfit.errors import UsageError
 
@@ -62,9 +65,9 @@ class Workload:
         if not isinstance(self.model, nn.Module):
             message = f"`model` must be an `nn.Module`, got `{type(self.model).__name__}`"
             raise UsageError(message)
-        if self.loss is not None and not callable(self.loss):
-            message = f"`loss` must be callable, got `{type(self.loss).__name__}`"
-            raise UsageError(message)
+        if self.loss is not None:
+            _refuse_loss(self.loss)
+        _refuse_batch(self.batch)
         if self.optimizer is not None and self.loss is None:
             raise UsageError("`optimizer` without `loss`: give a loss, or leave the optimizer out")
         if self.optimizer is not None and not (
@@ -101,6 +104,61 @@ class Workload:
         if isinstance(batch, tuple):
             return model(*batch)
         return model(batch)
+
+
+def workload_of(subject: object) -> Workload:
+    """A subject that has to be a workload.
+
+    Args:
+        subject: What was given.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if isinstance(subject, Workload):
+        return subject
+    name = type(subject).__name__
+    message = f"expected a `memfit.Workload`, got `{name}`"
+    if isinstance(subject, nn.Module):
+        message += "\nhint: write `memfit.Workload(model, batch, loss=..., optimizer=...)`"
+    raise UsageError(message)
+
+
+def _refuse_loss(loss: Any) -> None:
+    """Refuse what cannot be called with a model and a batch."""
+    if not callable(loss):
+        raise UsageError(f"`loss` must be callable, got `{type(loss).__name__}`")
+    inner = loss
+    while isinstance(inner, partial):
+        inner = inner.func
+    # A module's own module is its class's; torch's functions and classes say where they are from.
+    if (getattr(inner, "__module__", None) or "").partition(".")[0] == "torch":
+        name = getattr(inner, "__name__", type(inner).__name__)
+        raise UsageError(
+            f"`loss` is called with the model and the batch, and `{name}` takes predictions\n"
+            f"hint: write `loss=lambda model, batch: criterion(model(batch[0]), batch[1])`"
+        )
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError as error:
+        message = f"`loss` is called with the model and the batch, and cannot be: {error}"
+        raise UsageError(message) from None
+    except ValueError:  # it has no signature to look at
+        return
+
+
+def _refuse_batch(batch: Any) -> None:
+    """Refuse what yields batches and is none."""
+    name = type(batch).__name__
+    if isinstance(batch, DataLoader):
+        how = "`next(iter(loader))`"
+    elif isinstance(batch, Dataset):
+        how = "`next(iter(DataLoader(dataset, batch_size=...)))`"
+    elif isinstance(batch, Iterator):
+        how = "`next(batches)`"
+    else:
+        return
+    raise UsageError(f"`batch` is a `{name}`, not a batch\nhint: give one of its batches: {how}")
 
 
 def batch_size(batch: Any, dim: int = 0) -> int:

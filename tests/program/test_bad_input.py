@@ -84,6 +84,10 @@ def test_a_model_that_fails_shows_its_own_traceback(
     assert "Traceback (most recent call last):" in outcome.stderr
     assert "workloads.py" in outcome.stderr
     assert error in outcome.stderr
+    frames = [line for line in outcome.stderr.splitlines() if line.startswith("  File ")]
+    assert frames
+    assert all("workloads.py" in frame for frame in frames)
+    assert outcome.stderr.count("Traceback") == 1
     last = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
     assert len(last) == 1
     assert phase in last[0]
@@ -111,6 +115,31 @@ def test_budgets(inside: Inside, budget: str):
     outcome = inside("plan", "workloads.py:mlp", f"--budget={budget}")
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "as a budget" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bugdet", "3GiB", "script.py"], "a similar argument exists: '--budget'"),
+        (["--epochs", "3", "script.py"], "unexpected argument '--epochs'"),
+        (["--budget", "1GiB", "-x", "script.py"], "unexpected argument '-x'"),
+        (["--budget", "-5", "script.py"], "a budget must be above 0"),
+        (["--budget", "50", "script.py"], "did you mean `50%`?"),
+    ],
+)
+def test_flags_of_run_that_are_none(inside: Inside, words: list[str], said: str):
+    outcome = inside("run", *words)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert said in outcome.stderr
+
+
+def test_a_budget_behind_the_script_is_the_scripts_and_warned_of(tmp_path: Path):
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
+    for own, warns in (([], True), (["--budget", "1GiB"], False)):
+        outcome = run("run", *own, "script.py", "--budget=3", "-x", folder=tmp_path)
+        assert (outcome.code, outcome.stdout) == (0, "['--budget=3', '-x']\n")
+        said = "warning: `--budget` stands after the script" in outcome.stderr
+        assert said == warns
 
 
 def test_damaged_traces(inside: Inside, tmp_path: Path):

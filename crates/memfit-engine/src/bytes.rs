@@ -3,6 +3,8 @@
 //! Responsible for arithmetic that cannot wrap silently, for parsing `3GiB` and `60%`, and for the one
 //! way bytes are shown. Not responsible for what a budget is compared with.
 
+mod meant;
+
 use std::fmt;
 use std::iter::Sum;
 use std::num::IntErrorKind;
@@ -112,28 +114,62 @@ pub enum Budget {
 
 /// Why a budget could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "cannot read `{text}` as a budget: {reason}; write bytes (3221225472), 3GiB, 800MiB, 2GB or 60%"
-)]
+#[error("cannot read `{text}` as a budget: {reason}; {advice}")]
 pub struct BudgetError {
     /// What was written.
     pub text: String,
     /// What is wrong with it.
     pub reason: &'static str,
+    /// What to write instead.
+    pub advice: String,
 }
 
+impl BudgetError {
+    fn new(text: &str, reason: &'static str, meant: Option<String>) -> Self {
+        Self {
+            text: text.to_owned(),
+            reason,
+            advice: meant.unwrap_or_else(|| FORMS.to_owned()),
+        }
+    }
+}
+
+/// How budgets are written.
+const FORMS: &str = "write bytes (3221225472), 3GiB, 800MiB, 2GB or 60%";
+
+/// A bare number below is no budget of a step: whoever wrote it meant another unit.
+const FEWEST_BARE_BYTES: u64 = 1024;
+
 impl Budget {
+    /// Reads the budget of a step: as [`Budget::parse`], but for numbers without a unit that no step
+    /// is small enough for.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Budget::parse`]; `50`, which may mean `50%`.
+    pub fn of_step(text: &str) -> Result<Self, BudgetError> {
+        let budget = Self::parse(text)?;
+        match text.trim().replace('_', "").parse::<f64>() {
+            Ok(bare) if budget.resolve(Bytes::ZERO).0 < FEWEST_BARE_BYTES => {
+                let meant = Some(meant::instead_of_few(bare));
+                Err(BudgetError::new(text, "no step takes so few bytes", meant))
+            }
+            _ => Ok(budget),
+        }
+    }
+
     /// Reads `3GiB`, `800MiB`, `2GB` (decimal), plain bytes or `60%`.
     ///
     /// # Errors
     ///
-    /// An empty text, an unknown unit, a number that is negative, not finite, zero or above `u64`.
+    /// An empty text, an unknown unit, a number that is negative, not finite, zero or above `u64`, a
+    /// part of a byte.
     pub fn parse(text: &str) -> Result<Self, BudgetError> {
-        let fail = |reason| BudgetError {
-            text: text.to_owned(),
-            reason,
-        };
         let trimmed = text.trim();
+        let fail = |reason| BudgetError::new(text, reason, meant::instead_of(trimmed));
+        if trimmed.starts_with('-') {
+            return Err(fail("a budget must be above 0"));
+        }
         let split = trimmed
             .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_'))
             .unwrap_or(trimmed.len());
@@ -151,6 +187,10 @@ impl Budget {
                 } else {
                     Err(fail("a percentage must be above 0 and at most 1000"))
                 };
+            }
+            "" if is_part_of_a_byte(&digits) => {
+                let meant = digits.parse().ok().map(meant::instead_of_few);
+                return Err(BudgetError::new(text, "bytes are whole", meant));
             }
             "" | "b" => 1,
             "kib" => 1 << 10,
@@ -215,6 +255,12 @@ impl TryFrom<String> for Budget {
     }
 }
 
+fn is_part_of_a_byte(digits: &str) -> bool {
+    digits
+        .parse::<f64>()
+        .is_ok_and(|bytes| bytes.fract() != 0.0)
+}
+
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -265,6 +311,49 @@ mod tests {
             let error = Budget::parse(large).unwrap_err();
             assert_eq!(error.reason, "too large", "{large}");
         }
+    }
+
+    #[test]
+    fn what_cannot_be_a_budget_asks_for_what_was_meant() {
+        for (text, advice) in [
+            ("50", "did you mean `50%`?"),
+            ("100", "did you mean `100%`?"),
+            ("62.5", "did you mean `62.5%`?"),
+            ("0.6", "did you mean `60%`?"),
+            ("0.55", "did you mean `55%`?"),
+            (".5", "did you mean `50%`?"),
+            ("1.0", "did you mean `100%`?"),
+            ("800", "did you mean `800MiB`?"),
+            ("3G", "did you mean `3GiB`?"),
+            ("512m", "did you mean `512MiB`?"),
+            ("1.5 Gi", "did you mean `1.5GiB`?"),
+            ("6 gigs", "did you mean `6GiB`?"),
+            ("50 percent", "did you mean `50%`?"),
+            ("1e9", "did you mean `1000000000`?"),
+            ("2.5E9", "did you mean `2500000000`?"),
+            ("6,5GiB", "did you mean `6.5GiB`?"),
+            ("3,221,225,472", "did you mean `3221225472`?"),
+            ("-5", FORMS),
+            ("-3GiB", FORMS),
+            ("1e-3", FORMS),
+            ("1e999", FORMS),
+            ("0", FORMS),
+            ("nan", FORMS),
+            ("inf", FORMS),
+            ("lots", FORMS),
+            ("3 apples", FORMS),
+            ("0G", FORMS),
+            (",", FORMS),
+            ("1,", FORMS),
+        ] {
+            assert_eq!(Budget::of_step(text).unwrap_err().advice, advice, "{text}");
+        }
+        for (text, bytes) in [("50B", 50), ("1024", 1024), ("1000000000.0", 1_000_000_000)] {
+            assert_eq!(Budget::of_step(text), Ok(Budget::Absolute(Bytes(bytes))));
+        }
+        let negative = Budget::of_step("-5").unwrap_err();
+        assert_eq!(negative.reason, "a budget must be above 0");
+        assert_eq!(Budget::parse("50"), Ok(Budget::Absolute(Bytes(50))));
     }
 
     #[test]

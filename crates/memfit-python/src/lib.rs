@@ -453,6 +453,12 @@ mod _native {
         Ok(budget.resolve(Bytes(unplanned_peak_bytes)).0)
     }
 
+    /// Checks that a text is the budget of a step.
+    #[pyfunction]
+    fn check_step_budget(text: &str) -> PyResult<()> {
+        Budget::of_step(text).map(drop).map_err(no_budget)
+    }
+
     /// Runs the program with `argv` and returns its exit code.
     #[pyfunction]
     fn run(py: Python<'_>, argv: Vec<OsString>, host: Py<PyAny>) -> u8 {

@@ -386,7 +386,7 @@ pub(crate) struct PredictArguments {
     pub(crate) target: TargetArguments,
 
     /// Say whether the step fits these bytes, and which batch would (3GiB, 800MiB, 2GB, bytes, 60%)
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) budget: Option<String>,
 
     /// Predict for another batch size
@@ -408,7 +408,12 @@ pub(crate) struct PlanArguments {
     pub(crate) target: TargetArguments,
 
     /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
-    #[arg(long, value_name = "BYTES", required_unless_present = "pareto")]
+    #[arg(
+        long,
+        value_name = "BYTES",
+        allow_hyphen_values = true,
+        required_unless_present = "pareto"
+    )]
     pub(crate) budget: Option<String>,
 
     #[command(flatten)]
@@ -435,7 +440,7 @@ pub(crate) struct VerifyArguments {
     pub(crate) target: TargetArguments,
 
     /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unplanned peak
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) budget: String,
 
     /// Verify the step as `memfit.fit(..., compile=True)` runs it, beside eager and `torch.compile` alone
@@ -514,7 +519,7 @@ pub(crate) struct RunArguments {
     ///
     /// The first step is observed while all that autograd saves lies in a file; the following ones run by an
     /// exact plan. Losses, results and exit code stay what they are.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) budget: Option<String>,
 
     /// Loosest class of action to consider even where a stricter one fits
@@ -555,12 +560,7 @@ pub(crate) struct RunArguments {
     pub(crate) module: bool,
 
     /// The script or module, and its arguments
-    #[arg(
-        value_name = "SCRIPT",
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true
-    )]
+    #[arg(value_name = "SCRIPT", required = true, trailing_var_arg = true)]
     pub(crate) command: Vec<OsString>,
 }
 

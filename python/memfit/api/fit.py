@@ -19,7 +19,8 @@ from memfit.run.elastic import Elastic
 from memfit.run.fitted import Fitted
 from memfit.run.recovery import Recovery
 from memfit.share.lease import Lease
-from memfit.workload import Workload
+from memfit.sizes import step_budget
+from memfit.workload import Workload, workload_of
 
 
 def fit(
@@ -65,6 +66,7 @@ def fit(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
+    workload = workload_of(workload)
     chosen = Options.of(options, **keywords)
     _refuse_guard(asked=guard, with_other=compile or chosen.own_loop)
     elastic, within = _within(workload, budget, plan, lease, compiled=compile)
@@ -173,7 +175,7 @@ def _within(
     if lease is None:
         if budget is None:
             raise UsageError("give a `budget`, or a `lease` to stay within")
-        return None, budget
+        return None, step_budget(budget)
     if budget is not None:
         raise UsageError("give a `budget`, or a `lease` to stay within, and not both")
     if compiled:

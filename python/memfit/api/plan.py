@@ -10,6 +10,7 @@ from memfit.errors import UsageError
 from memfit.options import OptionKeywords, Options
 from memfit.plan.planner import front_of_trace, op_times_without_run, plan_trace
 from memfit.run.profile import profiled
+from memfit.sizes import step_budget
 from memfit.workload import Workload
 
 
@@ -38,10 +39,11 @@ def plan(
         CaptureError: The step cannot be recorded.
     """
     chosen = Options.of(options, **keywords)
+    within = step_budget(budget)
     recorded = traced(subject)
     workload = subject if isinstance(subject, Workload) else None
     op_times = op_times_of(chosen, recorded, workload)
-    return plan_trace(recorded, op_times, budget, chosen, workload)
+    return plan_trace(recorded, op_times, within, chosen, workload)
 
 
 def pareto(
@@ -71,10 +73,11 @@ def pareto(
         CaptureError: The step cannot be recorded.
     """
     chosen = Options.of(options, **keywords)
+    within = None if budget is None else step_budget(budget)
     recorded = traced(subject)
     workload = subject if isinstance(subject, Workload) else None
     op_times = op_times_of(chosen, recorded, workload)
-    return front_of_trace(recorded, op_times, budget, chosen, workload)
+    return front_of_trace(recorded, op_times, within, chosen, workload)
 
 
 def op_times_of(options: Options, recorded: Trace, workload: Workload | None) -> dict[str, Any]:

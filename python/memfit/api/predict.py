@@ -7,9 +7,9 @@ from typing import Literal
 from memfit import _native
 from memfit.answers import Prediction, Trace
 from memfit.capture import capture
-from memfit.errors import UsageError
 from memfit.plan.alternatives import with_alternatives
-from memfit.workload import Workload
+from memfit.sizes import step_budget
+from memfit.workload import Workload, workload_of
 
 
 def trace(
@@ -35,7 +35,7 @@ def trace(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    recorded = Trace.decode(capture(workload, target=target, device=device))
+    recorded = Trace.decode(capture(workload_of(workload), target=target, device=device))
     if not slices:
         return recorded
     return Trace(with_alternatives(workload, recorded.native, device=device))
@@ -60,7 +60,7 @@ def predict(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    request = {"batch": batch, "budget": None if budget is None else str(budget)}
+    request = {"batch": batch, "budget": None if budget is None else step_budget(budget)}
     return Prediction.of(_native.predict(traced(subject).native, request))
 
 
@@ -73,9 +73,4 @@ def traced(subject: Workload | Trace) -> Trace:
     Raises:
         UsageError: It is neither.
     """
-    if isinstance(subject, Trace):
-        return subject
-    if isinstance(subject, Workload):
-        return trace(subject)
-    message = f"expected a `memfit.Workload` or a `memfit.Trace`, got `{type(subject).__name__}`"
-    raise UsageError(message)
+    return subject if isinstance(subject, Trace) else trace(subject)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Unpack
 
+from torch import nn
+
 from memfit import _native
 from memfit.answers import Plan, Trace, Verification
 from memfit.api.plan import op_times_of
@@ -15,8 +17,9 @@ from memfit.api.predict import trace
 from memfit.errors import UsageError
 from memfit.options import OptionKeywords, Options
 from memfit.plan.planner import compiled_request, meta_of, plan_trace
+from memfit.sizes import step_budget
 from memfit.verify import compiled, eager
-from memfit.workload import Workload
+from memfit.workload import Workload, workload_of
 
 
 def verify(
@@ -57,12 +60,15 @@ def verify(
     if steps < 1:
         raise UsageError(f"`steps={steps}`: at least one step is timed")
     chosen = Options.of(options, **keywords)
-    workload = subject if isinstance(subject, Workload) else subject()
+    within = "" if budget is None else step_budget(budget)
+    if callable(subject) and not isinstance(subject, nn.Module):
+        subject = subject()
+    workload = workload_of(subject)
     began = time.perf_counter()
     recorded = trace(workload)
     captured = time.perf_counter()
     op_times = op_times_of(chosen, recorded, workload)
-    made = plan or plan_trace(recorded, op_times, budget or 0, chosen, workload)
+    made = plan or plan_trace(recorded, op_times, within, chosen, workload)
     seconds = (captured - began, time.perf_counter() - captured)
     with _as_before(workload):
         document, text = _ran(workload, recorded, made, chosen, op_times, steps, seconds, compile)

@@ -133,11 +133,13 @@ class Guard:
             raise refused from error
 
 
-def _bytes(size: Size) -> int:
+def _bytes(size: Size | float) -> int:
     """A size as bytes."""
     if isinstance(size, str) and "%" in size:
         message = f"`{size}` is a share of something: a guard needs bytes, such as `3GiB`"
         raise UsageError(message)
+    if isinstance(size, float) and not size.is_integer():
+        raise UsageError(f"a guard holds whole bytes, such as `3GiB`, and not `{size}`")
     try:
         return _native.parse_budget(str(size), 0)
     except BudgetError as error:

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit import torch_versions
@@ -378,11 +377,10 @@ def _lightest(target: str, settings: Settings) -> Workload:
     from memfit.weights.weightless import weightless
 
     build = workload_factory(target, settings)
-    try:
-        with weightless():
-            return build()
-    except Exception:  # noqa: BLE001 - whatever it is, the ordinary build says it better
+    # Whatever fails, the ordinary build says it better.
+    with contextlib.suppress(Exception), weightless():
         return build()
+    return build()
 
 
 @contextlib.contextmanager
@@ -405,18 +403,32 @@ def _warn(remark: str) -> None:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback of the user's exception without memfit's own frames before the user's code."""
-    frames = error.__traceback__
-    while frames is not None and _is_memfit(frames):
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    """The traceback of the user's exception: frames of the user's code, none of memfit or torch.
+
+    All frames where none is the user's.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    if all(_is_inside(frame.filename) for frame in shown.stack):
+        return "".join(shown.format())
+    pending, seen = [shown], {id(shown)}
+    while pending:
+        one = pending.pop()
+        one.stack[:] = [frame for frame in one.stack if not _is_inside(frame.filename)]
+        for other in (one.__cause__, one.__context__, *(one.exceptions or ())):
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
+                pending.append(other)
+    return "".join(shown.format())
 
 
-def _is_memfit(frame: TracebackType) -> bool:
-    file = Path(frame.tb_frame.f_code.co_filename)
-    # Loading a file or module passes through the import machinery first.
-    frozen = str(file).startswith("<frozen importlib")
-    return frozen or Path(__file__).parents[1] in file.parents
+def _is_inside(file: str) -> bool:
+    """Whether a file is memfit's, torch's, or of the machinery that loads files."""
+    torch = sys.modules.get("torch")
+    packages = [Path(__file__).parents[1]]
+    if torch is not None and torch.__file__ is not None:
+        packages.append(Path(torch.__file__).parent)
+    within = any(package in Path(file).parents for package in packages)
+    return within or file.startswith("<frozen ")
 
 
 def _finite(value: Any) -> Any:

@@ -23,7 +23,11 @@ pub(super) fn run(
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
-    let budget = arguments.budget.as_deref().map(Budget::parse).transpose()?;
+    let budget = arguments
+        .budget
+        .as_deref()
+        .map(Budget::of_step)
+        .transpose()?;
     // A front has no budget of its own.
     let choice = PlanChoice::parse(&arguments.choice, Budget::Percent(100.0))?;
     if choice.time_limit.is_some() {

@@ -21,7 +21,7 @@ pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Resul
     }
     let target = Target::parse(&arguments.target)?;
     // Without `--pareto`, the command line requires it.
-    let budget = Budget::parse(arguments.budget.as_deref().unwrap_or_default())?;
+    let budget = Budget::of_step(arguments.budget.as_deref().unwrap_or_default())?;
     let choice = PlanChoice::parse(&arguments.choice, budget)?;
     let save = arguments
         .save

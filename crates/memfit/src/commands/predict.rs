@@ -18,7 +18,11 @@ pub(crate) fn run(
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
-    let budget = arguments.budget.as_deref().map(Budget::parse).transpose()?;
+    let budget = arguments
+        .budget
+        .as_deref()
+        .map(Budget::of_step)
+        .transpose()?;
     let save = arguments
         .save
         .as_deref()

@@ -15,10 +15,19 @@ use crate::save::PendingFile;
 use crate::session::Session;
 
 pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    if let Some(flag) = flag_of_the_script(arguments) {
+        session.printer.note(&format!(
+            "warning: `{flag}` stands after the script and is the script's own: memfit's flags stand before it"
+        ))?;
+    }
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;
     let snapshot = arguments.snapshot.as_deref().map(writable).transpose()?;
-    let budget = arguments.budget.as_deref().map(Budget::parse).transpose()?;
+    let budget = arguments
+        .budget
+        .as_deref()
+        .map(Budget::of_step)
+        .transpose()?;
     let lease = budget.map(|budget| lease(&arguments.lease, budget));
     let answer = session.host.run_script(&Script {
         command: arguments.command.clone(),
@@ -62,6 +71,18 @@ fn fitting(arguments: &RunArguments) -> Option<ScriptFitting> {
         may_choose_folder: !arguments.no_offload,
         is_strict: arguments.strict,
     })
+}
+
+/// A flag among the script's own arguments that was most likely meant for memfit.
+fn flag_of_the_script(arguments: &RunArguments) -> Option<&str> {
+    let own = [
+        ("--budget", arguments.budget.is_some()),
+        ("--offload", arguments.offload.is_some()),
+    ];
+    let words = arguments.command.iter().skip(1);
+    let flags = words.filter_map(|word| word.to_str()?.split('=').next());
+    let mut meant = flags.filter(|flag| own.contains(&(*flag, false)));
+    meant.next()
 }
 
 /// How the budget is leased; nothing where it shall not be.

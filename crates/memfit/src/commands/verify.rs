@@ -17,7 +17,7 @@ use crate::session::Session;
 
 pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
     let live = Target::parse(&arguments.target)?.live("verify")?;
-    let choice = PlanChoice::parse(&arguments.choice, Budget::parse(&arguments.budget)?)?;
+    let choice = PlanChoice::parse(&arguments.choice, Budget::of_step(&arguments.budget)?)?;
     let target = Target::Live(live.clone());
 
     let mut recorded = session.record(&target, None)?;

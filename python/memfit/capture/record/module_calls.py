@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -39,6 +40,25 @@ class Region:
     end: int
 
 
+@dataclass(slots=True)
+class LearningCalls:
+    """Calls of modules that have trainable parameters of their own.
+
+    Attributes:
+        count: All of them.
+        without_gradients: Those that began while gradients were off.
+    """
+
+    count: int = 0
+    without_gradients: int = 0
+
+    def add(self, module: nn.Module) -> None:
+        """Count a call that begins."""
+        if any(p is not None and p.requires_grad for p in module._parameters.values()):
+            self.count += 1
+            self.without_gradients += not torch.is_grad_enabled()
+
+
 class ModuleCalls:
     """Tracks module calls while it is entered.
 
@@ -47,6 +67,7 @@ class ModuleCalls:
         regions: The calls of the forward phase, in order of entry.
         recording: Whether calls become regions; off in backward, where user checkpointing may call
             modules again.
+        learning: The calls of the forward phase that could let a loss depend on parameters.
     """
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
@@ -59,6 +80,7 @@ class ModuleCalls:
         self.path = ""
         self.regions: list[Region] = []
         self.recording = True
+        self.learning = LearningCalls()
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._ledger = ledger
         self._stack: list[tuple[int, str, Region | None]] = []
@@ -95,6 +117,7 @@ class ModuleCalls:
         path = self._paths.get(identity)
         region = None
         if path is not None and self.recording:
+            self.learning.add(module)
             call = self._calls.get(identity, 0)
             self._calls[identity] = call + 1
             region = Region(path, type(module).__name__, call, self._ledger.now, self._ledger.now)

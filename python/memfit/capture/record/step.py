@@ -113,15 +113,24 @@ class StepRunner:
         if not isinstance(loss, Tensor):
             message = f"`loss` must return a tensor, got `{type(loss).__name__}`"
             raise UsageError(message)
-        if loss.numel() != 1 or not loss.requires_grad:
-            message = (
-                f"`loss` must return one number that depends on the parameters, got shape "
-                f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-            )
+        if loss.numel() != 1:
+            message = f"`loss` must return one number, got shape {tuple(loss.shape)}"
+            raise UsageError(f"{message}\nhint: reduce it, as with `.mean()`")
+        if not loss.requires_grad:
+            message = "the loss does not depend on the parameters" + self._why_independent()
             raise UsageError(message)
         allocation = recorder.ledger.seen(loss)
         self.roles.loss = recorder.ledger.value(loss, allocation)
         return loss
+
+    def _why_independent(self) -> str:
+        """Why no gradient of the loss reaches a parameter, where that was seen."""
+        if not self.stage.trainable():
+            return ": none of them requires a gradient"
+        learning = self.recorder.modules.learning
+        if learning.count and learning.count == learning.without_gradients:
+            return ": the forward ran under `torch.no_grad` or `torch.inference_mode`"
+        return ""
 
     def _update(self) -> None:
         stage, workload = self.stage, self.stage.workload

@@ -35,7 +35,7 @@ def collate(batch):
 
 data = [
     (torch.randint(1, 2000, (int(length),)), torch.randint(0, 2, ()))
-    for length in torch.randint(20, 160, (128,))
+    for length in torch.randint(20, 110, (96,))
 ]
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True, collate_fn=collate)
 model = Sentiment()
