@@ -59,8 +59,14 @@ fn explain(host: &Bound<'_, PyAny>, error: &PyErr) -> HostError {
 }
 
 impl Host for PythonHost {
-    fn build(&mut self, target: &str, settings: &Settings) -> Result<(), HostError> {
-        self.ask::<Py<PyAny>>("build", (target, settings)).map(drop)
+    fn build(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+    ) -> Result<(), HostError> {
+        self.ask::<Py<PyAny>>("build", (target, settings, device))
+            .map(drop)
     }
 
     fn capture(

@@ -74,12 +74,18 @@ pub struct Calibration {
 
 /// The side that can build a model and run it.
 pub trait Host {
-    /// Imports what the target needs and builds its workload, so that neither counts as capture.
+    /// Imports what the target needs and builds its workload for a kind of device, so that neither counts
+    /// as capture.
     ///
     /// # Errors
     ///
     /// The target is wrong or fails by itself while it is built.
-    fn build(&mut self, target: &str, settings: &Settings) -> Result<(), HostError>;
+    fn build(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        device: Option<&str>,
+    ) -> Result<(), HostError>;
 
     /// Records one step of the target and returns the encoded trace.
     ///

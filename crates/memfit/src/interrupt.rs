@@ -75,7 +75,7 @@ mod tests {
     struct User(bool);
 
     impl Host for User {
-        fn build(&mut self, _: &str, _: &Settings) -> Result<(), HostError> {
+        fn build(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<(), HostError> {
             unreachable!()
         }
         fn capture(

@@ -92,7 +92,9 @@ impl Session<'_> {
             }
             Target::Live(live) => {
                 let what = format!("building {}", live.name);
-                self.slow(&what, |host| Ok(host.build(&live.name, &live.settings)?))?;
+                self.slow(&what, |host| {
+                    Ok(host.build(&live.name, &live.settings, device)?)
+                })?;
                 let what = format!("capturing {}", live.name);
                 let (file, seconds) = self.slow(&what, |host| {
                     Ok(host.capture(&live.name, &live.settings, device)?)

@@ -38,6 +38,7 @@ from memfit.errors import CaptureError, WorkloadError
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.gradient_hooks import gradient_hooks
 from memfit.torch_versions import offloaded_parameters_refusal
+from memfit.weights.absent_gpu import pretended_gpu
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload, batch_size
 
@@ -258,6 +259,8 @@ def _record(
             stack.enter_context(stage.fake_mode)
             stack.enter_context(ordinary_tensors())
             initialise_optimizer(stage)
+        if stage.device == "cuda":
+            stack.enter_context(pretended_gpu())
         runner_type = CudaRunner if stage.device == "cuda" else StepRunner
         runner = runner_type(stage, recorder)
         roles = runner.run()

@@ -25,7 +25,7 @@ from memfit.errors import CaptureError, DoesNotFit, LeaseError, MemfitError, Wor
 from memfit.torch_required import require_torch
 
 if TYPE_CHECKING:
-    from memfit.workload import Workload
+    from memfit.program.build import Built
 
 Settings = Sequence[tuple[str, str]]
 """Names and texts, as ``--set name=value`` gave them."""
@@ -47,26 +47,31 @@ class Host:
     def __init__(self) -> None:
         """Make a host that has built nothing yet."""
         self.script_ended: str | None = None
-        self._built: tuple[str, Settings, Workload] | None = None
+        self._built: tuple[str, Settings, str | None, Built] | None = None
         self._captured: tuple[str, Settings, bytes] | None = None
 
-    def build(self, target: str, settings: Settings) -> None:
+    def build(self, target: str, settings: Settings, device: str | None) -> None:
         """Import what a target needs and build its workload for the capture that follows.
 
         Args:
             target: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
             settings: Arguments of the function.
+            device: As in :meth:`capture`.
         """
         with _torch():
-            import_module("memfit.capture")  # so that the capture's time holds no imports
-            self._built = (target, settings, _lightest(target, settings))
+            from memfit.program.build import lightest
 
-    def _take(self, target: str, settings: Settings) -> Workload:
+            import_module("memfit.capture")  # so that the capture's time holds no imports
+            self._built = (target, settings, device, lightest(target, settings, device))
+
+    def _take(self, target: str, settings: Settings, device: str | None) -> Built:
         """The workload built before, given up; one built afresh when there is none."""
+        from memfit.program.build import lightest
+
         built, self._built = self._built, None
-        if built is not None and built[:2] == (target, settings):
-            return built[2]
-        return _lightest(target, settings)
+        if built is not None and built[:3] == (target, settings, device):
+            return built[3]
+        return lightest(target, settings, device)
 
     def capture(self, target: str, settings: Settings, device: str | None) -> bytes:
         """Record one step of a target.
@@ -81,14 +86,15 @@ class Host:
         """
         with _torch():
             from memfit.capture import capture
-            from memfit.program.target import workload_factory
+            from memfit.program.build import with_weights
             from memfit.weights.weightless import WeightsNeededError
 
+            workload, kind = self._take(target, settings, device)
             try:
-                data = capture(self._take(target, settings), target=target, device=device)
+                data = capture(workload, target=target, device=kind)
             except WeightsNeededError:
-                workload = workload_factory(target, settings)()
-                data = capture(workload, target=target, device=device)
+                workload = with_weights(target, settings, kind)
+                data = capture(workload, target=target, device=kind)
             self._captured = (target, settings, data)
             return data
 
@@ -109,9 +115,10 @@ class Host:
         with _torch():
             from memfit._native import Trace
             from memfit.plan.alternatives import with_alternatives
+            from memfit.program.build import lightest
 
-            workload = _lightest(target, settings)
-            return with_alternatives(workload, Trace.decode(trace), device=device).encode()
+            workload, kind = lightest(target, settings, device)
+            return with_alternatives(workload, Trace.decode(trace), device=kind).encode()
 
     def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
         """Time the ops of one real step.
@@ -369,18 +376,6 @@ _KINDS: tuple[tuple[type[MemfitError], str], ...] = (
     (MemfitError, "usage"),
 )
 """What memfit's errors are to the program, special ones first."""
-
-
-def _lightest(target: str, settings: Settings) -> Workload:
-    """A target's workload, without weights where its constructor allows that."""
-    from memfit.program.target import workload_factory
-    from memfit.weights.weightless import weightless
-
-    build = workload_factory(target, settings)
-    # Whatever fails, the ordinary build says it better.
-    with contextlib.suppress(Exception), weightless():
-        return build()
-    return build()
 
 
 @contextlib.contextmanager

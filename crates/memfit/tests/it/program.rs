@@ -67,7 +67,7 @@ impl Default for FakeHost {
 }
 
 impl Host for FakeHost {
-    fn build(&mut self, _: &str, _: &Settings) -> Result<(), HostError> {
+    fn build(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<(), HostError> {
         Ok(())
     }
 

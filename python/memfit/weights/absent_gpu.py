@@ -1,0 +1,86 @@
+"""Building for a GPU that is not there.
+
+Responsible for code that asks for CUDA on a machine without: its tensors are made on the CPU, and
+``torch.cuda`` answers as with one GPU. What is built like this can be captured for CUDA, predicted
+and planned, not run. Not responsible for the fake GPU of a capture
+(:mod:`memfit.capture.stage.cuda`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_CUDA = re.compile(r"cuda(:\d+)?")
+_DEVICE = torch.device("cuda", 0)
+
+_ANSWERS: dict[Any, dict[str, Any]] = {
+    torch.cuda: {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "is_bf16_supported": True,
+        "get_device_capability": (8, 0),
+        "get_device_name": "a GPU that is not there",
+    },
+    torch.accelerator: {
+        "is_available": True,
+        "device_count": 1,
+        "current_accelerator": _DEVICE,
+        "synchronize": None,
+    },
+}
+"""What functions of torch say while a GPU is pretended, by their module and name."""
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Have ``torch.cuda`` answer as with one GPU, where there is none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for module, answers in _ANSWERS.items():
+            for name, answer in answers.items():
+                original = getattr(module, name)
+                stack.callback(setattr, module, name, original)
+                setattr(module, name, lambda *_, _answer=answer, **__: _answer)
+        yield
+
+
+class AbsentGpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on CUDA, while it is entered."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function with the CPU in place of CUDA."""
+        kwargs = dict(kwargs or {})
+        if func is torch.device:  # a name, which the step may use on the fake GPU
+            return func(*args, **kwargs)
+        if func in {Tensor.cuda, Tensor.pin_memory}:
+            return args[0]
+        args = tuple(_here(value, may_be_index=func is Tensor.to) for value in args)
+        if "device" in kwargs:
+            kwargs["device"] = _here(kwargs["device"], may_be_index=True)
+        return func(*args, **kwargs)
+
+
+def _here(value: Any, *, may_be_index: bool) -> Any:
+    """The CPU in place of a device that is CUDA; other values as they are."""
+    is_cuda = (
+        (isinstance(value, torch.device) and value.type == "cuda")
+        or (isinstance(value, str) and _CUDA.fullmatch(value) is not None)
+        or (may_be_index and isinstance(value, int) and not isinstance(value, bool))
+    )
+    return torch.device("cpu") if is_cuda else value

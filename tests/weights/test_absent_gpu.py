@@ -1,0 +1,106 @@
+"""Targets written for CUDA, on a machine without: captured as if they had named no device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from memfit import Trace, _native, predict
+from memfit.errors import WorkloadError
+from memfit.program.host import Host
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+TARGETS = """
+import torch
+from torch import nn
+import memfit
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+def workload(model, batch, loss=lambda m, b: m(b).square().mean()):
+    adam = lambda p: torch.optim.Adam(p)
+    return memfit.Workload(model, batch, loss, adam)
+
+def net(**place):
+    return nn.Sequential(nn.Linear(64, 128, **place), nn.ReLU(), nn.Linear(128, 64, **place))
+
+def plain():
+    return workload(net(), torch.randn(16, 64))
+
+def called():
+    torch.cuda.set_device(0)
+    return workload(net().cuda(), torch.randn(16, 64).pin_memory().cuda(0, non_blocking=True))
+
+def named():
+    batch = torch.randn(16, 64, device="cuda:0")
+    return workload(net().to("cuda"), batch, lambda m, b: m(b.cuda()).square().mean())
+
+def placed():
+    return workload(net(device="cuda"), torch.randn(16, 64).to(device=torch.device("cuda", 0)))
+
+def inside():
+    with torch.device("cuda"):
+        return workload(net(), torch.randn(16, 64))
+
+def guarded():
+    def loss(m, b):
+        assert torch.cuda.is_available() == (DEVICE.type == "cuda")
+        return (m(b) * torch.ones((), device=DEVICE)).square().mean()
+    return workload(net().to(DEVICE), torch.randn(16, 64, device=DEVICE), loss)
+
+def accelerated():
+    there = torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if there else "cpu"
+    return workload(net().to(device), torch.randn(16, 64).to(device))
+
+def fails():
+    net().cuda()
+    raise ValueError("of its own")
+"""
+
+
+@pytest.fixture
+def captured(tmp_path: Path):
+    """Captures a function of the targets, as the program does."""
+    file = tmp_path / "targets_for_cuda.py"
+    file.write_text(TARGETS)
+
+    def capture(name: str, device: str | None) -> tuple[str, int]:
+        host, target = Host(), f"{file}:{name}"
+        host.build(target, [], device)
+        trace = _native.Trace.decode(host.capture(target, [], device))
+        kind = json.loads(trace.json())["meta"]["device_kind"]
+        return kind, predict(Trace(trace)).predicted_peak_bytes
+
+    return capture
+
+
+@pytest.mark.parametrize("name", ["called", "named", "placed", "inside", "accelerated"])
+def test_a_target_that_asks_for_a_gpu_takes_what_it_takes_there(captured, name):
+    expected = captured("plain", "cuda")
+    assert expected[0] == "cuda"
+    assert captured(name, "cuda") == expected
+    asks_by_itself = name != "accelerated"
+    assert captured(name, None)[0] == ("cuda" if asks_by_itself else "cpu")
+
+
+def test_a_guard_follows_the_device_that_is_asked_for(captured):
+    assert [captured("guarded", device)[0] for device in (None, "cpu", "cuda")] == [
+        "cpu",
+        "cpu",
+        "cuda",
+    ]
+
+
+def test_nothing_of_it_stays(captured):
+    available = torch.cuda.is_available
+    with pytest.raises(WorkloadError) as failed:
+        captured("fails", None)
+    assert str(failed.value.__cause__) == "of its own"
+    assert torch.cuda.is_available is available
+    assert not torch.cuda.is_available()
+    assert torch.zeros(1).device.type == "cpu"
