@@ -211,7 +211,7 @@ def planned(report: dict[str, Any], loops: list[dict[str, Any]], ended: Ended) -
 
 def timeless(text: str) -> str:
     """What a script printed, without what the clock says."""
-    return re.sub(r"'train_(runtime|\w+_per_second)': '?[\d.]+'?", "", text)
+    return re.sub(r"'(?:train|eval)_(runtime|\w+_per_second)': '?[\d.]+'?", "", text)
 
 
 def close(expected: str, found: str) -> bool:

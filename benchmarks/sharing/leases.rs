@@ -365,7 +365,7 @@ fn no<T>() -> Result<T, HostError> {
 }
 
 impl Host for NoHost {
-    fn build(&mut self, _: &str, _: &Settings) -> Result<(), HostError> {
+    fn build(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<(), HostError> {
         no()
     }
     fn capture(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<Vec<u8>, HostError> {
