@@ -56,6 +56,9 @@ MAX_RECORDINGS = 256
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
 
+FORESEEN_SECONDS = 1.0
+"""A plan for sizes that nobody recorded serves few steps: it is the best found in so long."""
+
 _ROUNDED_TO = 1 << 20
 """Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
 
@@ -524,7 +527,8 @@ class Loop:
 
     def _chosen(self, key: Key, outside: int) -> PlannedStep:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
-            return step.plan(1 if least else self._room.within(self._budget), outside)
+            budget = 1 if least else self._room.within(self._budget)
+            return step.plan(budget, outside, time_limit=FORESEEN_SECONDS)
 
         return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
 

@@ -87,6 +87,7 @@ class StepPlans:
             diverged: Whether such a pass has left its plan before.
         """
         planned = next((known for known in self._plans if known.key == key), None)
+        planned = planned or self._as_it_is(key)
         if planned is None and not diverged:
             planned = self._foreseen(key, outside_bytes, planning)
         if planned is None:
@@ -96,6 +97,12 @@ class StepPlans:
                 return _lowest(planned, outside_bytes, planning)
         self.foreseen_steps += planned.is_foreseen
         return planned
+
+    def _as_it_is(self, key: Key) -> PlannedStep | None:
+        """A larger step that fits without any action: so does this one."""
+        alike = (planned for planned in self._plans if covers(planned.key, key))
+        free = (planned for planned in alike if planned.plan.fits and not planned.plan.actions)
+        return next(free, None)
 
     def _foreseen(self, key: Key, outside_bytes: int, planning: Planning) -> PlannedStep | None:
         found = self._sizes.foreseen(key)
