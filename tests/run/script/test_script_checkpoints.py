@@ -82,7 +82,7 @@ def test_checkpoints_of_every_kind_are_replaced_by_the_plan(tmp_path: Path):
     ]
     blocks = lambda: [Block() for _ in calls]
     """
-    loop = loop_of(tmp_path, "70%", kinds, PLAIN, LOOP)
+    loop = loop_of(tmp_path, "14MiB", kinds, PLAIN, LOOP)
     assert_within_budget(loop)
     assert loop["observed"]["steps"] == 2
     assert loop["notes"] == [UNDONE], "none stays"

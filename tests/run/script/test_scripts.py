@@ -350,21 +350,6 @@ def test_a_budget_out_of_reach_is_said_with_one_to_ask_for(tmp_path: Path):
         ),
         (
             """
-            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-            batch = torch.randn(64, width)
-            def closure():
-                optimizer.zero_grad()
-                torch.manual_seed(1)
-                loss = model(batch).square().mean()
-                loss.backward()
-                return loss
-            for step in range(3):
-                print(repr(optimizer.step(closure).item()))
-            """,
-            "a closure",
-        ),
-        (
-            """
             for step in range(4):
                 batch = torch.randn(64, width, requires_grad=True)
                 out = model(batch).square().mean()

@@ -94,6 +94,7 @@ class Loop:
         divergence: Where a pass first left its plan; empty while none did.
         replans: Plans made after the first.
         notes: Things to say at the end.
+        undoes: Whether the latest plan is one without the script's own checkpoints.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Loop:
         self.divergence = ""
         self.replans = 0
         self.notes: dict[str, None] = {}
+        self.undoes = False
         self._root = weakref.ref(root)
         self._request = request
         self._room = room
@@ -150,6 +152,8 @@ class Loop:
         self._diverged: set[Key] = set()
         self._recordings = 0
         self._without: list[str] = []
+        self._in_closure = False
+        self._state_bytes = 0
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
         self._found: list[weakref.ref[Any]] = []
@@ -259,13 +263,17 @@ class Loop:
         self.rest()
         self.bring_home()
 
-    def begin(self, inputs: Any, optimizers: Iterable[Optimizer]) -> Pass:
+    def begin(
+        self, inputs: Any, optimizers: Iterable[Optimizer], *, in_closure: bool = False
+    ) -> Pass:
         """Begin a pass; the model is about to be called.
 
         Args:
             inputs: What it is called with.
             optimizers: The optimizers seen so far.
+            in_closure: Whether an optimizer calls it, in its step.
         """
+        self._in_closure = self._in_closure or in_closure
         self._checkpoints.begin_pass(undoes=False)
         if self.refusal:
             return Pass(self.device)
@@ -413,6 +421,8 @@ class Loop:
         if observation is None:
             return
         observation.undoes = running.undoes
+        if self._in_closure:
+            observation.state_stays = "the optimizer calls the model in its step (a closure)"
         if observation.spill_problem:
             problem = observation.spill_problem
             self.notes[f"an observed step kept its saved tensors in memory: {problem}"] = None
@@ -461,14 +471,15 @@ class Loop:
         Gradients live on into this forward: only a step that begins with them shows for how long.
         Later steps are taken to begin as this one does.
         """
-        if self._pending is None:
+        is_last = self.counts["observed"].steps >= MAX_OBSERVED
+        if is_last and self._pending is None and not self.plans:
+            self._pending = self._kept
+        if self._pending is None or (self._looks_again and not is_last):
             return False
-        shown = self._with_gradients() <= self._pending[1].gradients_before
-        return shown or self.counts["observed"].steps >= MAX_OBSERVED
+        return is_last or self._with_gradients() <= self._pending[1].gradients_before
 
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
-            self._pending = self._pending or (None if self.plans else self._kept)
             return False
         if self._looks_again or self._pending is not None or key in self._diverged:
             return True
@@ -495,17 +506,22 @@ class Loop:
             and (why := offloaded_parameters_refusal()) is not None
         ):
             self.notes[f"parameters are not offloaded: {why}"] = None
+        kept, self._kept = self._kept, None
+        own = kept[1] if kept is not None and kept[0] == key else None
+        by_own: Plan | None = None
+        if own is not None and "%" in str(self._budget):
+            by_own = self._planned_as_written(own, outside)
+            self._budget = by_own.budget_bytes  # a share of what the script's own step takes
         made = step.plan(self._room.within(self._budget), outside)
+        if own is not None and not made.fits:
+            # The script's own checkpoints may reach what no plan without them does.
+            by_own = by_own or self._planned_as_written(own, outside)
+            if _lower(by_own, made):
+                step = RecordedStep(own, type(self._model()).__name__, self._request)
+                made, observation, self._undoes = by_own, own, False
         if step.place:
             self._choose_place(step.place)
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[0] == key and not made.fits:
-            # The script's own checkpoints may reach what no plan without them does.
-            own = RecordedStep(kept[1], type(self._model()).__name__, self._request)
-            by_own = own.plan(self._room.within(self._budget), outside)
-            if _lower(by_own, made):
-                step, made, observation = own, by_own, kept[1]
-                self._undoes = False
+        self.undoes = observation.undoes
         self._note_checkpoints(undoes=observation.undoes)
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
@@ -541,6 +557,11 @@ class Loop:
             (option, planned.step.plan(budget, outside, request=request))
             for option, request in self._request.wider()
         ]
+
+    def _planned_as_written(self, own: Observation, outside: int) -> Plan:
+        """The plan for a step with the checkpoints that the script has."""
+        step = RecordedStep(own, type(self._model()).__name__, self._request)
+        return step.plan(self._room.within(self._budget), outside)
 
     def _note_checkpoints(self, *, undoes: bool) -> None:
         """Say what becomes of the checkpoints that the script has itself."""
@@ -579,27 +600,40 @@ class Loop:
         model = self._model()
         tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
         tensors.extend(p.grad for p in model.parameters())
-        for optimizer in optimizers:
-            states = [dict(in_memory(state)) for state in optimizer.state.values()]
-            tensors.extend(tree_leaves(states))
-        known = {}
+        # Recorded with the step: another model that it calls, the data that it reads.
+        known = self._counted(tensors, self._found)
+        states = [
+            dict(in_memory(state)) for optimizer in optimizers for state in optimizer.state.values()
+        ]
+        counted = self._counted(tree_leaves(states))
+        state = sum(size for place, size in counted.items() if place not in known)
+        if self._pending is not None or not self.plans:
+            self._state_bytes = state
+        # State that grew since the step was recorded, as a history does, nobody has planned.
+        known[0] = min(state, self._state_bytes)
+        live = live_bytes(self.device)
+        return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
+
+    def _counted(
+        self, tensors: Iterable[Any], found: Iterable[weakref.ref[Any]] = ()
+    ) -> dict[int, int]:
+        """Bytes of tensors, and of storages, that are counted on the device, by address."""
+        sizes = {}
         with without_barrier():
             storages = [
                 tensor.untyped_storage()
                 for tensor in tensors
                 if isinstance(tensor, Tensor) and tensor.device == self.device
             ]
-            # Recorded with the step: another model that it calls, the data that it reads.
-            alive = (ref() for ref in self._found)
+            alive = (ref() for ref in found)
             storages += [it for it in alive if it is not None and it.device == self.device]
             for storage in storages:
                 # What cannot be resized is memory of a file or another process: not counted.
                 is_counted = self.device.type == "cuda" or storage.resizable()
                 place = address(storage)
                 if is_counted and place is not None:
-                    known[place] = storage.nbytes()
-        live = live_bytes(self.device)
-        return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
+                    sizes[place] = storage.nbytes()
+        return sizes
 
 
 def _lower(plan: Plan, other: Plan) -> bool:

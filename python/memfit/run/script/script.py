@@ -143,11 +143,9 @@ class AdoptedScript:
         self._end_pass()
         self._kept.pass_begins()
         loop = self._loop_of(root)
-        if self._stepping:
-            self._refuse(loop, "its optimizer calls the model by itself (a closure)")
         inputs = (args, kwargs)
         was_refused = bool(loop.refusal)
-        running = loop.begin(inputs, self._optimizers)
+        running = loop.begin(inputs, self._optimizers, in_closure=self._stepping > 0)
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
         self._current = _Running(loop, loop.key(inputs), running)
@@ -338,6 +336,8 @@ def _found(loop: Loop, plan: Plan) -> str:
     size = _native.bytes_text
     optimizer = " + ".join(loop.optimizers) or "no optimizer"
     unplanned = size(plan.unplanned.predicted_peak_bytes)
+    if loop.undoes:
+        unplanned += " without the script's checkpoints"
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
     if plan.fits and not plan.actions:
         return f"{head}: a step takes {unplanned}, within {size(plan.budget_bytes)} as it is"

@@ -1,0 +1,68 @@
+"""``memfit run --budget`` where optimizers call the model by themselves, through a closure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ran import assert_within_budget, inline
+
+CLOSURES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    width = 64
+
+    class Twice(torch.optim.Optimizer):
+        '''Takes the gradient at a point nearby, and steps with it.'''
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+            self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        def step(self, closure):
+            params = [p for group in self.param_groups for p in group["params"]]
+            with torch.enable_grad():
+                closure()
+            with torch.no_grad():
+                moves = [p.grad * 0.05 for p in params]
+                for p, move in zip(params, moves):
+                    p += move
+            with torch.enable_grad():
+                loss = closure()
+            with torch.no_grad():
+                for p, move in zip(params, moves):
+                    p -= move
+            self.base.step()
+            return loss
+
+    def train(make, steps):
+        block = lambda: nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1))
+        model = nn.Sequential(*[block() for _ in range(8)])
+        optimizer = make(model.parameters())
+        for step in range(steps):
+            batch = torch.randn(2048, width)
+            def closure():
+                optimizer.zero_grad()
+                loss = model(batch).square().mean()
+                loss.backward()
+                return loss
+            print(repr(float(optimizer.step(closure))))
+        print(repr(sum(p.sum().item() for p in model.parameters())))
+"""
+
+
+def test_a_closure_that_runs_first_is_the_step(tmp_path: Path):
+    code = CLOSURES + "\n    train(torch.optim.AdamW, 4); train(torch.optim.Rprop, 3)"
+    ran = inline(tmp_path, "70%", code)
+    for loop, steps in zip(ran.loops, (4, 3), strict=True):
+        assert_within_budget(loop)
+        assert loop["refusal"] is None
+        assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, steps - 1)
+
+
+def test_an_optimizer_that_calls_its_closure_often_is_planned_inside(tmp_path: Path):
+    """Of LBFGS, every call of the closure in a step after the first runs by the plan."""
+    lbfgs = "lambda p: torch.optim.LBFGS(p, max_iter=4, history_size=2)"
+    ran = inline(tmp_path, "75%", CLOSURES + f"\n    train({lbfgs}, 4); train(Twice, 3)")
+    for loop in ran.loops:
+        assert_within_budget(loop)
+        assert (loop["observed"]["steps"], loop["unplanned"]["steps"]) == (1, 0)
