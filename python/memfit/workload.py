@@ -169,15 +169,12 @@ def batch_size(batch: Any, dim: int = 0) -> int:
         dim: The batch dimension.
 
     Returns:
-        The size, or 0 when no tensor has that dimension. Of two equally common sizes, that of the
-        first tensor wins.
+        The size, or 0 when no tensor has that dimension, or one is sparse, as a graph's edges are,
+        and cannot be cut. Of two equally common sizes, that of the first tensor wins.
     """
-    sizes = [
-        leaf.shape[dim]
-        for leaf in tree_flatten(batch)[0]
-        if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()
-    ]
-    if not sizes:
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+    sizes = [tensor.shape[dim] for tensor in tensors if -tensor.dim() <= dim < tensor.dim()]
+    if not sizes or any(tensor.layout is not torch.strided for tensor in tensors):
         return 0
     return Counter(sizes).most_common(1)[0][0]
 

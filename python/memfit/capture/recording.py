@@ -240,7 +240,8 @@ def _record_real(
     stage = real_stage(workload, size, reason)
     trace, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
     batch = trace["meta"]["batch"]
-    trace["meta"]["notes"].append(f"captured by one real step at batch {batch}, because {reason}")
+    at = f" at batch {batch}" if batch else ""
+    trace["meta"]["notes"].append(f"captured by one real step{at}, because {reason}")
     return trace, reduction
 
 

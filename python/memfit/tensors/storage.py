@@ -1,9 +1,9 @@
 """Where the bytes of a tensor are, and whose.
 
 Responsible for the tensors inside one of a class that wraps others, which has no bytes itself but a
-storage as large as if it had them all; for telling whose memory is not torch's own: of a mapped
-file, an array, a parkable model, or shared between processes; and which parameters somebody keeps a
-view of. Not responsible for what is done about it.
+storage as large as if it had them all, and inside a sparse one, which has no storage; for telling
+whose memory is not torch's own: of a mapped file, an array, a parkable model, or shared between
+processes; and which parameters somebody keeps a view of. Not responsible for what is done about it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def named_parts(tensor: Tensor, name: str = "") -> list[tuple[str, Tensor]]:
         tensor: The tensor.
         name: Its name; that of an attribute follows after a dot.
     """
+    if tensor.layout in _SPARSE:
+        return _sparse_parts(tensor, name)
     if not is_wrapper(type(tensor)):
         return [(name, tensor)]
     attributes = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
@@ -44,6 +46,25 @@ def named_parts(tensor: Tensor, name: str = "") -> list[tuple[str, Tensor]]:
         for attribute in attributes
         for part in named_parts(getattr(tensor, attribute), f"{name}.{attribute}")
     ]
+
+
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""What the tensors of each sparse layout consist of."""
+
+
+def _sparse_parts(tensor: Tensor, name: str) -> list[tuple[str, Tensor]]:
+    """The strided tensors of a sparse one; looking at them is no op of a step."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        return [
+            (f"{name}.{part.lstrip('_')}", getattr(tensor, part)())
+            for part in _SPARSE[tensor.layout]
+        ]
 
 
 def is_fixed(tensor: Tensor) -> bool:

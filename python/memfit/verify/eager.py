@@ -178,7 +178,7 @@ def observe(workload: Workload, fitted: Fitted) -> Observed:
 
             def keep(p: Any, name: str = name) -> None:
                 if p.grad is not None:
-                    seen.gradients[name] = p.grad.detach().clone()
+                    seen.gradients[name] = p.grad.detach().clone().to_dense()
 
             handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
     seed()

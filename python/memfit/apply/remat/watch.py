@@ -242,7 +242,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._keep(index, operator, refusal)
         result = operator.func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        given = {_storage_key(a) for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)}
+        given = {
+            _storage_key(leaf)
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        }
         for ordinal, output in sorted(planned.items()):
             made = tensors[ordinal] if ordinal < len(tensors) else None
             if made is None or type(made) is not Tensor or made.layout is not torch.strided:

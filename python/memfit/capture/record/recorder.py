@@ -241,6 +241,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 pass  # the fake op says what it cannot know
         try:
             out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and out.layout is not torch.strided:
+                # On fakes it has no elements, whatever it has in a real step.
+                self.failure = f"`{operator.name}` makes a sparse tensor"
+                raise RealStepNeeded(self.failure)
             return group_norm_laid_out(out, args[0]) if func is _GROUP_NORM else out
         except _FAKE_FAILURES as error:
             self.failure = (

@@ -195,9 +195,10 @@ class StepRunner:
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
+        if gradient is None:
             return
-        if is_wrapper(type(gradient)) or is_wrapper(type(parameter)):
+        is_sparse = gradient.layout is not torch.strided
+        if is_sparse or is_wrapper(type(gradient)) or is_wrapper(type(parameter)):
             parts = plain_tensors(gradient)
             self.roles.gradients.update(map(self.recorder.ledger.seen, parts))
             return  # not updated alone: see `per_parameter_refusal`

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from memfit.tensors.operators import Operator
+from memfit.tensors.storage import plain_tensors
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Every tensor among the arguments of a call, in argument order."""
+    """Every tensor among the arguments of a call, in argument order; of sparse ones the parts."""
     tensors: list[Tensor] = []
     for argument in args:
         if isinstance(argument, Tensor):
@@ -27,13 +28,22 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
             tensors.append(argument)
         elif isinstance(argument, (list, tuple)):
             tensors.extend(item for item in argument if isinstance(item, Tensor))
-    return tensors
+    return _strided(tensors)
+
+
+def _strided(tensors: list[Tensor]) -> list[Tensor]:
+    if all(tensor.layout is torch.strided for tensor in tensors):
+        return tensors
+    return [part for tensor in tensors for part in plain_tensors(tensor)]
 
 
 def written_tensors(
     operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Every tensor that a call writes to in place, in argument order."""
+    """Every tensor that a call writes to in place, in argument order.
+
+    Without sparse ones: they have other parts afterwards, which the call returns.
+    """
     tensors: list[Tensor] = []
     for place in operator.written:
         if isinstance(place, int):
@@ -45,13 +55,13 @@ def written_tensors(
             tensors.append(argument)
         elif isinstance(argument, (list, tuple)):
             tensors.extend(item for item in argument if isinstance(item, Tensor))
-    return tensors
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
 def returned_tensors(out: Any) -> list[Tensor]:
-    """Every tensor that a call returned, in order."""
+    """Every tensor that a call returned, in order; of sparse ones the parts."""
     if isinstance(out, Tensor):
-        return [out]
+        return _strided([out])
     tensors: list[Tensor] = []
     if isinstance(out, (list, tuple)):
         for item in out:

@@ -23,7 +23,13 @@ from torch.utils._pytree import tree_map_only
 from memfit.capture.probe.any_scalar import AnyScalar
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.stage.cuda import choose_foreach, move_batch, move_model
-from memfit.capture.stage.stage import Stage, build_optimizer, resize_batch
+from memfit.capture.stage.stage import (
+    Stage,
+    batch_entries,
+    build_optimizer,
+    empty_gradient,
+    resize_batch,
+)
 from memfit.errors import MemfitError, WorkloadError
 from memfit.weights.weightless import fake_mode_of
 from memfit.workload import Workload, batch_size
@@ -52,6 +58,8 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
         raise RealStepNeeded(message) from error
     for parameter in model.parameters():
         parameter.grad = None
+    if any(tensor.layout is not torch.strided for _, tensor in batch_entries(workload.batch)):
+        raise RealStepNeeded("the batch holds a sparse tensor")
     kind = device or _device_of(workload.model)
     with mode:
         if kind == "cuda":
@@ -108,7 +116,7 @@ def initialise_optimizer(stage: Stage) -> None:
     if optimizer is None or optimizer.state:
         return
     for parameter in stage.trainable():
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = empty_gradient(optimizer, parameter)
     try:
         with AnyScalar():  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from memfit.capture.probe.workspace import available_bytes
-from memfit.capture.stage.stage import Stage, build_optimizer, resize_batch
+from memfit.capture.stage.stage import (
+    Stage,
+    batch_entries,
+    build_optimizer,
+    empty_gradient,
+    resize_batch,
+)
 from memfit.errors import CaptureError, MemfitError, WorkloadError
 from memfit.tensors.storage import plain_tensors
 from memfit.workload import Workload, batch_size
@@ -66,7 +72,9 @@ def real_stage(workload: Workload, size: int, reason: str) -> Stage:
         raise WorkloadError(message, phase="optimizer") from error
     given = batch_size(workload.batch, workload.batch_dim)
     # A copy even where the size stays: the step may write to its batch.
-    stage.batch = copy.deepcopy(resize_batch(workload.batch, given, size, workload.batch_dim))
+    resized = resize_batch(workload.batch, given, size, workload.batch_dim)
+    compressed = (t for _, t in batch_entries(resized) if t.layout is not torch.strided)
+    stage.batch = copy.deepcopy(resized, {id(t): t.clone() for t in compressed})  # torch cannot
     stage.real_batch = stage.batch
     return stage
 
@@ -76,7 +84,7 @@ def _initialise_optimizer(stage: Stage) -> None:
     if stage.optimizer is None:
         return
     for parameter in stage.trainable():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = empty_gradient(stage.optimizer, parameter)
     stage.optimizer.step()
     _drop_gradients(stage.model)
 

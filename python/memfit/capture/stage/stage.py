@@ -180,3 +180,17 @@ def _rebuild(
             "give `optimizer` as a function of the parameters"
         )
         raise UsageError(message) from error
+
+
+def empty_gradient(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    """A gradient of zeros for a first step, which makes the optimizer's state.
+
+    Args:
+        optimizer: The optimizer; some take sparse gradients only.
+        parameter: The parameter.
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return torch.zeros(
+            parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo
+        )
+    return torch.zeros_like(parameter)

@@ -16,6 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import address
+from memfit.tensors.storage import address, plain_tensors
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.track import cpu
 
@@ -620,10 +621,11 @@ class Loop:
         """Bytes of tensors, and of storages, that are counted on the device, by address."""
         sizes = {}
         with without_barrier():
+            given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
             storages = [
-                tensor.untyped_storage()
-                for tensor in tensors
-                if isinstance(tensor, Tensor) and tensor.device == self.device
+                part.untyped_storage()
+                for part in chain.from_iterable(map(plain_tensors, given))
+                if part.device == self.device
             ]
             alive = (ref() for ref in found)
             storages += [it for it in alive if it is not None and it.device == self.device]

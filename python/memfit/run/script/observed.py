@@ -35,7 +35,7 @@ from memfit.run.script.spill import SpillFile
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import is_fixed, viewed
+from memfit.tensors.storage import is_fixed, plain_tensors, viewed
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -346,11 +346,11 @@ class StepRecording:
             self._roles.names.setdefault(allocation, name)
 
     def _note(self, members: set[int], tensor: Tensor) -> int | None:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in _PLAIN:
             return None
-        allocation = self._recorder.ledger.seen(tensor)
-        members.add(allocation)
-        return allocation
+        allocations = [self._recorder.ledger.seen(part) for part in plain_tensors(tensor)]
+        members.update(allocations)
+        return allocations[0] if len(allocations) == 1 else None
 
     def _note_state(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -33,6 +34,8 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     own = {id(parameter) for parameter in root.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         return "the optimizer updates parameters that are not the model's"
+    if any(p.grad is not None and p.grad.layout is not torch.strided for p in root.parameters()):
+        return "a gradient is sparse"
     return unknown_optimizer(optimizer) or shared_state(optimizer)
 
 
