@@ -21,6 +21,7 @@ from test_offload_parameters import (
 )
 from threads import in_threads
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.errors import UsageError
 from memfit.measure.peak import storage_bytes
@@ -214,3 +215,22 @@ def test_two_threads_do_not_step_at_once():
         go.set()
         other.join()
         fitted.step()
+
+
+def test_whoever_fetches_a_parameter_in_the_middle_of_a_forward_runs_no_op_of_the_script():
+    """A forward that is watched op by op would take memfit's own for the model's."""
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    workload = build()
+    with Fitted(workload, plan(workload, fuse=True, room=2 * WEIGHT)) as fitted:
+        fitted.step()
+        parameter = workload.model[5].outer.weight
+        with Ops():
+            memory = parameter.untyped_storage()
+        assert memory.nbytes() == parameter.nbytes
+    assert seen == []

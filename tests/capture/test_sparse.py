@@ -71,6 +71,6 @@ def test_steps_with_sparse_tensors_are_predicted_and_planned(build, budget):
     found = verify(build, plan.as_dict())
     for which, predicted in (("unplanned", plan.unplanned), ("planned", plan.planned)):
         measured = found[which]["measured_peak_bytes"]
-        # What sparse kernels take inside is not known: 0.2 % of 80 MiB, more of a step this small.
-        assert measured == pytest.approx(predicted.predicted_peak_bytes, rel=0.03)
+        # What sparse kernels take inside is not known: 0.2 % of 80 MiB, 26 KiB of 600 here.
+        assert measured == pytest.approx(predicted.predicted_peak_bytes, rel=0.05)
     assert found["loss"]["agreement"] == found["gradients"]["agreement"] == "bitwise"

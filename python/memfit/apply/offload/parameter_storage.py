@@ -165,15 +165,21 @@ class ParameterStorage:
             return True
         tensor, fresh = self.tensors[0], torch.UntypedStorage(self.size_bytes)  # type: ignore[no-untyped-call]
         fresh.copy_(self.storage)
-        shown = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = shown.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
+        with torch._C._DisableTorchDispatch():
+            shown = torch.empty(0, dtype=tensor.dtype)
+            shown.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
+        tensor.data = shown
         self.storage = fresh
         return False
 
     def bytes(self) -> Tensor:
-        """All of the storage, as bytes."""
-        view = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return view.set_(self.storage)
+        """All of the storage, as bytes.
+
+        Somebody may need them in the middle of a forward that is watched: no op of the script's.
+        """
+        with torch._C._DisableTorchDispatch():
+            view = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+            return view.set_(self.storage)
 
 
 def parameter_storages(model: nn.Module, names: Sequence[str]) -> list[ParameterStorage]:

@@ -110,8 +110,9 @@ class Pool:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of ``tensor`` as bytes."""
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage())
+    with torch._C._DisableTorchDispatch():
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return view.set_(tensor.untyped_storage())
 
 
 @dataclass(slots=True)
