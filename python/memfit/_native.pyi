@@ -940,6 +940,9 @@ def switch_alarm_off() -> None:
 def alarm_event() -> int:
     """Number of the event that rang the alarm last; 0 where none has."""
 
+def is_counted(address: int) -> bool:
+    """Whether the block at an address is in the count."""
+
 def mark_allocations(mark: int) -> None:
     """Set the number that peaks reached from now on carry."""
 

@@ -336,6 +336,11 @@ impl Ledger {
         found
     }
 
+    /// Is there a live block at this address?
+    pub(crate) fn knows(&self, address: usize) -> bool {
+        self.blocks.contains_key(&address)
+    }
+
     /// Sets the number that peaks reached from now on carry.
     pub(crate) const fn set_mark(&mut self, mark: u64) {
         self.mark = mark;

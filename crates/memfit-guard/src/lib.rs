@@ -209,6 +209,12 @@ mod counting {
         state().alarm.rang_at_event()
     }
 
+    /// Is the block at an address in the count?
+    #[must_use]
+    pub fn is_counted(address: usize) -> bool {
+        state().ledger.knows(address)
+    }
+
     /// Sets the number that peaks reached from now on carry.
     pub fn set_mark(mark: u64) {
         state().ledger.set_mark(mark);
@@ -425,6 +431,12 @@ mod counting {
     /// Does nothing.
     pub fn restart_window(_: WindowId) {}
 
+    /// No.
+    #[must_use]
+    pub fn is_counted(_: usize) -> bool {
+        false
+    }
+
     /// Does nothing.
     pub fn set_mark(_: u64) {}
 
@@ -523,8 +535,8 @@ mod counting {
 }
 
 pub use counting::{
-    alarm_event, change_budget, close_window, current_bytes, forget_refusal, install, label,
-    label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window, put_alarm_off,
+    alarm_event, change_budget, close_window, current_bytes, forget_refusal, install, is_counted,
+    label, label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window, put_alarm_off,
     read_window, refusals, refused_bytes, release_kept, resident_bytes, restart_window, seed,
     set_alarm, set_budget, set_mark, survivors, taken_bytes, uncounted_blocks, window_peak,
 };

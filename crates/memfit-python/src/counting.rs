@@ -60,6 +60,12 @@ pub(crate) fn survivors(since: u64, until: u64, with_models: bool) -> Vec<(usize
         .collect()
 }
 
+/// Whether the block at an address is in the count.
+#[pyfunction]
+pub(crate) fn is_counted(address: usize) -> bool {
+    memfit_guard::is_counted(address)
+}
+
 /// Sets the number that peaks reached from now on carry.
 #[pyfunction]
 pub(crate) fn mark_allocations(mark: u64) {

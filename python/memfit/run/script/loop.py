@@ -630,9 +630,11 @@ class Loop:
             alive = (ref() for ref in found)
             storages += [it for it in alive if it is not None and it.device == self.device]
             for storage in storages:
-                # What cannot be resized is memory of a file or another process: not counted.
-                is_counted = self.device.type == "cuda" or storage.resizable()
                 place = address(storage)
+                # Memory of a mapped file or another process is not counted; what was read is.
+                is_counted = place is not None and (
+                    self.device.type == "cuda" or _native.is_counted(place)
+                )
                 if is_counted and place is not None:
                     sizes[place] = storage.nbytes()
         return sizes
