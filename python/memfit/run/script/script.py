@@ -200,9 +200,15 @@ class AdoptedScript:
         if current is not None and not current.running.in_forward:
             self._complete(current, optimizer)
 
-    def compiles(self) -> None:
-        """Leave a script alone that compiles."""
-        self._give_up("it uses `torch.compile`, and memfit plans steps that run eagerly")
+    def compiled_runs(self) -> None:
+        """Leave a step alone in which something compiled runs."""
+        current = self._current
+        if current is None or (
+            current.running.kind != "observed" and not current.running.in_forward
+        ):
+            return
+        self._end_pass()
+        self._refuse(current.loop, "something that `torch.compile` compiled runs in it")
 
     def broke(self, error: Exception) -> None:
         """Leave the script alone after a failure of memfit."""

@@ -5,14 +5,15 @@ it. Not responsible for what follows from them (:mod:`memfit.run.script.script`)
 
 Module calls are seen by standing in for ``nn.Module.__call__``: torch's global hooks do not show
 keyword arguments, and do not fire after ``KeyboardInterrupt``. Only the outermost call of the main
-thread is told. As soon as the script compiles anything, everything is put back: the compiler looks
-into these functions.
+thread is told. While something runs that ``torch.compile`` compiled, ``nn.Module`` is as torch has
+it: the compiler looks into its calls.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -52,8 +53,8 @@ class Listener(Protocol):
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
 
-    def compiles(self) -> None:
-        """The script uses ``torch.compile``; nothing more is told."""
+    def compiled_runs(self) -> None:
+        """Something compiled is about to run; what it calls is not told."""
 
     def broke(self, error: Exception) -> None:
         """One of the methods above failed; nothing more is told."""
@@ -73,11 +74,17 @@ class Signals:
         self._inside = False
         self._in_backward = False
         self._undo: list[Callable[[], None]] = []
+        self._original_call = nn.Module.__call__
+        self._call = self._calling(nn.Module.__call__)
+        self._in_compiled = self._watches_compiled = False
 
     def install(self) -> None:
         """Stand in for what tells of a training step; undone in children that the script forks."""
-        self._replace(nn.Module, "__call__", self._calling(nn.Module.__call__))
-        self._replace(torch, "compile", self._compiling(torch.compile))
+        self._replace(nn.Module, "__call__", self._call)
+        if "torch._dynamo.eval_frame" in sys.modules:
+            self._watch_compiled()
+        else:
+            self._replace(torch, "compile", self._compiling(torch.compile))
         engine = getattr(torch.autograd, "_engine_run_backward")  # noqa: B009 - torch does not export it
         self._replace(torch.autograd, "_engine_run_backward", self._differentiating(engine))
         STEPS.watch()
@@ -157,11 +164,49 @@ class Signals:
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile_(*args: Any, **kwargs: Any) -> Any:
-            self._tell(self._listener.compiles)
-            self.remove()
-            return original(*args, **kwargs)
+            compiled = original(*args, **kwargs)
+            if self._undo:
+                self._watch_compiled()
+            return compiled
 
         return compile_
+
+    def _watch_compiled(self) -> None:
+        """Know when something compiled begins and ends: both set the evaluation of frames."""
+        eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+        if eval_frame is None or self._watches_compiled:
+            return
+        self._watches_compiled = True
+        begins, sets = eval_frame._callback_from_stance, eval_frame._maybe_set_eval_frame
+
+        def begin(callback: Any) -> Any:
+            if callable(callback) and threading.get_ident() == self._thread:
+                self._compiled_begins()
+            return begins(callback)
+
+        def set_(callback: Any) -> Any:
+            before = sets(callback)
+            if not callable(callback) and threading.get_ident() == self._thread:
+                self._compiled_ended()
+            return before
+
+        self._replace(eval_frame, "_callback_from_stance", begin)
+        self._replace(eval_frame, "_maybe_set_eval_frame", set_)
+
+    def _compiled_begins(self) -> None:
+        if self._in_compiled or self._in_backward or not self._undo:
+            return
+        self._in_compiled = True
+        self._tell(self._listener.compiled_runs)
+        if nn.Module.__call__ is self._call:
+            nn.Module.__call__ = self._original_call  # type: ignore[method-assign]
+
+    def _compiled_ended(self) -> None:
+        if not self._in_compiled:
+            return
+        self._in_compiled = False
+        if self._undo and nn.Module.__call__ is self._original_call:
+            nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
     def _stepping(self, when: str, optimizer: Optimizer) -> None:
         if threading.get_ident() != self._thread:
