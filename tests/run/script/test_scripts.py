@@ -350,20 +350,6 @@ def test_a_budget_out_of_reach_is_said_with_one_to_ask_for(tmp_path: Path):
         ),
         (
             """
-            for step in range(4):
-                batch = torch.randn(64, width, requires_grad=True)
-                out = model(batch).square().mean()
-                slope, = torch.autograd.grad(out, batch, create_graph=True)
-                loss = out + slope.square().sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                print(repr(loss.item()))
-            """,
-            "asks autograd for gradients",
-        ),
-        (
-            """
             model = torch.jit.trace(model.eval(), torch.randn(4, width))
             for step in range(3):
                 loss = model(torch.randn(64, width)).square().mean()

@@ -154,9 +154,16 @@ class AdoptedScript:
         """The model raised: its pass is over."""
         self._end_pass()
 
-    def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
-        """End the forward of the pass; until backward has run, what is elsewhere is in use."""
-        self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
+    def backward_begins(
+        self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]
+    ) -> None:
+        """End the forward of the pass; until backward has run, what is elsewhere is in use.
+
+        Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
+        """
+        of_parameters = any(isinstance(it, nn.Parameter) for it in inputs)
+        if accumulates or (of_parameters and not creates_graph):
+            self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
         self._uses.begin(self._loops)
 
     def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:

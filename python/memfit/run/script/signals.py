@@ -38,7 +38,9 @@ class Listener(Protocol):
     def returned(self) -> None:
         """It is over, after :meth:`failed` if it raised."""
 
-    def backward_begins(self, *, accumulates: bool, creates_graph: bool) -> None:
+    def backward_begins(
+        self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]
+    ) -> None:
         """Autograd's engine is about to run: for leaves' gradients, or for given inputs."""
 
     def backward_ended(self) -> None:
@@ -152,7 +154,10 @@ class Signals:
             accumulates = bool(kwargs.get("accumulate_grad"))
             try:
                 self._tell(
-                    listener.backward_begins, accumulates=accumulates, creates_graph=creates_graph
+                    listener.backward_begins,
+                    accumulates=accumulates,
+                    creates_graph=creates_graph,
+                    inputs=tuple(args[4]) if len(args) > 4 else (),  # noqa: PLR2004
                 )
                 return original(*args, **kwargs)
             finally:
