@@ -7,7 +7,9 @@ use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps, TrackDocument, TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes,
+    ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps, TrackDocument,
+    TrackedDevice,
 };
 use crate::report::words;
 
