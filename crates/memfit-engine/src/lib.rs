@@ -8,6 +8,7 @@ pub mod bytes;
 pub mod cost;
 pub mod explain;
 pub mod file;
+pub mod largest;
 pub mod placement;
 pub mod plan;
 pub mod predict;

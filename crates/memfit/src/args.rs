@@ -389,6 +389,12 @@ pub(crate) struct PredictArguments {
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) budget: Option<String>,
 
+    /// Find the largest value of this argument of the target that the unplanned step fits with
+    ///
+    /// An integer: `batch`, `sequence`. Each trial captures the step; the answer fits, and one more does not.
+    #[arg(long, value_name = "NAME", requires = "budget", conflicts_with_all = ["batch", "save"])]
+    pub(crate) largest: Option<String>,
+
     /// Predict for another batch size
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) batch: Option<u64>,
@@ -432,6 +438,13 @@ pub(crate) struct PlanArguments {
     /// The report and the JSON are then those of the front. `--budget` is not needed, and marked if given.
     #[arg(long, value_name = "FILE.html|FILE.svg", conflicts_with = "save")]
     pub(crate) pareto: Option<PathBuf>,
+
+    /// Find the largest value of this argument of the target that a plan fits the step with
+    ///
+    /// An integer: `batch`, `sequence`. One row as it is, one for exact plans, one for equivalent plans too, each with its
+    /// step time. Each trial captures the step and plans it; the answer fits, and one more does not.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["save", "pareto"])]
+    pub(crate) largest: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -6,6 +6,7 @@ mod completions;
 mod devices;
 mod doctor;
 mod explain;
+mod largest;
 mod man;
 mod pareto;
 mod place;

@@ -5,7 +5,7 @@ use memfit_engine::file;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
 
-use super::pareto;
+use super::{largest, pareto};
 use crate::args::{DeviceChoice, Format, PlanArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
@@ -23,6 +23,10 @@ pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Resul
     // Without `--pareto`, the command line requires it.
     let budget = Budget::of_step(arguments.budget.as_deref().unwrap_or_default())?;
     let choice = PlanChoice::parse(&arguments.choice, budget)?;
+    if let Some(name) = &arguments.largest {
+        let device = arguments.device.map(DeviceChoice::name);
+        return largest::plan(&target, name, choice, device, session);
+    }
     let save = arguments
         .save
         .as_deref()

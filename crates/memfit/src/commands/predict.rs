@@ -4,6 +4,7 @@ use memfit_engine::bytes::Budget;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
 
+use super::largest;
 use crate::args::{DeviceChoice, Format, PredictArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
@@ -23,6 +24,10 @@ pub(crate) fn run(
         .as_deref()
         .map(Budget::of_step)
         .transpose()?;
+    if let (Some(name), Some(budget)) = (&arguments.largest, budget) {
+        let device = arguments.device.map(DeviceChoice::name);
+        return largest::predict(&target, name, budget, device, session);
+    }
     let save = arguments
         .save
         .as_deref()

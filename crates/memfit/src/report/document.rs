@@ -38,6 +38,40 @@ pub(crate) struct PredictDocument {
     pub(crate) capture_seconds: Option<f64>,
 }
 
+/// `memfit predict --largest` and `memfit plan --largest`, with `--format json`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct LargestDocument {
+    /// Version of this shape.
+    pub(crate) schema_version: u32,
+    /// The target.
+    pub(crate) target: String,
+    /// The argument whose largest value was asked for.
+    pub(crate) argument: String,
+    /// What the step may take.
+    pub(crate) budget_bytes: Bytes,
+    /// Captures made.
+    pub(crate) captures: u64,
+    /// What is allowed, the least first.
+    pub(crate) rows: Vec<LargestRow>,
+}
+
+/// The largest value under what is allowed.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct LargestRow {
+    /// The widest class of plans; absent for the step as it is.
+    pub(crate) promise: Option<Class>,
+    /// The value; 0 where not even 1 fits.
+    pub(crate) value: u64,
+    /// Predicted peak with that value.
+    pub(crate) predicted_peak_bytes: Option<Bytes>,
+    /// Predicted step time with that value, in step times of the unplanned step.
+    pub(crate) predicted_step_ratio: Option<f64>,
+    /// Whether one more was tried, and does not fit.
+    pub(crate) is_largest: bool,
+    /// Why one more fails by itself, where it does.
+    pub(crate) next_fails: Option<String>,
+}
+
 /// A peak without a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct PredictedPeak {
