@@ -37,7 +37,7 @@ def test_the_largest_batch_as_it_is_and_by_plans(answer):
     assert all(row["is_largest"] for row in found["rows"])
     for value, fits in ((exact, True), (exact + 1, False)):
         _, plan = answer("plan", "--set", f"batch={value}", "--set", "depth=3")
-        is_exact = all(action["promise"] == "exact" for action in plan["actions"])
+        is_exact = all(action["promise"] == "exact" for action in plan["plan"]["actions"])
         assert (plan["verdict"] == "fits" and is_exact) == fits
 
 
