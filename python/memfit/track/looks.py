@@ -15,6 +15,7 @@ is told best, whose peak may be a little lower: it says so.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,7 +179,7 @@ class Looks:
             more: Frames whose variables count as the program's, although they run no more.
             since: The event of this line that has raised what is live.
         """
-        if self._stretch is None or self._is_looking:
+        if self._stretch is None or self._is_looking or _has_compiled():
             return
         started = time.thread_time()
         is_rise = since is not None and _native.counted_bytes() > self._above
@@ -293,6 +294,16 @@ class Looks:
         later = max(0.0, self._next() - self._started - elapsed_seconds)
         events = _native.last_event()
         _native.set_alarm(self._above, later_above, later, max(2 * events, events + _FEW_EVENTS))
+
+
+def _has_compiled() -> bool:
+    """Whether `torch.compile` has compiled anything.
+
+    Its frames, and what a graph saves in them, have crashed a process that was looked at. So no
+    look is taken from then on, and what had no owner by then stays without.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(getattr(frames, "cached_backends", None))
 
 
 def _obstacle() -> Any:

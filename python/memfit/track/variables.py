@@ -117,6 +117,10 @@ def _spoken(name: str, value: Any) -> str:
 
 
 def _local_variables(frame: FrameType) -> dict[str, Any]:
+    if sys.version_info < (3, 13) and (sys.gettrace() or sys.getprofile()):
+        # Between two events of a tracer a function's variables live in `f_locals` alone, and are
+        # taken from there afterwards: emptied, they would be gone.
+        return {}
     variables = frame.f_locals
     found = dict(variables)
     # Before Python 3.13 `f_locals` of a function is a copy that the frame keeps, and every value
