@@ -77,6 +77,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.scratch: list[int] = []
         self._op_is_reached = False
         self._took = (0.0, 0)
+        # One for all ops: to end one reads every block that it has seen.
+        self._window = _native.AllocationWindow()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -98,15 +100,14 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, facts: Any, args: Any, kwargs: Any, read: Any) -> Any:
         self._op_is_reached = True
-        window = _native.AllocationWindow()
+        self._window.restart()
         before = _native.counted_bytes()
         start = time.perf_counter()
         try:
             result = super()._run(func, facts, args, kwargs, read)
         finally:
             seconds = time.perf_counter() - start
-            peak = window.peak()[0]
-            window.close()
+            peak = self._window.peak()[0]
         self._took = (seconds, max(peak - max(before, _native.counted_bytes()), 0))
         return result
 
