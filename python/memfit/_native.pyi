@@ -40,6 +40,7 @@ __all__ = [
     "gpu_profile",
     "half_of_free_host_bytes",
     "held_cuda_bytes",
+    "is_counted",
     "label_blocks",
     "label_gone_blocks",
     "last_event",

@@ -78,7 +78,7 @@ def workload(build, *, loss=lambda model, batch: model(**batch).loss, autocast=N
 def lowest(subject, *, forbid=FORBIDDEN, **options):
     """The plan with the smallest peak: what a budget that nothing fits comes to."""
     recorded = memfit.trace(subject, slices=True)
-    tried = memfit.plan(recorded, 1, forbid=forbid, **options)
+    tried = memfit.plan(recorded, "1B", forbid=forbid, **options)
     budget = tried.minimum_budget_bytes
     made = memfit.plan(recorded, budget, forbid=forbid, **options)
     assert made.fits
@@ -175,7 +175,7 @@ def test_an_exact_plan_captures_no_slices_and_a_saved_trace_holds_them_on_reques
     subject = workload(_llama)
     recorded = memfit.trace(subject)
     assert "alternatives" not in recorded.json()
-    without = memfit.plan(recorded, 1, forbid=FORBIDDEN).as_dict()
+    without = memfit.plan(recorded, "1B", forbid=FORBIDDEN).as_dict()
     assert "not captured in slices" in str(without["refusals"])
     path = tmp_path / "step.memfit"
     memfit.trace(subject, slices=True).save(path)

@@ -65,7 +65,7 @@ def workload() -> memfit.Workload:
 def in_pieces(**more: object) -> Fitted:
     subject = workload()
     forbid = (*OTHERS, "chunk")
-    least = memfit.plan(subject, 1, forbid=forbid, allow="equivalent").minimum_budget_bytes
+    least = memfit.plan(subject, "1B", forbid=forbid, allow="equivalent").minimum_budget_bytes
     fitted = memfit.fit(subject, least, forbid=forbid, allow="equivalent", **more)
     assert fitted.plan.actions[0].kind == "micro_batch"
     return fitted

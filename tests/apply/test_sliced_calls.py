@@ -154,7 +154,7 @@ def _lowest(workload: memfit.Workload, *forbid: str) -> memfit.Plan:
     """The plan with the smallest peak."""
     recorded = memfit.trace(workload, slices=True)
     forbid = ("micro_batch", "fuse_optimizer", *forbid)
-    tried = memfit.plan(recorded, 1, forbid=forbid)
+    tried = memfit.plan(recorded, "1B", forbid=forbid)
     budget = tried.minimum_budget_bytes
     made = memfit.plan(recorded, budget, forbid=forbid)
     assert made.fits

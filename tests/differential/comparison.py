@@ -111,7 +111,7 @@ def _compare(build: Callable[[], memfit.Workload], change: Change, options: dict
     planned = build()
     try:
         trace = memfit.trace(planned)
-        least = memfit.plan(trace, 1, **options).minimum_budget_bytes
+        least = memfit.plan(trace, "1B", **options).minimum_budget_bytes
         plan = memfit.plan(trace, least, **options)
         fitted = memfit.fit(planned, plan=plan)
     except MemfitError as refusal:

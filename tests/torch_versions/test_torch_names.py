@@ -89,6 +89,7 @@ def _objects() -> Iterator[object]:
     yield import_of("torch.autograd.graph")
     yield import_of("torch.autograd.forward_ad")
     yield import_of("torch.utils.checkpoint")
+    yield import_of("torch.utils.data.dataloader")
     yield import_of("torch._dynamo.eval_frame")
     yield import_of("runpy")
     yield torch.library.custom_op("memfit_tests::named", _doubled, mutates_args=())

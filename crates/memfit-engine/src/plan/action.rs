@@ -222,6 +222,7 @@ mod tests {
             [
                 "1 tensor recomputed in backward",
                 "12 parameters updated as soon as their gradients are ready",
+                "12 parameters updated one by one",
                 "the batch in 4 pieces",
                 "free memory is not lost to fragmentation",
                 "1 tensor offloaded until backward",

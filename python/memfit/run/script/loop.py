@@ -57,6 +57,9 @@ MAX_RECORDINGS = 256
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
 
+LEAST_BUDGET = "1B"
+"""No plan fits it: the one of least peak is what comes of it."""
+
 FORESEEN_SECONDS = 1.0
 """A plan for sizes that nobody recorded serves few steps: it is the best found in so long."""
 
@@ -544,7 +547,7 @@ class Loop:
 
     def _chosen(self, key: Key, outside: int) -> PlannedStep:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
-            budget = 1 if least else self._room.within(self._budget)
+            budget = LEAST_BUDGET if least else self._room.within(self._budget)
             return step.plan(budget, outside, time_limit=FORESEEN_SECONDS)
 
         return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
