@@ -103,15 +103,18 @@ def run(
     ways: Callable[..., Any] = in_forks,
     offload: str | None = None,
     fitting: Sequence[str] = (),
+    fuses: bool = False,
 ) -> Ran:
     """Run a script by itself and with a budget; everything but time and memory is the same.
 
     Args:
         offload: Where to; `None` for nowhere, and `chosen` for where memfit sees fit.
         fitting: More options of `memfit run`.
+        fuses: Whether the optimizer may run inside backward, which other plans would give way to.
     """
     place = {None: ["--no-offload"], "chosen": []}.get(offload, ["--offload", str(offload)])
-    options = ["--budget", budget, "--report", "report.json", *place, *fitting]
+    fused = [] if fuses else ["--forbid", "fuse_optimizer"]
+    options = ["--budget", budget, "--report", "report.json", *place, *fused, *fitting]
     fitting = ["-m", "memfit", "run", *options]
     command = [str(script), *words]
     expected, found = ways([(command, tmp_path / "python"), (fitting + command, tmp_path / "fit")])

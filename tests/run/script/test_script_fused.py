@@ -40,7 +40,7 @@ def _kinds(loop: dict[str, Any]) -> set[str]:
 
 
 def test_updates_run_in_backward_where_the_step_follows_at_once(tmp_path: Path):
-    ran = inline(tmp_path, "75%", TRAINING + AT_ONCE)
+    ran = inline(tmp_path, "75%", TRAINING + AT_ONCE, fuses=True)
     (loop,) = ran.loops
     assert _kinds(loop) == {"fuse_optimizer"}
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 5)
@@ -110,7 +110,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_they_stay_out_of_backward_where_anything_else_may_happen(tmp_path: Path, name: str):
     """Results are those of plain Python, and gradients are there whenever the script looks."""
-    (loop,) = inline(tmp_path, "70%", TRAINING + OTHERWISE[name]).loops
+    (loop,) = inline(tmp_path, "70%", TRAINING + OTHERWISE[name], fuses=True).loops
     assert "fuse_optimizer" not in _kinds(loop)
 
 
@@ -153,7 +153,7 @@ def test_all_at_once_becomes_one_by_one_where_that_takes_too_much(tmp_path: Path
     between = AT_ONCE.replace(
         "        optimizer.step()", "        print('between')\n        optimizer.step()"
     )
-    ran = inline(tmp_path, "26MiB", code + between)
+    ran = inline(tmp_path, "26MiB", code + between, fuses=True)
     (loop,) = ran.loops
     assert _kinds(loop) == {"one_by_one"}
     assert ran.fitting["verdict"]["kept"]
