@@ -165,7 +165,7 @@ def test_logits_that_the_loss_reads_besides_are_refused_with_the_reason():
         out = model(**batch)
         return out.loss + 1e-4 * out.logits.square().mean()
 
-    plan = memfit.plan(workload(_llama, loss=loss), 1, forbid=FORBIDDEN)
+    plan = memfit.plan(workload(_llama, loss=loss), "1B", forbid=FORBIDDEN)
     refusals = {refusal["kind"]: refusal["reason"] for refusal in plan.as_dict()["refusals"]}
     assert "whole" in refusals["chunk"]
     assert all("loss" not in action.get("chunk", {}) for action in plan.as_dict()["actions"])
@@ -183,7 +183,7 @@ def test_an_exact_plan_captures_no_slices_and_a_saved_trace_holds_them_on_reques
 
 
 def test_a_profiled_step_costs_slices_by_their_work():
-    plan = memfit.plan(workload(_llama), 1, forbid=FORBIDDEN, profile=True).as_dict()
-    assert chunk_of(memfit.plan(workload(_llama), 1, forbid=FORBIDDEN))["count"] >= 2
+    plan = memfit.plan(workload(_llama), "1B", forbid=FORBIDDEN, profile=True).as_dict()
+    assert chunk_of(memfit.plan(workload(_llama), "1B", forbid=FORBIDDEN))["count"] >= 2
     assert "those in slices by their work" in plan["cost_source"]
     assert 0.2 < plan["predicted_step_ratio"] < 5

@@ -366,7 +366,7 @@ def test_the_measured_peak_is_the_predicted_one(tmp_path, name, fuse, wide):
     others = ["remat", "offload", "offload_parameters", "micro_batch", "chunk"]
     forbid = [*others, *([] if fuse else ["fuse_optimizer"])]
     trace = memfit.trace(workload)
-    least = memfit.plan(trace, "1", forbid=forbid, offload=tmp_path).as_dict()
+    least = memfit.plan(trace, "1B", forbid=forbid, offload=tmp_path).as_dict()
     budget = least["minimum_peak_bytes"] + least["margin_bytes"]
     # One state ahead and one on its way out, besides the one in use.
     states = {"adam_amsgrad": 3, "sgd_momentum": 1, "adamw_foreach": 2}[name]
@@ -389,7 +389,7 @@ def test_the_first_step_makes_the_state_and_stays_within_the_prediction(tmp_path
     workload = build()
     forbid = ["remat", "offload_parameters", "micro_batch", "chunk"]
     trace = memfit.trace(workload)
-    least = memfit.plan(trace, "1", forbid=forbid, offload=tmp_path).as_dict()
+    least = memfit.plan(trace, "1B", forbid=forbid, offload=tmp_path).as_dict()
     budget = least["minimum_peak_bytes"] + least["margin_bytes"]
     made = memfit.plan(trace, budget, forbid=forbid, offload=tmp_path).as_dict()
     with Fitted(workload, made) as fitted:
@@ -401,7 +401,7 @@ def test_the_first_step_makes_the_state_and_stays_within_the_prediction(tmp_path
 def test_verify_agrees(tmp_path):
     forbid = ["remat", "offload", "offload_parameters", "micro_batch", "chunk"]
     trace = memfit.trace(build())
-    least = memfit.plan(trace, "1", forbid=forbid, offload=tmp_path).as_dict()
+    least = memfit.plan(trace, "1B", forbid=forbid, offload=tmp_path).as_dict()
     budget = least["minimum_peak_bytes"] + least["margin_bytes"]
     made = memfit.plan(trace, budget, forbid=forbid, offload=tmp_path).as_dict()
     assert made["verdict"] == "fits"
@@ -592,7 +592,7 @@ def test_an_own_loop_and_plans_that_make_no_sense_are_refused(tmp_path):
     refused = pytest.raises(UsageError, match=r"needs `Fitted\.step`")
     with Fitted(build(), plan()) as fitted, refused, fitted.forward():
         pass
-    made = memfit.plan(memfit.trace(build()), "1", own_loop=True, offload=tmp_path).as_dict()
+    made = memfit.plan(memfit.trace(build()), "1B", own_loop=True, offload=tmp_path).as_dict()
     reasons = {refusal["kind"]: refusal["reason"] for refusal in made["refusals"]}
     assert reasons["offload_optimizer"] == "the optimizer is called by the user's own loop"
     with pytest.raises(UsageError, match="malformed"):

@@ -244,7 +244,7 @@ def test_code_of_others_around_a_step_is_not_run_once_a_parameter(how):
         with pytest.raises(UsageError, match=WAYS[how]):
             fitted.step()
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-        refusals = memfit.plan(workload, "1").refusals
+        refusals = memfit.plan(workload, "1B").refusals
     said = {refusal.kind: refusal.reason for refusal in refusals}
     assert said["fuse_optimizer"] == WAYS[how]
     if how in {"hook of all", "class"}:

@@ -208,5 +208,5 @@ def test_a_plan_that_was_made_is_verified():
 
 
 def test_where_no_plan_fits_nothing_runs():
-    found = memfit.verify(workloads.mlp, 1000, steps=1)
+    found = memfit.verify(workloads.mlp, "1000B", steps=1)
     assert (found.verdict, found.holds, found.loss) == ("does_not_fit", None, None)
