@@ -303,7 +303,8 @@ def _has_compiled() -> bool:
     look is taken from then on, and what had no owner by then stays without.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    return bool(getattr(frames, "cached_backends", None))
+    backends = getattr(frames, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())  # without one, it is disabled
 
 
 def _obstacle() -> Any:
