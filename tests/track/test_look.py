@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from memfit.track import cpu
-from memfit.track.look import NAMES, look
+from memfit.track.look import NAMES, _cast_begin, _is_cast, look
 from memfit.track.owners import OWNERS
 
 MODEL = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -156,6 +156,17 @@ def test_what_autocast_keeps_is_named():
     assert max(found.sizes[address] for address in casts) == MODEL[0].weight.numel() * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_copy_of_a_parameter_is_known_by_its_numbers_and_not_by_its_size(dtype: torch.dtype):
+    weight = MODEL[0].weight
+    with torch.autocast("cpu", dtype):
+        begin = _cast_begin(weight)
+    cast, other = weight.detach().to(dtype), torch.randn_like(weight).to(dtype)
+    assert _is_cast(cast.data_ptr(), {begin})
+    assert not _is_cast(other.data_ptr(), {begin})
+    assert not _is_cast(8, {begin}), "there is no memory"
+
+
 class Proud:
     """An object that must not be asked anything."""
 
@@ -201,10 +212,11 @@ def test_a_look_runs_none_of_the_programs_code_and_keeps_nothing():
 
 
 def test_a_list_of_many_numbers_is_not_walked_through():
+    before = look().walk._visited  # what else the process holds
     rows = [{"id": number, "text": str(number)} for number in range(30_000)]
     tensor = torch.zeros(10)
     found = look()
     assert not found.walk.is_complete
-    assert found.walk._visited < 20_000
+    assert found.walk._visited - before < 20_000
     assert tensor.untyped_storage().data_ptr() in found.categories
     assert len(rows) == 30_000

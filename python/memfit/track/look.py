@@ -11,8 +11,10 @@ nothing alive and raises nothing.
 from __future__ import annotations
 
 import gc
+import os
+import struct
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,27 +212,63 @@ def _assign(found: Look) -> None:
 def _name_casts(found: Look) -> None:
     """Name what autocast keeps where no graph does.
 
-    Torch shows its cache to nobody. What is live, reached by nobody, and as large as a parameter is
-    in autocast's precision, is taken for the copy of one, as long as there are enough parameters.
+    Torch shows its cache to nobody. What is live, reached by nobody, and begins with the numbers of
+    a parameter in autocast's precision is the copy of that one.
     """
     if not torch.is_autocast_enabled("cpu") or not torch.is_autocast_cache_enabled():
         return
     width = torch.get_autocast_dtype("cpu").itemsize
     known = found.categories.keys() | found.static
-    sizes: dict[int, int] = {}
+    begins: dict[int, set[bytes | None]] = {}
     for category, tensor in OWNERS.tensors():
         if category == PARAMETER and tensor.dtype is torch.float32 and tensor.requires_grad:
-            size = tensor.numel() * width
-            sizes[size] = sizes.get(size, 0) + 1
+            begins.setdefault(tensor.numel() * width, set()).add(_cast_begin(tensor))
     owner = NAMES.named(AUTOCAST)
     casts = []
     for address, size, _ in _native.survivors(0, 2**63, with_models=False):
-        if address not in known and sizes.get(size, 0) > 0:
-            sizes[size] -= 1
+        if address not in known and _is_cast(address, begins.get(size, ())):
             casts.append(address)
             found.categories[address], found.owners[address] = CAST_CACHE, owner
             found.sizes[address] = size
     _native.label_blocks(casts, CAST_CACHE, owner)
+
+
+_COMPARED = 64
+"""Elements by which a copy of a parameter is known."""
+
+
+def _is_cast(address: int, begins: Collection[bytes | None]) -> bool:
+    """Whether a block begins as the copy of a parameter of its size does."""
+    known = next((begin for begin in begins if begin is not None), None)
+    return known is not None and _bytes_at(address, len(known)) in begins
+
+
+def _cast_begin(parameter: Tensor) -> bytes | None:
+    """How a parameter's copy in autocast's precision begins; ``None`` where that says nothing.
+
+    Computed without an op of torch, which the program's modes would see.
+    """
+    count = min(parameter.numel(), _COMPARED)
+    begin = _bytes_at(parameter.data_ptr(), 4 * count) if parameter.is_contiguous() else None
+    if begin is None or not any(begin):
+        return None
+    if torch.get_autocast_dtype("cpu") is torch.float16:
+        try:
+            return struct.pack(f"{count}e", *struct.unpack(f"{count}f", begin))
+        except OverflowError:  # there they become infinite
+            return None
+    # To the nearest, of two the even one.
+    words = struct.unpack(f"{count}I", begin)
+    return struct.pack(f"{count}H", *((w + 0x7FFF + (w >> 16 & 1)) >> 16 & 0xFFFF for w in words))
+
+
+def _bytes_at(address: int, count: int) -> bytes | None:
+    """Bytes of memory; ``None`` where there is none any more, which another thread may see to."""
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:  # noqa: PTH123
+            return os.pread(memory.fileno(), count, address)
+    except (OSError, OverflowError):
+        return None
 
 
 @contextmanager
