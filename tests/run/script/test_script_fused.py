@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from ran import in_forks, inline
+from torch import nn
 
 import memfit
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site
+from memfit.run.script.gradients import GradientLooks
 
 TRAINING = """
     import sys
@@ -143,6 +145,53 @@ def test_a_script_that_stops_stepping_is_told(tmp_path: Path):
     assert ran.code == 1
     assert "parameters are a step ahead" in ran.stderr
     assert "--forbid fuse_optimizer" in ran.stderr
+
+
+LATER = {
+    "a hook on the optimizer": """
+        if step == 3:
+            optimizer.register_step_pre_hook(lambda *_: print("stepping"))
+""",
+    "a hook on all optimizers": """
+        if step == 3:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+            register_optimizer_step_pre_hook(lambda *_: print("stepping"))
+""",
+    "something compiled elsewhere": """
+        if step == 3:
+            compiled = torch.compile(lambda x: x.sum(), backend="eager")
+            print(compiled(torch.ones(3)).item())
+""",
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_they_leave_backward_again_when_something_comes_that_must_see_gradients(
+    tmp_path: Path, name: str
+):
+    body = TRAINING.rstrip().rpartition("\n")
+    code = body[0] + LATER[name] + body[2] + AT_ONCE
+    (loop,) = inline(tmp_path, "75%", code, fuses=True).loops
+    assert loop["replans"] == 1
+    assert "fuse_optimizer" not in _kinds(loop)
+
+
+def test_looks_at_gradients_are_told_to_each_loop():
+    """Two models trained in turn; the property goes with the last."""
+    first, second = GradientLooks(), GradientLooks()
+    layer = nn.Linear(2, 2)
+    first.install()
+    second.install()
+    try:
+        exec(compile("layer.weight.grad", "script.py", "eval"), {"layer": layer})  # noqa: S102
+        assert first.by_others
+        assert second.by_others
+        second.remove()
+        layer.zero_grad()
+        assert (first.cleared, second.cleared) == (True, False)
+    finally:
+        first.remove()
+    assert "grad" not in vars(nn.Parameter)
 
 
 def test_all_at_once_becomes_one_by_one_where_that_takes_too_much(tmp_path: Path):

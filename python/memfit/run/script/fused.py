@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from memfit.apply.executor import Executor
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.optimizer_in_backward import OneByOne, UpdateWhenReady, held_parameters
 from memfit.errors import UsageError
 from memfit.run.script.gradients import GradientLooks
+from memfit.tensors.optimizers import step_of_others
 
 _HINT = "hint: run the script with `--forbid fuse_optimizer`"
 
@@ -45,6 +47,7 @@ class FusedUpdates:
         self._inside = contextlib.ExitStack()
         self._over_nothing: contextlib.ExitStack | None = None
         self._ready = False
+        self._released: frozenset[int] = frozenset()
 
     def watch(self) -> None:
         """See who looks at gradients from here on."""
@@ -53,6 +56,7 @@ class FusedUpdates:
 
     def rest(self) -> None:
         """Nothing is fused any more."""
+        self.looks.on_look = None
         self.looks.remove()
 
     def require_none_waiting(self) -> None:
@@ -80,6 +84,8 @@ class FusedUpdates:
         optimizer = executor.subject.optimizer
         assert optimizer is not None, "a plan that fuses has one"
         parameters = held_parameters(optimizer)
+        if others := step_of_others(optimizer):
+            return others
         if self.looks.by_others:
             return "the script looks at gradients after its step"
         if any(parameter.grad is not None for parameter in parameters):
@@ -98,6 +104,8 @@ class FusedUpdates:
                 inside.callback(handle.remove)
         self._one_by_one, self._update, self._inside = one_by_one, update, inside
         self.waiting = True
+        self._released = frozenset(map(id, parameters))
+        self.looks.on_look = self._too_late
         return ""
 
     def backward_ended(self) -> None:
@@ -110,16 +118,23 @@ class FusedUpdates:
             for parameter in held_parameters(self._one_by_one.optimizer):
                 if parameter.grad is not None:
                     update(parameter)
-        self.looks.begin()
-        self.looks.on_look = _too_late
 
-    def step_begins(self) -> None:
-        """The script has called its optimizer: it finds nothing to do."""
-        one_by_one, self._one_by_one = self._one_by_one, None
-        if one_by_one is not None and self.waiting:
-            self.waiting = False
-            self._over_nothing = contextlib.ExitStack()
-            self._over_nothing.enter_context(one_by_one.over_nothing())
+    def step_begins(self, optimizer: Optimizer) -> bool:
+        """The script has called an optimizer: that of the updates finds nothing to do.
+
+        Args:
+            optimizer: The optimizer.
+
+        Returns:
+            Whether it is that one.
+        """
+        one_by_one = self._one_by_one
+        if one_by_one is None or not self.waiting or one_by_one.optimizer is not optimizer:
+            return False
+        self._one_by_one, self.waiting = None, False
+        self._over_nothing = contextlib.ExitStack()
+        self._over_nothing.enter_context(one_by_one.over_nothing())
+        return True
 
     def step_ended(self) -> None:
         """The script's step is over: its optimizer is as it was."""
@@ -129,13 +144,9 @@ class FusedUpdates:
             self._ready = True
             self.looks.cleared = False
 
-    def backward_begins(self) -> None:
-        """Gradients are there again."""
-        self.looks.on_look = None
-
-
-def _too_late(parameter: Tensor) -> None:
-    raise UpdatesMadeError(
-        f"the gradient of a parameter of shape {list(parameter.shape)} is asked for after it was "
-        f"used and let go\n{_HINT}"
-    )
+    def _too_late(self, parameter: Tensor) -> None:
+        if id(parameter) in self._released:
+            raise UpdatesMadeError(
+                f"the gradient of a parameter of shape {list(parameter.shape)} is asked for after "
+                f"it was used and let go\n{_HINT}"
+            )

@@ -22,60 +22,70 @@ _SLOT: Any = Tensor.grad
 
 
 class GradientLooks:
-    """Stands in for ``nn.Parameter.grad``.
+    """Told of looks at gradients while it is installed; there may be several.
 
     Attributes:
         cleared: Whether ``zero_grad()`` was called since :meth:`begin`.
         by_others: Whether code that is not torch's own has looked since then.
+        on_look: Told of each look of others, in the middle of it; ``None`` for nobody.
     """
 
     def __init__(self) -> None:
-        """Stand in for nothing yet."""
+        """Be told of nothing yet."""
         self.cleared = False
         self.by_others = False
         self.on_look: Callable[[Tensor], None] | None = None
-        self._kinds: dict[CodeType, str] = {}
-        self._installed = False
 
     def install(self) -> None:
-        """Stand in."""
-        if not self._installed:
-            self._installed = True
-            nn.Parameter.grad = property(self._get, self._set, self._delete)  # type: ignore[assignment]
+        """Be told from here on."""
+        if self not in _LOOKS:
+            _LOOKS.append(self)
+        if "grad" not in vars(nn.Parameter):
+            nn.Parameter.grad = property(_get, _set, _delete)  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Let torch's own be seen again."""
-        if self._installed:
-            self._installed = False
-            del nn.Parameter.grad
+        """Be told no more; with the last, torch's own is seen again."""
+        if self in _LOOKS:
+            _LOOKS.remove(self)
+            if not _LOOKS:
+                del nn.Parameter.grad
 
     def begin(self) -> None:
         """Nobody has looked from here on."""
         self.cleared = self.by_others = False
 
-    def _get(self, parameter: nn.Parameter) -> Any:
-        self._seen(parameter)
-        return _SLOT.__get__(parameter)
 
-    def _set(self, parameter: nn.Parameter, gradient: Any) -> None:
-        self._seen(parameter)
-        _SLOT.__set__(parameter, gradient)
+_LOOKS: list[GradientLooks] = []
+_KINDS: dict[CodeType, str] = {}
 
-    def _delete(self, parameter: nn.Parameter) -> None:
-        self._seen(parameter)
-        _SLOT.__delete__(parameter)
 
-    def _seen(self, parameter: Tensor) -> None:
-        code = sys._getframe(2).f_code
-        kind = self._kinds.get(code)
-        if kind is None:
-            file = Path(code.co_filename)
-            own = any(folder in file.parents for folder in _OWN)
-            kind = "other" if not own else "zero" if code.co_name == "zero_grad" else "own"
-            self._kinds[code] = kind
+def _get(parameter: nn.Parameter) -> Any:
+    _seen(parameter)
+    return _SLOT.__get__(parameter)
+
+
+def _set(parameter: nn.Parameter, gradient: Any) -> None:
+    _seen(parameter)
+    _SLOT.__set__(parameter, gradient)
+
+
+def _delete(parameter: nn.Parameter) -> None:
+    _seen(parameter)
+    _SLOT.__delete__(parameter)
+
+
+def _seen(parameter: Tensor) -> None:
+    code = sys._getframe(2).f_code
+    kind = _KINDS.get(code)
+    if kind is None:
+        file = Path(code.co_filename)
+        own = any(folder in file.parents for folder in _OWN)
+        kind = "other" if not own else "zero" if code.co_name == "zero_grad" else "own"
+        _KINDS[code] = kind
+    for looks in list(_LOOKS) if kind != "own" else ():
         if kind == "zero":
-            self.cleared = True
-        elif kind == "other":
-            self.by_others = True
-            if self.on_look is not None:
-                self.on_look(parameter)
+            looks.cleared = True
+            continue
+        looks.by_others = True
+        if looks.on_look is not None:
+            looks.on_look(parameter)

@@ -238,6 +238,11 @@ class Loop:
         """Backward has run."""
         self._updates.backward_ended()
 
+    def end(self) -> None:
+        """No pass is planned any more."""
+        self._updates.rest()
+        self.rest()
+
     def step_begins(self, optimizer: Optimizer, running: Pass | None) -> None:
         """The optimizer is about to step: make its updates, if the plan wants them otherwise.
 
@@ -264,8 +269,13 @@ class Loop:
         self.refusal = self.refusal or reason
         self._room.whole()  # nobody knows what its steps take
         self._pending = None
-        self.rest()
+        self.end()
         self.bring_home()
+
+    def compiled_runs(self) -> None:
+        """Something compiled runs in the script, in this loop or elsewhere."""
+        if self._updates.compiled_runs():
+            self._leave = ("fuse_optimizer", "")
 
     def begin(
         self, inputs: Any, optimizers: Iterable[Optimizer], *, in_closure: bool = False
@@ -401,15 +411,21 @@ class Loop:
     def _plan_without(self, kind: str, note: str) -> None:
         """Plan all steps again without a technique that has turned out not to do."""
         self._without.append(kind)
-        self._executor = None
-        self.bring_home()
-        self.notes[note] = None
+        changed = [it for it in self.plans if any(a.kind == kind for a in it.plan.actions)]
         for planned in self.plans:
             planned.step.forbid(kind)
+            planned.lowest = None
+        if not changed:
+            return
+        self._executor = None
+        self.bring_home()
+        if note:
+            self.notes[note] = None
+        for planned in changed:
             outside, passes = planned.outside_bytes, planned.passes
             within = self._room.within(self._budget)
             planned.plan = planned.step.plan(within, outside, min(passes, outside))
-            planned.wider = planned.executor = planned.lowest = None
+            planned.wider = planned.executor = None
             self._on_plan(self, planned.plan)
         self.replans += 1
 

@@ -97,6 +97,7 @@ class AdoptedScript:
         self._strict = Strict(say) if request.is_strict else None
         self._signals = Signals(self)
         self._checkpoints = ScriptCheckpoints()
+        self._has_compiled = False
         self._loops: list[Loop] = []
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -209,6 +210,9 @@ class AdoptedScript:
 
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs."""
+        self._has_compiled = True
+        for loop in self._loops:
+            loop.compiled_runs()
         current = self._current
         if current is None or (
             current.running.kind != "observed" and not current.running.in_forward
@@ -237,7 +241,7 @@ class AdoptedScript:
         self._checkpoints.remove()
         self._end_pass()
         for loop in self._loops:
-            loop.rest()
+            loop.end()
         verdict = self._kept.verdict()
         over = verdict is not None and not verdict["kept"]
         return {
@@ -267,6 +271,8 @@ class AdoptedScript:
             self._strict,
         )
         self._loops.append(loop)
+        if self._has_compiled:
+            loop.compiled_runs()
         if loop.refusal:
             self._room.whole()  # nobody knows what its steps take
             self._say(_unplanned(loop))
@@ -319,7 +325,7 @@ class AdoptedScript:
             self._checkpoints.remove()
             self._end_pass()
             for loop in self._loops:
-                loop.rest()
+                loop.end()
                 loop.bring_home()
 
     def _hold(self, device: torch.device) -> None:

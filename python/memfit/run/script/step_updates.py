@@ -56,6 +56,7 @@ class StepUpdates:
         self._backward: Site | None = None
         self._backwards = 0
         self._not_fused = ""
+        self._may_fuse = "fuse_optimizer" not in request.options.forbid
 
     def require_none_waiting(self) -> None:
         """Let a pass begin.
@@ -70,12 +71,22 @@ class StepUpdates:
         self._backwards = 0
         self._backward = None
         self._not_fused = "the optimizer was not called as usual"
-        if "fuse_optimizer" not in self._request.options.forbid:
+        if self._may_fuse:
             self._fused.watch()
 
     def rest(self) -> None:
         """Nothing is planned any more."""
         self._fused.rest()
+
+    def compiled_runs(self) -> bool:
+        """Something compiled runs, which must see gradients as torch has them.
+
+        Returns:
+            Whether updates may have been made inside backward until now.
+        """
+        could, self._may_fuse = self._may_fuse, False
+        self._fused.rest()
+        return could
 
     # Backward
 
@@ -94,16 +105,15 @@ class StepUpdates:
         self._fused.require_none_waiting()
         self._backwards += 1
         self._backward = calling_site()
-        left = self._fused.begin(executor) if executor is not None and executor.fuse else ""
-        self._fused.backward_begins()
+        fuses = executor is not None and executor.fuse
+        self._fused.looks.on_look = None
+        left = self._fused.begin(executor) if executor is not None and fuses else ""
+        self._fused.looks.begin()  # from here to the next one
         return left
 
     def backward_ended(self) -> None:
         """Backward has run."""
-        if self._fused.waiting:
-            self._fused.backward_ended()
-        else:
-            self._fused.looks.begin()
+        self._fused.backward_ended()
 
     # The optimizer
 
@@ -117,11 +127,11 @@ class StepUpdates:
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
+        if self._fused.step_begins(optimizer):
+            return
         if executor is None or executor.subject.optimizer is not optimizer:
             return
-        if self._fused.waiting:
-            self._fused.step_begins()
-        elif executor.updates_one_by_one and not step_of_others(optimizer):
+        if executor.updates_one_by_one and not step_of_others(optimizer):
             self._stand_in.step_begins(executor)
 
     def step_ended(self) -> None:
@@ -175,8 +185,8 @@ class StepUpdates:
         return self._not_fused
 
     def _fusing_refusal(self, model: nn.Module) -> str:
-        if "fuse_optimizer" in self._request.options.forbid:
-            return "forbidden by the request"
+        if not self._may_fuse:
+            return "it is forbidden, or something compiled runs in the script"
         if self._backwards != 1:
             return f"{self._backwards} backwards run before the optimizer"
         if self._fused.looks.by_others:
