@@ -179,7 +179,7 @@ def test_an_exact_plan_captures_no_slices_and_a_saved_trace_holds_them_on_reques
     assert "not captured in slices" in str(without["refusals"])
     path = tmp_path / "step.memfit"
     memfit.trace(subject, slices=True).save(path)
-    assert chunk_of(memfit.plan(memfit.load(path), 1, forbid=FORBIDDEN))["count"] >= 2
+    assert chunk_of(memfit.plan(memfit.load(path), "1B", forbid=FORBIDDEN))["count"] >= 2
 
 
 def test_a_profiled_step_costs_slices_by_their_work():

@@ -579,7 +579,7 @@ def test_an_optimizer_that_does_not_update_each_parameter_on_its_own_is_refused_
         ):
             Fitted(build(make), plan())
     workload = build(torch.optim.LBFGS)
-    refusals = memfit.plan(memfit.trace(build(CountsInItsGroup)), "1", offload=tmp_path).as_dict()
+    refusals = memfit.plan(memfit.trace(build(CountsInItsGroup)), "1B", offload=tmp_path).as_dict()
     reasons = {refusal["kind"]: refusal["reason"] for refusal in refusals["refusals"]}
     assert "`CountsInItsGroup` is not known" in reasons["offload_optimizer"]
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)

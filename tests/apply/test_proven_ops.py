@@ -161,7 +161,7 @@ def test_hooks_on_gradients_see_those_of_the_whole_batch() -> None:
         fitted.step()
     model(batch_of(32)["x"]).sum().backward()
     assert len(seen) == 2
-    plan = memfit.plan(fitted.workload, 1, forbid=(*OTHERS, "chunk"), allow="equivalent")
+    plan = memfit.plan(fitted.workload, "1B", forbid=(*OTHERS, "chunk"), allow="equivalent")
     assert any("`last.weight` has a hook" in refusal.reason for refusal in plan.refusals)
 
 

@@ -71,7 +71,7 @@ def test_a_budget_that_cannot_be_read_is_an_error_of_its_own():
         _native.PlanSession({"budget": "7", "forbid": ["sleep"]})
 
 
-@pytest.mark.parametrize(("allow", "budget"), [("equivalent", "100%"), ("exact", "1")])
+@pytest.mark.parametrize(("allow", "budget"), [("equivalent", "100%"), ("exact", "1B")])
 def test_the_step_is_recorded_in_slices_once_and_only_with_its_workload(monkeypatch, allow, budget):
     workload = words()
     trace = memfit.trace(workload)

@@ -3,8 +3,8 @@
 //! Responsible for which value to try next. Not responsible for trying: a trial is a capture of the step with that
 //! value, perhaps a plan for it.
 //!
-//! Peaks are polynomials in the sizes of a step, piece by piece: three trials tell the next one, and the answer is verified, since
-//! the search ends only when a value fits and the next one does not.
+//! Peaks are polynomials in the sizes of a step, piece by piece: three trials tell the next one, and the answer is
+//! verified, since the search ends only when a value fits and the next one does not.
 //!
 //! Invariant: a step that fits with a value is taken to fit with smaller ones.
 
@@ -18,6 +18,9 @@ const TRIALS_BY_LAW: usize = 10;
 
 /// Trials that the law is taken from, the nearest to the budget.
 const POINTS: usize = 3;
+
+/// What a trial rules out at least once a bracket is known: one in so many.
+const LEAST_CUT: u64 = 16;
 
 /// Largest step upwards from what is known to fit.
 const GROWTH: u64 = 8;
@@ -116,8 +119,13 @@ impl LargestSearch {
     )]
     fn by_law(&self, lowest: u64, highest: u64) -> Option<u64> {
         let known = self.trials.iter();
-        let known = known.filter_map(|(&value, trial)| Some((value, trial.bytes?)));
-        let mut known: Vec<(u64, u64)> = known.collect();
+        let known = known.filter_map(|(&value, trial)| Some((trial.bytes?, value)));
+        // Sizes that are rounded up take the same bytes for many values: such a flat stretch is no law.
+        let known: BTreeMap<u64, u64> = known.collect();
+        let mut known: Vec<(u64, u64)> = known
+            .iter()
+            .map(|(&bytes, &value)| (value, bytes))
+            .collect();
         known.sort_by_key(|&(value, bytes)| (bytes.abs_diff(self.budget_bytes), value));
         known.truncate(POINTS);
         if known.len() < 2 {
@@ -125,10 +133,10 @@ impl LargestSearch {
         }
         let known: Vec<(f64, f64)> = known.iter().map(|&(x, y)| (x as f64, y as f64)).collect();
         let fits = |value: u64| interpolated(&known, value as f64) <= self.budget_bytes as f64;
-        if !fits(lowest) {
-            return Some(lowest);
-        }
         let (mut low, mut high) = (lowest, highest);
+        if !fits(lowest) {
+            high = lowest;
+        }
         while low < high {
             let middle = low + (high - low).div_ceil(2);
             if fits(middle) {
@@ -137,7 +145,12 @@ impl LargestSearch {
                 high = middle - 1;
             }
         }
-        Some(low)
+        if self.over().is_none() || highest - lowest < LEAST_CUT {
+            return Some(low);
+        }
+        // Where the law is wrong, each trial still rules out a share of what is left.
+        let share = (highest - lowest) / LEAST_CUT;
+        Some(low.clamp(lowest + share, highest - share))
     }
 }
 
@@ -192,7 +205,7 @@ mod tests {
                 for first in [1, 16, 500] {
                     let (found, trials) = search(budget, first, |n| Some(law(n)));
                     assert_eq!(found, Next::Found(largest), "{index} {budget} {first}");
-                    assert!(trials <= 18, "{index} {budget} {first}: {trials}");
+                    assert!(trials <= 20, "{index} {budget} {first}: {trials}");
                 }
             }
         }

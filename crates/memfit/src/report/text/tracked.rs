@@ -302,8 +302,9 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
         lines.push("no training was found: no model with parameters ran with gradients".to_owned());
     }
     let mut text = indented(&lines);
+    let remedy = fitting.verdict.as_ref().and_then(|it| it.remedy.as_deref());
     for of in &fitting.loops {
-        text.push_str(&fitted_loop(of, palette));
+        text.push_str(&fitted_loop(of, remedy, palette));
     }
     text
 }
@@ -337,7 +338,7 @@ fn leased(lease: &RunLease) -> Vec<String> {
     lines
 }
 
-fn fitted_loop(of: &FittedLoop, palette: Palette) -> String {
+fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> String {
     let optimizers = if of.optimizers.is_empty() {
         "no optimizer".to_owned()
     } else {
@@ -375,7 +376,7 @@ fn fitted_loop(of: &FittedLoop, palette: Palette) -> String {
     if !table.is_empty() {
         text.push_str(&table.render(4, palette));
     }
-    let lines: Vec<String> = loop_lines(of)
+    let lines: Vec<String> = loop_lines(of, remedy)
         .into_iter()
         .map(|line| format!("  {line}"))
         .collect();
@@ -383,7 +384,8 @@ fn fitted_loop(of: &FittedLoop, palette: Palette) -> String {
     text
 }
 
-fn loop_lines(of: &FittedLoop) -> Vec<String> {
+/// `remedy` is what the verdict has said already.
+fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(plan) = &of.plan {
         let budget = plan.budget_bytes;
@@ -395,11 +397,11 @@ fn loop_lines(of: &FittedLoop) -> Vec<String> {
                 plan.minimum_peak_bytes
             ),
         });
-        if !plan.fits {
-            let least = plan.minimum_budget_bytes;
+        let least = plan.minimum_budget_bytes;
+        let option = format!("`--budget {}`", least.0);
+        if !plan.fits && remedy != Some(option.as_str()) {
             lines.push(format!(
-                "the smallest budget to ask for is {least}: `--budget {}`",
-                least.0
+                "the smallest budget to ask for is {least}: {option}"
             ));
         }
         for action in &plan.actions {
