@@ -17,8 +17,8 @@ class RematAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         remat: What the executor needs.
@@ -32,14 +32,35 @@ class RematAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnneededSavesAction:
+    """Let go of saved activations that backward never needs.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        unneeded_saves: What the executor needs.
+    """
+
+    kind: Literal["unneeded_saves"]
+    promise: Promise
+    count: int
+    bytes: int
+    unneeded_saves: Remat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FuseOptimizerAction:
     """Run the optimizer step per parameter inside backward and free its gradient.
 
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
     """
@@ -57,8 +78,8 @@ class OneByOneAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
     """
@@ -76,8 +97,8 @@ class MicroBatchAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         micro_batch: What the executor needs.
@@ -97,8 +118,8 @@ class AllocatorSettingsAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         settings: What the executor needs.
@@ -118,8 +139,8 @@ class OffloadAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload: What the executor needs.
@@ -139,8 +160,8 @@ class OffloadOptimizerAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload_optimizer: What the executor needs.
@@ -160,8 +181,8 @@ class OffloadParametersAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload_parameters: What the executor needs.
@@ -181,8 +202,8 @@ class ChunkAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded
-            state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         chunk: What the executor needs.
@@ -197,6 +218,7 @@ class ChunkAction:
 
 Action: TypeAlias = (
     RematAction
+    | UnneededSavesAction
     | FuseOptimizerAction
     | OneByOneAction
     | MicroBatchAction
@@ -827,6 +849,7 @@ class Held:
 
 Kind = Literal[
     "remat",
+    "unneeded_saves",
     "fuse_optimizer",
     "one_by_one",
     "micro_batch",
@@ -839,6 +862,7 @@ Kind = Literal[
 """One technique.
 
 - ``remat``: Drop activations and recompute them in backward.
+- ``unneeded_saves``: Let go of saved activations that backward never needs.
 - ``fuse_optimizer``: Run the optimizer step per parameter inside backward and free its gradient.
 - ``one_by_one``: Update one parameter at a time, after backward.
 - ``micro_batch``: Split the batch and accumulate gradients.
@@ -1263,6 +1287,8 @@ class Prediction:
         peak: Where the peak is.
         breakdown: Who owns the bytes alive at the peak.
         top: The largest allocations alive at the peak.
+        unneeded_saves: What autograd saves and backward never needs, by the line that saves it,
+            most bytes first.
         timeline: Bytes at each op, thinned to at most 512 points; each is the maximum of its
             stretch.
         phases: Peak in each phase.
@@ -1283,6 +1309,7 @@ class Prediction:
     peak: PeakPoint
     breakdown: Breakdown
     top: tuple[TopAllocation, ...]
+    unneeded_saves: tuple[UnneededSaves, ...]
     timeline: tuple[TimelinePoint, ...]
     phases: tuple[tuple[Phase, int], ...]
     largest_batch: int | None
@@ -1595,6 +1622,26 @@ class Transfers:
     device_to_host_pageable: float | None
     disk_write: float | None
     disk_read: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnneededSaves:
+    """What one line saves for nothing.
+
+    Attributes:
+        source: ``file:line`` of the ops that save them.
+        module: The module that holds all of these ops; empty for the model.
+        count: How many allocations.
+        bytes: Their bytes. Nothing but autograd holds them in the end.
+        is_shape_needed: Whether backward runs there, and reads the shapes alone; otherwise it does
+            not run there at all.
+    """
+
+    source: str
+    module: str
+    count: int
+    bytes: int
+    is_shape_needed: bool
 
 
 Verdict = Literal["fits", "does_not_fit"]

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 Actions = Mapping[str, Mapping[str, Any]]
 """The actions of a plan by their kinds."""
 
+_OF_ACTIVATIONS = ("remat", "unneeded_saves", "offload")
 BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 """Kinds of action that keep something elsewhere between steps."""
 
@@ -119,8 +120,10 @@ def _activations(subject: Subject, actions: Actions) -> Part:
     if offload is not None:
         folder = subject.offload_dir or offload.get("folder", "")
         tier = open_tier(str(offload.get("tier")), int(offload.get("window_bytes", 0)), folder)
-    remat = _said(actions, "remat")
-    return Rematerialiser(subject.model, remat, offload, tier, warn=subject.warn)
+    remat, unneeded = _said(actions, "remat"), _said(actions, "unneeded_saves")
+    return Rematerialiser(
+        subject.model, remat, offload, tier, unneeded_saves=unneeded, warn=subject.warn
+    )
 
 
 def _micro_batches(subject: Subject, actions: Actions) -> Part:
@@ -160,6 +163,7 @@ TECHNIQUES = {
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True),
     "remat": Technique(_activations),
+    "unneeded_saves": Technique(_activations),
     "offload": Technique(_activations),
     "chunk": Technique(_slices),
 }
@@ -208,7 +212,9 @@ class Executor:
         self._actions = actions
         self._parts: dict[str, Part] = {}
         for kind, technique in TECHNIQUES.items():
-            if kind not in actions or (kind == "offload" and "remat" in self._parts):
+            if kind not in actions:
+                continue
+            if kind in _OF_ACTIVATIONS and not self._parts.keys().isdisjoint(_OF_ACTIVATIONS):
                 continue
             part = after._kept(kind, subject, actions[kind]) if after is not None else None
             part = part or technique.make(subject, actions)
@@ -223,7 +229,7 @@ class Executor:
         self.one_by_one = updates if isinstance(updates, UpdatesOneByOne) else None
         parameters = self._parts.get("offload_parameters")
         self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
-        remat = self._parts.get("remat", self._parts.get("offload"))
+        remat = next((self._parts[kind] for kind in _OF_ACTIVATIONS if kind in self._parts), None)
         self.remat = remat if isinstance(remat, Rematerialiser) else None
 
     def _kept(self, kind: str, subject: Subject, action: Mapping[str, Any]) -> Part | None:

@@ -18,7 +18,7 @@ pub struct Action {
     /// Its promise.
     #[serde(alias = "class")]
     pub promise: Class,
-    /// Allocations recomputed or offloaded, parameters fused, offloaded or with offloaded state, slices, or pieces of
+    /// Allocations recomputed, let go or offloaded, parameters fused, offloaded or with offloaded state, slices, or pieces of
     /// the batch.
     pub count: u64,
     /// Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped, gradients
@@ -120,8 +120,9 @@ mod tests {
     use crate::plan::TECHNIQUES;
 
     /// An action of each kind as plans write it.
-    const KEPT: [&str; 9] = [
+    const KEPT: [&str; 10] = [
         r#"{"kind":"remat","promise":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
+        r#"{"kind":"unneeded_saves","promise":"exact","count":1,"bytes":64,"unneeded_saves":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b"}],"active":[],"names":[],"forward":[]}}"#,
         r#"{"kind":"fuse_optimizer","promise":"exact","count":12,"bytes":99840}"#,
         r#"{"kind":"one_by_one","promise":"exact","count":12,"bytes":99840}"#,
         r#"{"kind":"micro_batch","promise":"equivalent","count":4,"bytes":18446744073709551615,"micro_batch":{"names":["aten.mm.default"],"forward":[0,0]}}"#,
@@ -221,6 +222,7 @@ mod tests {
             effects,
             [
                 "1 tensor recomputed in backward",
+                "1 saved tensor let go: backward never needs it",
                 "12 parameters updated as soon as their gradients are ready",
                 "12 parameters updated one by one",
                 "the batch in 4 pieces",

@@ -153,6 +153,7 @@ impl Planner<'_> {
     pub(super) fn allowed(&self) -> Allowed<'_> {
         Allowed {
             remat: !self.request.forbid.contains(&ActionKind::Remat),
+            unneeded_saves: !self.request.forbid.contains(&ActionKind::UnneededSaves),
             offer: self.offer(),
         }
     }

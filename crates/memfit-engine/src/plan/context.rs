@@ -116,7 +116,7 @@ impl Planner<'_> {
             evaluations,
             limited,
             near,
-        } = if allowed.remat || allowed.offer.is_some() {
+        } = if allowed.any() {
             search(&problem, self.target, &bound, worth, share)
         } else {
             nothing_done(&problem, self.target)

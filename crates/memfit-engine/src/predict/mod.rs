@@ -4,11 +4,14 @@
 //! and the devices it fits on. Pure: a trace in, a [`Prediction`] out.
 
 pub mod reserved;
+mod unneeded;
 
 use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+pub use unneeded::UnneededSaves;
 
 use crate::allocator::Settings;
 use crate::bytes::{Budget, Bytes};
@@ -63,6 +66,9 @@ pub struct Prediction {
     pub breakdown: Breakdown,
     /// The largest allocations alive at the peak.
     pub top: Vec<TopAllocation>,
+    /// What autograd saves and backward never needs, by the line that saves it, most bytes first.
+    #[serde(default)]
+    pub unneeded_saves: Vec<UnneededSaves>,
     /// Bytes at each op, thinned to at most 512 points; each is the maximum of its stretch.
     pub timeline: Vec<TimelinePoint>,
     /// Peak in each phase.
@@ -214,6 +220,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
             .take(TOP)
             .map(|holding| top_allocation(at, holding))
             .collect(),
+        unneeded_saves: unneeded::unneeded_saves(at),
         timeline: thin(&heights),
         phases: phase_peaks(at, &heights),
         largest_batch,

@@ -179,7 +179,7 @@ fn variant(flags: u8, window: u8) -> Variant {
     };
     Variant {
         offload_parameters: (window & 64 != 0).then_some(parameters),
-        one_by_one: flags & 24 == 8,
+        one_by_one: flags & 0b1_1000 == 0b0_1000,
         fuse_optimizer: flags & 1 != 0,
         accumulate: flags & 2 != 0,
         offload_optimizer: (flags & 4 != 0).then_some(away),

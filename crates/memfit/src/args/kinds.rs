@@ -79,7 +79,7 @@ mod tests {
         let error = read("micro-match").unwrap_err();
         insta::assert_snapshot!(error, @r"
         error: invalid value 'micro-match' for '--forbid <KIND>'
-          [possible values: remat, fuse_optimizer, one_by_one, micro_batch, allocator_settings, offload, offload_optimizer, offload_parameters, chunk]
+          [possible values: remat, unneeded_saves, fuse_optimizer, one_by_one, micro_batch, allocator_settings, offload, offload_optimizer, offload_parameters, chunk]
 
           tip: a similar value exists: 'micro_batch'
 

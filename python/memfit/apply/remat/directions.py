@@ -1,4 +1,4 @@
-"""A plan's ``remat`` and ``offload`` actions, read and checked.
+"""A plan's ``remat``, ``unneeded_saves`` and ``offload`` actions, read and checked.
 
 Responsible for what they say to the executor. Not responsible for doing it
 (:mod:`memfit.apply.remat.remat`).
@@ -53,7 +53,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Directions:
-    """A plan's ``remat`` and ``offload`` actions, ready to be followed.
+    """A plan's actions on activations, ready to be followed.
 
     Attributes:
         planned: By op of forward: position among the tensors it returns, to what happens to it.
@@ -71,18 +71,17 @@ class Directions:
     _ends: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
     @staticmethod
-    def read(remat: Mapping[str, Any] | None, offload: Mapping[str, Any] | None) -> Directions:
-        """Read the ``remat`` and ``offload`` parts of a plan's actions; one of them at least.
+    def read(given: Mapping[str, Mapping[str, Any]]) -> Directions:
+        """Read what the plan's actions say of activations.
 
         Args:
-            remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
-            offload: ``Offload`` of the plan, likewise.
+            given: By kind (``remat``, ``unneeded_saves``, ``offload``), what the executor needs of
+                it, as parsed JSON; one of them at least.
 
         Raises:
             UsageError: They are no such things, contradict each other, or watch different forwards.
         """
-        parts = {"remat": remat, "offload": offload}
-        given = {kind: part for kind, part in parts.items() if part is not None}
+        offload = given.get("offload")
         kinds = " and ".join(f"`{kind}`" for kind in given)
         try:
             planned = _planned(given)
@@ -93,7 +92,7 @@ class Directions:
             raise UsageError(message) from error
         regions, forward = watched[0]
         if any(other != watched[0] for other in watched):
-            raise UsageError("the plan's `remat` and `offload` actions watch different forwards")
+            raise UsageError(f"the plan's actions {kinds} watch different forwards")
         if any(not 0 <= r.start <= r.end <= len(forward) for r in regions):
             message = f"what the plan says of {kinds} names a region outside forward"
             raise UsageError(message)

@@ -29,10 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memfit.tensors.shape_saves import blank_storage
+
 if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Parcel
     from memfit.apply.remat.randomness import GeneratorState
     from memfit.tensors.operators import Operator
+    from memfit.tensors.shape_saves import ShapeSave
 
 
 NO_HOME = sys.maxsize
@@ -292,9 +295,10 @@ class Token:
         counter: Shares the saved tensor's version counter and none of its memory; ``None`` for a
             tensor that counts no versions.
         version: Its version when saved.
+        shape_save: Set where backward may ask for its shape alone.
     """
 
-    __slots__ = ("__weakref__", "counter", "geometry", "state", "version")
+    __slots__ = ("__weakref__", "counter", "geometry", "shape_save", "state", "version")
 
     def __init__(self, state: State, tensor: Tensor) -> None:
         """Create a token for what autograd is about to save, and note it with its state."""
@@ -302,7 +306,17 @@ class Token:
         self.geometry = Geometry.of(tensor)
         self.counter = counter_of(tensor)
         self.version = version_of(tensor)
+        self.shape_save: ShapeSave | None = None
         state.read_by(self)
+
+    def blank(self) -> Tensor:
+        """A tensor of the saved one's shape, for whoever asks for no more than that."""
+        geometry = self.geometry
+        last = sum((n - 1) * step for n, step in zip(geometry.shape, geometry.stride, strict=True))
+        elements = 0 if 0 in geometry.shape else geometry.offset + last + 1
+        anchor = torch.empty(0, dtype=geometry.dtype)
+        anchor.set_(blank_storage(elements * geometry.dtype.itemsize))
+        return geometry.over(anchor)
 
     def require_unchanged(self) -> None:
         """Refuse what autograd itself would refuse.

@@ -1,4 +1,4 @@
-"""Forward of any module, unmodified, by a plan: the executor of ``remat`` and ``offload`` actions.
+"""Forward of any module, unmodified, by a plan: the executor of actions on activations.
 
 Responsible for the life of one planned forward: hooks on the module calls that the plan names and
 on no others, the watch inside them, and telling when the model left the plan. What is recorded is
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Rematerialiser(Part):
-    """Carries out a ``remat`` action on a model, an ``offload`` action, or both.
+    """Carries out the actions of a plan on a model's activations.
 
     Attributes:
         tier: Where stored tensors go; ``None`` when the plan stores none.
@@ -63,6 +63,7 @@ class Rematerialiser(Part):
         offload: Mapping[str, Any] | None = None,
         tier: Tier | None = None,
         *,
+        unneeded_saves: Mapping[str, Any] | None = None,
         warn: bool = True,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
@@ -72,6 +73,7 @@ class Rematerialiser(Part):
             remat: ``Remat`` of the plan as parsed JSON; ``None`` without that action.
             offload: ``Offload`` of the plan, likewise.
             tier: Where stored tensors go; needed with ``offload``.
+            unneeded_saves: What else is dropped, as ``remat``.
             warn: Whether to warn, once, when the model leaves the plan.
 
         Raises:
@@ -79,7 +81,9 @@ class Rematerialiser(Part):
         """
         self._diverged = False
         self.tier = tier
-        self._directions = Directions.read(remat, offload)
+        parts = {"remat": remat, "unneeded_saves": unneeded_saves, "offload": offload}
+        given = {kind: part for kind, part in parts.items() if part is not None}
+        self._directions = Directions.read(given)
         self._warned = not warn
         self.overflow = ""
         self._warns = warn

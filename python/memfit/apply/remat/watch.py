@@ -39,6 +39,7 @@ from memfit.apply.remat.records import (
     version_of,
 )
 from memfit.tensors.operators import Operator, operator_of
+from memfit.tensors.shape_saves import ShapeSaves
 from memfit.tensors.storage import is_wrapper
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._transit = transit
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
+        self._shape_saves = ShapeSaves()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -173,6 +175,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # as in the recording: its class runs ops on what it wraps
         if not operator.counted:
             return func(*args, **kwargs)
+        self._shape_saves.op(operator.name, args)
         index = self.index
         planned: dict[int, Planned] | None = None
         if self._following and self._expected(index, operator):
@@ -463,15 +466,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracked = self._find(tensor) if type(tensor) is Tensor else None
         if tracked is not None:
             fetch = tracked.state.producer
+            token = Token(tracked.state, tensor)
+            self._shape_saves.packed(tensor, token)
             if not isinstance(fetch, Fetch):
                 self.observations.dropped_saves += 1
-                return Token(tracked.state, tensor)
+                return token
             if not fetch.is_sent and self._transit is not None:
                 source = _detached(tensor)
                 with torch._C._DisableTorchDispatch(), torch.no_grad():
                     self._transit.outgoing.send(fetch, source)
             self.observations.offloaded_saves += 1
-            return Token(tracked.state, tensor)
+            return token
         if self._following and self.index >= self._end and _is_input(tensor):
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")
         return Kept(_detached(tensor), version_of(tensor))

@@ -31,9 +31,10 @@ UntypedStorage = torch.UntypedStorage
 class _StorageRef(weakref.ref[Any]):
     """Weak reference to a storage that knows what died."""
 
-    __slots__ = ("allocation", "key")
+    __slots__ = ("allocation", "key", "takes_memory")
     key: int
     allocation: int
+    takes_memory: bool
 
 
 class Ledger:
@@ -108,14 +109,17 @@ class Ledger:
         self._hold(storage, allocation, 0 if producer is None else producer)
         return allocation
 
-    def stand_in(self, storage: UntypedStorage, allocation: int) -> None:
+    def stand_in(
+        self, storage: UntypedStorage, allocation: int, *, takes_memory: bool = True
+    ) -> None:
         """Let a fresh storage carry the id of an allocation whose own storage may be gone.
 
         Args:
             storage: The fresh storage.
             allocation: What it stands for.
+            takes_memory: Whether the allocation lives while the storage does.
         """
-        self._hold(storage, allocation, self.now)
+        self._hold(storage, allocation, self.now, takes_memory=takes_memory)
 
     def resized(self, tensor: Tensor, allocation: int) -> None:
         """Take note that an op may have changed the size of a storage; the largest size counts."""
@@ -197,13 +201,18 @@ class Ledger:
         """Natural ranges ``[start, end)`` of an allocation: sorted, disjoint, none empty."""
         return self._ranges[allocation]
 
-    def _hold(self, storage: UntypedStorage, allocation: int, start: int) -> None:
+    def _hold(
+        self, storage: UntypedStorage, allocation: int, start: int, *, takes_memory: bool = True
+    ) -> None:
         key = storage._cdata
         ref = _StorageRef(storage, self._died)
         ref.key = key
         ref.allocation = allocation
+        ref.takes_memory = takes_memory
         self._alive[key] = allocation
         self._refs[key] = ref
+        if not takes_memory:
+            return
         if self._holders[allocation] == 0:
             self._opened[allocation] = start
         self._holders[allocation] += 1
@@ -214,6 +223,8 @@ class Ledger:
         del self._alive[ref.key]
         del self._refs[ref.key]
         allocation = ref.allocation
+        if not ref.takes_memory:
+            return
         self._holders[allocation] -= 1
         if self._holders[allocation] == 0:
             self._end_range(allocation)

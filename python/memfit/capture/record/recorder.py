@@ -186,6 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         ledger = self.ledger
         index = ledger.now
+        self.saved.shape_saves.op(operator.name, args)
         if self._fake_mode is not None and not operator.lift:
             args, kwargs = self._adopt_arguments(args, kwargs)
         read_tensors = [] if operator.lift else tensors_of(args, kwargs)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.capture.record.ledger import Ledger
+from memfit.tensors.shape_saves import ShapeSave, ShapeSaves, blank_storage
 from memfit.tensors.storage import is_wrapper
 
 
@@ -38,7 +39,7 @@ class Save:
         allocation: Its allocation.
         sequence: Sequence number of the node that saved it.
         pack: Position of the pack.
-        unpack: Position at which backward first asked for it; ``None`` when it never did.
+        unpack: Position at which backward first asked for its elements; ``None`` when it never did.
         release: Position at which the node let go; ``None`` while it has not.
     """
 
@@ -71,7 +72,7 @@ class InMemory:
 class Token:
     """What autograd holds instead of a tensor; its death is the release of the save."""
 
-    __slots__ = ("_released", "contents", "save", "tensor", "view")
+    __slots__ = ("_released", "contents", "save", "shape_save", "tensor", "view")
 
     def __init__(self, save: Save, released: Callable[[Save], None]) -> None:
         """Create a token that refers to nothing but its save."""
@@ -79,6 +80,7 @@ class Token:
         self.tensor: Tensor | None = None
         self.view: tuple[Any, ...] = ()
         self.contents: Contents | None = None
+        self.shape_save: ShapeSave | None = None
         self._released = released
 
     def release(self) -> None:
@@ -97,6 +99,7 @@ class SavedTensors:
 
     Attributes:
         saves: Every pack, in order.
+        shape_saves: Finds those of which backward may read the shape alone.
         unpacked: ``id`` of the tensor handed out last, until the next op; autograd may emit a
             ``detach`` of it that belongs to the hook and not to the step.
     """
@@ -119,6 +122,7 @@ class SavedTensors:
         """
         self._keep = keep
         self.saves: list[Save] = []
+        self.shape_saves = ShapeSaves()
         self.unpacked: int | None = None
         self._ledger = ledger
         self._fake_mode = fake_mode
@@ -176,6 +180,7 @@ class SavedTensors:
         save = Save(value, allocation, sequence, ledger.now)
         self.saves.append(save)
         token = Token(save, self._released)
+        self.shape_saves.packed(tensor, token)
         if ledger.static[allocation] or not self._lean:
             token.tensor = tensor
         else:
@@ -200,9 +205,12 @@ class SavedTensors:
             self.unpacked = id(token)
             return token
         save: Save = token.save
-        if save.unpack is None:
+        is_blank = token.shape_save is not None and token.shape_save.is_asked_for()
+        if save.unpack is None and not is_blank:
             save.unpack = self._ledger.now
-        tensor = token.tensor if token.tensor is not None else self._stand_in(token)
+        tensor: Tensor | None = token.tensor
+        if tensor is None:
+            tensor = self._stand_in(token, is_blank=is_blank)
         self.unpacked = id(tensor)
         return tensor
 
@@ -210,14 +218,21 @@ class SavedTensors:
         if save.release is None and not self._ledger.closing:
             save.release = self._ledger.now
 
-    def _stand_in(self, token: Token) -> Tensor:
-        """A tensor of the saved view, on a storage that carries the saved allocation's id."""
+    def _stand_in(self, token: Token, *, is_blank: bool) -> Tensor:
+        """A tensor of the saved view, on a storage that carries the saved allocation's id.
+
+        Args:
+            token: What autograd held.
+            is_blank: Whether nobody asks for its elements: it takes no memory of the step.
+        """
         allocation = token.save.allocation
         dtype, offset, shape, stride, device = token.view
         with torch._C._DisableTorchDispatch():
             reference = self._storages.get(allocation)
             storage = reference() if reference is not None else None
-            if storage is None or token.contents is not None:
+            if is_blank:
+                storage = self._blank_storage(allocation)
+            elif storage is None or token.contents is not None:
                 storage = self._fresh_storage(token, allocation)
             plain = torch.empty(0, dtype=dtype, device=storage.device)
             plain.set_(storage, offset, shape, stride)
@@ -235,6 +250,15 @@ class SavedTensors:
             storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
             self._storages[allocation] = weakref.ref(storage)
         self._ledger.stand_in(storage, allocation)
+        return storage
+
+    def _blank_storage(self, allocation: int) -> torch.UntypedStorage:
+        size = self._ledger.bytes[allocation]
+        if self._fake_mode is None:
+            storage = blank_storage(size)
+        else:
+            storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
+        self._ledger.stand_in(storage, allocation, takes_memory=False)
         return storage
 
     def _copy(self, storage: Any, allocation: int) -> Contents:

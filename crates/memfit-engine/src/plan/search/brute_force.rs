@@ -342,6 +342,7 @@ fn the_search_finds_the_optimum_of_small_cases_with_stores() {
         };
         let allowed = Allowed {
             remat: cases % 5 != 0,
+            unneeded_saves: cases % 7 != 0,
             offer: Some(&offer),
         };
         let problem = Problem::new(&trace, variant, &costs, allowed);

@@ -15,15 +15,23 @@ use crate::trace::{AllocationId, Meta, Op, OpIndex, Trace};
 pub(in crate::plan) struct Allowed<'r> {
     /// Computing again.
     pub(in crate::plan) remat: bool,
+    /// Letting go of what autograd saved and backward never asks for.
+    pub(in crate::plan) unneeded_saves: bool,
     /// Storing, and where.
     pub(in crate::plan) offer: Option<&'r Offer>,
 }
 
 impl Allowed<'_> {
+    /// Any at all?
+    pub(in crate::plan) const fn any(&self) -> bool {
+        self.remat || self.unneeded_saves || self.offer.is_some()
+    }
+
     /// Computing again only.
     #[cfg(test)]
     pub(in crate::plan) const REMAT: Self = Self {
         remat: true,
+        unneeded_saves: true,
         offer: None,
     };
 }
@@ -59,6 +67,7 @@ pub(in crate::plan) struct Problem<'t> {
     /// What may be treated and is worth a thought: it is saved, or read by something that may be dropped.
     pub(in crate::plan) candidates: Vec<AllocationId>,
     may_remat: bool,
+    may_let_go: bool,
     /// Transfers in time; absent where nothing may be stored.
     pub(in crate::plan) schedule: Option<Schedule>,
     /// Repeated blocks, the coarsest kind first.
@@ -108,6 +117,7 @@ impl<'t> Problem<'t> {
             needed_versions,
             candidates: Vec::new(),
             may_remat: allowed.remat,
+            may_let_go: allowed.unneeded_saves,
             schedule,
             blocks: Vec::new(),
             askers: askers(trace),
@@ -141,9 +151,19 @@ impl<'t> Problem<'t> {
         .collect()
     }
 
-    /// May it be computed again?
+    /// May it be dropped, to be computed again or, where backward never asks for it, for good?
     pub(in crate::plan) fn may_drop(&self, id: AllocationId) -> bool {
-        self.may_remat && self.model.is_droppable(id)
+        let is_allowed = if self.is_unneeded(id) {
+            self.may_let_go
+        } else {
+            self.may_remat
+        };
+        is_allowed && self.model.is_droppable(id)
+    }
+
+    /// Did autograd save it, and backward never asks for it?
+    fn is_unneeded(&self, id: AllocationId) -> bool {
+        self.last_release[id.index()] > 0 && !self.is_asked_for(id)
     }
 
     /// May it be stored?
@@ -229,6 +249,9 @@ impl<'t> Problem<'t> {
 
     /// Seconds that dropping one allocation costs, if nothing else were dropped.
     pub(super) fn drop_seconds(&self, allocation: AllocationId) -> f64 {
+        if self.is_unneeded(allocation) {
+            return 0.0;
+        }
         self.model
             .makers(allocation)
             .map(|op| self.op_seconds[op.index()])
@@ -237,6 +260,9 @@ impl<'t> Problem<'t> {
 
     /// What dropping one allocation would cost on a machine that is always the same, whatever was measured here.
     pub(super) fn nominal_drop_seconds(&self, allocation: AllocationId) -> f64 {
+        if self.is_unneeded(allocation) {
+            return 0.0;
+        }
         let ops = &self.trace.ops;
         let makers = self.model.makers(allocation);
         makers.map(|op| nominal_seconds(&ops[op.index()])).sum()

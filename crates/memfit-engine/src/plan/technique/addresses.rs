@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use super::unneeded_saves;
 use crate::plan::search::problem::Problem;
 use crate::plan::search::transfers::Offer;
 use crate::plan::{ActiveRegion, Dropped, Offload, Remat};
@@ -16,6 +17,8 @@ use crate::trace::{AllocationId, OpIndex, Trace};
 pub(in crate::plan) struct Directions {
     /// To compute again; absent where nothing is.
     pub(in crate::plan) remat: Option<Remat>,
+    /// To let go of, since nothing is computed again for it; absent where nothing is.
+    pub(in crate::plan) unneeded_saves: Option<Remat>,
     /// To offload; absent where nothing is.
     pub(in crate::plan) offload: Option<Offload>,
 }
@@ -26,15 +29,22 @@ pub(in crate::plan) fn directions(
     treatments: &[Treatment],
     offer: Option<&Offer>,
 ) -> Directions {
+    let unneeded = unneeded_saves::unneeded(problem, treatments);
     let drops = addressed(problem, treatments, Treatment::is_drop);
+    let (unneeded, drops): (Vec<_>, Vec<_>) =
+        drops.into_iter().partition(|(id, _)| unneeded[id.index()]);
     let stores = addressed(problem, treatments, Treatment::is_store);
     let watch = Watch::new(problem, treatments);
-    let remat = (!drops.is_empty()).then(|| Remat {
-        drops: drops.into_iter().map(|(_, drop)| drop).collect(),
-        active: watch.active.clone(),
-        names: watch.names.clone(),
-        forward: watch.forward.clone(),
-    });
+    let dropping = |drops: Vec<(AllocationId, Dropped)>| {
+        (!drops.is_empty()).then(|| Remat {
+            drops: drops.into_iter().map(|(_, drop)| drop).collect(),
+            active: watch.active.clone(),
+            names: watch.names.clone(),
+            forward: watch.forward.clone(),
+        })
+    };
+    let remat = dropping(drops);
+    let unneeded_saves = dropping(unneeded);
     let offload = offer.filter(|_| !stores.is_empty()).map(|offer| {
         let place = |id| stores.iter().position(|&(stored, _)| stored == id);
         let order = problem.model.fetch_order(treatments).filter_map(place);
@@ -51,7 +61,11 @@ pub(in crate::plan) fn directions(
             forward: watch.forward,
         }
     });
-    Directions { remat, offload }
+    Directions {
+        remat,
+        unneeded_saves,
+        offload,
+    }
 }
 
 /// Where the executor watches, and what it sees there.

@@ -20,6 +20,7 @@ pub(super) mod offload_optimizer;
 pub(super) mod offload_parameters;
 pub(super) mod one_by_one;
 pub(super) mod remat;
+pub(super) mod unneeded_saves;
 
 use schemars::JsonSchema;
 use serde::ser::SerializeMap;
@@ -137,6 +138,8 @@ macro_rules! techniques {
 techniques! {
     /// Drop activations and recompute them in backward.
     Remat { remat: remat::Remat } in remat;
+    /// Let go of saved activations that backward never needs.
+    UnneededSaves { unneeded_saves: remat::Remat } in unneeded_saves;
     /// Run the optimizer step per parameter inside backward and free its gradient.
     FuseOptimizer in fuse_optimizer;
     /// Update one parameter at a time, after backward.

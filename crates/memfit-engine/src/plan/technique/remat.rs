@@ -6,7 +6,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{ActsOn, Technique, counted};
+use super::{ActsOn, Technique, counted, unneeded_saves};
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, ActiveRegion, Class, Details, Dropped, Plan};
 
@@ -22,7 +22,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     is_way: false,
     // Every step has activations. Where a request forbids it, plans have never said so.
     refusal: |_, _| None,
-    is_used: |_, candidate| candidate.treatments.iter().any(|it| it.is_drop()),
+    is_used: |outcome, candidate| unneeded_saves::drops(&outcome.trace, &candidate.treatments).1,
     write,
 };
 

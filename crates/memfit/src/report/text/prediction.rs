@@ -13,6 +13,8 @@ const BAR_WIDTH: usize = 24;
 const CHART_WIDTH: usize = 72;
 const MODULE_ROWS: usize = 10;
 const SOURCE_ROWS: usize = 5;
+/// What is less than the peak by this factor needs no word.
+const UNNEEDED_PART: u64 = 100;
 const ALLOCATION_ROWS: usize = 8;
 /// Longest name of a module or a source line that a table shows whole.
 const NAME_WIDTH: usize = 48;
@@ -61,6 +63,12 @@ pub(crate) fn prediction(
     );
     section(
         &mut text,
+        "Saved, and never needed in backward",
+        &unneeded(prediction, palette),
+        palette,
+    );
+    section(
+        &mut text,
         "Fits unplanned on",
         &devices(prediction, palette),
         palette,
@@ -74,6 +82,39 @@ pub(crate) fn prediction(
         text.push_str(&answer(prediction, budget, verdict, palette));
     }
     text
+}
+
+/// Lines that save what backward never needs, where that is a part of the peak worth a word.
+fn unneeded(prediction: &Prediction, palette: Palette) -> String {
+    let least = Bytes(prediction.predicted_peak_bytes.0 / UNNEEDED_PART);
+    let saves = prediction.unneeded_saves.iter();
+    let large = saves.filter(|saves| saves.bytes >= least);
+    let mut table = Table::new(&[Align::Right, Align::Left, Align::Left, Align::Left]);
+    for saves in large.take(SOURCE_ROWS) {
+        let advice = if saves.is_shape_needed {
+            "backward reads the shapes alone: a plan lets go of them at no cost"
+        } else {
+            "backward never runs there: put it under `torch.no_grad()`"
+        };
+        table.row([
+            saves.bytes.to_string(),
+            words::counted(saves.count, "tensor"),
+            [
+                words::tail(&saves.module, NAME_WIDTH),
+                words::source(&saves.source),
+            ]
+            .into_iter()
+            .filter(|part| !part.is_empty())
+            .collect::<Vec<_>>()
+            .join("  "),
+            advice.to_owned(),
+        ]);
+    }
+    if table.is_empty() {
+        String::new()
+    } else {
+        table.render(2, palette)
+    }
 }
 
 fn head(prediction: &Prediction, palette: Palette) -> String {
