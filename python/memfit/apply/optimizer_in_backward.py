@@ -13,12 +13,14 @@ once at the end.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.apply.part import Part
 from memfit.errors import UsageError
 from memfit.tensors.optimizers import step_of_others
+from memfit.tensors.sliced_update import slices_of, update_in_slices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,9 +165,19 @@ class OneByOne:
         Args:
             parameter: One that was not updated in this step.
         """
+        group = next((g for g in self.optimizer.param_groups if _lists(g, parameter)), {})
+        count = slices_of(self.optimizer, group, parameter)
+        if count > 1:
+            step = functools.partial(self._step_over, parameter)
+            update_in_slices(self.optimizer, parameter, count, step)
+        else:
+            self._step_over(parameter, [parameter])
+
+    def _step_over(self, parameter: Tensor, updated: list[Tensor]) -> None:
+        """One step over a parameter, or slices of it; groups are as before afterwards."""
         groups = self.optimizer.param_groups
         before = [_settings(group) for group in groups]
-        with _only(groups, parameter):
+        with _only(groups, parameter, updated):
             self._step(self.optimizer)
         self._moved_on = [_settings(group) for group in groups]
         for group, settings in zip(groups, before, strict=True):
@@ -180,7 +192,7 @@ class OneByOne:
     def over_nothing(self) -> Iterator[None]:
         """Run one ordinary step inside this, once: it finds no parameter to update."""
         groups = self.optimizer.param_groups
-        with _only(groups, None):
+        with _only(groups, None, []):
             yield
         if self._moved_on is not None:
             for group, settings in zip(groups, self._moved_on, strict=True):
@@ -210,16 +222,22 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _only(groups: list[dict[str, Any]], parameter: nn.Parameter | Tensor | None) -> Iterator[None]:
-    """Groups list ``parameter`` alone, where they listed it."""
+def _only(
+    groups: list[dict[str, Any]], parameter: Tensor | None, updated: list[Tensor]
+) -> Iterator[None]:
+    """Groups list what is updated of ``parameter``, where they listed that, and nothing else."""
     lists = [group["params"] for group in groups]
     try:
         for group in groups:
-            group["params"] = [p for p in group["params"] if p is parameter]
+            group["params"] = [u for p in group["params"] if p is parameter for u in updated]
         yield
     finally:
         for group, parameters in zip(groups, lists, strict=True):
             group["params"] = parameters
+
+
+def _lists(group: dict[str, Any], parameter: Tensor | None) -> bool:
+    return any(p is parameter for p in group["params"])
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:

@@ -41,6 +41,10 @@ _PER_PARAMETER: tuple[type[Optimizer], ...] = (
 )
 
 
+_NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (Adafactor,)
+"""Of those, the ones whose update of an element depends on other elements of the parameter."""
+
+
 class PartlyOffloaded:
     """The state of one parameter, of which some may be offloaded."""
 
@@ -67,6 +71,16 @@ def unknown_optimizer(optimizer: Optimizer) -> str | None:
     if type(optimizer) in _PER_PARAMETER:
         return None
     return f"`{type(optimizer).__name__}` is not known to update each parameter on its own"
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates each element of a parameter on its own.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    kind = type(optimizer)
+    return kind in _PER_PARAMETER and kind not in _NOT_ELEMENTWISE
 
 
 def step_of_others(optimizer: Optimizer, *, before_only: bool = False) -> str | None:

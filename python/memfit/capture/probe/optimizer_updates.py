@@ -25,6 +25,7 @@ from memfit.tensors.optimizers import (
     step_of_others,
     unknown_optimizer,
 )
+from memfit.tensors.sliced_update import slices_of, update_in_slices
 from memfit.tensors.storage import is_wrapper
 
 
@@ -102,12 +103,20 @@ def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> N
 
 def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[int, int]:
     held = [g["params"] for g in optimizer.param_groups]
-    for index, candidate in enumerate(optimizer.param_groups):
-        candidate["params"] = [parameter] if index == group else []
     parameter.grad = torch.empty_like(parameter)
+    count = slices_of(optimizer, optimizer.param_groups[group], parameter)
+
+    def step(updated: list[Tensor]) -> None:
+        for index, candidate in enumerate(optimizer.param_groups):
+            candidate["params"] = updated if index == group else []
+        optimizer.step()
+
     try:
         with Temporaries() as temporaries:
-            optimizer.step()
+            if count > 1:
+                update_in_slices(optimizer, parameter, count, step)
+            else:
+                step([parameter])
     finally:
         parameter.grad = None
         for candidate, parameters in zip(optimizer.param_groups, held, strict=True):

@@ -52,6 +52,13 @@ class Peak:
         self._device = device
         self._window = cuda.Window() if device.type == "cuda" else cpu.Window()
 
+    def so_far(self) -> int:
+        """Most bytes live at once since it began."""
+        if isinstance(self._window, cuda.Window):
+            return int(torch.cuda.max_memory_allocated(self._device))
+        reading = self._window.read()
+        return reading.peak_bytes if reading is not None else 0
+
     def close(self) -> int:
         """End it; most bytes live at once since it began."""
         if isinstance(self._window, cuda.Window):

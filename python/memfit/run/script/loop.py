@@ -516,6 +516,10 @@ class Loop:
     def _plan_pending(self, outside: int) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
+        if observation.unrecorded is not None:
+            # It may be elsewhere now, and come home for the plan that is about to be made.
+            of_step = observation.unrecorded.all_state_bytes
+            self._state_bytes = max(self._state_bytes, of_step)
         step = RecordedStep(observation, type(self._model()).__name__, self._request)
         for kind in self._without:
             step.forbid(kind)

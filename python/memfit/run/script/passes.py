@@ -61,6 +61,10 @@ class Pass:
     def backward_ended(self) -> None:
         """Backward has run."""
 
+    def peak_so_far(self) -> int:
+        """Most bytes live at once on the model's device since it began."""
+        return self._peak.so_far()
+
     def end(self) -> int:
         """End it wherever it is.
 

@@ -30,7 +30,7 @@ from memfit.plan.profiles import usable
 from memfit.run.script.observed import Observation
 from memfit.run.script.place import chosen_place, free_bytes
 from memfit.run.script.request import FitRequest
-from memfit.run.script.updates import add_unrecorded_step
+from memfit.run.script.updates import add_unrecorded_step, forget_state
 from memfit.torch_versions import offloaded_parameters_refusal
 
 _PARAMETERS = "offload_parameters"
@@ -96,6 +96,7 @@ class RecordedStep:
         named = request.options.place
         self._offer = None if named is None else self._offered(named)
         if observation.unrecorded is not None:
+            forget_state(self._json, roles.optimizer_state)
             add_unrecorded_step(self._json, observation.unrecorded, observation.owners)
             self._costs = _with_updates(self._costs, self._json)
         _settle(self._json, roles.optimizer_state)

@@ -174,7 +174,7 @@ class StepUpdates:
             except Exception:  # noqa: BLE001 - said where the step is noted
                 return executor
         running.updates_begin(self._needs)
-        executor = executor or self._otherwise(model, optimizer, self._needs)
+        executor = executor or self._otherwise(running, model, optimizer, self._needs)
         if executor is not None:
             running.leave_out_updates()
             self._stand_in.step_begins(executor)
@@ -198,24 +198,32 @@ class StepUpdates:
         )
 
     def _otherwise(
-        self, model: nn.Module, optimizer: Optimizer, needs: UpdateNeeds
+        self, running: ObservedPass, model: nn.Module, optimizer: Optimizer, needs: UpdateNeeds
     ) -> Executor | None:
-        """What makes the updates otherwise, where the budget asks for it at once."""
+        """What makes the updates otherwise, where the budget asks for it at once.
+
+        State that would leave the next pass, which is recorded too at worst, without room goes
+        elsewhere from the beginning.
+        """
         within = str(self._within())
         if "%" in within:
             return None
         device = next(p.device for p in model.parameters() if p.requires_grad)
-        room_bytes = _native.parse_budget(within, 0) - live_bytes(device)
+        budget_bytes = _native.parse_budget(within, 0)
+        room_bytes = budget_bytes - live_bytes(device)
         if needs.first_bytes <= room_bytes:
             return None
-        if (
+        fits_one_by_one = (
             needs.one_by_one_bytes <= room_bytes
             and "one_by_one" not in self._request.options.forbid
-        ):
-            return Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
-        directions = state_elsewhere(self._request, needs.all_state_bytes)
+        )
+        leaves_room = running.peak_so_far() + needs.new_state_bytes <= budget_bytes
+        directions = None
+        if not (fits_one_by_one and leaves_room):
+            directions = state_elsewhere(self._request, needs.all_state_bytes)
         if directions is None:
-            return None
+            one_by_one = Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
+            return one_by_one if fits_one_by_one else None
         try:
             executor = Executor(directions, Subject(model, optimizer, warn=False))
         except MemfitError:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from memfit.apply.optimizer_in_backward import plain_step
+from memfit.apply.optimizer_in_backward import OneByOne, plain_step
 from memfit.capture.probe.optimizer_updates import Temporaries
 from memfit.tensors.optimizers import in_memory
 
@@ -42,8 +42,12 @@ class UpdateNeeds:
     @property
     def one_by_one_bytes(self) -> int:
         """Most bytes that the next step makes where updates come one by one."""
-        new = self.first_bytes - self.together_bytes
-        return new + max((took for took, _ in self.alone.values()), default=0)
+        return self.new_state_bytes + max((took for took, _ in self.alone.values()), default=0)
+
+    @property
+    def new_state_bytes(self) -> int:
+        """The state that the next step makes."""
+        return self.first_bytes - self.together_bytes
 
     @property
     def all_state_bytes(self) -> int:
@@ -76,7 +80,7 @@ def update_needs(optimizer: Optimizer) -> UpdateNeeds:
             real: [leaf.untyped_storage().nbytes() for leaf in _tensors(twins.optimizer, fake)]
             for real, fake in twins.pairs.items()
         }
-        alone = _each_alone(twins, step, {id(of[0]) for of in alike.values()})
+        alone = _each_alone(twins, {id(of[0]) for of in alike.values()})
     state_of, alone_of = {}, {}
     for of in alike.values():
         for parameter in of:
@@ -157,16 +161,12 @@ def _as_on_the_device(group: dict[str, Any]) -> dict[str, Any]:
     return {"foreach": True} if on_cuda and unsaid else {}
 
 
-def _each_alone(twins: _Twins, step: Any, which: set[int]) -> dict[int, tuple[int, int]]:
-    optimizer = twins.optimizer
-    groups = [list(group["params"]) for group in optimizer.param_groups]
+def _each_alone(twins: _Twins, which: set[int]) -> dict[int, tuple[int, int]]:
     found = {}
+    one_by_one = OneByOne(twins.optimizer)
     for real in which:
-        fake = twins.pairs[real]
-        for group, held in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [p for p in held if p is fake]
         with Temporaries() as temporaries:
-            step(optimizer)
+            one_by_one.update(twins.pairs[real])
         found[real] = (temporaries.peak_bytes, temporaries.moved_bytes)
     return found
 

@@ -76,6 +76,17 @@ def updates_of(
     return updates
 
 
+def forget_state(trace: dict[str, Any], optimizer_state: set[int]) -> None:
+    """Count no state that was there when the recording began: it comes with the step that is added.
+
+    Args:
+        trace: The trace as parsed JSON.
+        optimizer_state: Allocations of that state.
+    """
+    for index in optimizer_state:
+        trace["allocations"][index]["bytes"] = 0
+
+
 def add_unrecorded_step(
     trace: dict[str, Any], needs: UpdateNeeds, parameters: Mapping[int, int]
 ) -> None:
