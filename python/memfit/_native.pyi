@@ -19,6 +19,7 @@ __all__ = [
     "StoredBlock",
     "Trace",
     "alarm_event",
+    "block_event",
     "broker_path",
     "bytes_text",
     "calibration",
@@ -940,6 +941,9 @@ def switch_alarm_off() -> None:
 
 def alarm_event() -> int:
     """Number of the event that rang the alarm last; 0 where none has."""
+
+def block_event(address: int) -> int:
+    """Number of the event with which the block at an address came; 0 where it is not counted."""
 
 def is_counted(address: int) -> bool:
     """Whether the block at an address is in the count."""

@@ -149,7 +149,7 @@ def test_threads_between_steps_read_what_is_there():
             assert all(same(expected, one) for one in read)
 
 
-def test_a_thread_that_reads_during_steps_reads_what_is_there():
+def test_a_thread_that_reads_during_steps_reads_what_is_there_or_is_told():
     expected = run(build(), NOTHING, steps=6)
     workload = build()
     first = [p.detach().clone() for p in workload.model.parameters()]
@@ -158,7 +158,11 @@ def test_a_thread_that_reads_during_steps_reads_what_is_there():
     def read():
         while not stop.is_set():
             for parameter, before in zip(workload.model.parameters(), first, strict=True):
-                now = parameter.detach().clone()
+                try:
+                    now = parameter.detach().clone()
+                except RuntimeError as error:
+                    assert "is offloaded by memfit's plan" in str(error)  # noqa: PT017 - in a thread
+                    continue
                 # Six steps of 0.01 each: whatever is further off is not this parameter.
                 if not (now - before).abs().max() < 0.1:
                     odd.append(now)

@@ -341,6 +341,11 @@ impl Ledger {
         self.blocks.contains_key(&address)
     }
 
+    /// Number of the event with which the block at an address came; `None` where there is none.
+    pub(crate) fn born(&self, address: usize) -> Option<u64> {
+        self.blocks.get(&address).map(|block| block.born)
+    }
+
     /// Sets the number that peaks reached from now on carry.
     pub(crate) const fn set_mark(&mut self, mark: u64) {
         self.mark = mark;

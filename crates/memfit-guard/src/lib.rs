@@ -215,6 +215,12 @@ mod counting {
         state().ledger.knows(address)
     }
 
+    /// Number of the event with which the block at an address came; `None` where it is not counted.
+    #[must_use]
+    pub fn born(address: usize) -> Option<u64> {
+        state().ledger.born(address)
+    }
+
     /// Sets the number that peaks reached from now on carry.
     pub fn set_mark(mark: u64) {
         state().ledger.set_mark(mark);
@@ -437,6 +443,12 @@ mod counting {
         false
     }
 
+    /// Never.
+    #[must_use]
+    pub fn born(_: usize) -> Option<u64> {
+        None
+    }
+
     /// Does nothing.
     pub fn set_mark(_: u64) {}
 
@@ -535,8 +547,9 @@ mod counting {
 }
 
 pub use counting::{
-    alarm_event, change_budget, close_window, current_bytes, forget_refusal, install, is_counted,
-    label, label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window, put_alarm_off,
-    read_window, refusals, refused_bytes, release_kept, resident_bytes, restart_window, seed,
-    set_alarm, set_budget, set_mark, survivors, taken_bytes, uncounted_blocks, window_peak,
+    alarm_event, born, change_budget, close_window, current_bytes, forget_refusal, install,
+    is_counted, label, label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window,
+    put_alarm_off, read_window, refusals, refused_bytes, release_kept, resident_bytes,
+    restart_window, seed, set_alarm, set_budget, set_mark, survivors, taken_bytes,
+    uncounted_blocks, window_peak,
 };

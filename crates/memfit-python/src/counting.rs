@@ -66,6 +66,12 @@ pub(crate) fn is_counted(address: usize) -> bool {
     memfit_guard::is_counted(address)
 }
 
+/// Number of the event with which the block at an address came; 0 where it is not counted.
+#[pyfunction]
+pub(crate) fn block_event(address: usize) -> u64 {
+    memfit_guard::born(address).unwrap_or(0)
+}
+
 /// Sets the number that peaks reached from now on carry.
 #[pyfunction]
 pub(crate) fn mark_allocations(mark: u64) {

@@ -75,7 +75,7 @@ mod _native {
     };
     #[pymodule_export]
     use super::counting::{
-        AllocationWindow, count_allocations, counted_bytes, is_counted, label_blocks,
+        AllocationWindow, block_event, count_allocations, counted_bytes, is_counted, label_blocks,
         label_gone_blocks, last_event, mark_allocations, refused_bytes, seed_blocks, survivors,
         uncounted_blocks,
     };

@@ -35,7 +35,8 @@ pub(super) fn unneeded_saves(trace: &Trace) -> Vec<UnneededSaves> {
             continue;
         };
         let natural = trace.allocations[allocation].natural.last();
-        let is_held_anyway = natural.is_some_and(|&(_, end)| end >= last.release);
+        let is_held_anyway =
+            last.release >= trace.end() || natural.is_some_and(|&(_, end)| end >= last.release);
         if is_held_anyway || saved.iter().any(|saved| saved.unpack.is_some()) {
             continue;
         }

@@ -19,6 +19,7 @@ natural ranges       [1,3)               [5,6)       both of one allocation
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Ledger:
         static: Whether each allocation existed before the step.
         values: One tuple ``(allocation, version, offset, shape, stride, dtype)`` per value.
         value_bytes: Distinct bytes each value covers.
+        came_meanwhile: Whether a storage that no op made has come to be since the step began, as
+            those do that hooks of others hand out.
     """
 
     def __init__(self) -> None:
@@ -62,6 +65,7 @@ class Ledger:
         self.values: list[tuple[Any, ...]] = []
         self.value_bytes: list[int] = []
         self.closing = False
+        self.came_meanwhile: Callable[[UntypedStorage], bool] = lambda _: False
         self._ranges: list[list[list[int]]] = []
         self._opened: list[int] = []
         self._holders: list[int] = []
@@ -102,11 +106,13 @@ class Ledger:
         self.device.append(str(device))
         self.producer.append(producer)
         self.version.append(0)
-        self.static.append(producer is None)
+        existed = producer is None and not self.came_meanwhile(storage)
+        self.static.append(existed)
         self._ranges.append([])
         self._opened.append(0)
         self._holders.append(0)
-        self._hold(storage, allocation, 0 if producer is None else producer)
+        start = 0 if existed else self.now if producer is None else producer
+        self._hold(storage, allocation, start)
         return allocation
 
     def stand_in(
@@ -187,6 +193,15 @@ class Ledger:
         live = self._refs.values()
         held = (r for r in live if self.static[r.allocation] and r.allocation not in but)
         return [weakref.ref(storage) for ref in held if (storage := ref()) is not None]
+
+    def found_and_gone_bytes(self, but: set[int]) -> int:
+        """Bytes that were there before the step and that nothing holds any more.
+
+        Args:
+            but: Allocations to leave out.
+        """
+        gone = (i for i, held in enumerate(self._holders) if held == 0 and self.static[i])
+        return sum(self.bytes[i] for i in gone if i not in but)
 
     def close(self) -> None:
         """End the step: whatever is still held lives to the end."""

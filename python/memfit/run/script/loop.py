@@ -161,6 +161,7 @@ class Loop:
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
         self._found: list[weakref.ref[Any]] = []
+        self._consumed_bytes = 0
         self._leave: tuple[str, str] | None = None
         self._updates = StepUpdates(request, lambda: room.within(self._budget), self._choose_place)
 
@@ -458,6 +459,7 @@ class Loop:
             self._looks_again = self._checkpoints.unsettled() and not self.plans
             self._pending = (inputs_key, observation)
             self._found = observation.found
+            self._consumed_bytes = observation.consumed_bytes
 
     def passed(self, kind: Kind, peak_bytes: int) -> None:
         """A pass is over; what took more than was foreseen is not trusted any more.
@@ -635,8 +637,9 @@ class Loop:
             self._state_bytes = state
         # State that grew since the step was recorded, as a history does, nobody has planned.
         known[0] = min(state, self._state_bytes)
-        live = live_bytes(self.device)
-        return -(-max(live - sum(known.values()), 0) // _ROUNDED_TO) * _ROUNDED_TO
+        # A graph of another model's, say, which the step runs backward through: its trace has that.
+        besides = live_bytes(self.device) - sum(known.values()) - self._consumed_bytes
+        return -(-max(besides, 0) // _ROUNDED_TO) * _ROUNDED_TO
 
     def _counted(
         self, tensors: Iterable[Any], found: Iterable[weakref.ref[Any]] = ()

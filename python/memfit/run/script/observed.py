@@ -35,7 +35,7 @@ from memfit.run.script.spill import SpillFile
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import is_fixed, plain_tensors, viewed
+from memfit.tensors.storage import address, is_fixed, plain_tensors, viewed
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -62,6 +62,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         problem: Why the step could not be recorded to its end; empty while it could.
         seconds: What each op took.
         scratch: Bytes that each op took inside, above what was there before and after it.
+        since: Number of the event of allocation before which everything was there.
     """
 
     def __init__(self, root: nn.Module, spill: SpillFile) -> None:
@@ -77,6 +78,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.scratch: list[int] = []
         self._op_is_reached = False
         self._took = (0.0, 0)
+        self.since = _native.last_event()
+        self.ledger.came_meanwhile = self._came_meanwhile
         # One for all ops: to end one reads every block that it has seen.
         self._window = _native.AllocationWindow()
 
@@ -118,6 +121,10 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.scratch.append(self._took[1])
         except Exception as error:  # noqa: BLE001 - the op has run, and the script goes on
             self.problem = _broken(error)
+
+    def _came_meanwhile(self, storage: torch.UntypedStorage) -> bool:
+        place = address(storage) if storage.device.type == "cpu" else None
+        return place is not None and _native.block_event(place) > self.since
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor that it saves."""
@@ -162,6 +169,7 @@ class Observation:
             another model or the script's data; parameters and what else is known are left out.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
         fusing_refusal: Why its updates cannot run inside backward; empty where they can.
+        consumed_bytes: Bytes that were there before, that the step read, and that are gone.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
         owners: The ``id`` of the parameter of an allocation.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
@@ -176,6 +184,7 @@ class Observation:
     gradients_before: frozenset[int]
     left: list[weakref.ref[Any]]
     found: list[weakref.ref[Any]]
+    consumed_bytes: int
     state_stays: str | None
     fusing_refusal: str
     unrecorded: UpdateNeeds | None
@@ -289,6 +298,7 @@ class StepRecording:
         roles = self._roles
         known = roles.parameters | roles.module_buffers | roles.gradients | roles.optimizer_state
         found = ledger.found_and_held(known | roles.inputs)
+        consumed_bytes = ledger.found_and_gone_bytes(known | roles.inputs)
         ledger.close()
         recorder.saved.close(ledger.now)
         self.abandon()
@@ -302,6 +312,7 @@ class StepRecording:
             self._gradients_before,
             left,
             found,
+            consumed_bytes,
             state_stays,
             state_stays or "the optimizer was not called as usual",
             self._unrecorded,

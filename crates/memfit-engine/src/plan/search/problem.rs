@@ -161,9 +161,14 @@ impl<'t> Problem<'t> {
         is_allowed && self.model.is_droppable(id)
     }
 
-    /// Did autograd save it, and backward never asks for it?
+    /// Did autograd save it, and let go of it without anybody asking for it?
     fn is_unneeded(&self, id: AllocationId) -> bool {
-        self.last_release[id.index()] > 0 && !self.is_asked_for(id)
+        self.last_release[id.index()] > 0 && !self.may_be_asked_for(id)
+    }
+
+    /// Does backward ask for it, or is it still saved at the end of the step, where the backward of another may?
+    pub(in crate::plan) fn may_be_asked_for(&self, id: AllocationId) -> bool {
+        self.is_asked_for(id) || self.last_release[id.index()] >= self.trace.ops.len().max(1)
     }
 
     /// May it be stored?

@@ -12,7 +12,7 @@ use crate::plan::actions::Chosen;
 use crate::plan::search::problem::Problem;
 use crate::plan::{Action, ActionKind, Class, Details, Plan};
 use crate::step::Treatment;
-use crate::trace::{AllocationId, Trace};
+use crate::trace::{AllocationId, SavedTensor, Trace};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::UnneededSaves,
@@ -50,7 +50,8 @@ pub(super) fn drops(trace: &Trace, treatments: &[Treatment]) -> (bool, bool) {
     for saved in &trace.saved {
         is_never_asked_for[trace.allocation_of(saved.value).index()] = true;
     }
-    for saved in trace.saved.iter().filter(|saved| saved.unpack.is_some()) {
+    let is_asked = |saved: &&SavedTensor| saved.unpack.is_some() || saved.release >= trace.end();
+    for saved in trace.saved.iter().filter(is_asked) {
         is_never_asked_for[trace.allocation_of(saved.value).index()] = false;
     }
     let drops = || {
@@ -70,7 +71,7 @@ pub(super) fn unneeded(problem: &Problem<'_>, treatments: &[Treatment]) -> Vec<b
     for id in &dropped {
         unneeded[id.index()] = true;
     }
-    let asked_for = dropped.iter().filter(|&&id| problem.is_asked_for(id));
+    let asked_for = dropped.iter().filter(|&&id| problem.may_be_asked_for(id));
     let mut queue: Vec<AllocationId> = asked_for.copied().collect();
     while let Some(id) = queue.pop() {
         if std::mem::replace(&mut unneeded[id.index()], false) {
