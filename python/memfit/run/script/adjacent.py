@@ -93,7 +93,7 @@ def gradients_looked_at() -> str:
     """Where the script's own files speak of gradients, as a clause; empty where none does."""
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
-        if not isinstance(name, str) or not name.endswith(".py") or _is_installed(Path(name)):
+        if not isinstance(name, str) or not name.endswith(".py") or is_installed(Path(name)):
             continue
         if not Path(name).is_file():
             continue  # torch gives some of its own modules names of files that are none
@@ -108,5 +108,10 @@ def gradients_looked_at() -> str:
 _INSTALLED = tuple({Path(sysconfig.get_path(key)) for key in ("stdlib", "platstdlib", "purelib")})
 
 
-def _is_installed(file: Path) -> bool:
+def is_installed(file: Path) -> bool:
+    """Whether a file belongs to Python or to a package, and not to the script.
+
+    Args:
+        file: The file.
+    """
     return any(folder in file.parents for folder in (*_INSTALLED, *_LOOKS_ON))

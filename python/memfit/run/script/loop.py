@@ -122,7 +122,8 @@ class Loop:
             checkpoints: Those of the script.
             strict: Ends the script before a step that no plan fits; ``None`` to let it run.
         """
-        self.device = next(p.device for p in root.parameters() if p.requires_grad)
+        trained = (p for p in root.parameters() if p.requires_grad)
+        self.device = next(chain(trained, root.parameters())).device
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.parameters = sum(p.numel() for p in root.parameters())
@@ -160,6 +161,7 @@ class Loop:
         self._state_bytes = 0
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
+        self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._found: list[weakref.ref[Any]] = []
         self._consumed_bytes = 0
         self._leave: tuple[str, str] | None = None
@@ -190,6 +192,22 @@ class Loop:
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
         return self._root() is root
+
+    def takes_in(self, other: nn.Module, running: Pass) -> bool:
+        """Whether the call of another model, in the forward of a pass, belongs to that pass.
+
+        A layer's last forward may have no backward, and the next layer, of the same class, is
+        trained then: what no recorded step called begins a step of its own.
+
+        Args:
+            other: The other model.
+            running: The pass.
+        """
+        if running.kind == "planned" and other not in self._partners:
+            return type(other) is not type(self._root())
+        self._partners.add(other)
+        self.models[type(other).__name__] = None
+        return True
 
     def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """Those optimizers that update parameters of the model."""

@@ -3,10 +3,11 @@
 Responsible for where passes begin and end, for saying what was found and done, and for the record
 at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`).
 
-A pass begins when a model with trainable parameters is called, by no other model and with gradients
-on. It goes on through whatever the script computes, calls of other models included, to the first
-``backward()``; it ends when an optimizer has updated the model, or with the next pass. A step
-without an optimizer (the script updates parameters itself) ends with the next call of a model.
+A pass begins when a model is called that has trainable parameters, or with something that is
+trained, by no other model and with gradients on. It goes on through whatever the script computes,
+calls of other models included, to the first ``backward()``; it ends when an optimizer has updated
+the model, or with the next pass. A step without an optimizer (the script updates parameters itself)
+ends with the next call of a model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.answers import Plan
@@ -132,15 +134,19 @@ class AdoptedScript:
         if current is not None and not current.running.in_forward:
             self._complete_without_optimizer(current)
             current = self._current
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in root.parameters()):
+        if not torch.is_grad_enabled() or not _trains(root, args, kwargs):
             return
         if current is not None and current.running.in_forward:
             if not current.loop.is_of(root):
-                current.loop.models[type(root).__name__] = None
+                if not current.loop.takes_in(root, current.running):
+                    self._begin_pass(root, args, kwargs)
                 return
             if current.running.root_calls < MAX_ROOT_CALLS and current.running.continues():
                 current.running.root_calls += 1
                 return
+        self._begin_pass(root, args, kwargs)
+
+    def _begin_pass(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_pass()
         self._kept.pass_begins()
         loop = self._loop_of(root)
@@ -340,6 +346,14 @@ class AdoptedScript:
         # What several models need together nobody has planned.
         gives_way = len(self._loops) == 1
         self._room.keep(max(peaks, default=0), loop.device, gives_way=gives_way)
+
+
+def _trains(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call makes a graph: its parameters are trained, or what it is called with."""
+    if any(p.requires_grad for p in root.parameters()):
+        return True
+    given = tree_leaves((args, kwargs))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
 
 
 def _names(loop: Loop) -> str:

@@ -4,9 +4,10 @@ Responsible for seeing them in an unmodified script, and for never letting a fai
 it. Not responsible for what follows from them (:mod:`memfit.run.script.script`).
 
 Module calls are seen by standing in for ``nn.Module.__call__``: torch's global hooks do not show
-keyword arguments, and do not fire after ``KeyboardInterrupt``. Only the outermost call of the main
-thread is told. While something runs that ``torch.compile`` compiled, ``nn.Module`` is as torch has
-it: the compiler looks into its calls.
+keyword arguments, and do not fire after ``KeyboardInterrupt``. Calls of ``forward`` itself, where
+the script makes any, are seen by :mod:`memfit.run.script.direct_calls`. Only the outermost call of
+the main thread is told. While something runs that ``torch.compile`` compiled, ``nn.Module`` is as
+torch has it: the compiler looks into its calls.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memfit.run.script.direct_calls import DirectCalls
 from memfit.run.script.fused import UpdatesMadeError
 from memfit.track.steps import STEPS
 
@@ -78,11 +80,14 @@ class Signals:
         self._undo: list[Callable[[], None]] = []
         self._original_call = nn.Module.__call__
         self._call = self._calling(nn.Module.__call__)
+        self._direct_calls = DirectCalls(self._calling)
         self._in_compiled = self._watches_compiled = False
 
     def install(self) -> None:
         """Stand in for what tells of a training step; undone in children that the script forks."""
         self._replace(nn.Module, "__call__", self._call)
+        self._direct_calls.install()
+        self._undo.append(self._direct_calls.remove)
         if "torch._dynamo.eval_frame" in sys.modules:
             self._watch_compiled()
         else:

@@ -9,6 +9,7 @@ responsible for making one (:mod:`memfit.apply`) nor for which plan a step runs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -208,7 +209,8 @@ class StepUpdates:
         within = str(self._within())
         if "%" in within:
             return None
-        device = next(p.device for p in model.parameters() if p.requires_grad)
+        trained = (p for p in model.parameters() if p.requires_grad)
+        device = next(chain(trained, model.parameters())).device
         budget_bytes = _native.parse_budget(within, 0)
         room_bytes = budget_bytes - live_bytes(device)
         if needs.first_bytes <= room_bytes:
