@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from memfit.libraries import is_library
 from memfit.tensors.storage import plain_tensors
 from memfit.track import owners
 from memfit.track.graphs import Graphs
@@ -35,7 +36,7 @@ from memfit.track.owners import (
     PARAMETER,
     VARIABLE,
 )
-from memfit.track.variables import MODULES, Variable, is_library, space_of
+from memfit.track.variables import MODULES, Variable, space_of
 
 _OBJECTS = 400_000
 """Objects that one walk visits at most."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import opcode
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,10 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parents[1]) + "/"
+from memfit.libraries import PACKAGE, is_library
+
 _OPTIMIZED = 1  # CO_OPTIMIZED: the variables are not in a dictionary
 _OWN_REFERENCES = 3  # the frame's, that of `_emptied` and that of `getrefcount`'s argument
-_LIBRARIES = tuple(
-    {
-        str(Path(sysconfig.get_path(name)).resolve()) + "/"
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
-    | {sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,12 +54,7 @@ class Variable:
 
 def is_memfit(frame: FrameType) -> bool:
     """Whether a frame runs code of memfit."""
-    return frame.f_code.co_filename.startswith(_PACKAGE)
-
-
-def is_library(file: str) -> bool:
-    """Whether a file is one of Python's own or of an installed package."""
-    return file.startswith((*_LIBRARIES, "<frozen", _PACKAGE))
+    return frame.f_code.co_filename.startswith(PACKAGE)
 
 
 Running = tuple[FrameType, int]

@@ -10,14 +10,15 @@ from __future__ import annotations
 import dis
 import re
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
 import torch
 
-_LOOKS_ON = (Path(torch.__file__).parent, Path(__file__).parents[2])
+from memfit.libraries import PACKAGE, is_library
+
+_LOOKS_ON = (str(Path(torch.__file__).parent) + "/", PACKAGE)
 """Packages whose frames lie between the script and what it calls."""
 
 _NOTHING_RUNS = {
@@ -63,8 +64,7 @@ def calling_site() -> Site | None:
     """The call that led here, in code that is neither torch's nor memfit's."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if not any(package in file.parents for package in _LOOKS_ON):
+        if not frame.f_code.co_filename.startswith(_LOOKS_ON):
             return Site(id(frame), frame.f_code, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -93,7 +93,9 @@ def gradients_looked_at() -> str:
     """Where the script's own files speak of gradients, as a clause; empty where none does."""
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
-        if not isinstance(name, str) or not name.endswith(".py") or is_installed(Path(name)):
+        if not isinstance(name, str) or not name.endswith(".py"):
+            continue
+        if is_library(name) or name.startswith(_LOOKS_ON):
             continue
         if not Path(name).is_file():
             continue  # torch gives some of its own modules names of files that are none
@@ -103,15 +105,3 @@ def gradients_looked_at() -> str:
             line = text.count("\n", 0, found.start()) + 1
             return f"gradients are looked at in `{Path(name).name}:{line}`"
     return ""
-
-
-_INSTALLED = tuple({Path(sysconfig.get_path(key)) for key in ("stdlib", "platstdlib", "purelib")})
-
-
-def is_installed(file: Path) -> bool:
-    """Whether a file belongs to Python or to a package, and not to the script.
-
-    Args:
-        file: The file.
-    """
-    return any(folder in file.parents for folder in (*_INSTALLED, *_LOOKS_ON))

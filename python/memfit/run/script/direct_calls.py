@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from memfit.run.script.adjacent import is_installed
+from memfit.libraries import is_library
 
 Call = Callable[..., Any]
 
@@ -95,6 +95,6 @@ def _own_text(module: str) -> str:
     if not isinstance(file, str) or not file.endswith(".py"):
         return ""
     path = Path(file)
-    if is_installed(path) or not path.is_file():
+    if is_library(file) or not path.is_file():
         return ""
     return path.read_text(encoding="utf-8", errors="replace")

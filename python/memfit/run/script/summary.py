@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.run.script import launcher
 from memfit.run.script.announce import Announcer
+from memfit.run.script.imports import Imported
 from memfit.run.script.lease import Room, Wish
 from memfit.run.script.request import FitRequest
 
@@ -87,11 +88,13 @@ def run(
         room.open(request.budget, wish, label=Path(command[0]).name)
     watch = Watch(snapshot, request, room, say)
     process = os.getpid()
-    _TorchFinder(watch.begin).install()
+    imported = Imported()
+    _TorchFinder(watch.begin, imported).install()
     ending = launcher.run(command, is_module=is_module)
     launcher.flush()
     summary = watch.summary(command[0], ending)
     room.close()
+    imported.give_back()
     summary["quiet"] = launcher.is_child(process)
     return summary
 
@@ -103,13 +106,14 @@ class _TorchFinder:
     finder, by another one: then any later import tells.
     """
 
-    def __init__(self, imported: Callable[[], None]) -> None:
+    def __init__(self, on_import: Callable[[], None], imported: Imported) -> None:
+        self._on_import = on_import
         self._imported = imported
 
     def install(self) -> None:
         """Wait for torch, or call at once where it is there."""
         if _is_loaded("torch"):
-            self._imported()
+            self._on_import()
         else:
             sys.meta_path.insert(0, self)
 
@@ -122,15 +126,16 @@ class _TorchFinder:
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
         if name != "torch":
-            self._imported()
+            self._on_import()
             return None
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_tell(module: ModuleType) -> None:
-                load(module)
-                self._imported()
+                with self._imported.left_alone():
+                    load(module)
+                self._on_import()
 
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec

@@ -1,0 +1,54 @@
+"""Objects that an import of torch leaves, and the garbage collector: out of its way, not lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ran import in_processes, inline
+
+
+def test_the_collector_passes_over_what_importing_torch_made(tmp_path: Path):
+    ran = inline(
+        tmp_path,
+        "1GiB",
+        """
+        import argparse
+        from typing import Optional
+        import torch
+        import gc
+        import sys
+
+        class Own:
+            def __del__(self):
+                print("collected")
+
+        one = Own()
+        one.self = one
+        del one
+        gc.collect()
+        print(gc.isenabled())
+        print(len(gc.get_objects()), gc.get_freeze_count(), file=sys.stderr)
+        """,
+        ways=in_processes,
+    )
+    seen, passed_over = map(int, ran.stderr.splitlines()[0].split())
+    assert passed_over > 100_000
+    assert seen < passed_over / 2
+    assert ran.stdout.splitlines() == ["collected", "True"]
+
+
+def test_files_of_objects_older_than_torch_are_written_to_the_end(tmp_path: Path):
+    """A class is a cycle: only the last collection of a process lets go of what it holds."""
+    ran = inline(
+        tmp_path,
+        "1GiB",
+        """
+        class Log:
+            file = open("log.txt", "w")
+
+        import torch
+        Log.file.write("written")
+        """,
+        ways=in_processes,
+    )
+    assert ran.files["log.txt"] == b"written"
