@@ -15,6 +15,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -58,8 +59,9 @@ def instances(*families: type) -> list[Any]:
     """All live objects of some classes that the garbage collector knows, in its order."""
     objects = gc.get_objects()
     # `isinstance` would ask proxies for their class, and some of torch's warn when they are asked.
-    wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, families)}
-    return [found for found in objects if type(found) in wanted]
+    kinds = list(map(type, objects))
+    wanted = {kind for kind in set(kinds) if issubclass(kind, families)}
+    return list(compress(objects, map(wanted.__contains__, kinds)))
 
 
 def is_dataset(kind: type) -> bool:

@@ -52,3 +52,27 @@ def test_files_of_objects_older_than_torch_are_written_to_the_end(tmp_path: Path
         ways=in_processes,
     )
     assert ran.files["log.txt"] == b"written"
+
+
+def test_recomputed_dropout_imports_nothing_that_the_script_does_not(tmp_path: Path):
+    ran = inline(
+        tmp_path,
+        "70%",
+        """
+        import sys
+        import torch
+        from torch import nn
+
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Dropout()) for _ in range(6)])
+        for step in range(3):
+            loss = model(torch.randn(2048, 64)).square().mean()
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.data -= parameter.grad
+                parameter.grad = None
+            print("sympy" in sys.modules)
+        """,
+        ways=in_processes,
+    )
+    assert ran.stdout.split() == ["False"] * 3
+    assert ran.loops[0]["plan"]["actions"]

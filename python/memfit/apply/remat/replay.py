@@ -226,12 +226,14 @@ def _run(record: Record, *, passes: bool, needed: Callable[[State], bool]) -> No
             kwargs["device"] = record.args[0].device
     else:
         _protect_written(record, args, kwargs)
-    with (
-        record.generator.restored() if record.generator else contextlib.nullcontext(),
-        # A record's tensors require no gradient, so no graph is made.
-        torch.enable_grad() if record.operator.gradient_mode else contextlib.nullcontext(),
-    ):
-        result = record.operator.func(*args, **kwargs)
+    result = _unfilled(record, kwargs)
+    if result is None:
+        with (
+            record.generator.restored() if record.generator else contextlib.nullcontext(),
+            # A record's tensors require no gradient, so no graph is made.
+            torch.enable_grad() if record.operator.gradient_mode else contextlib.nullcontext(),
+        ):
+            result = record.operator.func(*args, **kwargs)
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     for output in record.outputs:
         state = output.state()
@@ -250,6 +252,23 @@ def _run(record: Record, *, passes: bool, needed: Callable[[State], bool]) -> No
             state.producer = None
     if not passes:
         record.consume()
+
+
+def _unfilled(record: Record, kwargs: dict[str, Any]) -> Tensor | None:
+    """What an op makes that only makes memory as a tensor of which the shape is known.
+
+    Torch computes the shape in Python where that tensor is on the meta device, and imports sympy
+    to do so.
+    """
+    operator = record.operator
+    if not (operator.uninitialised and operator.shape_only) or len(record.outputs) != 1:
+        return None
+    geometry = record.outputs[0].geometry
+    if not isinstance(record.args[0], ShapeOnly) or kwargs.get("pin_memory") or geometry.offset:
+        return None
+    return torch.empty_strided(
+        geometry.shape, geometry.stride, dtype=geometry.dtype, device=kwargs["device"]
+    )
 
 
 def _target_storage(record: Record) -> Tensor | None:

@@ -28,6 +28,7 @@ from memfit.options import HOST
 from memfit.plan.cost_source import offer
 from memfit.plan.profiles import usable
 from memfit.run.script.observed import Observation
+from memfit.run.script.op_seconds import usual_seconds
 from memfit.run.script.place import chosen_place, free_bytes
 from memfit.run.script.request import FitRequest
 from memfit.run.script.updates import add_unrecorded_step, forget_state
@@ -235,8 +236,7 @@ def _costs(observation: Observation) -> dict[str, Any]:
     Nothing is run for it: that would take memory which the script may not have.
     """
     if observation.device_kind == "cpu":
-        seconds = observation.recorder.seconds
-        return {"kind": "profile", "op_seconds": seconds}
+        return {"kind": "profile", "op_seconds": usual_seconds(observation.recorder)}
     found, _ = usable("cuda", None)
     return {"kind": "roofline", "profile": found or gpu_profile(None)}
 
