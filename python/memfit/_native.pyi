@@ -531,6 +531,9 @@ class Trace:
             UsageError: They are no two sizes of one step, or no law explains how it grows.
         """
 
+    def mixed_items(self) -> str | None:
+        """Why a forward does not treat the items of its batch apart; ``None`` where it does."""
+
     def chunks(self) -> list[dict[str, Any]]:
         """What of the step is worth a capture in slices."""
 

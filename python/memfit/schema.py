@@ -377,6 +377,21 @@ class CallChunk:
     ops: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallInPieces:
+    """What a model's call needs to run on one piece of its batch after the other.
+
+    Attributes:
+        cut: The tensors that are cut, by their places among those that it is given; the others go
+            to every piece whole.
+        draws: For each op that draws random numbers, in order, whether it draws for every item of
+            the batch. A piece gets those numbers of the whole draw that are its own.
+    """
+
+    cut: tuple[int, ...]
+    draws: tuple[bool, ...]
+
+
 Category = Literal[
     "parameter",
     "module_buffer",
@@ -929,10 +944,13 @@ class MicroBatch:
             batch size changes them.
         forward: Forward op by op: index into ``names``. The executor compares it with what really
             runs.
+        call: How the model's call alone runs in pieces, where the rest of the step is a script's
+            own; absent where the whole step does.
     """
 
     names: tuple[str, ...]
     forward: tuple[int, ...]
+    call: CallInPieces | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

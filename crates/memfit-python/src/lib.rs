@@ -153,6 +153,11 @@ mod _native {
             found.map(Self::from).map_err(usage)
         }
 
+        /// Why a forward does not treat the items of its batch apart; nothing where it does.
+        fn mixed_items(&self, py: Python<'_>) -> Option<String> {
+            py.detach(|| plan::mixed_items(&self.0))
+        }
+
         /// What of the step is worth a capture in slices.
         fn chunks(&self, py: Python<'_>) -> Value<Vec<trace::Chunk>> {
             Value(py.detach(|| plan::chunks(&self.0).unwrap_or_default()))

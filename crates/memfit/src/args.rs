@@ -536,6 +536,9 @@ pub(crate) struct RunArguments {
     pub(crate) budget: Option<String>,
 
     /// Loosest class of action to consider even where a stricter one fits
+    ///
+    /// With `equivalent`, where no exact plan fits, the model runs on one piece of its batch after the other, if it
+    /// treats the items of the batch apart.
     #[arg(long, value_enum, default_value_t = ClassChoice::Exact, value_name = "CLASS", requires = "budget")]
     pub(crate) allow: ClassChoice,
 

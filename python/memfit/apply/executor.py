@@ -36,6 +36,7 @@ from memfit.apply.optimizer_in_backward import (
     require_step_of_torch,
 )
 from memfit.apply.part import Part
+from memfit.apply.pieces.in_pieces import InPieces
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
 from memfit.errors import UsageError
@@ -128,6 +129,9 @@ def _activations(subject: Subject, actions: Actions) -> Part:
 
 def _micro_batches(subject: Subject, actions: Actions) -> Part:
     action = actions["micro_batch"]
+    ops = action.get("micro_batch")
+    if ops is not None and ops.get("call") is not None:
+        return InPieces(subject.model, int(action["count"]), ops)
     return MicroBatches(int(action["count"]), action.get("micro_batch"), warn=subject.warn)
 
 

@@ -292,8 +292,9 @@ pub(crate) struct LoopSteps {
 pub(crate) struct LoopPlan {
     pub(crate) budget_bytes: Bytes,
     pub(crate) fits: bool,
-    /// Predicted for the step without the plan, with all that the script holds besides.
-    pub(crate) unplanned_peak_bytes: Bytes,
+    /// Predicted for the step without the plan, with all that the script holds besides; absent where no step was
+    /// recorded without pieces of the batch.
+    pub(crate) unplanned_peak_bytes: Option<Bytes>,
     pub(crate) predicted_peak_bytes: Bytes,
     /// Smallest peak over all plans that work inside the script's own loop.
     pub(crate) minimum_peak_bytes: Bytes,

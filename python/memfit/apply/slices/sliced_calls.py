@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
 from memfit.apply.remat.randomness import GeneratorState
+from memfit.apply.replaced import replaced
 from memfit.errors import DivergenceWarning, UsageError
 
 
@@ -85,7 +86,7 @@ class SlicedCalls:
         self.whole = []
         with contextlib.ExitStack() as entered:
             for call in self._calls:
-                entered.enter_context(_replaced(call.module, self._in_slices(call)))
+                entered.enter_context(replaced(call.module, self._in_slices(call)))
             yield
 
     def _in_slices(self, call: _Call) -> Callable[..., Any]:
@@ -147,20 +148,6 @@ def _read(model: nn.Module, call: Mapping[str, Any]) -> _Call:
     except AttributeError as error:
         message = f"the plan runs `{path}` in slices, which the model does not have"
         raise UsageError(message) from error
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run something else; what it had of its own comes back."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 def _only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

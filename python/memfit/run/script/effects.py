@@ -148,6 +148,28 @@ class Shows:
             self.found = f"it calls `{name}`"
 
 
+class CallLook:
+    """What one call of a model does besides computing."""
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        """Look; the call is about to begin.
+
+        Args:
+            model: The model.
+            inputs: What it is called with.
+        """
+        code = {type(module).forward: None for module in model.modules()}
+        self._reaches = functools.partial(model.forward, *code)
+        self._inputs = inputs
+        self._before = Look(self._reaches, inputs)
+        self._shows = Shows()
+
+    def end(self) -> str:
+        """The call has ended; what it did, as a clause, empty for nothing."""
+        self._shows.end()
+        return self._shows.found or self._before.difference(Look(self._reaches, self._inputs))
+
+
 def modules_behind(function: Callable[..., Any], arguments: Any) -> list[nn.Module]:
     """The modules that a function holds or is given, those inside them among them.
 

@@ -35,6 +35,7 @@ from memfit.run.script.contexts import occupied
 from memfit.run.script.lease import Room
 from memfit.run.script.observed import Observation
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
+from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.planned_step import Key, PlannedStep, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
@@ -141,6 +142,7 @@ class Loop:
         self.replans = 0
         self.notes: dict[str, None] = {}
         self.undoes = False
+        self._pieces = PiecesOfBatch(request)
         self._root = weakref.ref(root)
         self._request = request
         self._room = room
@@ -325,7 +327,7 @@ class Loop:
             if leave is not None:
                 self._plan_without(*leave)
             if self._must_plan_first():
-                self._plan_pending(self._outside_bytes(inputs, own))
+                self._plan_pending(self._outside_bytes(inputs, own), inputs)
             if self._must_observe(key):
                 return self._observe(key, inputs, own)
             if self._executor is not None:
@@ -361,10 +363,18 @@ class Loop:
                 bring_home(optimizer)
         self.bring_home()
         self._looks_again = False
-        running = ObservedPass(self.device, self._model(), inputs, optimizers)
+        model = self._model()
+        if not self._checkpoints.around_model and not self.plans:
+            self._pieces.begin(key, model, inputs, live_bytes(self.device), self._budget_bytes())
+        running = ObservedPass(self.device, model, inputs, optimizers, self._pieces.wants(key))
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
+
+    def _budget_bytes(self) -> int:
+        """The budget; 0 while it is a part of a step that nobody knows yet."""
+        budget = str(self._budget)
+        return 0 if "%" in budget else _native.parse_budget(budget, 0)
 
     def _keep_state_alone_elsewhere(self) -> None:
         """Leave of what is elsewhere the optimizer's state: a recording can do without it."""
@@ -459,7 +469,6 @@ class Loop:
         observation = running.finish(optimizers)
         if observation is None:
             return
-        observation.undoes = running.undoes
         if self._in_closure:
             observation.state_stays = "the optimizer calls the model in its step (a closure)"
         if observation.spill_problem:
@@ -469,6 +478,10 @@ class Loop:
             self.refuse(observation.recorder.problem)
             return
         observation.fusing_refusal = self._updates.fusing_refusal()
+        if observation.effect:
+            self._pieces.refuse(observation.effect)
+            if observation.in_pieces is not None:
+                return  # it is recorded whole next
         if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
             self._undoes = self._looks_again = True
             if not running.undoes:
@@ -523,7 +536,7 @@ class Loop:
             return False
         if self._looks_again or self._pending is not None or key in self._diverged:
             return True
-        return self.plans.must_record(key)
+        return self._pieces.wants(key) is not None or self.plans.must_record(key)
 
     def _model(self) -> nn.Module:
         model = self._root()
@@ -533,13 +546,41 @@ class Loop:
     def _with_gradients(self) -> frozenset[int]:
         return frozenset(id(p) for p in self._model().parameters() if p.grad is not None)
 
-    def _plan_pending(self, outside: int) -> None:
+    def _plan_in_pieces(
+        self, key: Key, observation: Observation, outside: int, inputs: Any
+    ) -> bool:
+        """Plan a step once more, now that it is known how it runs in more pieces of its batch."""
+        planned = next((it for it in self.plans if it.key == key), None)
+        if planned is None:
+            return False
+        step = RecordedStep(observation, type(self._model()).__name__, self._request)
+        within = self._room.within(self._budget)
+        made = step.plan(within, outside, min(planned.passes, outside))
+        if _lower(made, planned.plan):
+            planned.whole_peak_bytes = planned.unplanned_peak_bytes
+            planned.step, planned.plan, planned.outside_bytes = step, made, outside
+            planned.wider = planned.executor = planned.lowest = None
+        self._consider_pieces(planned, inputs)
+        self._on_plan(self, planned.plan)
+        return True
+
+    def _consider_pieces(self, planned: PlannedStep, inputs: Any) -> None:
+        self._pieces.planned(planned, self._model(), inputs)
+        if self._pieces.refusal and not planned.plan.fits:
+            reason = self._pieces.refusal
+            self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
+
+    def _plan_pending(self, outside: int, inputs: Any) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         if observation.unrecorded is not None:
             # It may be elsewhere now, and come home for the plan that is about to be made.
             of_step = observation.unrecorded.all_state_bytes
             self._state_bytes = max(self._state_bytes, of_step)
+        if observation.in_pieces is not None and self._plan_in_pieces(
+            key, observation, outside, inputs
+        ):
+            return
         step = RecordedStep(observation, type(self._model()).__name__, self._request)
         for kind in self._without:
             step.forbid(kind)
@@ -570,17 +611,17 @@ class Loop:
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
         self.replans += bool(self.plans)
-        self.plans.add(
-            PlannedStep(
-                key,
-                step,
-                made,
-                observation.root_calls,
-                observation.undoes,
-                outside,
-                observation.left,
-            )
+        planned = PlannedStep(
+            key,
+            step,
+            made,
+            observation.root_calls,
+            observation.undoes,
+            outside,
+            observation.left,
         )
+        self.plans.add(planned)
+        self._consider_pieces(planned, inputs)
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
         if made.fits or left < made.budget_bytes * _WORTH_A_PLAN:
             self._on_plan(self, made)  # else there is a better one to tell of after this step

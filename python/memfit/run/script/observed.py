@@ -175,6 +175,10 @@ class Observation:
         owners: The ``id`` of the parameter of an allocation.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
         undoes: Whether the script's checkpoints were undone in it.
+        effect: What the model's code does besides computing, as a clause; empty where nothing was
+            seen.
+        in_pieces: The action by which the model ran on pieces of its batch; ``None`` where it ran
+            whole.
     """
 
     recorder: ScriptRecorder
@@ -192,6 +196,8 @@ class Observation:
     owners: dict[int, int]
     spill_problem: str
     undoes: bool = False
+    effect: str = ""
+    in_pieces: dict[str, Any] | None = None
 
 
 class StepRecording:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit.apply.executor import Executor
+from memfit.apply.executor import Executor, Subject
 from memfit.capture.record.recorder import Recorder
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import Peak
@@ -54,6 +54,9 @@ class Pass:
         """Whether another call of the model, before any backward, belongs to this pass."""
         return False
 
+    def asks_for_gradients(self) -> None:
+        """Autograd is asked for gradients on the way, as part of forward."""
+
     def backward_begins(self) -> None:
         """Backward is about to begin, the first time or again."""
         self.in_forward = False
@@ -85,6 +88,7 @@ class ObservedPass(Pass):
         root: nn.Module,
         inputs: Any,
         optimizers: Iterable[Optimizer],
+        in_pieces: dict[str, Any] | None = None,
     ) -> None:
         """Begin to record.
 
@@ -93,9 +97,20 @@ class ObservedPass(Pass):
             root: The model.
             inputs: What it is about to be called with.
             optimizers: The optimizers known to update it.
+            in_pieces: The action by which the model is to run on pieces of its batch; ``None`` for
+                whole.
         """
         super().__init__(device)
+        self.effect = ""
+        self._action = in_pieces
+        self._executor = Executor({"actions": [in_pieces] if in_pieces else []}, Subject(root))
+        self._in_pieces = contextlib.ExitStack()
+        self._in_pieces.enter_context(self._executor.forward())
         self._recording: StepRecording | None = StepRecording(root, inputs, optimizers, device.type)
+
+    def asks_for_gradients(self) -> None:
+        """Know it: a piece is differentiated once."""
+        self.effect = self.effect or "it asks autograd for gradients as part of its computation"
 
     @property
     def recorder(self) -> Recorder | None:
@@ -108,6 +123,7 @@ class ObservedPass(Pass):
 
     def backward_begins(self) -> None:
         """End the forward of the recording."""
+        self._in_pieces.close()
         if self._recording is not None:
             self._recording.backward_begins()
         super().backward_begins()
@@ -141,10 +157,16 @@ class ObservedPass(Pass):
             The recording; ``None`` where it was finished before.
         """
         recording, self._recording = self._recording, None
-        return recording.finish(optimizers, self.root_calls) if recording is not None else None
+        if recording is None:
+            return None
+        found = recording.finish(optimizers, self.root_calls)
+        found.undoes, found.in_pieces = self.undoes, self._action
+        found.effect = self.effect or self._executor.divergence
+        return found
 
     def end(self) -> int:
         """Give up what was recorded, if it was not finished."""
+        self._in_pieces.close()
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.abandon()

@@ -46,6 +46,8 @@ class PlannedStep:
         executor: Carries the plan out; made when it is needed.
         is_foreseen: Whether its sizes were not recorded but follow from others.
         lowest: The same step by the plan of least peak, for larger ones; made when it is needed.
+        whole_peak_bytes: What it takes without a plan on its whole batch, where it was recorded so
+            before it was recorded in pieces.
     """
 
     key: Key
@@ -61,3 +63,11 @@ class PlannedStep:
     executor: Executor | None = None
     is_foreseen: bool = False
     lowest: PlannedStep | None = None
+    whole_peak_bytes: int | None = None
+
+    @property
+    def unplanned_peak_bytes(self) -> int | None:
+        """What it takes without a plan; ``None`` where it was recorded in pieces alone."""
+        if self.step.in_pieces is not None:
+            return self.whole_peak_bytes
+        return self.plan.unplanned.predicted_peak_bytes

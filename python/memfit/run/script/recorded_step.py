@@ -57,6 +57,8 @@ class RecordedStep:
         not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
         place: Where the latest plan offloads to, if it does, without the user having named it;
             empty otherwise.
+        in_pieces: The action by which the model ran on pieces of its batch, part of every plan;
+            ``None`` where it ran whole.
     """
 
     def __init__(self, observation: Observation, target: str, request: FitRequest) -> None:
@@ -101,6 +103,21 @@ class RecordedStep:
             add_unrecorded_step(self._json, observation.unrecorded, observation.owners)
             self._costs = _with_updates(self._costs, self._json)
         _settle(self._json, roles.optimizer_state)
+        self.in_pieces = observation.in_pieces
+        if self.in_pieces is not None:
+            # The model computes with stand-ins of its parameters, which nobody would fetch.
+            self._forbidden.append(_PARAMETERS)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the batch that the model ran on."""
+        return 1 if self.in_pieces is None else int(self.in_pieces["count"])
+
+    def lasting_bytes(self) -> int:
+        """Bytes that are there whatever the batch is cut into."""
+        kinds = ("parameter", "module_buffer", "gradient", "optimizer_state", "input")
+        rows = self._json["allocations"]
+        return sum(int(row["bytes"]) for row in rows if row["category"] in kinds)
 
     def at_sizes(
         self, first: RecordedStep, sizes: tuple[list[int], list[int], list[int]]
@@ -170,11 +187,7 @@ class RecordedStep:
         return elsewhere
 
     def _with_outside(self, outside_bytes: int, passing_bytes: int) -> Trace:
-        ops = self._json["ops"]
-        forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
-        besides = ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
-        held = [(size, end) for size, end in besides if size > 0 and end > 0]
-        return Trace(_native_trace(with_held(self._json, OUTSIDE, held)))
+        return Trace(_native_trace(_held(self._json, outside_bytes, passing_bytes)))
 
     def _planned(
         self,
@@ -190,11 +203,30 @@ class RecordedStep:
             "forbid": [*self._forbidden, *asked.options.forbid],
             "offload": offered,
         }
-        made = Plan.of(_native.plan(trace.native, self._costs, request, time_limit))
+        made = self._made(trace, request, time_limit)
         if not {action.kind for action in made.actions} >= _NOT_TOGETHER:
             return made
         request["forbid"] = [*request["forbid"], "fuse_optimizer"]
-        return Plan.of(_native.plan(trace.native, self._costs, request, time_limit))
+        return self._made(trace, request, time_limit)
+
+    def _made(self, trace: Trace, request: dict[str, Any], time_limit: float | None) -> Plan:
+        said = _native.plan(trace.native, self._costs, request, time_limit)
+        if self.in_pieces is None:
+            return Plan.of(said)
+        said = {**said, "promise": "equivalent", "next_class": None}
+        said["actions"] = [*said["actions"], self.in_pieces]
+        said["predicted_step_ratio"] *= self._slowdown()
+        return Plan.of(said)
+
+    def _slowdown(self) -> float:
+        """How much longer the step takes than without pieces: it runs the model's forward twice."""
+        seconds = self._costs.get("op_seconds")
+        regions = [it for it in self._json["regions"] if not self._json["strings"][it["module"]]]
+        if seconds is None:
+            return 1.0
+        again = sum(sum(seconds[it["start"] : it["end"]]) for it in regions)
+        whole = sum(seconds) - again
+        return float(sum(seconds) / whole) if whole > 0 else 1.0
 
     def _offered(self, place: str) -> dict[str, Any] | None:
         """The offer of a place; ``None`` where nothing can go there, which is noted."""
@@ -205,6 +237,14 @@ class RecordedStep:
         except MemfitError as error:
             self.not_offloaded = str(error).partition("\n")[0]
             return None
+
+
+def _held(trace: dict[str, Any], outside_bytes: int, passing_bytes: int) -> dict[str, Any]:
+    """A step with what the script holds besides; what passes is gone when backward begins."""
+    ops = trace["ops"]
+    forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
+    besides = ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
+    return with_held(trace, OUTSIDE, [(size, end) for size, end in besides if size > 0 and end > 0])
 
 
 def _native_trace(described: dict[str, Any]) -> _native.Trace:

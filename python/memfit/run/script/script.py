@@ -30,7 +30,7 @@ from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.passes import ObservedPass, Pass
-from memfit.run.script.planned_step import Key
+from memfit.run.script.planned_step import Key, PlannedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.signals import Signals
 from memfit.run.script.strict import Strict
@@ -171,6 +171,8 @@ class AdoptedScript:
         of_parameters = any(isinstance(it, nn.Parameter) for it in inputs)
         if accumulates or (of_parameters and not creates_graph):
             self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
+        elif self._current is not None:
+            self._current.running.asks_for_gradients()
         self._uses.begin(self._loops)
 
     def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
@@ -368,7 +370,10 @@ def _found(loop: Loop, plan: Plan) -> str:
     """A line about a loop that was planned."""
     size = _native.bytes_text
     optimizer = " + ".join(loop.optimizers) or "no optimizer"
-    unplanned = size(plan.unplanned.predicted_peak_bytes)
+    whole = next((it.unplanned_peak_bytes for it in loop.plans if it.plan is plan), None)
+    unplanned = size(whole or plan.unplanned.predicted_peak_bytes)
+    if whole is None:
+        unplanned += " in pieces of its batch"
     if loop.undoes:
         unplanned += " without the script's checkpoints"
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
@@ -390,7 +395,7 @@ def _found(loop: Loop, plan: Plan) -> str:
 
 def _described(loop: Loop) -> dict[str, Any]:
     """A loop for the record, in the program's words."""
-    latest = loop.plans.all[-1].plan if loop.plans else None
+    latest = loop.plans.all[-1] if loop.plans else None
     return {
         "models": list(loop.models),
         "parameters": loop.parameters,
@@ -425,11 +430,12 @@ def _counted(loop: Loop, kind: Any) -> dict[str, int]:
     return {"steps": count.steps, "peak_bytes": count.peak_bytes}
 
 
-def _plan_described(plan: Plan) -> dict[str, Any]:
+def _plan_described(planned: PlannedStep) -> dict[str, Any]:
+    plan = planned.plan
     return {
         "budget_bytes": plan.budget_bytes,
         "fits": plan.fits,
-        "unplanned_peak_bytes": plan.unplanned.predicted_peak_bytes,
+        "unplanned_peak_bytes": planned.unplanned_peak_bytes,
         "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
         "minimum_peak_bytes": plan.minimum_peak_bytes,
         "minimum_budget_bytes": plan.minimum_budget_bytes,

@@ -11,7 +11,7 @@ use super::{ActsOn, Technique, counted};
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::predict;
-use crate::trace::{CouplingKind, Op, Phase, Trace};
+use crate::trace::{Coupling, CouplingKind, Op, Phase, Trace};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::MicroBatch,
@@ -35,13 +35,32 @@ pub struct MicroBatch {
     pub names: Vec<String>,
     /// Forward op by op: index into `names`. The executor compares it with what really runs.
     pub forward: Vec<u32>,
+    /// How the model's call alone runs in pieces, where the rest of the step is a script's own; absent where the whole
+    /// step does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub call: Option<CallInPieces>,
+}
+
+/// What a model's call needs to run on one piece of its batch after the other.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
+pub struct CallInPieces {
+    /// The tensors that are cut, by their places among those that it is given; the others go to every piece whole.
+    pub cut: Vec<u64>,
+    /// For each op that draws random numbers, in order, whether it draws for every item of the batch. A piece gets
+    /// those numbers of the whole draw that are its own.
+    pub draws: Vec<bool>,
 }
 
 impl MicroBatch {
     fn of(trace: &Trace) -> Self {
         let ops = &trace.ops[..trace.forward_end().index()];
         let (names, forward) = interned(ops.iter().map(|op| fixed_text(trace, op)));
-        Self { names, forward }
+        let call = None;
+        Self {
+            names,
+            forward,
+            call,
+        }
     }
 }
 
@@ -80,19 +99,8 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
     let Some(couplings) = &trace.couplings else {
         return Some("the step was captured at one batch size only".to_owned());
     };
-    if let Some(coupling) = couplings.first() {
-        let op = &trace.ops[coupling.op.index()];
-        let how = match coupling.kind {
-            CouplingKind::Statistic => "computes a statistic over the batch",
-            CouplingKind::Cross => "compares the items of the batch with each other",
-            CouplingKind::Along => "works along the batch dimension",
-        };
-        let place = [trace.string(op.module), trace.string(op.source)];
-        let place = place
-            .into_iter()
-            .find(|text| !text.is_empty())
-            .unwrap_or("the loss");
-        return Some(format!("`{}` in `{place}` {how}", trace.string(op.name)));
+    if let Some(reason) = coupled(trace, couplings) {
+        return Some(reason);
     }
     if let Some(reason) = &trace.meta.micro_batch_refusal {
         return Some(reason.clone());
@@ -101,6 +109,31 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
         return Some("how the loss reduces over the batch was not recognised".to_owned());
     }
     None
+}
+
+/// Which op mixes the items of the batch, and how, as a clause; `None` where none does.
+fn coupled(trace: &Trace, couplings: &[Coupling]) -> Option<String> {
+    let coupling = couplings.first()?;
+    let op = &trace.ops[coupling.op.index()];
+    let how = match coupling.kind {
+        CouplingKind::Statistic => "computes a statistic over the batch",
+        CouplingKind::Cross => "compares the items of the batch with each other",
+        CouplingKind::Along => "works along the batch dimension",
+    };
+    let place = [trace.string(op.module), trace.string(op.source)];
+    let place = place.into_iter().find(|text| !text.is_empty());
+    let place = place.unwrap_or("the loss");
+    Some(format!("`{}` in `{place}` {how}", trace.string(op.name)))
+}
+
+/// Why a recorded forward does not treat the items of its batch apart, as a clause; `None` where two batch sizes show
+/// that it does.
+#[must_use]
+pub fn mixed_items(trace: &Trace) -> Option<String> {
+    match &trace.couplings {
+        Some(couplings) => coupled(trace, couplings),
+        None => Some("it was recorded at one batch size only".to_owned()),
+    }
 }
 
 /// A batch is not cut into more pieces than this.

@@ -1,15 +1,15 @@
 //! A track's record and the summary of `memfit run`: what was counted while code ran.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::ActionSummary;
+use memfit_engine::plan::{ActionSummary, Class};
 
 use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, Moment, OutOfMemory, OwnedBytes,
-    ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps, TrackDocument,
-    TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, LoopPlan, Moment, OutOfMemory,
+    OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps,
+    TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -359,7 +359,7 @@ fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> Strin
         (
             "unplanned",
             of.unplanned,
-            plan.map(|p| p.unplanned_peak_bytes),
+            plan.and_then(|p| p.unplanned_peak_bytes),
         ),
     ];
     for (name, seen, predicted) in rows {
@@ -391,7 +391,8 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
         let budget = plan.budget_bytes;
         lines.push(match (plan.fits, plan.actions.is_empty()) {
             (true, true) => format!("the step fits {budget} as it is"),
-            (true, false) => format!("planned for {budget}, exactly"),
+            (true, false) if is_exact(plan) => format!("planned for {budget}, exactly"),
+            (true, false) => format!("planned for {budget}; rounding may differ"),
             (false, _) => format!(
                 "no plan fits {budget}: the smallest peak that keeps the script's own loop is {}",
                 plan.minimum_peak_bytes
@@ -426,6 +427,11 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     }
     lines.extend(of.notes.iter().cloned());
     lines
+}
+
+fn is_exact(plan: &LoopPlan) -> bool {
+    let mut actions = plan.actions.iter();
+    actions.all(|action| action.kind.technique().promise == Class::Exact)
 }
 
 fn times(count: u64) -> String {

@@ -1,0 +1,284 @@
+"""Whether a model's call treats the items of its batch apart, so that it may run in pieces.
+
+Responsible for recording the call alone, on fakes and at two batch sizes, and for what follows from
+it: the engine says which ops mix items; this file, whether everything that the call returns, writes
+and draws belongs to items. Not responsible for running it (:mod:`memfit.apply.pieces.call`) nor
+for what its code does besides (:mod:`memfit.run.script.effects`).
+
+The loss is no part of it: it gets the whole result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from memfit._native import Trace
+from memfit.apply.pieces.whole_draws import DRAWN_WHOLE
+from memfit.apply.proven_ops import VARY
+from memfit.capture.record.recorder import RealStepNeeded
+from memfit.capture.recording import record_stage, second_batch_size
+from memfit.capture.stage.fake import fake_stage, preserved_random_state
+from memfit.errors import MemfitError
+from memfit.tensors.garbage import no_collection
+from memfit.tensors.gradient_hooks import gradient_hooks
+from memfit.workload import Workload, batch_size
+
+LEAST_ITEMS = 4
+"""Two pieces of two items: on a batch of one, torch runs other ops."""
+
+
+class ItemsMixedError(Exception):
+    """A call that may not run in pieces; the message is the reason, as a clause."""
+
+
+Look = Callable[[nn.Module, Any], Callable[[], str]]
+"""Looks at a model that is about to be called; what it returns looks again, and says as a clause
+what the call did besides computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsApart:
+    """A call that may run in pieces.
+
+    Attributes:
+        items: Items of the batch that it was recorded with.
+        cut: Which of the tensors that it is given are cut, by their places among them.
+        draws: For each op that draws random numbers, in order, whether it does for every item.
+        ops: Its ops: each its name, a space and its arguments, or that they vary with the batch.
+        lean_bytes: Most that forward and backward of the whole call add to what is there before,
+            if autograd held nothing and no op took scratch memory.
+        full_bytes: The same with all that autograd holds.
+        gradient_bytes: Gradients of parameters, in both.
+    """
+
+    items: int
+    cut: tuple[int, ...]
+    draws: tuple[bool, ...]
+    ops: tuple[str, ...]
+    lean_bytes: int
+    full_bytes: int
+    gradient_bytes: int
+
+    def action(self, pieces: int) -> dict[str, Any]:
+        """The action of a plan that runs the call in pieces.
+
+        Args:
+            pieces: How many.
+        """
+        names = {name: index for index, name in enumerate(dict.fromkeys(self.ops))}
+        ops = {
+            "names": list(names),
+            "forward": [names[op] for op in self.ops],
+            "call": {"cut": list(self.cut), "draws": list(self.draws)},
+        }
+        how = {"kind": "micro_batch", "promise": "equivalent", "count": pieces, "bytes": 0}
+        return {**how, "micro_batch": ops}
+
+
+def items_apart(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look
+) -> ItemsApart:
+    """What has to be known to run a call in pieces.
+
+    Args:
+        model: The model; neither it nor a random state changes.
+        args: What it is called with.
+        kwargs: The same.
+        look: Looks what a call does besides computing.
+
+    Raises:
+        ItemsMixedError: It may not run so, or nobody can know.
+    """
+    _refuse_hooks(model)
+    given = (args, kwargs)
+    items = batch_size(given)
+    if items < LEAST_ITEMS:
+        raise ItemsMixedError("its batch is too small to be cut")
+    tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+    cut = [i for i, it in enumerate(tensors) if it.dim() > 0 and it.shape[0] == items]
+    first, second, effect = _recorded(model, given, items, look)
+    if len(first.returned) != len(second.returned):
+        raise ItemsMixedError("what it returns is of another kind for another batch size")
+    for one, other in zip(first.returned, second.returned, strict=True):
+        _require_items(one, other, items, second_batch_size(items))
+    traced = Trace.from_json(json.dumps(first.trace).encode(), json.dumps(second.trace).encode())
+    found = json.loads(traced.json())
+    reason = traced.mixed_items()
+    if reason is not None:
+        raise ItemsMixedError(next(iter(found["meta"]["notes"]), reason))
+    root = found["regions"][0]
+    ops = found["ops"][root["start"] : root["end"]]
+    _refuse_writes(found, ops)
+    if effect:
+        raise ItemsMixedError(effect)
+    return ItemsApart(
+        items,
+        tuple(cut),
+        tuple(_draws(found, ops, items)),
+        tuple(_texts(found, ops)),
+        _growth(found, held=False),
+        _growth(found, held=True),
+        sum(row["bytes"] for row in found["allocations"] if row["category"] == "gradient"),
+    )
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The call at one batch size.
+
+    Attributes:
+        trace: Its ops, as JSON.
+        returned: Shapes of the tensors that it returned.
+    """
+
+    trace: dict[str, Any]
+    returned: list[tuple[int, ...]]
+
+
+class _Called:
+    """The call as the loss of a workload: all that it returns, summed up."""
+
+    def __init__(self, look: Look) -> None:
+        self.returned: list[tuple[int, ...]] = []
+        self.effect = ""
+        self._look = look
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        args, kwargs = batch
+        looked = self._look(model, batch)
+        with contextlib.redirect_stdout(io.StringIO()):
+            result = model(*args, **kwargs)
+        self.effect = looked()
+        leaves = tree_flatten(result)[0]
+        other = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
+        if other is not None:
+            message = f"it returns a `{type(other).__name__}`"
+            raise ItemsMixedError(message)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.returned = [tuple(tensor.shape) for tensor in tensors]
+        learning = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+        if not learning:
+            raise ItemsMixedError("nothing that it returns depends on parameters")
+        return functools.reduce(torch.add, learning)
+
+
+def _recorded(
+    model: nn.Module, given: Any, items: int, look: Look
+) -> tuple[_Recorded, _Recorded, str]:
+    """The call at two batch sizes, and what it does besides computing."""
+    call = _Called(look)
+    workload = Workload(model, given, loss=call)
+    other = second_batch_size(items)
+    found: list[_Recorded] = []
+    try:
+        with preserved_random_state(), no_collection():
+            stage = fake_stage(workload)
+            # What only a first call does happens once anyway: the third is as all that come.
+            for size in (items, other, other):
+                if len(found) < 2 or call.effect:  # noqa: PLR2004 - sizes
+                    trace = record_stage(stage, size, probe=False, updates=False)
+                    found.append(_Recorded(trace, call.returned))
+    except (MemfitError, RealStepNeeded) as error:
+        if isinstance(error.__cause__, ItemsMixedError):
+            raise error.__cause__ from None
+        where = " at another batch size" if found else ""
+        message = f"it cannot be recorded on fakes{where} ({error})"
+        raise ItemsMixedError(message) from error
+    return found[0], found[-1], call.effect
+
+
+_KNOWN = (Tensor, bool, int, float, str, type(None))
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks that would see pieces; the model's own see what is whole."""
+    reason = gradient_hooks(model)
+    inside = (it for it in model.named_modules() if it[1] is not model)
+    for name, module in inside:
+        if module._forward_hooks or module._forward_pre_hooks:
+            reason = f"`{name}` has a forward hook, which would see each piece"
+    if reason is not None:
+        raise ItemsMixedError(reason)
+
+
+def _require_items(one: tuple[int, ...], other: tuple[int, ...], first: int, second: int) -> None:
+    """Require of a tensor that it has an entry for each item, along its first dimension."""
+    rest_is_same = len(one) == len(other) and one[1:] == other[1:]
+    if not rest_is_same or (one[:1], other[:1]) != ((first,), (second,)):
+        message = f"it returns a tensor of shape {list(one)}, which has no entry for each item"
+        raise ItemsMixedError(message)
+
+
+def _refuse_writes(trace: dict[str, Any], ops: list[dict[str, Any]]) -> None:
+    """Refuse writes to what was there before: they would happen twice."""
+    for op in ops:
+        for value in op["writes"]:
+            allocation = trace["allocations"][trace["values"][value]["allocation"]]
+            if allocation["producer"] is None:
+                name = trace["strings"][allocation["name"]] or "what it is given"
+                message = f"`{trace['strings'][op['name']]}` writes to `{name}`"
+                raise ItemsMixedError(message)
+
+
+def _draws(trace: dict[str, Any], ops: list[dict[str, Any]], items: int) -> list[bool]:
+    """Which of the ops that draw random numbers draw for every item."""
+    found = []
+    for op in ops:
+        if not op["random"]:
+            continue
+        name = trace["strings"][op["name"]]
+        values = [trace["values"][value] for value in op["outputs"]]
+        batched = [value for value in values if any(value.get("shape_per_item") or [])]
+        for value in batched:
+            is_first = value["shape"][0] == items and value["shape_per_item"][0] == 1
+            if name not in DRAWN_WHOLE or not is_first:
+                message = f"`{name}` draws numbers that cannot be drawn for the whole batch"
+                raise ItemsMixedError(message)
+        found.append(bool(batched))
+    return found
+
+
+def _texts(trace: dict[str, Any], ops: list[dict[str, Any]]) -> list[str]:
+    strings = trace["strings"]
+    return [
+        f"{strings[op['name']]} "
+        f"{VARY if op.get('arguments_vary') else strings[op['arguments']]}".rstrip()
+        for op in ops
+    ]
+
+
+def _growth(trace: dict[str, Any], *, held: bool) -> int:
+    """Most bytes above what is there at first, with what is held for backward alone or without."""
+    rows = trace["allocations"]
+    ranges = [list(row["natural"]) for row in rows]
+    for save in trace["saved"] if held else ():
+        ranges[trace["values"][save["value"]]["allocation"]].append([save["pack"], save["release"]])
+    changes = [0] * (len(trace["ops"]) + 1)
+    for row, spans in zip(rows, ranges, strict=True):
+        for start, end in _joined(spans):
+            changes[start] += row["bytes"]
+            changes[end] -= row["bytes"]
+    before = sum(row["bytes"] for row in rows if row["producer"] is None)
+    return int(max(itertools.accumulate(changes)) - before)
+
+
+def _joined(spans: list[list[int]]) -> list[list[int]]:
+    """Ranges without those that overlap."""
+    joined: list[list[int]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([start, end])
+    return joined

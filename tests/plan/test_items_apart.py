@@ -1,0 +1,113 @@
+"""Whether a call may run in pieces of its batch: what is refused, and for which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
+
+ROWS = 8
+
+
+class Of(nn.Module):
+    """A linear layer, and something that is done with what it returns."""
+
+    def __init__(self, then: Callable[[Tensor], Any], *inside: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.inside = nn.Sequential(*inside)
+        self.then = then
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.then(self.inside(self.linear(x)), *others)
+
+
+def proved(model: nn.Module, *args: Any) -> ItemsApart:
+    args = args or (torch.randn(ROWS, 8),)
+    return items_apart(model, args, {}, lambda _model, _given: lambda: "")
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        (lambda x: x.mean(), "no entry for each item"),
+        (lambda x: x @ x.t(), "no entry for each item"),
+        (lambda x: x.softmax(0), "works along the batch dimension"),
+        (lambda x: x.flip(0), "works along the batch dimension"),
+        (lambda x: x[torch.randperm(len(x))], "works along the batch dimension"),
+        (lambda x: x.t().cumsum(-1).t(), "works along the batch dimension"),
+        (lambda x: x - x.mean(0), "statistic over the batch"),
+        (lambda x: torch.cat([x[1:], x[:1]]), "statistic over the batch"),
+        (lambda x: (x.view(2, -1, 4) - x.view(2, -1, 4).mean(0)).view(-1, 4), "statistic over"),
+        (lambda x: torch.cat([x, x.std().expand(len(x), 1)], 1), "statistic over the batch"),
+        (lambda x: torch.stack(list(x.unbind(0))[::-1]), "runs other ops at batch"),
+        (lambda x: x + torch.randperm(len(x))[:, None], "cannot be drawn for the whole batch"),
+        (lambda x: iter([x]), "it returns a `list_iterator`"),
+        (lambda x: x.detach(), "nothing that it returns depends on parameters"),
+    ],
+)
+def test_what_mixes_items_is_refused(then: Callable[[Tensor], Any], reason: str):
+    with pytest.raises(ItemsMixedError, match=reason):
+        proved(Of(then))
+
+
+def test_modules_that_mix_items_are_refused_in_training_alone():
+    model = Of(lambda x: x, nn.BatchNorm1d(4))
+    with pytest.raises(ItemsMixedError, match=r"`inside.0` computes a statistic over the batch"):
+        proved(model)
+    assert proved(model.eval()).items == ROWS
+
+
+def test_hooks_that_would_see_pieces_are_refused_and_the_models_own_are_not():
+    model = Of(lambda x: x, nn.Tanh())
+    model.register_forward_hook(lambda *_: None)
+    proved(model)
+    model.inside[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ItemsMixedError, match=r"`inside.0` has a forward hook"):
+        proved(model)
+
+
+def test_buffers_that_are_written_to_are_refused():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    with pytest.raises(ItemsMixedError, match=r"writes to `inside.0.calls`"):
+        proved(Of(lambda x: x, Counting()))
+
+
+def test_what_the_code_does_besides_is_a_reason_from_the_second_call_on():
+    effects = iter(["it makes a table", "", "it counts", "it counts", "it counts"])
+
+    def look(_model: nn.Module, _given: Any) -> Callable[[], str]:
+        return lambda: next(effects)
+
+    given = (torch.randn(ROWS, 8),)
+    items_apart(Of(lambda x: x), given, {}, look)
+    with pytest.raises(ItemsMixedError, match="it counts"):
+        items_apart(Of(lambda x: x), given, {}, look)
+
+
+def test_what_is_cut_and_drawn_for_items_is_told_apart():
+    def then(x: Tensor, scale: float, table: Tensor, mask: Tensor) -> Any:
+        noise = torch.rand_like(x) + torch.rand(4)
+        return (x * scale + table * mask + noise, None)
+
+    model = Of(then, nn.Dropout(0.5))
+    given = (torch.randn(ROWS, 8), 2.0, torch.randn(4), torch.randn(ROWS, 4))
+    state = torch.get_rng_state()
+    found = proved(model, *given)
+    assert torch.equal(state, torch.get_rng_state())
+    assert found.cut == (0, 2)
+    assert found.draws == (True, True, False)
+    assert found.full_bytes > found.lean_bytes > found.gradient_bytes == 4 * (8 * 4 + 4)

@@ -1,0 +1,118 @@
+"""``memfit run --allow equivalent``: a model on pieces of its batch, inside its own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ran import Ran, inline
+
+HEAD = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    rows, width = 64, 32
+
+    def train(model, loss_of, steps=5, **options):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(steps):
+            x, y = torch.randn(rows, 3, width, width), torch.randint(0, 10, (rows,))
+            optimizer.zero_grad(**options)
+            loss = loss_of(model, x, y)
+            loss.backward()
+            optimizer.step()
+            print(f"{loss.item():.3f}")
+        print(f"{sum(p.double().square().sum().item() for p in model.parameters()):.2f}")
+        print(torch.rand(1).item())
+"""
+
+NET = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.conv = nn.Sequential(
+                nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(),
+                nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(),
+            )
+            self.dropout = nn.Dropout(0.25)
+            self.head = nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.head(self.dropout(self.conv(x).mean((2, 3))))
+"""
+
+
+def allowed(tmp_path: Path, budget: str, code: str, **options: Any) -> Ran:
+    return inline(tmp_path, budget, code, fitting=("--allow", "equivalent"), **options)
+
+
+def actions_of(loop: dict[str, Any]) -> list[str]:
+    return [action["kind"] for action in loop["plan"]["actions"]]
+
+
+def test_a_model_runs_on_pieces_from_the_first_step_on(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD
+        + NET
+        + """
+    train(Net(), lambda model, x, y: nn.functional.cross_entropy(model(x), y))
+    """,
+    )
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert actions_of(loop) == ["micro_batch"]
+    assert loop["plan"]["unplanned_peak_bytes"] is None
+    predicted, measured = loop["plan"]["predicted_peak_bytes"], loop["planned"]["peak_bytes"]
+    assert predicted - (2 << 20) <= measured <= predicted
+    assert "rounding may differ" in ran.stderr
+    assert "in pieces of its batch" in ran.stderr
+
+
+def test_exact_plans_come_first(tmp_path: Path):
+    code = (
+        HEAD
+        + """
+    layers = [it for _ in range(8) for it in (nn.Linear(512, 512), nn.Tanh())]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * width * width, 512), *layers)
+    train(model, lambda model, x, y: nn.functional.cross_entropy(model(x), y))
+    """
+    )
+    ran = allowed(tmp_path, "95%", code)
+    assert "micro_batch" not in actions_of(ran.loops[0])
+
+
+def test_a_model_that_mixes_items_runs_whole_and_the_reason_is_said(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD
+        + NET.replace("nn.GroupNorm(4, 32)", "nn.BatchNorm2d(32)")
+        + """
+    train(Net(), lambda model, x, y: nn.functional.cross_entropy(model(x), y), steps=3)
+    """,
+    )
+    (loop,) = ran.loops
+    assert "micro_batch" not in actions_of(loop)
+    (note,) = [note for note in loop["notes"] if "pieces" in note]
+    assert note.endswith("`conv.3` computes a statistic over the batch")
+
+
+def test_a_model_whose_code_does_more_than_compute_runs_whole(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD
+        + NET.replace("return self.head", "self.calls += 1\n            return self.head")
+        + """
+    model = Net()
+    train(model, lambda model, x, y: nn.functional.cross_entropy(model(x), y), steps=3)
+    print(model.calls)
+    """,
+    )
+    (loop,) = ran.loops
+    assert "micro_batch" not in actions_of(loop)
+    assert any(note.endswith("it changes `calls` of a `Net`") for note in loop["notes"])
