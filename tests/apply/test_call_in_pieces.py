@@ -153,8 +153,24 @@ def test_backward_runs_as_the_call_did():
     assert not model.training
 
 
-def test_small_batches_and_evaluation_run_whole():
+def test_small_batches_run_whole():
     model = nn.Linear(4, 2)
     run = in_pieces(model, 4)
     assert "InPieces" not in type(run(torch.randn(3, 4)).grad_fn).__name__
     assert "InPieces" in type(run(torch.randn(4, 4)).grad_fn).__name__
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_is_no_node(mode: Callable[[], Any]):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    pieces = Pieces(model, 3, frozenset({0}), (True,), None)
+    x = torch.randn(ROWS, 4)
+    with mode():
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        found = pieces.run(model.forward, (x,), {})
+    torch.testing.assert_close(found, expected)
+    assert found.grad_fn is None
+    assert found.is_inference() == expected.is_inference()

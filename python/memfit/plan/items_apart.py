@@ -56,19 +56,23 @@ class ItemsApart:
         cut: Which of the tensors that it is given are cut, by their places among them.
         draws: For each op that draws random numbers, in order, whether it does for every item.
         ops: Its ops: each its name, a space and its arguments, or that they vary with the batch.
-        lean_bytes: Most that forward and backward of the whole call add to what is there before,
-            if autograd held nothing and no op took scratch memory.
+        forward_bytes: Most that forward of the whole call adds to what is there before, if autograd
+            held nothing; convolutions are taken to need their operands once more.
+        lean_bytes: The same of forward and backward.
         full_bytes: The same with all that autograd holds.
-        gradient_bytes: Gradients of parameters, in both.
+        gradient_bytes: Gradients of parameters, in the last two.
+        result_bytes: What the call returns.
     """
 
     items: int
     cut: tuple[int, ...]
     draws: tuple[bool, ...]
     ops: tuple[str, ...]
+    forward_bytes: int
     lean_bytes: int
     full_bytes: int
     gradient_bytes: int
+    result_bytes: int
 
     def action(self, pieces: int) -> dict[str, Any]:
         """The action of a plan that runs the call in pieces.
@@ -89,7 +93,7 @@ class ItemsApart:
 def items_apart(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look
 ) -> ItemsApart:
-    """What has to be known to run a call in pieces.
+    """What has to be known to run a call in pieces, with gradients or without as they are now.
 
     Args:
         model: The model; neither it nor a random state changes.
@@ -127,9 +131,11 @@ def items_apart(
         tuple(cut),
         tuple(_draws(found, ops, items)),
         tuple(_texts(found, ops)),
-        _growth(found, held=False),
-        _growth(found, held=True),
+        _growth(found, "forward", held=False),
+        _growth(found, "backward", held=False),
+        _growth(found, "backward", held=True),
         sum(row["bytes"] for row in found["allocations"] if row["category"] == "gradient"),
+        first.result_bytes,
     )
 
 
@@ -140,21 +146,25 @@ class _Recorded:
     Attributes:
         trace: Its ops, as JSON.
         returned: Shapes of the tensors that it returned.
+        result_bytes: How much they are.
     """
 
     trace: dict[str, Any]
     returned: list[tuple[int, ...]]
+    result_bytes: int
 
 
 class _Called:
-    """The call as the loss of a workload: all that it returns, summed up."""
+    """The call as a workload's forward, and as its loss: all that it returns, summed up."""
 
     def __init__(self, look: Look) -> None:
         self.returned: list[tuple[int, ...]] = []
+        self.result_bytes = 0
         self.effect = ""
         self._look = look
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model: nn.Module, batch: Any) -> list[Tensor]:
+        """The tensors that the call returns."""
         args, kwargs = batch
         looked = self._look(model, batch)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -167,6 +177,12 @@ class _Called:
             raise ItemsMixedError(message)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.returned = [tuple(tensor.shape) for tensor in tensors]
+        self.result_bytes = sum(tensor.nbytes for tensor in tensors)
+        return tensors
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Something that depends on all of them."""
+        tensors = self.forward(model, batch)
         learning = [tensor.sum() for tensor in tensors if tensor.requires_grad]
         if not learning:
             raise ItemsMixedError("nothing that it returns depends on parameters")
@@ -178,7 +194,8 @@ def _recorded(
 ) -> tuple[_Recorded, _Recorded, str]:
     """The call at two batch sizes, and what it does besides computing."""
     call = _Called(look)
-    workload = Workload(model, given, loss=call)
+    loss = call.loss if torch.is_grad_enabled() else None
+    workload = Workload(model, given, loss=loss, forward=call.forward)
     other = second_batch_size(items)
     found: list[_Recorded] = []
     try:
@@ -188,7 +205,7 @@ def _recorded(
             for size in (items, other, other):
                 if len(found) < 2 or call.effect:  # noqa: PLR2004 - sizes
                     trace = record_stage(stage, size, probe=False, updates=False)
-                    found.append(_Recorded(trace, call.returned))
+                    found.append(_Recorded(trace, call.returned, call.result_bytes))
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):
             raise error.__cause__ from None
@@ -197,6 +214,9 @@ def _recorded(
         raise ItemsMixedError(message) from error
     return found[0], found[-1], call.effect
 
+
+_CONVOLUTION = "aten.convolution"
+"""Ops that put their operands into another order, or columns: the largest scratch memory."""
 
 _KNOWN = (Tensor, bool, int, float, str, type(None))
 
@@ -258,19 +278,25 @@ def _texts(trace: dict[str, Any], ops: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _growth(trace: dict[str, Any], *, held: bool) -> int:
+def _growth(trace: dict[str, Any], last_phase: str, *, held: bool) -> int:
     """Most bytes above what is there at first, with what is held for backward alone or without."""
-    rows = trace["allocations"]
+    rows, ops = trace["allocations"], trace["ops"]
     ranges = [list(row["natural"]) for row in rows]
     for save in trace["saved"] if held else ():
         ranges[trace["values"][save["value"]]["allocation"]].append([save["pack"], save["release"]])
-    changes = [0] * (len(trace["ops"]) + 1)
+    changes = [0] * (len(ops) + 1)
     for row, spans in zip(rows, ranges, strict=True):
         for start, end in _joined(spans):
             changes[start] += row["bytes"]
             changes[end] -= row["bytes"]
     before = sum(row["bytes"] for row in rows if row["producer"] is None)
-    return int(max(itertools.accumulate(changes)) - before)
+    alive = zip(ops, itertools.accumulate(changes), strict=False)
+    during = [
+        size + op["moved_bytes"] * trace["strings"][op["name"]].startswith(_CONVOLUTION)
+        for op, size in alive
+        if op["phase"] in ("forward", last_phase)
+    ]
+    return int(max(during, default=before) - before)
 
 
 def _joined(spans: list[list[int]]) -> list[list[int]]:

@@ -116,3 +116,24 @@ def test_a_model_whose_code_does_more_than_compute_runs_whole(tmp_path: Path):
     (loop,) = ran.loops
     assert "micro_batch" not in actions_of(loop)
     assert any(note.endswith("it changes `calls` of a `Net`") for note in loop["notes"])
+
+
+def test_evaluations_run_on_pieces_too(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD.replace("rows, width = 64", "rows, width = 8")
+        + NET.replace("nn.GroupNorm(4, 32)", "nn.BatchNorm2d(32)")
+        + """
+    model = Net()
+    train(model, lambda model, x, y: nn.functional.cross_entropy(model(x), y), steps=3)
+    model.eval()
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        with without_gradients():
+            out = model(torch.randn(64, 3, width, width))
+            print(f"{out.square().sum().item():.3f}", out.is_inference(), out.requires_grad)
+    """,
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    (loop,) = ran.loops
+    assert "evaluations on pieces of their batch: 2" in loop["notes"]

@@ -65,14 +65,17 @@ class Pieces:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         size = self._size(tensors)
         count = min(self.count, size // LEAST_ROWS)
-        if count < 2 or not torch.is_grad_enabled():  # noqa: PLR2004 - to cut
+        if count < 2:  # noqa: PLR2004 - to cut
             return forward(*args, **kwargs)
         bounds = [size * k // count for k in range(count + 1)]
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         call = _Call(self, forward, leaves, structure, bounds, len(tensors), parameters)
         before = call.state
         try:
-            made = _InPieces.apply(call, *tensors, *parameters)
+            if torch.is_grad_enabled():
+                made = _InPieces.apply(call, *tensors, *parameters)
+            else:
+                made = call.forward(tensors)
         except LeftProof:
             if before is not None:
                 before.put_back()
@@ -116,6 +119,7 @@ class _Call:
         self._parameters = [id(p) for p in parameters]
         device = (leaves[self._places[0]] if self._places else parameters[0]).device
         self.state = GeneratorState.of(device) if pieces.draws else None
+        self._learns = torch.is_grad_enabled()
         self._modes = [module.training for module in pieces.module.modules()]
         self._autocast = [_Autocast.of(kind) for kind in dict.fromkeys(("cpu", device.type))]
         self._made: list[Any] = []
@@ -132,11 +136,11 @@ class _Call:
         given = _apart(tensors[: self._given], needed)
         watch = self._pieces.proof
         whole: list[Tensor] = []
-        with stand_ins(self._pieces.module), _saving_nothing():
+        with self._learning_apart(), _saving_nothing():
             for start, stop in itertools.pairwise(self._bounds):
                 own = self._own(given, start, stop)
                 proven = contextlib.nullcontext() if watch is None else beneath(ProvenOps(watch))
-                with proven, self._piece(start, stop), torch.enable_grad():
+                with proven, self._piece(start, stop), _decomposing(learns=self._learns):
                     result = self._run(own)
                 self._take(result, start, stop, whole)
                 del result
@@ -275,6 +279,9 @@ class _Call:
         self._cut(whole, start, stop).copy_(piece)
         return whole
 
+    def _learning_apart(self) -> contextlib.AbstractContextManager[Any]:
+        return stand_ins(self._pieces.module) if self._learns else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def _as_called(self) -> Iterator[None]:
         """Autocast and the modes of modules as they were at the call."""
@@ -337,6 +344,13 @@ class _Autocast:
 
 _TENSOR = object()
 """Stands for a tensor among what a call returned."""
+
+
+@contextlib.contextmanager
+def _decomposing(*, learns: bool) -> Iterator[None]:
+    """With gradients or without, and not in inference mode: there, other ops are seen."""
+    with torch.inference_mode(mode=False), torch.set_grad_enabled(learns):
+        yield
 
 
 def _apart(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:

@@ -241,6 +241,22 @@ class Loop:
             planned.executor = None
         self._executor = None
 
+    def evaluation(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
+        """What a call of the model without gradients, outside passes, runs inside.
+
+        Args:
+            inputs: What it is called with.
+        """
+        if self.refusal or occupied():
+            return contextlib.nullcontext()
+        live, budget = live_bytes(self.device), self._budget_bytes()
+        return self._pieces.evaluation(self.key(inputs), self._model(), inputs, live, budget)
+
+    @property
+    def evaluations_in_pieces(self) -> int:
+        """Calls of the model without gradients that ran on pieces of their batch."""
+        return self._pieces.evaluations
+
     def backward_begins(self, running: Pass) -> None:
         """Backward is about to run, the first time in a pass or again.
 

@@ -11,10 +11,13 @@ step whose whole would clearly not fit, even recorded, is recorded in pieces at 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
+from memfit.apply.pieces.call import LEAST_ROWS
+from memfit.apply.pieces.in_pieces import InPieces
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 from memfit.run.script.effects import CallLook
 from memfit.run.script.planned_step import Key, PlannedStep
@@ -24,6 +27,9 @@ MOST_TRIES = 3
 """Numbers of pieces that are recorded for one step."""
 
 MOST_PIECES = 64
+
+MOST_EVALUATIONS = 8
+"""Kinds of calls without gradients that are looked at; a model that generates makes many."""
 
 _CLEARLY = 0.85
 """Part of the budget up to which a step is recorded whole first: ops take scratch memory, and what
@@ -38,6 +44,7 @@ class PiecesOfBatch:
 
     Attributes:
         refusal: Why none runs so; empty while one may.
+        evaluations: Calls without gradients that ran so.
     """
 
     def __init__(self, request: FitRequest) -> None:
@@ -49,7 +56,9 @@ class PiecesOfBatch:
         self.refusal = ""
         options = request.options
         self._is_asked = options.allow != "exact" and "micro_batch" not in options.forbid
+        self.evaluations = 0
         self._apart: dict[Key, ItemsApart] = {}
+        self._evaluated: dict[Key, InPieces | None] = {}
         self._tries: dict[Key, list[int]] = {}
         self._next: dict[Key, int] = {}
 
@@ -115,8 +124,30 @@ class PiecesOfBatch:
             self._want(key, _pieces(whole - stays, plan.budget_bytes - stays))
         peaks.append(peak)
 
+    def evaluation(
+        self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
+    ) -> AbstractContextManager[None]:
+        """What a call without gradients runs inside: in pieces, if its whole would not fit.
+
+        Args:
+            key: Its key.
+            model: The model.
+            inputs: What it is called with.
+            live_bytes: What is there now.
+            budget_bytes: The budget; 0 where nobody knows it yet.
+        """
+        if not self._is_asked or not budget_bytes:
+            return nullcontext()
+        if key not in self._evaluated:
+            if len(self._evaluated) == MOST_EVALUATIONS:
+                return nullcontext()
+            self._evaluated[key] = _evaluated(model, inputs, live_bytes, budget_bytes)
+        pieces = self._evaluated[key]
+        self.evaluations += pieces is not None
+        return nullcontext() if pieces is None else pieces.forward()
+
     def _want(self, key: Key, count: int) -> None:
-        most = min(self._apart[key].items // 2, MOST_PIECES)
+        most = min(self._apart[key].items // LEAST_ROWS, MOST_PIECES)
         if count > most and key in self._tries and self._tries[key]:
             return
         self._next[key] = min(count, most)
@@ -130,6 +161,22 @@ class PiecesOfBatch:
             except ItemsMixedError as reason:
                 self.refuse(str(reason))
         return not self.refusal
+
+
+def _evaluated(
+    model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
+) -> InPieces | None:
+    """How a call without gradients runs in pieces; ``None`` where it fits whole, or has to."""
+    try:
+        call = items_apart(model, inputs[0], inputs[1], _look)
+    except ItemsMixedError:
+        return None
+    room = int(_CLEARLY * budget_bytes) - live_bytes
+    if call.forward_bytes <= room:
+        return None
+    own = call.forward_bytes - call.result_bytes
+    count = min(_pieces(own, room - call.result_bytes), call.items // LEAST_ROWS)
+    return InPieces(model, count, call.action(count)["micro_batch"])
 
 
 def _look(model: nn.Module, inputs: Any) -> Any:

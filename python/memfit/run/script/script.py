@@ -104,6 +104,7 @@ class AdoptedScript:
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._uses = _Uses()
+        self._evaluation = contextlib.ExitStack()
         self._stepping = 0
         self._refusal = ""
 
@@ -123,6 +124,7 @@ class AdoptedScript:
 
     def returned(self) -> None:
         """The model has returned, or raised."""
+        self._evaluation.close()
         self._uses.end()
 
     def _pass_of(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,7 +136,10 @@ class AdoptedScript:
         if current is not None and not current.running.in_forward:
             self._complete_without_optimizer(current)
             current = self._current
-        if not torch.is_grad_enabled() or not _trains(root, args, kwargs):
+        if not torch.is_grad_enabled():
+            self._evaluate(root, (args, kwargs))
+            return
+        if not _trains(root, args, kwargs):
             return
         if current is not None and current.running.in_forward:
             if not current.loop.is_of(root):
@@ -156,6 +161,14 @@ class AdoptedScript:
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
         self._current = _Running(loop, loop.key(inputs), running)
+
+    def _evaluate(self, root: nn.Module, inputs: Any) -> None:
+        """A model is about to be called without gradients."""
+        if self._current is not None and self._current.running.in_forward:
+            return
+        loop = next((loop for loop in self._loops if loop.is_of(root)), None)
+        if loop is not None:
+            self._evaluation.enter_context(loop.evaluation(inputs))
 
     def failed(self) -> None:
         """The model raised: its pass is over."""
@@ -421,6 +434,7 @@ def _of_other_sizes(loop: Loop) -> list[str]:
             plans.foreseen_steps,
         ),
         ("steps larger than any planned, run by the plan of least peak", plans.larger_steps),
+        ("evaluations on pieces of their batch", loop.evaluations_in_pieces),
     )
     return [f"{what}: {count}" for what, count in counted if count]
 
