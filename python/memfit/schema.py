@@ -386,10 +386,13 @@ class CallInPieces:
             to every piece whole.
         draws: For each op that draws random numbers, in order, whether it draws for every item of
             the batch. A piece gets those numbers of the whole draw that are its own.
+        loss: The loss, where the call computes it; absent where all that it returns has an entry
+            for each item.
     """
 
     cut: tuple[int, ...]
     draws: tuple[bool, ...]
+    loss: LossOfPieces | None = None
 
 
 Category = Literal[
@@ -907,6 +910,19 @@ class LossChunk:
     rows: int
     classes: int
     logit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOfPieces:
+    """A loss that a model's call returns, put together from those of the pieces.
+
+    Attributes:
+        place: Its place among the tensors that the call returns.
+        reduction: How it reduces over the batch, see ``Meta.loss_reduction``.
+    """
+
+    place: int
+    reduction: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,3 +174,36 @@ def test_without_gradients_there_is_no_node(mode: Callable[[], Any]):
     torch.testing.assert_close(found, expected)
     assert found.grad_fn is None
     assert found.is_inference() == expected.is_inference()
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss: over the targets that are not ignored, or over all."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+        self.reduction = reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        if self.reduction == "mean":
+            return (logits - y[:, None]).square().mean(), logits
+        loss = nn.functional.cross_entropy(logits, y, reduction=self.reduction.split("_")[-1])
+        return loss, logits
+
+
+@pytest.mark.parametrize("reduction", ["mean", "token_mean", "sum"])
+def test_a_loss_that_the_model_returns_is_weighed(reduction: str):
+    torch.manual_seed(0)
+    model = WithLoss(reduction).double()
+    x, y = torch.randn(ROWS, 4, dtype=torch.double), torch.randint(0, 5, (ROWS,))
+    y[:4] = -100 if reduction != "mean" else 1
+    pieces = Pieces(model, 3, frozenset({0, 1}), (), None, (0, reduction))
+    found = []
+    for call in (model, lambda *args: pieces.run(model.forward, args, {})):
+        model.zero_grad()
+        loss, logits = call(x, y)
+        (loss * 3 + logits.sum()).backward()
+        found.append([loss.detach(), logits.detach(), *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)

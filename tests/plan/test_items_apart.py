@@ -35,7 +35,6 @@ def proved(model: nn.Module, *args: Any) -> ItemsApart:
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        (lambda x: x.mean(), "no entry for each item"),
         (lambda x: x @ x.t(), "no entry for each item"),
         (lambda x: x.softmax(0), "works along the batch dimension"),
         (lambda x: x.flip(0), "works along the batch dimension"),
@@ -111,3 +110,28 @@ def test_what_is_cut_and_drawn_for_items_is_told_apart():
     assert found.cut == (0, 2)
     assert found.draws == (True, True, False)
     assert found.full_bytes > found.lean_bytes > found.gradient_bytes == 4 * (8 * 4 + 4)
+
+
+def test_a_loss_that_the_model_computes_is_told_with_its_reduction():
+    y = torch.randint(0, 4, (ROWS,))
+    entropy = nn.functional.cross_entropy
+    for then, loss in (
+        (lambda x, y: (x, entropy(x, y)), (1, "token_mean")),
+        (lambda x, y: entropy(x, y, reduction="sum"), (0, "sum")),
+        (lambda x, _: {"loss": x.square().mean(), "x": x}, (0, "mean")),
+        (lambda x, _: x, None),
+    ):
+        assert proved(Of(then), torch.randn(ROWS, 8), y).loss == loss
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        (lambda x: x.square().mean().sqrt(), "how the loss that it returns reduces"),
+        (lambda x: (x.mean(), x.sum()), "no entry for each item"),
+        (lambda x: (x.softmax(0).mean(), x), "works along the batch dimension"),
+    ],
+)
+def test_losses_that_are_no_sums_over_items_are_refused(then: Callable[[Tensor], Any], reason: str):
+    with pytest.raises(ItemsMixedError, match=reason):
+        proved(Of(then))

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-REDUCTIONS = ("", "mean", "sum", "token_mean")
+TOKEN_MEAN = "token_mean"  # noqa: S105 - no password
+REDUCTIONS = ("", "mean", "sum", TOKEN_MEAN)
 """How a loss reduces over the batch; empty: watch the loss, and else take the mean over rows."""
 
 
@@ -200,7 +201,7 @@ class Weights:
             raise UsageError(message)
         self._pieces = pieces
         self._counted: list[tuple[float, ...]] = []
-        self._observes = loss_weight is None and reduction in {"", "token_mean"}
+        self._observes = loss_weight is None and reduction in {"", TOKEN_MEAN}
         self._sum = loss_weight is None and reduction == "sum"
         self._weights = [float(piece.rows) for piece in pieces]
         if loss_weight is not None:
@@ -235,18 +236,29 @@ class Weights:
 
     def mean(self, losses: list[Tensor]) -> Tensor:
         """The loss of the whole batch from those of its pieces, after the last has run."""
-        counts = self._targets()
-        if self._sum:
-            weights = [1.0] * len(losses)
-        elif counts is None:
-            weights = [weight / self._total for weight in self._weights]
-        else:
-            weights = [count / sum(counts) for count in counts]
         total = torch.zeros_like(losses[0])
-        for loss, weight in zip(losses, weights, strict=True):
+        for loss, weight in zip(losses, self.shares(), strict=True):
             if weight > 0:  # the mean over no target is no number
                 total = total + loss * weight
         return total
+
+    def shares(self) -> list[float]:
+        """The weights of all pieces, after the last has run.
+
+        Raises:
+            UsageError: As :meth:`of`.
+        """
+        counts = self._targets()
+        if self._sum:
+            return [1.0] * len(self._pieces)
+        if counts is None:
+            return [weight / self._total for weight in self._weights]
+        return [count / sum(counts) for count in counts]
+
+    @property
+    def counts_targets(self) -> bool:
+        """Whether the loss of each piece was seen to take its mean over some targets."""
+        return self._targets() is not None
 
     def _expected(self, counts: list[float]) -> float:
         rows = sum(piece.rows for piece in self._pieces)

@@ -56,6 +56,8 @@ class ItemsApart:
         cut: Which of the tensors that it is given are cut, by their places among them.
         draws: For each op that draws random numbers, in order, whether it does for every item.
         ops: Its ops: each its name, a space and its arguments, or that they vary with the batch.
+        loss: The place of a loss among the tensors that it returns, and how that reduces over the
+            batch; ``None`` where all of them have an entry for each item.
         forward_bytes: Most that forward of the whole call adds to what is there before, if autograd
             held nothing; convolutions are taken to need their operands once more.
         lean_bytes: The same of forward and backward.
@@ -68,6 +70,7 @@ class ItemsApart:
     cut: tuple[int, ...]
     draws: tuple[bool, ...]
     ops: tuple[str, ...]
+    loss: tuple[int, str] | None
     forward_bytes: int
     lean_bytes: int
     full_bytes: int
@@ -81,10 +84,13 @@ class ItemsApart:
             pieces: How many.
         """
         names = {name: index for index, name in enumerate(dict.fromkeys(self.ops))}
+        call: dict[str, Any] = {"cut": list(self.cut), "draws": list(self.draws)}
+        if self.loss is not None:
+            call["loss"] = {"place": self.loss[0], "reduction": self.loss[1]}
         ops = {
             "names": list(names),
             "forward": [names[op] for op in self.ops],
-            "call": {"cut": list(self.cut), "draws": list(self.draws)},
+            "call": call,
         }
         how = {"kind": "micro_batch", "promise": "equivalent", "count": pieces, "bytes": 0}
         return {**how, "micro_batch": ops}
@@ -114,8 +120,10 @@ def items_apart(
     first, second, effect = _recorded(model, given, items, look)
     if len(first.returned) != len(second.returned):
         raise ItemsMixedError("what it returns is of another kind for another batch size")
-    for one, other in zip(first.returned, second.returned, strict=True):
-        _require_items(one, other, items, second_batch_size(items))
+    loss = _loss(first, second)
+    for place, shapes in enumerate(zip(first.returned, second.returned, strict=True)):
+        if loss is None or place != loss[0]:
+            _require_items(*shapes, items, second_batch_size(items))
     traced = Trace.from_json(json.dumps(first.trace).encode(), json.dumps(second.trace).encode())
     found = json.loads(traced.json())
     reason = traced.mixed_items()
@@ -131,6 +139,7 @@ def items_apart(
         tuple(cut),
         tuple(_draws(found, ops, items)),
         tuple(_texts(found, ops)),
+        loss,
         _growth(found, "forward", held=False),
         _growth(found, "backward", held=False),
         _growth(found, "backward", held=True),
@@ -147,11 +156,13 @@ class _Recorded:
         trace: Its ops, as JSON.
         returned: Shapes of the tensors that it returned.
         result_bytes: How much they are.
+        loss_place: Which of them is the loss; ``None`` for none.
     """
 
     trace: dict[str, Any]
     returned: list[tuple[int, ...]]
     result_bytes: int
+    loss_place: int | None
 
 
 class _Called:
@@ -160,6 +171,7 @@ class _Called:
     def __init__(self, look: Look) -> None:
         self.returned: list[tuple[int, ...]] = []
         self.result_bytes = 0
+        self.loss_place: int | None = None
         self.effect = ""
         self._look = look
 
@@ -181,12 +193,17 @@ class _Called:
         return tensors
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Something that depends on all of them."""
+        """The loss among them, or else something that depends on all."""
         tensors = self.forward(model, batch)
-        learning = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+        learning = [tensor for tensor in tensors if tensor.requires_grad]
         if not learning:
             raise ItemsMixedError("nothing that it returns depends on parameters")
-        return functools.reduce(torch.add, learning)
+        losses = [tensor for tensor in learning if tensor.dim() == 0]
+        self.loss_place = None
+        if len(losses) == 1:
+            self.loss_place = next(i for i, tensor in enumerate(tensors) if tensor is losses[0])
+            return losses[0]
+        return functools.reduce(torch.add, [tensor.sum() for tensor in learning])
 
 
 def _recorded(
@@ -205,7 +222,9 @@ def _recorded(
             for size in (items, other, other):
                 if len(found) < 2 or call.effect:  # noqa: PLR2004 - sizes
                     trace = record_stage(stage, size, probe=False, updates=False)
-                    found.append(_Recorded(trace, call.returned, call.result_bytes))
+                    found.append(
+                        _Recorded(trace, call.returned, call.result_bytes, call.loss_place)
+                    )
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):
             raise error.__cause__ from None
@@ -230,6 +249,16 @@ def _refuse_hooks(model: nn.Module) -> None:
             reason = f"`{name}` has a forward hook, which would see each piece"
     if reason is not None:
         raise ItemsMixedError(reason)
+
+
+def _loss(first: _Recorded, second: _Recorded) -> tuple[int, str] | None:
+    """The loss that the call returns, and how it reduces over the batch."""
+    kinds = {recorded.trace["meta"]["loss_reduction"] for recorded in (first, second)}
+    if first.loss_place is None or first.loss_place != second.loss_place:
+        return None
+    if len(kinds) > 1 or kinds == {""}:
+        raise ItemsMixedError("how the loss that it returns reduces over the batch is not known")
+    return first.loss_place, kinds.pop()
 
 
 def _require_items(one: tuple[int, ...], other: tuple[int, ...], first: int, second: int) -> None:

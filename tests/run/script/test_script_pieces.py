@@ -137,3 +137,58 @@ def test_evaluations_run_on_pieces_too(tmp_path: Path):
     assert ran.fitting["verdict"]["kept"], ran.stderr
     (loop,) = ran.loops
     assert "evaluations on pieces of their batch: 2" in loop["notes"]
+
+
+def test_a_loss_inside_the_model_is_that_of_the_whole_batch(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD
+        + NET.replace("def forward(self, x)", "def logits(self, x)")
+        + """
+        def forward(self, x, labels):
+            logits = self.logits(x)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def loss_of(model, x, y):
+        y[:40] = -100
+        return model(x, labels=y)["loss"]
+
+    train(Net(), loss_of)
+    """,
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert actions_of(ran.loops[0]) == ["micro_batch"]
+
+
+def test_gradients_kept_by_the_script_and_gradients_asked_for_on_the_way(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD
+        + NET
+        + """
+    class Critic(Net): pass
+
+    def accumulated(model, x, y):
+        for part in range(2):
+            loss = nn.functional.cross_entropy(model(x), y)
+            if part == 0:
+                loss.backward()
+        return loss
+
+    def penalised(model, x, y):
+        x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(out, y) + slope.square().mean()
+
+    train(Net(), accumulated, steps=4, set_to_none=False)
+    train(Critic(), penalised, steps=3)
+    """,
+    )
+    net, critic = ran.loops
+    assert actions_of(net) == ["micro_batch"]
+    assert net["planned"]["peak_bytes"] <= net["plan"]["predicted_peak_bytes"] <= 24 << 20
+    assert "micro_batch" not in actions_of(critic)
+    assert any("asks autograd for gradients" in note for note in critic["notes"])

@@ -28,7 +28,7 @@ pub use search::limits::TimeLimit;
 pub use search::transfers::Offer;
 pub use session::{Answer, AnswerError, Made, Need, PlanSession, Search};
 pub use technique::chunk::candidates::{chunks, wants_alternatives};
-pub use technique::micro_batch::{CallInPieces, MicroBatch, mixed_items};
+pub use technique::micro_batch::{CallInPieces, LossOfPieces, MicroBatch, mixed_items};
 pub use technique::offload::Offload;
 pub use technique::offload_optimizer::OffloadOptimizer;
 pub use technique::offload_parameters::OffloadParameters;

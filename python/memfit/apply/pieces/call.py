@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from memfit.apply.micro_batch import TOKEN_MEAN, Piece, Weights
 from memfit.apply.pieces.stand_ins import stand_ins
 from memfit.apply.pieces.whole_draws import WholeDraws, beneath, room_for
 from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
 from memfit.apply.remat.randomness import GeneratorState
+from memfit.errors import UsageError
 
 LEAST_ROWS = 2
 """On a batch of one, torch runs other ops."""
@@ -42,6 +44,8 @@ class Pieces:
         cut: Which of the tensors that it is given are cut, by their places among them.
         draws: For each op that draws random numbers, in order, whether it does for every item.
         proof: Its ops; ``None`` to trust whoever wrote the plan.
+        loss: The place of the loss among the tensors that it returns, and how that reduces over the
+            batch; ``None`` where it returns none.
     """
 
     module: nn.Module
@@ -49,6 +53,7 @@ class Pieces:
     cut: frozenset[int]
     draws: tuple[bool, ...]
     proof: Proof | None
+    loss: tuple[int, str] | None = None
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call in pieces; whole where its batch is too small.
@@ -122,6 +127,8 @@ class _Call:
         self._learns = torch.is_grad_enabled()
         self._modes = [module.training for module in pieces.module.modules()]
         self._autocast = [_Autocast.of(kind) for kind in dict.fromkeys(("cpu", device.type))]
+        self._losses: list[Tensor] = []
+        self._shares: list[float] = []
         self._made: list[Any] = []
         self._made_structure: TreeSpec | None = None
         self.differentiable: list[bool] = []
@@ -136,14 +143,18 @@ class _Call:
         given = _apart(tensors[: self._given], needed)
         watch = self._pieces.proof
         whole: list[Tensor] = []
+        weights = self._weights()
         with self._learning_apart(), _saving_nothing():
             for start, stop in itertools.pairwise(self._bounds):
                 own = self._own(given, start, stop)
                 proven = contextlib.nullcontext() if watch is None else beneath(ProvenOps(watch))
-                with proven, self._piece(start, stop), _decomposing(learns=self._learns):
+                counted = contextlib.nullcontext() if weights is None else weights.observe()
+                with proven, self._piece(start, stop), _decomposing(learns=self._learns), counted:
                     result = self._run(own)
                 self._take(result, start, stop, whole)
                 del result
+        if weights is not None and self._pieces.loss is not None:
+            whole[self._pieces.loss[0]] = self._weighed(weights, self._pieces.loss[1])
         return whole
 
     def backward(
@@ -161,20 +172,20 @@ class _Call:
         found: list[Tensor | None] = [None] * self._given
         try:
             with self._as_called(), stand_ins(self._pieces.module) as made:
-                for start, stop in itertools.pairwise(self._bounds):
+                for piece, (start, stop) in enumerate(itertools.pairwise(self._bounds)):
                     own = self._own(whole, start, stop)
                     with self._piece(start, stop), torch.enable_grad():
                         result = self._run(own)
-                    pairs = self._learning(result, gradients)
+                    parts = self._parts(gradients, piece)
+                    pairs = self._learning(result, parts)
                     del result
                     if pairs:
-                        cut = [self._cut(gradient, start, stop) for _, gradient in pairs]
-                        torch.autograd.backward([tensor for tensor, _ in pairs], cut)
+                        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
                     del pairs
                     for place in self._pieces.cut:
-                        piece, own[place].grad = own[place].grad, None
-                        if piece is not None:
-                            found[place] = self._put(found[place], piece, start, stop)
+                        gradient, own[place].grad = own[place].grad, None
+                        if gradient is not None:
+                            found[place] = self._put(found[place], gradient, start, stop)
         finally:
             if state is not None:
                 state.put_back()
@@ -259,12 +270,45 @@ class _Call:
             self._made, self._made_structure = constants, structure
             self.differentiable = [tensor.requires_grad for tensor in tensors]
         same = structure == self._made_structure and constants == self._made
-        if not same or any(t.dim() == 0 or t.shape[0] != stop - start for t in tensors):
+        place = None if self._pieces.loss is None else self._pieces.loss[0]
+        shapes = (t.shape[:1] for i, t in enumerate(tensors) if i != place)
+        if not same or any(shape != (stop - start,) for shape in shapes):
             raise LeftProof("a piece of its batch returned something else")
+        if place is not None:
+            self._losses.append(tensors[place].detach())
         if not whole:
-            whole.extend(room_for(tensor, self._bounds[-1]) for tensor in tensors)
-        for target, tensor in zip(whole, tensors, strict=True):
-            self._cut(target, start, stop).copy_(tensor.detach())
+            size = self._bounds[-1]
+            whole.extend(t if i == place else room_for(t, size) for i, t in enumerate(tensors))
+        for i, (target, tensor) in enumerate(zip(whole, tensors, strict=True)):
+            if i != place:
+                self._cut(target, start, stop).copy_(tensor.detach())
+
+    def _weights(self) -> Weights | None:
+        if self._pieces.loss is None:
+            return None
+        rows = [Piece(None, stop - start) for start, stop in itertools.pairwise(self._bounds)]
+        return Weights(rows, self._pieces.loss[1], None)
+
+    def _weighed(self, weights: Weights, reduction: str) -> Tensor:
+        """The loss of the whole batch."""
+        try:
+            if reduction == TOKEN_MEAN and not weights.counts_targets:
+                raise LeftProof("it was not seen how many targets its loss is a mean over")
+            self._shares = weights.shares()
+            return weights.mean(self._losses)
+        except UsageError as error:
+            raise LeftProof(str(error).partition("\n")[0]) from error
+
+    def _parts(self, gradients: Sequence[Tensor | None], piece: int) -> list[Tensor | None]:
+        """What is one piece's of the gradients of the result."""
+        start, stop = self._bounds[piece : piece + 2]
+        parts = [g if g is None else self._cut(g, start, stop) if g.dim() else g for g in gradients]
+        if self._pieces.loss is not None:
+            place = self._pieces.loss[0]
+            whole, share = parts[place], self._shares[piece]
+            # The mean over no target is no number, and nor is its gradient.
+            parts[place] = None if whole is None or share == 0 else whole * share
+        return parts
 
     @staticmethod
     def _learning(result: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:

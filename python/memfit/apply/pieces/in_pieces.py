@@ -38,10 +38,12 @@ class InPieces(Part):
             proof = Proof([ops["names"][i] for i in ops["forward"]])
             cut = frozenset(int(place) for place in ops["call"]["cut"])
             draws = tuple(bool(draw) for draw in ops["call"]["draws"])
+            said = ops["call"].get("loss")
+            loss = None if said is None else (int(said["place"]), str(said["reduction"]))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             message = f"the plan's `micro_batch` action is malformed: {error!r}"
             raise UsageError(message) from error
-        self._pieces = Pieces(model, count, cut, draws, proof)
+        self._pieces = Pieces(model, count, cut, draws, proof, loss)
         self._model = model
         self._left = ""
 

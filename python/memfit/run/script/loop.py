@@ -576,6 +576,7 @@ class Loop:
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
+            planned.left, planned.passing_bytes = observation.left, 0
         self._consider_pieces(planned, inputs)
         self._on_plan(self, planned.plan)
         return True

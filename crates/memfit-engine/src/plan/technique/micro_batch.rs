@@ -49,6 +49,18 @@ pub struct CallInPieces {
     /// For each op that draws random numbers, in order, whether it draws for every item of the batch. A piece gets
     /// those numbers of the whole draw that are its own.
     pub draws: Vec<bool>,
+    /// The loss, where the call computes it; absent where all that it returns has an entry for each item.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossOfPieces>,
+}
+
+/// A loss that a model's call returns, put together from those of the pieces.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct LossOfPieces {
+    /// Its place among the tensors that the call returns.
+    pub place: u64,
+    /// How it reduces over the batch, see `Meta.loss_reduction`.
+    pub reduction: String,
 }
 
 impl MicroBatch {
