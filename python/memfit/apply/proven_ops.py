@@ -35,6 +35,10 @@ _SIZE = re.compile(r"SymInt\S* (\w+)")
 """An argument that is a size, in the text of an operator's schema."""
 
 
+_COUNTING = "aten.arange."
+"""Ops whose bounds are sizes, whatever their schema says."""
+
+
 class LeftProof(BaseException):
     """A forward is about to run what the proof does not know; no user code is to catch it."""
 
@@ -85,7 +89,8 @@ class Proof:
 
 def _settings(operator: Operator, arguments: str) -> list[str]:
     """Arguments that are neither sizes nor a device."""
-    others = {*_SIZE.findall(str(operator.func._schema)), "device"}
+    sizes = ("start", "end") if operator.name.startswith(_COUNTING) else ()
+    others = {*_SIZE.findall(str(operator.func._schema)), *sizes, "device"}
     parts = filter(None, arguments.split(", "))
     return [part for part in parts if part.partition("=")[0] not in others]
 

@@ -380,7 +380,7 @@ class Loop:
         self.bring_home()
         self._looks_again = False
         model = self._model()
-        if not self._checkpoints.around_model and not self.plans:
+        if not self._checkpoints.around_model:
             self._pieces.begin(key, model, inputs, live_bytes(self.device), self._budget_bytes())
         running = ObservedPass(self.device, model, inputs, optimizers, self._pieces.wants(key))
         running.undoes = self._undoes or self._checkpoints.around_model
@@ -552,7 +552,7 @@ class Loop:
             return False
         if self._looks_again or self._pending is not None or key in self._diverged:
             return True
-        return self._pieces.wants(key) is not None or self.plans.must_record(key)
+        return self._pieces.asks_for_more(key) or self.plans.must_record(key)
 
     def _model(self) -> nn.Module:
         model = self._root()
@@ -582,7 +582,7 @@ class Loop:
         return True
 
     def _consider_pieces(self, planned: PlannedStep, inputs: Any) -> None:
-        self._pieces.planned(planned, self._model(), inputs)
+        self._pieces.planned(planned, self.key(inputs), self._model(), inputs)
         if self._pieces.refusal and not planned.plan.fits:
             reason = self._pieces.refusal
             self.notes[f"the model does not run on pieces of its batch: {reason}"] = None

@@ -12,6 +12,7 @@ step whose whole would clearly not fit, even recorded, is recorded in pieces at 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -20,8 +21,9 @@ from memfit.apply.pieces.call import LEAST_ROWS
 from memfit.apply.pieces.in_pieces import InPieces
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 from memfit.run.script.effects import CallLook
-from memfit.run.script.planned_step import Key, PlannedStep
+from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest
+from memfit.run.script.sizes import kind_of
 
 MOST_TRIES = 3
 """Numbers of pieces that are recorded for one step."""
@@ -57,19 +59,29 @@ class PiecesOfBatch:
         options = request.options
         self._is_asked = options.allow != "exact" and "micro_batch" not in options.forbid
         self.evaluations = 0
-        self._apart: dict[Key, ItemsApart] = {}
         self._evaluated: dict[Key, InPieces | None] = {}
-        self._tries: dict[Key, list[int]] = {}
-        self._next: dict[Key, int] = {}
+        self._kinds: dict[Key, _Kind] = {}
 
     def wants(self, key: Key) -> dict[str, Any] | None:
-        """The action by which the next step of this kind is to be recorded; ``None`` for none.
+        """The action by which a step is to be recorded; ``None`` for whole.
 
         Args:
             key: Its key.
         """
-        count = self._next.get(key)
-        return None if count is None else self._apart[key].action(count)
+        kind = self._kinds.get(kind_of(key))
+        if kind is None or self.refusal or not kind.count:
+            return None
+        larger = -(-elements(key) // kind.elements)
+        return kind.apart.action(min(kind.count * larger, kind.most))
+
+    def asks_for_more(self, key: Key) -> bool:
+        """Whether a step is to be recorded once more, in pieces or in more of them.
+
+        Args:
+            key: Its key.
+        """
+        kind = self._kinds.get(kind_of(key))
+        return kind is not None and kind.asks_for_more and not self.refusal
 
     def refuse(self, reason: str) -> None:
         """Run nothing in pieces from here on.
@@ -78,7 +90,6 @@ class PiecesOfBatch:
             reason: Why, as a clause.
         """
         self.refusal = self.refusal or reason
-        self._next.clear()
 
     def begin(
         self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
@@ -92,37 +103,44 @@ class PiecesOfBatch:
             live_bytes: What is there now.
             budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
         """
-        if key in self._tries or not budget_bytes or not self._may_cut(key, model, inputs):
+        if kind_of(key) in self._kinds or not budget_bytes:
             return
-        call = self._apart[key]
-        if live_bytes + call.lean_bytes > _CLEARLY * budget_bytes:
-            room = int(_CLEARLY * budget_bytes) - live_bytes - call.gradient_bytes
-            self._want(key, _pieces(call.full_bytes - call.gradient_bytes, room))
+        kind = self._kind(key, model, inputs)
+        if kind is not None and live_bytes + kind.apart.lean_bytes > _CLEARLY * budget_bytes:
+            gradients = kind.apart.gradient_bytes
+            room = int(_CLEARLY * budget_bytes) - live_bytes - gradients
+            kind.count = min(_pieces(kind.apart.full_bytes - gradients, room), kind.most)
 
-    def planned(self, planned: PlannedStep, model: nn.Module, inputs: Any) -> None:
+    def planned(self, planned: PlannedStep, key: Key, model: nn.Module, inputs: Any) -> None:
         """A recorded step was planned; have it recorded in more pieces, if it does not fit.
 
         Args:
             planned: The step.
+            key: The key of the model's next call.
             model: The model.
-            inputs: Arguments of its next call.
+            inputs: Arguments of that call.
         """
-        key, plan = planned.key, planned.plan
-        self._next.pop(key, None)
-        if plan.fits or not self._may_cut(key, model, inputs):
+        plan, count = planned.plan, planned.step.pieces
+        known = self._kinds.get(kind_of(planned.key))
+        if known is not None:
+            known.asks_for_more = False
+        if plan.fits or kind_of(key) != kind_of(planned.key):
             return
-        peaks = self._tries.setdefault(key, [])
+        kind = self._kind(key, model, inputs)
+        if kind is None:
+            return
         peak = plan.planned.predicted_peak_bytes
-        count = planned.step.pieces
+        falls = not kind.peaks or peak < _FALLS * kind.peaks[-1]
         if count > 1:
-            falls = not peaks or peak < _FALLS * peaks[-1]
-            if falls and len(peaks) < MOST_TRIES:
-                self._want(key, (2 if peak < 2 * plan.budget_bytes else 4) * count)
-        elif not peaks:
+            more = (2 if peak < 2 * plan.budget_bytes else 4) * count
+        else:
             stays = planned.step.lasting_bytes() + planned.outside_bytes
             whole = plan.unplanned.predicted_peak_bytes
-            self._want(key, _pieces(whole - stays, plan.budget_bytes - stays))
-        peaks.append(peak)
+            more = _pieces(whole - stays, plan.budget_bytes - stays)
+        more = min(more, kind.most)
+        if falls and more > count and len(kind.peaks) < MOST_TRIES:
+            kind.count, kind.elements, kind.asks_for_more = more, elements(planned.key), True
+        kind.peaks.append(peak)
 
     def evaluation(
         self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
@@ -146,21 +164,43 @@ class PiecesOfBatch:
         self.evaluations += pieces is not None
         return nullcontext() if pieces is None else pieces.forward()
 
-    def _want(self, key: Key, count: int) -> None:
-        most = min(self._apart[key].items // LEAST_ROWS, MOST_PIECES)
-        if count > most and key in self._tries and self._tries[key]:
-            return
-        self._next[key] = min(count, most)
-
-    def _may_cut(self, key: Key, model: nn.Module, inputs: Any) -> bool:
+    def _kind(self, key: Key, model: nn.Module, inputs: Any) -> _Kind | None:
+        """What is known of steps of a kind; ``None`` where they may not be cut."""
         if not self._is_asked or self.refusal:
-            return False
-        if key not in self._apart:
+            return None
+        kind = kind_of(key)
+        if kind not in self._kinds:
             try:
-                self._apart[key] = items_apart(model, inputs[0], inputs[1], _look)
+                apart = items_apart(model, inputs[0], inputs[1], _look)
             except ItemsMixedError as reason:
                 self.refuse(str(reason))
-        return not self.refusal
+                return None
+            self._kinds[kind] = _Kind(apart, elements(key))
+        return self._kinds[kind]
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps that differ in their sizes alone.
+
+    Attributes:
+        apart: How their call may run in pieces.
+        elements: Elements of the inputs for which ``count`` was found.
+        count: Pieces in which they are recorded; 0 for whole.
+        asks_for_more: Whether one is to be recorded once more.
+        peaks: Predicted peaks of what was recorded and did not fit.
+    """
+
+    apart: ItemsApart
+    elements: int
+    count: int = 0
+    asks_for_more: bool = False
+    peaks: list[int] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        """Pieces at most."""
+        return min(self.apart.items // LEAST_ROWS, MOST_PIECES)
 
 
 def _evaluated(

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +27,15 @@ def key_of(root: nn.Module, inputs: Any) -> Key:
     """
     leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     return (root.training, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+
+def elements(key: Key) -> int:
+    """Elements of what a pass is called with.
+
+    Args:
+        key: Its key.
+    """
+    return sum(torch.Size(shape).numel() for shape, _ in key[1:])
 
 
 @dataclass(slots=True, eq=False)

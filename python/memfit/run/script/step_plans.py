@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import torch
-
 from memfit.answers import Plan
-from memfit.run.script.planned_step import Key, PlannedStep
+from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.sizes import RecordedSizes, covers, kind_of
 
@@ -139,14 +137,14 @@ class StepPlans:
         alike = [planned for planned in keys if kind_of(planned) == kind_of(key)]
         if alike:
             return not any(covers(planned, key) for planned in alike)
-        return bool(keys) and _elements(key) > max(map(_elements, keys))
+        return bool(keys) and elements(key) > max(map(elements, keys))
 
     def _nearest(self, key: Key) -> PlannedStep:
         """The plan for a key, else for the smallest larger one, else for the largest."""
-        wanted = _elements(key)
+        wanted = elements(key)
 
         def distance(planned: PlannedStep) -> tuple[bool, bool, bool, int]:
-            size = _elements(planned.key)
+            size = elements(planned.key)
             other_mode = planned.key[0] != key[0]
             return planned.key != key, other_mode, size < wanted, abs(size - wanted)
 
@@ -159,7 +157,3 @@ def _lowest(planned: PlannedStep, outside_bytes: int, planning: Planning) -> Pla
         plan = planning(planned.step, True)  # noqa: FBT003
         planned.lowest = replace(planned, plan=plan, executor=None, outside_bytes=outside_bytes)
     return planned.lowest
-
-
-def _elements(key: Key) -> int:
-    return sum(torch.Size(shape).numel() for shape, _ in key[1:])
