@@ -562,27 +562,32 @@ class Loop:
     def _with_gradients(self) -> frozenset[int]:
         return frozenset(id(p) for p in self._model().parameters() if p.grad is not None)
 
-    def _plan_in_pieces(
-        self, key: Key, observation: Observation, outside: int, inputs: Any
-    ) -> bool:
-        """Plan a step once more, now that it is known how it runs in more pieces of its batch."""
-        planned = next((it for it in self.plans if it.key == key), None)
-        if planned is None:
-            return False
-        step = RecordedStep(observation, type(self._model()).__name__, self._request)
+    def _plan_again(
+        self, planned: PlannedStep, observation: Observation, outside: int, inputs: Any
+    ) -> None:
+        """Plan a step once more, recorded in other pieces of its batch than before."""
+        step = self._recorded(observation)
         within = self._room.within(self._budget)
         made = step.plan(within, outside, min(planned.passes, outside))
-        if _lower(made, planned.plan):
+        if _lower(made, planned.plan) or self._pieces.refusal:
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
             planned.left, planned.passing_bytes = observation.left, 0
-        self._consider_pieces(planned, inputs)
-        self._on_plan(self, planned.plan)
-        return True
+            if step.place:
+                self._choose_place(step.place)
+        self._consider_pieces(planned, made, step.pieces, inputs)
+        if not self._pieces.asks_for_more(planned.key):
+            self._on_plan(self, planned.plan)
 
-    def _consider_pieces(self, planned: PlannedStep, inputs: Any) -> None:
-        self._pieces.planned(planned, self.key(inputs), self._model(), inputs)
+    def _recorded(self, observation: Observation) -> RecordedStep:
+        step = RecordedStep(observation, type(self._model()).__name__, self._request)
+        for kind in self._without:
+            step.forbid(kind)
+        return step
+
+    def _consider_pieces(self, planned: PlannedStep, made: Plan, pieces: int, inputs: Any) -> None:
+        self._pieces.planned(planned, made, pieces, self.key(inputs), self._model(), inputs)
         if self._pieces.refusal and not planned.plan.fits:
             reason = self._pieces.refusal
             self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
@@ -594,13 +599,11 @@ class Loop:
             # It may be elsewhere now, and come home for the plan that is about to be made.
             of_step = observation.unrecorded.all_state_bytes
             self._state_bytes = max(self._state_bytes, of_step)
-        if observation.in_pieces is not None and self._plan_in_pieces(
-            key, observation, outside, inputs
-        ):
+        again = next((it for it in self.plans if it.key == key), None)
+        if again is not None and (observation.in_pieces or again.step.in_pieces):
+            self._plan_again(again, observation, outside, inputs)
             return
-        step = RecordedStep(observation, type(self._model()).__name__, self._request)
-        for kind in self._without:
-            step.forbid(kind)
+        step = self._recorded(observation)
         if step.not_offloaded:
             self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
         elif (
@@ -638,9 +641,10 @@ class Loop:
             observation.left,
         )
         self.plans.add(planned)
-        self._consider_pieces(planned, inputs)
+        self._consider_pieces(planned, made, step.pieces, inputs)
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
-        if made.fits or left < made.budget_bytes * _WORTH_A_PLAN:
+        little = left < made.budget_bytes * _WORTH_A_PLAN
+        if made.fits or (little and not self._pieces.asks_for_more(key)):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 
     def _chosen(self, key: Key, outside: int) -> PlannedStep:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from memfit.answers import Plan
 from memfit.apply.pieces.call import LEAST_ROWS
 from memfit.apply.pieces.in_pieces import InPieces
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
@@ -69,7 +70,7 @@ class PiecesOfBatch:
             key: Its key.
         """
         kind = self._kinds.get(kind_of(key))
-        if kind is None or self.refusal or not kind.count:
+        if kind is None or self.refusal or kind.count == 1:
             return None
         larger = -(-elements(key) // kind.elements)
         return kind.apart.action(min(kind.count * larger, kind.most))
@@ -106,41 +107,59 @@ class PiecesOfBatch:
         if kind_of(key) in self._kinds or not budget_bytes:
             return
         kind = self._kind(key, model, inputs)
-        if kind is not None and live_bytes + kind.apart.lean_bytes > _CLEARLY * budget_bytes:
-            gradients = kind.apart.gradient_bytes
-            room = int(_CLEARLY * budget_bytes) - live_bytes - gradients
-            kind.count = min(_pieces(kind.apart.full_bytes - gradients, room), kind.most)
+        if kind is None or live_bytes + kind.apart.lean_bytes <= _CLEARLY * budget_bytes:
+            return
+        stays = live_bytes + kind.apart.gradient_bytes
+        of_batch = kind.apart.full_bytes - kind.apart.gradient_bytes
+        room = int(_CLEARLY * budget_bytes) - stays
+        if of_batch <= room * kind.most:  # else something else has to go first
+            kind.count = min(_pieces(of_batch, room), kind.most)
 
-    def planned(self, planned: PlannedStep, key: Key, model: nn.Module, inputs: Any) -> None:
-        """A recorded step was planned; have it recorded in more pieces, if it does not fit.
+    def planned(
+        self, planned: PlannedStep, made: Plan, pieces: int, key: Key, model: nn.Module, inputs: Any
+    ) -> None:
+        """A recorded step was planned; have it recorded in another way, if it does not fit.
 
         Args:
-            planned: The step.
+            planned: The step, by the best plan so far.
+            made: The plan that follows from the latest recording.
+            pieces: Pieces of the batch in that.
             key: The key of the model's next call.
             model: The model.
             inputs: Arguments of that call.
         """
-        plan, count = planned.plan, planned.step.pieces
         known = self._kinds.get(kind_of(planned.key))
         if known is not None:
-            known.asks_for_more = False
-        if plan.fits or kind_of(key) != kind_of(planned.key):
+            known.count, known.asks_for_more = planned.step.pieces, False
+        if planned.plan.fits or kind_of(key) != kind_of(planned.key):
             return
         kind = self._kind(key, model, inputs)
         if kind is None:
             return
-        peak = plan.planned.predicted_peak_bytes
-        falls = not kind.peaks or peak < _FALLS * kind.peaks[-1]
-        if count > 1:
-            more = (2 if peak < 2 * plan.budget_bytes else 4) * count
-        else:
-            stays = planned.step.lasting_bytes() + planned.outside_bytes
-            whole = plan.unplanned.predicted_peak_bytes
-            more = _pieces(whole - stays, plan.budget_bytes - stays)
-        more = min(more, kind.most)
-        if falls and more > count and len(kind.peaks) < MOST_TRIES:
+        more = self._more(kind, planned, made, pieces)
+        kind.peaks[pieces] = made.planned.predicted_peak_bytes
+        if more in kind.peaks:
+            # Other plans than pieces may do: parameters elsewhere, for one, go with none.
+            more = 1
+        if more not in kind.peaks:
             kind.count, kind.elements, kind.asks_for_more = more, elements(planned.key), True
-        kind.peaks.append(peak)
+
+    def _more(self, kind: _Kind, planned: PlannedStep, made: Plan, pieces: int) -> int:
+        """How many pieces to try next; as many as now where more would be of no use."""
+        peak = made.planned.predicted_peak_bytes
+        if _lasting_at_peak(made) > made.budget_bytes:
+            more = pieces
+        elif pieces == 1:
+            stays = planned.step.lasting_bytes() + planned.outside_bytes
+            whole = made.unplanned.predicted_peak_bytes
+            more = _pieces(whole - stays, made.budget_bytes - stays)
+        elif len(kind.peaks) < MOST_TRIES and peak < _FALLS * min(
+            kind.peaks.values(), default=2 * peak
+        ):
+            more = (2 if peak < 2 * made.budget_bytes else 4) * pieces
+        else:
+            more = pieces
+        return min(more, kind.most)
 
     def evaluation(
         self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
@@ -186,16 +205,16 @@ class _Kind:
     Attributes:
         apart: How their call may run in pieces.
         elements: Elements of the inputs for which ``count`` was found.
-        count: Pieces in which they are recorded; 0 for whole.
+        count: Pieces in which they are recorded; 1 for whole.
         asks_for_more: Whether one is to be recorded once more.
-        peaks: Predicted peaks of what was recorded and did not fit.
+        peaks: Predicted peaks of what was recorded and did not fit, by pieces.
     """
 
     apart: ItemsApart
     elements: int
-    count: int = 0
+    count: int = 1
     asks_for_more: bool = False
-    peaks: list[int] = field(default_factory=list)
+    peaks: dict[int, int] = field(default_factory=dict)
 
     @property
     def most(self) -> int:
@@ -217,6 +236,17 @@ def _evaluated(
     own = call.forward_bytes - call.result_bytes
     count = min(_pieces(own, room - call.result_bytes), call.items // LEAST_ROWS)
     return InPieces(model, count, call.action(count)["micro_batch"])
+
+
+def _lasting_at_peak(plan: Plan) -> int:
+    """Bytes at the moment that stops the peak from going lower, whatever the batch is cut into."""
+    moment = plan.bottleneck
+    if moment is None:
+        return 0
+    if moment.phase == "optimizer":
+        return plan.planned.predicted_peak_bytes
+    of_batch = ("activation", "temporary", "workspace")
+    return sum(size for category, size in moment.breakdown if category not in of_batch)
 
 
 def _look(model: nn.Module, inputs: Any) -> Any:
