@@ -646,3 +646,31 @@ def test_results_that_the_last_op_of_a_region_saves_belong_to_it():
     model.region.further = True
     with pytest.warns(DivergenceWarning, match="went on after"):
         compare(model, lambda: model(x), remat)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("stored", [False, True])
+def test_cells_write_to_parts_that_count_their_own_versions(cell, stored, tmp_path):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = cell(8, 8)
+
+        def forward(self, x):
+            h, state = torch.zeros(5, 8), torch.zeros(5, 8)
+            for _ in range(4):
+                if cell is nn.LSTMCell:
+                    h, state = self.cell(x, (h, state))
+                else:
+                    h = self.cell(x, h)
+            return (h * state.cos()).sum()
+
+    model, x = Steps(), torch.randn(5, 8)
+    ops = record(model, lambda: model(x), backward=stored)
+    if stored:
+        remat = Rematerialiser(model, None, ops.offload(window_bytes=0), DiskTier(0, tmp_path))
+    else:
+        remat = Rematerialiser(model, ops.remat())
+    outcome = compare(model, lambda: model(x), remat)
+    assert outcome.observations.divergence == ""
+    assert outcome.observations.dropped_saves + outcome.observations.offloaded_saves > 0

@@ -79,6 +79,10 @@ _RUNNING_STATISTICS = frozenset(
 )
 """aten ops whose announced writes are running statistics, in the overloads without a suffix."""
 
+OWN_VERSIONS = frozenset({"unsafe_split", "unsafe_split_with_sizes"})
+"""aten ops whose results are parts of one tensor, each with a version counter of its own: torch's
+cells of recurrent networks write to such parts in place."""
+
 LIFTS = frozenset({"lift_fresh", "lift", "lift_fresh_copy"})
 """aten ops through which a tensor built from Python numbers enters the dispatcher."""
 
@@ -114,6 +118,7 @@ class Operator:
         dynamic_shape: The shape of its result depends on values.
         uninitialised: Makes memory and moves none of it.
         shape_only: Reads no element of its first argument, only its shape, strides and type.
+        own_versions: Its results share memory with its argument, but no version counter.
         gradient_mode: What it returns depends on gradients being on.
         flops: Counts the floating-point operations of a call, or ``None``.
     """
@@ -135,6 +140,7 @@ class Operator:
     dynamic_shape: bool
     uninitialised: bool
     shape_only: bool
+    own_versions: bool
     gradient_mode: bool
     flops: Callable[..., Any] | None
     _announced: tuple[tuple[int, str], ...]
@@ -241,6 +247,7 @@ def _examine(func: OpOverload) -> Operator:
         dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
         uninitialised=base in UNINITIALISED,
         shape_only=native and base in SHAPE_ONLY,
+        own_versions=native and base in OWN_VERSIONS,
         gradient_mode=native and base in GRADIENT_MODE,
         flops=_FLOPS.get(func.overloadpacket),
         _announced=tuple((position, argument.name) for position, argument in announced),

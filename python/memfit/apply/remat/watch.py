@@ -61,11 +61,33 @@ class Tracked:
         state: What it holds now.
         version: The version counter its tensors must show; another one means an unseen write.
         storage: Its storage, weakly; calls back when it dies, since addresses are used again.
+        parts: Versions of parts of it that count their own.
     """
 
     state: State
     version: int
     storage: weakref.ref[Any]
+    parts: dict[Geometry, int] = field(default_factory=dict)
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether nobody has written to a tensor over it unseen."""
+        version = version_of(tensor)
+        return version == self.version or self.parts.get(Geometry.of(tensor)) == version
+
+    def is_written_to(self, target: Tensor, before: int) -> None:
+        """Note a write that was seen; autograd counts it after the op returns.
+
+        Args:
+            target: What is written to.
+            before: Its version before; -1 for a tensor that counts none.
+        """
+        geometry = Geometry.of(target)
+        if before < 0:
+            return
+        if geometry in self.parts:
+            self.parts[geometry] = before + 1
+        else:
+            self.version = before + 1
 
 
 @dataclass(slots=True)
@@ -187,6 +209,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._create(index, planned, operator, types, args, kwargs)
         if operator.writes and (self._tracked or self._pins):
             return self._write(index, operator, types, args, kwargs)
+        if operator.own_versions and self._tracked:
+            return self._take_apart(operator, args, kwargs)
         return func(*args, **kwargs)
 
     def _expected(self, index: int, operator: Operator) -> bool:
@@ -306,8 +330,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and operator.refusal is None
             and not operator.hidden_positions(args)
         )
-        if followable and tracked is not None and isinstance(tracked.state.producer, Fetch):
-            return self._write_stored(index, operator, tracked, args, kwargs)
+        is_stored = tracked is not None and isinstance(tracked.state.producer, Fetch)
+        if followable and is_stored and tracked is not None and target is not None:
+            return self._write_stored(index, operator, tracked, target, args, kwargs)
         recordable = followable and _unfit(types, args, kwargs) is None
         self._before_writes(operator, args, kwargs, forget=not recordable)
         if not recordable or target is None or tracked is None:
@@ -324,16 +349,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = State(record, index)
         record.makes(Output(0, weakref.ref(state), Geometry.of(target)), NO_HOME)
         tracked.state = state
-        if version >= 0:
-            tracked.version = version + 1  # autograd counts the write after this returns
+        tracked.is_written_to(target, version)
         self.observations.recorded_ops += 1
         return result
+
+    def _take_apart(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op whose results are parts of a tensor that count their versions themselves."""
+        tracked = self._find(args[0])
+        parts = operator.func(*args, **kwargs)
+        if tracked is not None:
+            tracked.parts.update((Geometry.of(part), version_of(part)) for part in parts)
+        return parts
 
     def _write_stored(
         self,
         index: int,
         operator: Operator,
         tracked: Tracked,
+        target: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -346,10 +379,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert isinstance(fetch, Fetch)
         fresh = not fetch.is_sent and fetch.source is None
         self._before_writes(operator, args, kwargs, forget=not fresh)
+        version = version_of(target)
         result = operator.func(*args, **kwargs)
         if fresh:
             tracked.state.made_at = index
-            tracked.version += 1
+            tracked.is_written_to(target, version)
         return result
 
     def _before_writes(
@@ -449,7 +483,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         key = _storage_key(tensor)
         tracked = self._tracked.get(key)
-        if tracked is not None and tracked.version != version_of(tensor):
+        if tracked is not None and not tracked.is_known(tensor):
             del self._tracked[key]
             self._diverge("it wrote to a dropped tensor outside the ops that the plan watches")
             return None
