@@ -20,9 +20,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.answers import Plan
@@ -33,21 +32,19 @@ from memfit.errors import MemfitError
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.lease import Room
+from memfit.run.script.model_refusals import model_refusal
 from memfit.run.script.observed import Observation
+from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
-from memfit.run.script.planned_step import Key, PlannedStep, key_of
+from memfit.run.script.planned_step import Key, PlannedStep, comes_nearer, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
-from memfit.tensors.barrier import owner_of, without_barrier
-from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import address, plain_tensors
 from memfit.torch_versions import offloaded_parameters_refusal
-from memfit.track import cpu
 
 MAX_OBSERVED = 8
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
@@ -63,9 +60,6 @@ LEAST_BUDGET = "1B"
 
 FORESEEN_SECONDS = 1.0
 """A plan for sizes that nobody recorded serves few steps: it is the best found in so long."""
-
-_ROUNDED_TO = 1 << 20
-"""Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
 
 _WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
@@ -131,7 +125,7 @@ class Loop:
         self.models: dict[str, None] = {type(root).__name__: None}
         self.optimizers: dict[str, None] = {}
         self.has_optimizer: bool | None = None
-        self.refusal = _refusal(root, self.device)
+        self.refusal = model_refusal(root, self.device)
         self.plans = StepPlans()
         self.counts: dict[Kind, Count] = {
             "observed": Count(),
@@ -160,12 +154,10 @@ class Loop:
         self._recordings = 0
         self._without: list[str] = []
         self._in_closure = False
-        self._state_bytes = 0
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._found: list[weakref.ref[Any]] = []
-        self._consumed_bytes = 0
+        self._outside = Outside(self.device)
         self._leave: tuple[str, str] | None = None
         self._updates = StepUpdates(request, lambda: room.within(self._budget), self._choose_place)
 
@@ -505,8 +497,7 @@ class Loop:
         else:
             self._looks_again = self._checkpoints.unsettled() and not self.plans
             self._pending = (inputs_key, observation)
-            self._found = observation.found
-            self._consumed_bytes = observation.consumed_bytes
+            self._outside.recorded(observation)
 
     def passed(self, kind: Kind, peak_bytes: int) -> None:
         """A pass is over; what took more than was foreseen is not trusted any more.
@@ -569,7 +560,7 @@ class Loop:
         step = self._recorded(observation)
         within = self._room.within(self._budget)
         made = step.plan(within, outside, min(planned.passes, outside))
-        if _lower(made, planned.plan) or self._pieces.refusal:
+        if comes_nearer(made, planned.plan) or self._pieces.refusal:
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
@@ -595,10 +586,7 @@ class Loop:
     def _plan_pending(self, outside: int, inputs: Any) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
-        if observation.unrecorded is not None:
-            # It may be elsewhere now, and come home for the plan that is about to be made.
-            of_step = observation.unrecorded.all_state_bytes
-            self._state_bytes = max(self._state_bytes, of_step)
+        self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
         if again is not None and (observation.in_pieces or again.step.in_pieces):
             self._plan_again(again, observation, outside, inputs)
@@ -621,7 +609,7 @@ class Loop:
         if own is not None and not made.fits:
             # The script's own checkpoints may reach what no plan without them does.
             by_own = by_own or self._planned_as_written(own, outside)
-            if _lower(by_own, made):
+            if comes_nearer(by_own, made):
                 step = RecordedStep(own, type(self._model()).__name__, self._request)
                 made, observation, self._undoes = by_own, own, False
         if step.place:
@@ -703,83 +691,5 @@ class Loop:
 
     def _outside_bytes(self, inputs: Any, optimizers: Iterable[Optimizer]) -> int:
         """What is live on the device and not of the step."""
-        model = self._model()
-        tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-        tensors.extend(p.grad for p in model.parameters())
-        # Recorded with the step: another model that it calls, the data that it reads.
-        known = self._counted(tensors, self._found)
-        states = [
-            dict(in_memory(state)) for optimizer in optimizers for state in optimizer.state.values()
-        ]
-        counted = self._counted(tree_leaves(states))
-        state = sum(size for place, size in counted.items() if place not in known)
-        if self._pending is not None or not self.plans:
-            self._state_bytes = state
-        # State that grew since the step was recorded, as a history does, nobody has planned.
-        known[0] = min(state, self._state_bytes)
-        # A graph of another model's, say, which the step runs backward through: its trace has that.
-        besides = live_bytes(self.device) - sum(known.values()) - self._consumed_bytes
-        return -(-max(besides, 0) // _ROUNDED_TO) * _ROUNDED_TO
-
-    def _counted(
-        self, tensors: Iterable[Any], found: Iterable[weakref.ref[Any]] = ()
-    ) -> dict[int, int]:
-        """Bytes of tensors, and of storages, that are counted on the device, by address."""
-        sizes = {}
-        with without_barrier():
-            given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
-            storages = [
-                part.untyped_storage()
-                for part in chain.from_iterable(map(plain_tensors, given))
-                if part.device == self.device
-            ]
-            alive = (ref() for ref in found)
-            storages += [it for it in alive if it is not None and it.device == self.device]
-            for storage in storages:
-                place = address(storage)
-                # Memory of a mapped file or another process is not counted; what was read is.
-                is_counted = place is not None and (
-                    self.device.type == "cuda" or _native.is_counted(place)
-                )
-                if is_counted and place is not None:
-                    sizes[place] = storage.nbytes()
-        return sizes
-
-
-def _lower(plan: Plan, other: Plan) -> bool:
-    """Whether one plan fits where another does not, or comes nearer to it."""
-    peaks = (it.planned.predicted_peak_bytes for it in (plan, other))
-    return plan.fits > other.fits or next(peaks) < next(peaks)
-
-
-def _refusal(root: nn.Module, device: torch.device) -> str:
-    """Why the steps of a model cannot be planned; empty when they can, as far as is known."""
-    if device.type not in ("cpu", "cuda"):
-        return f"its parameters are on `{device.type}`; memfit plans for the CPU and CUDA"
-    problem = cpu.start() if device.type == "cpu" else None
-    if problem is not None:
-        return f"its memory cannot be counted: {problem}"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "it trains in several processes"
-    reasons = (
-        *(_module_refusal(module) for module in root.modules()),
-        *(_parameter_refusal(name, p, device) for name, p in root.named_parameters()),
-    )
-    return next(filter(None, reasons), "")
-
-
-def _module_refusal(module: nn.Module) -> str:
-    kind = type(module).__name__
-    if isinstance(module, torch.jit.ScriptModule):
-        return f"it contains `{kind}`, which TorchScript runs"
-    if isinstance(module, nn.DataParallel):
-        return f"`{kind}` runs it in several threads"
-    return ""
-
-
-def _parameter_refusal(name: str, parameter: nn.Parameter, device: torch.device) -> str:
-    if type(parameter) is not nn.Parameter and owner_of(parameter) is None:
-        return f"its parameter `{name}` is a `{type(parameter).__name__}`"
-    if parameter.device != device:
-        return f"its parameters are on `{device}` and on `{parameter.device}`"
-    return ""
+        is_new = self._pending is not None or not self.plans
+        return self._outside.bytes_besides(self._model(), inputs, optimizers, is_new=is_new)

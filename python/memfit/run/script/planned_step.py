@@ -81,3 +81,14 @@ class PlannedStep:
         if self.step.in_pieces is not None:
             return self.whole_peak_bytes
         return self.plan.unplanned.predicted_peak_bytes
+
+
+def comes_nearer(plan: Plan, other: Plan) -> bool:
+    """Whether a plan fits where another does not, or has a lower peak.
+
+    Args:
+        plan: The one.
+        other: The other.
+    """
+    peaks = (it.planned.predicted_peak_bytes for it in (plan, other))
+    return plan.fits > other.fits or next(peaks) < next(peaks)

@@ -1,0 +1,105 @@
+"""What the script holds besides a step: data, other models, what the last step left.
+
+Responsible for the bytes that are live where a model is and that no recorded step knows of. Not
+responsible for what a plan makes of them (:mod:`memfit.run.script.recorded_step`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memfit import _native
+from memfit.run.script.observed import Observation
+from memfit.run.script.step_updates import live_bytes
+from memfit.tensors.barrier import without_barrier
+from memfit.tensors.optimizers import in_memory
+from memfit.tensors.storage import address, plain_tensors
+
+_ROUNDED_TO = 1 << 20
+"""Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
+
+
+class Outside:
+    """The bytes besides the steps of one loop."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Know of no step yet.
+
+        Args:
+            device: Where the model is.
+        """
+        self._device = device
+        self._found: list[weakref.ref[Any]] = []
+        self._consumed_bytes = 0
+        self._state_bytes = 0
+
+    def recorded(self, observation: Observation) -> None:
+        """A step was recorded: what it read belongs to it from now on."""
+        self._found = observation.found
+        self._consumed_bytes = observation.consumed_bytes
+
+    def is_planned(self, observation: Observation) -> None:
+        """A recorded step is about to be planned."""
+        if observation.unrecorded is not None:
+            # Its state may be elsewhere now, and come home for that plan.
+            self._state_bytes = max(self._state_bytes, observation.unrecorded.all_state_bytes)
+
+    def bytes_besides(
+        self, model: nn.Module, inputs: Any, optimizers: Iterable[Optimizer], *, is_new: bool
+    ) -> int:
+        """What is live on the device and not of the step.
+
+        Args:
+            model: The model, which is about to run.
+            inputs: What with.
+            optimizers: Those that update it.
+            is_new: Whether the state that they have now is that of the recorded step.
+        """
+        tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+        tensors.extend(p.grad for p in model.parameters())
+        # Recorded with the step: another model that it calls, the data that it reads.
+        known = self._counted(tensors, self._found)
+        states = [
+            dict(in_memory(state)) for optimizer in optimizers for state in optimizer.state.values()
+        ]
+        counted = self._counted(tree_leaves(states))
+        state = sum(size for place, size in counted.items() if place not in known)
+        if is_new:
+            self._state_bytes = state
+        # State that grew since the step was recorded, as a history does, nobody has planned.
+        known[0] = min(state, self._state_bytes)
+        # A graph of another model's, say, which the step runs backward through: its trace has that.
+        besides = live_bytes(self._device) - sum(known.values()) - self._consumed_bytes
+        return -(-max(besides, 0) // _ROUNDED_TO) * _ROUNDED_TO
+
+    def _counted(
+        self, tensors: Iterable[Any], found: Iterable[weakref.ref[Any]] = ()
+    ) -> dict[int, int]:
+        """Bytes of tensors, and of storages, that are counted on the device, by address."""
+        sizes = {}
+        with without_barrier():
+            given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
+            storages = [
+                part.untyped_storage()
+                for part in chain.from_iterable(map(plain_tensors, given))
+                if part.device == self._device
+            ]
+            alive = (ref() for ref in found)
+            storages += [it for it in alive if it is not None and it.device == self._device]
+            for storage in storages:
+                place = address(storage)
+                # Memory of a mapped file or another process is not counted; what was read is.
+                is_counted = place is not None and (
+                    self._device.type == "cuda" or _native.is_counted(place)
+                )
+                if is_counted and place is not None:
+                    sizes[place] = storage.nbytes()
+        return sizes
