@@ -135,3 +135,10 @@ def test_a_loss_that_the_model_computes_is_told_with_its_reduction():
 def test_losses_that_are_no_sums_over_items_are_refused(then: Callable[[Tensor], Any], reason: str):
     with pytest.raises(ItemsMixedError, match=reason):
         proved(Of(then))
+
+
+def test_a_forward_of_very_many_ops_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(items_apart.__globals__, "MOST_OPS", 8)
+    proved(Of(lambda x: x))
+    with pytest.raises(ItemsMixedError, match="runs more than 8 ops"):
+        proved(Of(lambda x: sum(x * i for i in range(8))))

@@ -21,18 +21,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from memfit._native import Trace
 from memfit.apply.pieces.whole_draws import DRAWN_WHOLE
-from memfit.apply.proven_ops import VARY
+from memfit.apply.proven_ops import DETACH, VARY
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
 from memfit.errors import MemfitError
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.gradient_hooks import gradient_hooks
+from memfit.tensors.operators import operator_of
 from memfit.workload import Workload, batch_size
+
+MOST_OPS = 8192
+"""Of a forward that is looked at: a recording takes about a millisecond for each."""
 
 LEAST_ITEMS = 4
 """Two pieces of two items: on a batch of one, torch runs other ops."""
@@ -179,7 +184,7 @@ class _Called:
         """The tensors that the call returns."""
         args, kwargs = batch
         looked = self._look(model, batch)
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), _FewOps():
             result = model(*args, **kwargs)
         self.effect = looked()
         leaves = tree_flatten(result)[0]
@@ -204,6 +209,28 @@ class _Called:
             self.loss_place = next(i for i, tensor in enumerate(tensors) if tensor is losses[0])
             return losses[0]
         return functools.reduce(torch.add, [tensor.sum() for tensor in learning])
+
+
+class _FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends a forward of more ops than a proof is worth the time of."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = MOST_OPS
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = operator_of(func)
+        # The others torch calls where an exception would end the process.
+        is_counted = operator.counted and operator.name != DETACH
+        self._left -= is_counted
+        if self._left < 0 and is_counted:
+            message = f"its forward runs more than {MOST_OPS} ops"
+            raise ItemsMixedError(message)
+        return func(*args, **(kwargs or {}))
 
 
 def _recorded(
