@@ -47,6 +47,7 @@ def proved(model: nn.Module, *args: Any) -> ItemsApart:
         (lambda x: torch.stack(list(x.unbind(0))[::-1]), "runs other ops at batch"),
         (lambda x: x + torch.randperm(len(x))[:, None], "cannot be drawn for the whole batch"),
         (lambda x: iter([x]), "it returns a `list_iterator`"),
+        (lambda x: (x, len(x)), "of another kind for another batch size"),
         (lambda x: x.detach(), "nothing that it returns depends on parameters"),
     ],
 )

@@ -123,7 +123,7 @@ def items_apart(
     tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
     cut = [i for i, it in enumerate(tensors) if it.dim() > 0 and it.shape[0] == items]
     first, second, effect = _recorded(model, given, items, look)
-    if len(first.returned) != len(second.returned):
+    if len(first.returned) != len(second.returned) or first.constants != second.constants:
         raise ItemsMixedError("what it returns is of another kind for another batch size")
     loss = _loss(first, second)
     for place, shapes in enumerate(zip(first.returned, second.returned, strict=True)):
@@ -160,12 +160,14 @@ class _Recorded:
     Attributes:
         trace: Its ops, as JSON.
         returned: Shapes of the tensors that it returned.
-        result_bytes: How much they are.
+        constants: What it returned besides.
+        result_bytes: How much the tensors are.
         loss_place: Which of them is the loss; ``None`` for none.
     """
 
     trace: dict[str, Any]
     returned: list[tuple[int, ...]]
+    constants: list[Any]
     result_bytes: int
     loss_place: int | None
 
@@ -175,6 +177,7 @@ class _Called:
 
     def __init__(self, look: Look) -> None:
         self.returned: list[tuple[int, ...]] = []
+        self.constants: list[Any] = []
         self.result_bytes = 0
         self.loss_place: int | None = None
         self.effect = ""
@@ -194,6 +197,7 @@ class _Called:
             raise ItemsMixedError(message)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.returned = [tuple(tensor.shape) for tensor in tensors]
+        self.constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.result_bytes = sum(tensor.nbytes for tensor in tensors)
         return tensors
 
@@ -250,7 +254,13 @@ def _recorded(
                 if len(found) < 2 or call.effect:  # noqa: PLR2004 - sizes
                     trace = record_stage(stage, size, probe=False, updates=False)
                     found.append(
-                        _Recorded(trace, call.returned, call.result_bytes, call.loss_place)
+                        _Recorded(
+                            trace,
+                            call.returned,
+                            call.constants,
+                            call.result_bytes,
+                            call.loss_place,
+                        )
                     )
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):

@@ -643,14 +643,15 @@ class Loop:
         return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
 
     def _ways(self, planned: PlannedStep, outside: int) -> list[tuple[str, Plan]]:
-        """Options that were not given, with the plans that they would allow."""
+        """Options that were not given, with the lower plans that they would allow."""
         if planned.plan.fits:
             return []
         budget = self._room.within(self._budget)
-        return [
+        ways = (
             (option, planned.step.plan(budget, outside, request=request))
             for option, request in self._request.wider()
-        ]
+        )
+        return [(option, plan) for option, plan in ways if _lower(plan, planned.plan)]
 
     def _planned_as_written(self, own: Observation, outside: int) -> Plan:
         """The plan for a step with the checkpoints that the script has."""

@@ -180,8 +180,10 @@ class PiecesOfBatch:
                 return nullcontext()
             self._evaluated[key] = _evaluated(model, inputs, live_bytes, budget_bytes)
         pieces = self._evaluated[key]
-        self.evaluations += pieces is not None
-        return nullcontext() if pieces is None else pieces.forward()
+        if pieces is None or pieces.diverged:
+            return nullcontext()
+        self.evaluations += 1
+        return pieces.forward()
 
     def _kind(self, key: Key, model: nn.Module, inputs: Any) -> _Kind | None:
         """What is known of steps of a kind; ``None`` where they may not be cut."""
