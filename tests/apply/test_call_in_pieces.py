@@ -153,6 +153,26 @@ def test_backward_runs_as_the_call_did():
     assert not model.training
 
 
+def test_fused_dropout_keeps_what_the_whole_would():
+    class Fused(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.native_dropout(x, 0.4, train=True)[0]  # as on a GPU
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Fused())
+    pieces = Pieces(model, 3, frozenset({0}), (True,), None)
+    x = torch.randn(ROWS, 4)
+    found = []
+    for call in (model, lambda given: pieces.run(model.forward, (given,), {})):
+        torch.manual_seed(1)
+        model.zero_grad()
+        out = call(x)
+        out.square().sum().backward()
+        found.append([out.detach(), torch.rand(1), *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one)
+
+
 def test_small_batches_run_whole():
     model = nn.Linear(4, 2)
     run = in_pieces(model, 4)

@@ -41,7 +41,9 @@ _LIKE = frozenset({_aten.rand_like.default, _aten.randn_like.default, _aten.rand
 _BY_SIZE = {_aten.rand.default: 0, _aten.randn.default: 0, _aten.randint.default: 1}
 """Ops that make a tensor of a size; the position of that."""
 
-DRAWN_WHOLE = frozenset(str(func) for func in {*_IN_PLACE, *_LIKE, *_BY_SIZE})
+_DROPOUT = _aten.native_dropout.default
+
+DRAWN_WHOLE = frozenset(str(func) for func in {*_IN_PLACE, *_LIKE, *_BY_SIZE, _DROPOUT})
 """Names of the ops that can draw for more items than they are asked for."""
 
 
@@ -81,6 +83,8 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._draws, False
         ):
             return func(*args, **kwargs)
+        if func is _DROPOUT:
+            return self._dropped(*args, **kwargs)
         if func in _IN_PLACE:
             is_cheap = (
                 func is _BERNOULLI and args[0].dtype is torch.float32 and _counts_in_32_bits()
@@ -95,6 +99,13 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = [self._size, *args[at][1:]]
             drawn = func(*args[:at], whole, *args[at + 1 :], **kwargs)
         return self._own(drawn).clone()
+
+    def _dropped(self, piece: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:  # noqa: FBT001 - as torch has it
+        """What fused dropout, as GPUs have it, returns: its result, and what it has kept."""
+        kept = self._own(_DROPOUT(room_for(piece, self._size).zero_(), p, train)[1]).clone()
+        if train is False:
+            return piece.clone(), kept
+        return piece * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
     def _own(self, drawn: Tensor) -> Tensor:
         return drawn.narrow(0, self._start, self._rows)
