@@ -168,7 +168,7 @@ def judged(name: str, way: str, percent: int, plain: Ended, ended: Ended, budget
     stopped = way == "strict" and ended.exit_code == STRICT_EXIT_CODE
     same_end = ended.exit_code == plain.exit_code
     if way == "equivalent":
-        is_same = same_end and close(plain.output, ended.output)
+        is_same = same_end and close(timeless(plain.output), timeless(ended.output))
     else:
         is_same = stopped or (same_end and timeless(plain.output) == timeless(ended.output))
     return Row(
