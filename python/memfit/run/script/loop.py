@@ -651,7 +651,7 @@ class Loop:
             (option, planned.step.plan(budget, outside, request=request))
             for option, request in self._request.wider()
         )
-        return [(option, plan) for option, plan in ways if _lower(plan, planned.plan)]
+        return [(option, plan) for option, plan in ways if comes_nearer(plan, planned.plan)]
 
     def _planned_as_written(self, own: Observation, outside: int) -> Plan:
         """The plan for a step with the checkpoints that the script has."""
