@@ -747,8 +747,9 @@ def plan(
     costs: Mapping[str, Any],
     request: Mapping[str, Any],
     time_limit: float | None = None,
+    work_limit: float | None = None,
 ) -> dict[str, Any]:
-    """Plan a step, in about so many seconds if they are given.
+    """Plan a step: in about so many seconds, or with the work of so many, if they are given.
 
     Raises:
         BudgetError: The request's budget cannot be read.

@@ -59,7 +59,7 @@ mod _native {
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::file;
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Front, Plan, PlanRequest};
+    use memfit_engine::plan::{self, Front, Limit, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
     use memfit_engine::step::{self, EvaluationByHand, EvaluationRequest};
@@ -271,18 +271,20 @@ mod _native {
             .map(|bytes| bytes.0)
     }
 
-    /// Plans a step, in about so many seconds if they are given.
+    /// Plans a step: in about so many seconds, or with the work of so many, if they are given.
     #[pyfunction]
-    #[pyo3(name = "plan", signature = (trace, costs, request, time_limit=None))]
+    #[pyo3(name = "plan", signature = (trace, costs, request, time_limit=None, work_limit=None))]
     fn plan_step(
         py: Python<'_>,
         trace: &Trace,
         costs: Value<CostSource>,
         request: Value<PlanRequest>,
         time_limit: Option<f64>,
+        work_limit: Option<f64>,
     ) -> PyResult<Value<Plan>> {
         let plan = py.detach(|| {
             within(time_limit, |limit| {
+                let limit = work_limit.map_or(limit, Limit::Work);
                 plan::plan_within(&trace.0, &costs.0, &request.0, limit)
             })
         });

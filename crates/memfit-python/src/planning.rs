@@ -9,7 +9,9 @@ use std::time::Instant;
 
 use memfit_engine::bytes::Budget;
 use memfit_engine::cost::CostSource;
-use memfit_engine::plan::{self, Answer, Front, Need, Offer, PlanRequest, Search, TimeLimit};
+use memfit_engine::plan::{
+    self, Answer, Front, Limit, Need, Offer, PlanRequest, Search, TimeLimit,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -125,11 +127,13 @@ impl PlanSession {
 }
 
 /// Runs `work` with a time limit that began now.
-pub(crate) fn within<T>(seconds: Option<f64>, work: impl FnOnce(Option<TimeLimit<'_>>) -> T) -> T {
+pub(crate) fn within<T>(seconds: Option<f64>, work: impl FnOnce(Limit<'_>) -> T) -> T {
     let began = Instant::now();
     let elapsed = || began.elapsed().as_secs_f64();
-    work(seconds.map(|seconds| TimeLimit {
-        seconds,
-        elapsed: &elapsed,
+    work(seconds.map_or(Limit::None, |seconds| {
+        Limit::Time(TimeLimit {
+            seconds,
+            elapsed: &elapsed,
+        })
     }))
 }

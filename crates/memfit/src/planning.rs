@@ -10,7 +10,9 @@ use std::time::Instant;
 
 use memfit_engine::bytes::Budget;
 use memfit_engine::cost::{CostSource, DeviceProfile};
-use memfit_engine::plan::{Answer, Front, Need, Offer, Plan, PlanSession, Search, TimeLimit};
+use memfit_engine::plan::{
+    Answer, Front, Limit, Need, Offer, Plan, PlanSession, Search, TimeLimit,
+};
 
 use crate::error::Failure;
 use crate::interrupt::interruptible;
@@ -175,11 +177,12 @@ impl<'s, 'h> Answers<'s, 'h> {
             interruptible(host, move || {
                 let began = Instant::now();
                 let elapsed = || began.elapsed().as_secs_f64();
-                let limit = time_limit.map(|seconds| TimeLimit {
-                    seconds,
-                    elapsed: &elapsed,
-                });
-                search.plan(limit)
+                search.plan(time_limit.map_or(Limit::None, |seconds| {
+                    Limit::Time(TimeLimit {
+                        seconds,
+                        elapsed: &elapsed,
+                    })
+                }))
             })
         })?;
         self.plan_seconds += seconds;

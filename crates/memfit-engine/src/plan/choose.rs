@@ -6,7 +6,7 @@
 
 use super::bottleneck;
 use super::context::{Outcome, PlanError, Planner};
-use super::search::limits::{Share, TimeLimit};
+use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::chunk::alternatives;
@@ -26,10 +26,10 @@ use crate::trace::Trace;
 ///
 /// Unusable op times, or a plan that fails its own check.
 pub fn plan(trace: &Trace, source: &CostSource, request: &PlanRequest) -> Result<Plan, PlanError> {
-    plan_within(trace, source, request, None)
+    plan_within(trace, source, request, Limit::None)
 }
 
-/// Plans a step within a time limit: what is best of what was found until then.
+/// Plans a step within a limit: what is best of what was found until then.
 ///
 /// # Errors
 ///
@@ -38,7 +38,7 @@ pub fn plan_within(
     trace: &Trace,
     source: &CostSource,
     request: &PlanRequest,
-    limit: Option<TimeLimit<'_>>,
+    limit: Limit<'_>,
 ) -> Result<Plan, PlanError> {
     if let Some(offer) = &request.offload {
         offer.check()?;
@@ -52,18 +52,21 @@ pub fn plan_within(
     let mut target = cap;
     let mut attempts = 0;
     loop {
-        let planner = Planner {
-            trace,
-            costs: &costs,
-            sliced: &sliced,
-            request,
-            target,
-            cap,
-            unplanned_peak,
-            share: Share::within(limit),
-        };
-        let mut plan = planner.empty_plan(budget, margin);
-        let answer = planner.solve(&mut plan)?;
+        let (plan, answer) = with_work_clock(|clock| {
+            let planner = Planner {
+                trace,
+                costs: &costs,
+                sliced: &sliced,
+                request,
+                target,
+                cap,
+                unplanned_peak,
+                share: Share::within(limit, clock),
+            };
+            let mut plan = planner.empty_plan(budget, margin);
+            let answer = planner.solve(&mut plan)?;
+            Ok::<_, PlanError>((plan, answer))
+        })?;
         if answer == Ran::Yes || attempts == MOST_TIGHTENINGS {
             return Ok(plan);
         }
@@ -366,6 +369,27 @@ mod tests {
             assert_eq!(
                 crate::file::encode_plan(&first),
                 crate::file::encode_plan(&second)
+            );
+        }
+    }
+
+    #[test]
+    fn a_limit_on_work_gives_the_same_plan_each_time_and_takes_no_more_work() {
+        for trace in traces(60) {
+            let budget = predict::unplanned_peak(&trace).0 * 3 / 4;
+            let (source, request) = (source(&trace), request(budget));
+            let within = |limit| plan_within(&trace, &source, &request, limit).unwrap();
+            let [none, least, again] =
+                [Limit::None, Limit::Work(0.0), Limit::Work(0.0)].map(within);
+            assert_eq!(
+                crate::file::encode_plan(&least),
+                crate::file::encode_plan(&again)
+            );
+            assert!(least.evaluations <= none.evaluations);
+            assert!(
+                least.evaluations < none.evaluations
+                    || none.verdict == Verdict::DoesNotFit
+                    || none.stop_reason != StopReason::LocalOptimum
             );
         }
     }

@@ -24,7 +24,7 @@ pub use action::{Action, ActionSummary};
 pub use choose::{plan, plan_within};
 pub use context::PlanError;
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, front};
-pub use search::limits::TimeLimit;
+pub use search::limits::{Limit, TimeLimit};
 pub use search::transfers::Offer;
 pub use session::{Answer, AnswerError, Made, Need, PlanSession, Search};
 pub use technique::chunk::candidates::{chunks, wants_alternatives};

@@ -16,7 +16,7 @@
 use std::sync::Arc;
 
 use super::{
-    Class, Front, FrontRequest, Offer, Plan, PlanError, PlanRequest, TimeLimit, bottleneck, front,
+    Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, bottleneck, front,
     plan_within, wants_alternatives,
 };
 use crate::bytes::Budget;
@@ -139,7 +139,7 @@ impl Search {
     /// # Errors
     ///
     /// As [`plan_within`].
-    pub fn plan(&self, limit: Option<TimeLimit<'_>>) -> Result<Plan, PlanError> {
+    pub fn plan(&self, limit: Limit<'_>) -> Result<Plan, PlanError> {
         plan_within(&self.trace, &self.costs, &self.request, limit)
     }
 
@@ -400,7 +400,7 @@ mod tests {
                 }
                 Need::Slices if may_slice => Answer::Slices(in_slices(trace)),
                 Need::Slices => Answer::NoSlices,
-                Need::Plan(search) => Answer::Plan(Box::new(search.plan(None).unwrap())),
+                Need::Plan(search) => Answer::Plan(Box::new(search.plan(Limit::None).unwrap())),
                 Need::Nothing(made) => return (asked, *made),
             };
             session.answer(answer).unwrap();

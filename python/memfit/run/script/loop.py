@@ -58,9 +58,6 @@ MAX_REPLANS = 3
 LEAST_BUDGET = "1B"
 """No plan fits it: the one of least peak is what comes of it."""
 
-FORESEEN_SECONDS = 1.0
-"""A plan for sizes that nobody recorded serves few steps: it is the best found in so long."""
-
 _WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
 
@@ -638,7 +635,7 @@ class Loop:
     def _chosen(self, key: Key, outside: int) -> PlannedStep:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
             budget = LEAST_BUDGET if least else self._room.within(self._budget)
-            return step.plan(budget, outside, time_limit=FORESEEN_SECONDS)
+            return step.plan(budget, outside)
 
         return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
 

@@ -50,6 +50,10 @@ OUTSIDE = "outside the step"
 """Name of the bytes that the script holds meanwhile: data, other models, the last step's loss."""
 
 
+PLANNING_SECONDS = 1.0
+"""A script waits for its plan, and a longer search seldom finds a better one."""
+
+
 class RecordedStep:
     """A step that can be planned, for any number of bytes held besides.
 
@@ -165,7 +169,8 @@ class RecordedStep:
             budget: As the user wrote it, or bytes.
             outside_bytes: What the script holds besides what the step knows of.
             passing_bytes: How much of that goes before backward begins.
-            time_limit: Seconds after which the best plan found will do.
+            time_limit: Seconds after which the best plan found will do; when left out, it is the
+                work of as long as a step takes, and of :data:`PLANNING_SECONDS` at least.
             request: Which plans are allowed, instead of what the user has asked for.
         """
         asked = request or self._request
@@ -210,7 +215,9 @@ class RecordedStep:
         return self._made(trace, request, time_limit)
 
     def _made(self, trace: Trace, request: dict[str, Any], time_limit: float | None) -> Plan:
-        said = _native.plan(trace.native, self._costs, request, time_limit)
+        work = max(PLANNING_SECONDS, sum(self._costs.get("op_seconds", ())))
+        limits = (time_limit, None if time_limit else work)
+        said = _native.plan(trace.native, self._costs, request, *limits)
         if self.in_pieces is None:
             return Plan.of(said)
         said = {**said, "promise": "equivalent", "next_class": None}

@@ -4,6 +4,8 @@
 //! limit is on work, so that the answer is the same on every machine; with one, a clock decides that the caller reads:
 //! the engine has none. Not responsible for what is worth the work.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::plan::StopReason;
 
 /// Events one inner search may ask for; a candidate asks for each event of the model at most once, whether it has to be
@@ -30,11 +32,25 @@ impl std::fmt::Debug for TimeLimit<'_> {
     }
 }
 
+/// What a whole plan may cost.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Limit<'a> {
+    /// As much work for each search as is ever worth it.
+    #[default]
+    None,
+    /// Seconds.
+    Time(TimeLimit<'a>),
+    /// The work of so many seconds, whatever the machine is doing: all searches together.
+    Work(f64),
+}
+
 /// What one search may spend.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::plan) struct Share<'a> {
     events: u64,
     glance: bool,
+    /// The work of the searches before this one, where work is the clock.
+    work: Option<&'a AtomicU64>,
     /// The limit, and the part of its time at whose start and end this share begins and ends.
     time: Option<(TimeLimit<'a>, f64, f64)>,
 }
@@ -44,6 +60,7 @@ impl<'a> Share<'a> {
     pub(in crate::plan) const FULL: Self = Self {
         events: EVENTS,
         glance: false,
+        work: None,
         time: None,
     };
 
@@ -56,10 +73,15 @@ impl<'a> Share<'a> {
         }
     }
 
-    /// Within a time limit, if there is one: all of its time.
-    pub(in crate::plan) fn within(limit: Option<TimeLimit<'a>>) -> Self {
-        let Some(limit) = limit else {
-            return Self::FULL;
+    /// All of a limit, by a clock that [`Share::done`] moves on where work is the limit.
+    pub(in crate::plan) fn within(limit: Limit<'a>, clock: &'a WorkClock<'a>) -> Self {
+        let (limit, work) = match limit {
+            Limit::None => return Self::FULL,
+            Limit::Time(limit) => (limit, None),
+            Limit::Work(seconds) => {
+                let elapsed = clock.elapsed;
+                (TimeLimit { seconds, elapsed }, Some(clock.events))
+            }
         };
         #[expect(
             clippy::cast_possible_truncation,
@@ -70,7 +92,15 @@ impl<'a> Share<'a> {
         Self {
             events: events.max(EVENTS),
             glance: false,
+            work,
             time: Some((limit, 0.0, 1.0)),
+        }
+    }
+
+    /// Takes note that a search is over.
+    pub(super) fn done(&self, events: u64) {
+        if let Some(work) = self.work {
+            work.fetch_add(events, Ordering::Relaxed);
         }
     }
 
@@ -99,17 +129,43 @@ impl<'a> Share<'a> {
     /// Which limit says that this part of the share is spent; `None` while it is not.
     #[expect(clippy::cast_precision_loss, reason = "a part of a limit")]
     pub(super) fn spent(&self, events: u64, part: f64) -> Option<StopReason> {
+        let own = self.work.map_or(0.0, |_| seconds_of(events));
         let is_late = |(limit, from, until): (TimeLimit<'_>, f64, f64)| {
-            (limit.elapsed)() >= limit.seconds * (from + (until - from) * part)
+            (limit.elapsed)() + own >= limit.seconds * (from + (until - from) * part)
         };
         if self.time.is_some_and(is_late) {
-            Some(StopReason::TimeLimit)
+            Some(match self.work {
+                Some(_) => StopReason::MoveLimit,
+                None => StopReason::TimeLimit,
+            })
         } else if events as f64 >= self.events as f64 * part {
             Some(StopReason::MoveLimit)
         } else {
             None
         }
     }
+}
+
+/// A clock that work moves on.
+#[derive(Clone, Copy)]
+pub(in crate::plan) struct WorkClock<'a> {
+    events: &'a AtomicU64,
+    elapsed: &'a (dyn Fn() -> f64 + Sync),
+}
+
+/// Runs something with a clock that stands at zero.
+pub(in crate::plan) fn with_work_clock<T>(run: impl FnOnce(&WorkClock<'_>) -> T) -> T {
+    let events = AtomicU64::new(0);
+    let elapsed = || seconds_of(events.load(Ordering::Relaxed));
+    run(&WorkClock {
+        events: &events,
+        elapsed: &elapsed,
+    })
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a part of a limit")]
+fn seconds_of(events: u64) -> f64 {
+    events as f64 / EVENTS_PER_SECOND
 }
 
 #[cfg(test)]
@@ -123,12 +179,32 @@ mod tests {
             seconds: 10.0,
             elapsed: &elapsed,
         };
-        let whole = Share::within(Some(limit));
-        assert_eq!(whole.spent(0, 1.0), None);
-        assert_eq!(whole.spent(0, 0.4), Some(StopReason::TimeLimit));
-        assert!(whole.part(0, 3).spent(0, 1.0).is_some());
-        assert!(whole.part(1, 3).spent(0, 1.0).is_none());
-        assert!(whole.part(1, 3).spent(0, 0.1).is_some());
+        with_work_clock(|clock| {
+            let whole = Share::within(Limit::Time(limit), clock);
+            assert_eq!(whole.spent(0, 1.0), None);
+            assert_eq!(whole.spent(0, 0.4), Some(StopReason::TimeLimit));
+            assert!(whole.part(0, 3).spent(0, 1.0).is_some());
+            assert!(whole.part(1, 3).spent(0, 1.0).is_none());
+            assert!(whole.part(1, 3).spent(0, 0.1).is_some());
+        });
+    }
+
+    #[test]
+    fn where_work_is_the_limit_all_searches_share_it() {
+        let second = 20_000_000;
+        with_work_clock(|clock| {
+            let whole = Share::within(Limit::Work(1.0), clock);
+            let (first, last) = (whole.part(0, 2), whole.part(1, 2));
+            assert_eq!(first.spent(second / 2 - 1, 1.0), None);
+            assert_eq!(first.spent(second / 2, 1.0), Some(StopReason::MoveLimit));
+            first.done(second / 4);
+            // The last one has what is left of all.
+            assert_eq!(last.spent(second / 2, 1.0), None);
+            assert_eq!(
+                last.spent(3 * (second / 4), 1.0),
+                Some(StopReason::MoveLimit)
+            );
+        });
     }
 
     #[test]

@@ -144,11 +144,13 @@ impl<'p> Search<'p> {
 
     fn found(self, best: Option<Candidate>, lowest: Candidate, least: &Bound) -> Found {
         let near = best.as_ref().is_some_and(|best| self.is_near(best, least));
+        let limited = self.share.spent(self.scorer.events, self.allowed);
+        self.share.done(self.scorer.events);
         Found {
             best,
             lowest,
             evaluations: self.scorer.evaluations,
-            limited: self.share.spent(self.scorer.events, self.allowed),
+            limited,
             near,
         }
     }
