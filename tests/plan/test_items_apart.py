@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 
@@ -136,6 +137,16 @@ def test_a_loss_that_the_model_computes_is_told_with_its_reduction():
 def test_losses_that_are_no_sums_over_items_are_refused(then: Callable[[Tensor], Any], reason: str):
     with pytest.raises(ItemsMixedError, match=reason):
         proved(Of(then))
+
+
+def test_checkpoints_that_draw_again_in_backward_are_refused():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    assert proved(Of(lambda x: x, Checkpointed(nn.Linear(4, 4), nn.Tanh()))).draws == ()
+    with pytest.raises(ItemsMixedError, match="draws its random numbers again in backward"):
+        proved(Of(lambda x: x, Checkpointed(nn.Linear(4, 4), nn.Dropout(0.5))))
 
 
 def test_a_forward_of_very_many_ops_is_left_alone(monkeypatch: pytest.MonkeyPatch):

@@ -137,6 +137,8 @@ def items_apart(
     root = found["regions"][0]
     ops = found["ops"][root["start"] : root["end"]]
     _refuse_writes(found, ops)
+    if any(op["random"] and op["phase"] != "forward" for op in found["ops"]):
+        raise ItemsMixedError("it draws its random numbers again in backward, as checkpoints do")
     if effect:
         raise ItemsMixedError(effect)
     return ItemsApart(

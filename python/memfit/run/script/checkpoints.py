@@ -11,10 +11,11 @@ nothing. That is looked at in the first steps, and again where a module trains t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ class ScriptCheckpoints:
         self.around_model = False
         self.inside_kept = 0
         self._problems: dict[str, None] = {}
+        self._is_off = False
         self._standing = Checkpoints(self._met)
         self._thread = threading.get_ident()
         self._bodies: dict[Body, _Known] = {}
@@ -89,6 +91,15 @@ class ScriptCheckpoints:
     def remove(self) -> None:
         """Put torch's back."""
         self._standing.remove()
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Leave those alone that are met inside this: what runs there is no step of the script."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
 
     # Passes
 
@@ -168,7 +179,7 @@ class ScriptCheckpoints:
     # Checkpoints
 
     def _met(self, seen: Checkpoint) -> _Meeting | None:
-        if threading.get_ident() != self._thread:
+        if self._is_off or threading.get_ident() != self._thread:
             return None
         try:
             return self._meeting(seen)

@@ -370,7 +370,9 @@ class Loop:
         self._looks_again = False
         model = self._model()
         if not self._checkpoints.around_model:
-            self._pieces.begin(key, model, inputs, live_bytes(self.device), self._budget_bytes())
+            live, budget = live_bytes(self.device), self._budget_bytes()
+            with self._checkpoints.unseen():
+                self._pieces.begin(key, model, inputs, live, budget)
         running = ObservedPass(self.device, model, inputs, optimizers, self._pieces.wants(key))
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
@@ -575,7 +577,9 @@ class Loop:
         return step
 
     def _consider_pieces(self, planned: PlannedStep, made: Plan, pieces: int, inputs: Any) -> None:
-        self._pieces.planned(planned, made, pieces, self.key(inputs), self._model(), inputs)
+        key, model = self.key(inputs), self._model()
+        with self._checkpoints.unseen():
+            self._pieces.planned(planned, made, pieces, key, model, inputs)
         if self._pieces.refusal and not planned.plan.fits:
             reason = self._pieces.refusal
             self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
