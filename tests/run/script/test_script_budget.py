@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -122,7 +123,8 @@ def test_a_folder_is_chosen_where_nothing_else_fits(tmp_path: Path):
     assert kinds & {"offload_optimizer", "offload_parameters"}
     assert loop["planned"]["peak_bytes"] <= 22 << 20
     assert "`--no-offload` forbids it" in chosen.stderr
-    assert "--no-offload" not in none.stderr
+    assert "nothing else fits" not in none.stderr
+    assert "without --no-offload a step would take" in none.stderr
 
 
 def _strict(folder: Path, budget: str, code: str, *options: str) -> Ran:
@@ -144,7 +146,7 @@ def test_strict_names_ways_out(tmp_path: Path):
     code = """
     import torch
     from torch import nn
-    model = nn.Linear(1024, 1024)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(3):
         model(torch.randn(4, 1024)).square().mean().backward()
@@ -158,6 +160,33 @@ def test_strict_names_ways_out(tmp_path: Path):
     assert "`--budget " in ran.stderr
     assert "without --no-offload" in ran.stderr
     assert ran.stdout == "stepped\n"
+
+
+def test_what_was_not_allowed_is_offered_with_what_it_reaches(tmp_path: Path):
+    code = """
+    import torch
+    from torch import nn
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 1024)).square().mean().backward()
+        print([p.grad.norm().item() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(code))
+    command = ["-m", "memfit", "run", "--budget", "20MiB", "--no-offload", str(script)]
+    (ran,) = in_forks([(command, tmp_path / "run")])
+    assert ran.code == 0
+    offered = re.search(r"without --no-offload a step would take (\S+) MiB, at", ran.stderr)
+    least = re.search(
+        r"the smallest peak that keeps the script's own loop is (\S+) MiB", ran.stderr
+    )
+    assert offered is not None
+    assert least is not None
+    assert float(offered[1]) < float(least[1])
+    assert "`--allow equivalent` may run the model on pieces of its batch" in ran.stderr
 
 
 def test_strict_lets_a_script_be_that_keeps_its_budget(tmp_path: Path):

@@ -44,6 +44,7 @@ from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
+from memfit.run.script.ways_out import offers, ways_out
 from memfit.torch_versions import offloaded_parameters_refusal
 
 MAX_OBSERVED = 8
@@ -346,7 +347,9 @@ class Loop:
             planned = self._chosen(key, outside)
             self._make_room(planned, outside)
             if self._strict is not None and not planned.left:
-                self._strict.require(planned.plan, self._ways(planned, outside))
+                budget = self._room.within(self._budget)
+                ways = ways_out(self._request, planned, budget, outside)
+                self._strict.require(planned.plan, ways)
             planned.executor = self._place_for(planned.plan, own, planned.executor)
             self._latest = planned
         except MemfitError as error:
@@ -633,6 +636,9 @@ class Loop:
         self._consider_pieces(planned, made, step.pieces, inputs)
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
         little = left < made.budget_bytes * _WORTH_A_PLAN
+        if not made.fits:
+            budget = self._room.within(self._budget)
+            self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
         if made.fits or (little and not self._pieces.asks_for_more(key)):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 
@@ -642,17 +648,6 @@ class Loop:
             return step.plan(budget, outside)
 
         return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
-
-    def _ways(self, planned: PlannedStep, outside: int) -> list[tuple[str, Plan]]:
-        """Options that were not given, with the lower plans that they would allow."""
-        if planned.plan.fits:
-            return []
-        budget = self._room.within(self._budget)
-        ways = (
-            (option, planned.step.plan(budget, outside, request=request))
-            for option, request in self._request.wider()
-        )
-        return [(option, plan) for option, plan in ways if comes_nearer(plan, planned.plan)]
 
     def _planned_as_written(self, own: Observation, outside: int) -> Plan:
         """The plan for a step with the checkpoints that the script has."""

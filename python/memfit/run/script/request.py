@@ -16,6 +16,10 @@ OVER_BUDGET = 74
 """What a script exits with that is held to its budget (``--strict``) and would not keep it."""
 
 
+EQUIVALENT = "--allow equivalent"
+"""The option that allows plans which are not bitwise the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class FitRequest:
     """How the training steps of a script shall be fitted.
@@ -59,7 +63,7 @@ class FitRequest:
         options = self.options
         if options.allow == "exact":
             wider = replace(options, allow="equivalent")
-            found.append(("--allow equivalent", replace(self, options=wider)))
+            found.append((EQUIVALENT, replace(self, options=wider)))
         if options.offload is None and not self.may_choose_place:
             found.append(("without --no-offload", replace(self, may_choose_place=True)))
         if options.forbid:

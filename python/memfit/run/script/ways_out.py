@@ -1,0 +1,65 @@
+"""Options that were not given, and what they would bring a step that no plan fits.
+
+Responsible for the lower plans that other options would allow, and for the lines that offer them.
+Not responsible for what is done where nothing fits (:mod:`memfit.run.script.strict`).
+"""
+
+from __future__ import annotations
+
+from memfit import _native
+from memfit.answers import Plan
+from memfit.run.script.planned_step import PlannedStep, comes_nearer
+from memfit.run.script.request import EQUIVALENT, FitRequest
+
+_LOWER = 0.98
+"""A way is named where it lowers the peak to this part."""
+
+
+def ways_out(
+    request: FitRequest, planned: PlannedStep, budget: str | int, outside_bytes: int, but: str = ""
+) -> list[tuple[str, Plan]]:
+    """Options that were not given, with the lower plans that they would allow.
+
+    Args:
+        request: What was asked for.
+        planned: A step; there are no ways where its plan fits.
+        budget: The budget.
+        outside_bytes: What the script holds besides.
+        but: An option to leave out.
+    """
+    if planned.plan.fits:
+        return []
+    ways = (
+        (option, planned.step.plan(budget, outside_bytes, request=wider))
+        for option, wider in request.wider()
+        if option != but
+    )
+    return [(option, plan) for option, plan in ways if _is_worth(plan, planned.plan)]
+
+
+def _is_worth(plan: Plan, than: Plan) -> bool:
+    """Whether a plan brings enough to say so."""
+    peaks = [it.planned.predicted_peak_bytes for it in (plan, than)]
+    return plan.fits or (comes_nearer(plan, than) and peaks[0] <= _LOWER * peaks[1])
+
+
+def offers(
+    request: FitRequest, planned: PlannedStep, budget: str | int, outside_bytes: int
+) -> list[str]:
+    """What was not allowed and may help, a line each: with a number where a plan gives one.
+
+    Args:
+        request: What was asked for.
+        planned: A step that no plan fits.
+        budget: The budget.
+        outside_bytes: What the script holds besides.
+    """
+    found = [
+        f"{option} a step would take {_native.bytes_text(plan.planned.predicted_peak_bytes)}, at "
+        f"{plan.predicted_step_ratio:.2f} x"
+        for option, plan in ways_out(request, planned, budget, outside_bytes, but=EQUIVALENT)
+    ]
+    options = request.options
+    if options.allow == "exact" and "micro_batch" not in options.forbid:
+        found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
+    return found
