@@ -83,6 +83,10 @@ def _objects() -> Iterator[object]:
     yield from (sys, torch, torch._C, torch._C._autograd, torch.autograd, torch.cuda)
     yield from (torch.ops.aten, torch.ops.aten.add.Tensor, torch.cuda.memory)
     yield from (tensor, tensor.untyped_storage(), result.grad_fn, module)
+    yield from (
+        nn.GRU(2, 2),
+        nn.functional.batch_norm(result.expand(2, 2), *torch.ones(2, 2)).grad_fn,
+    )
     yield torch.optim.SGD(module.parameters())
     yield from (fx.Graph(), TorchDispatchMode(), FakeTensorMode())
     yield import_of("torch._inductor.compile_fx")
