@@ -101,6 +101,33 @@ def test_a_model_that_mixes_items_runs_whole_and_the_reason_is_said(tmp_path: Pa
     assert note.endswith("`conv.3` computes a statistic over the batch")
 
 
+def test_what_a_models_code_does_outside_it_happens_as_often_as_ever(tmp_path: Path):
+    """A proof would run the code once more, on fakes, and pieces many times."""
+    ran = allowed(
+        tmp_path,
+        "24MiB",
+        HEAD
+        + """
+    count, log = 0, open("log.txt", "w")
+"""
+        + NET.replace(
+            "return self.head",
+            """global count
+            count += 1
+            log.write("called")
+            return self.head""",
+        )
+        + """
+    train(Net(), lambda model, x, y: nn.functional.cross_entropy(model(x), y), steps=3)
+    log.close()
+    print(count)
+    """,
+    )
+    (loop,) = ran.loops
+    assert "micro_batch" not in actions_of(loop)
+    assert any("`Net` uses `count`" in note for note in loop["notes"])
+
+
 def test_a_model_whose_code_does_more_than_compute_runs_whole(tmp_path: Path):
     ran = allowed(
         tmp_path,
@@ -115,7 +142,7 @@ def test_a_model_whose_code_does_more_than_compute_runs_whole(tmp_path: Path):
     )
     (loop,) = ran.loops
     assert "micro_batch" not in actions_of(loop)
-    assert any(note.endswith("it changes `calls` of a `Net`") for note in loop["notes"])
+    assert any(note.endswith("`Net` sets `calls`") for note in loop["notes"])
 
 
 def test_evaluations_run_on_pieces_too(tmp_path: Path):

@@ -22,6 +22,7 @@ from memfit.apply.pieces.call import LEAST_ROWS
 from memfit.apply.pieces.in_pieces import InPieces
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 from memfit.run.script.effects import CallLook
+from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest
 from memfit.run.script.sizes import kind_of
@@ -60,6 +61,7 @@ class PiecesOfBatch:
         options = request.options
         self._is_asked = options.allow != "exact" and "micro_batch" not in options.forbid
         self.evaluations = 0
+        self._is_code_known = False
         self._evaluated: dict[Key, InPieces | None] = {}
         self._kinds: dict[Key, _Kind] = {}
 
@@ -173,7 +175,7 @@ class PiecesOfBatch:
             live_bytes: What is there now.
             budget_bytes: The budget; 0 where nobody knows it yet.
         """
-        if not self._is_asked or not budget_bytes:
+        if not self._may_run_again(model) or not budget_bytes:
             return nullcontext()
         if key not in self._evaluated:
             if len(self._evaluated) == MOST_EVALUATIONS:
@@ -187,7 +189,7 @@ class PiecesOfBatch:
 
     def _kind(self, key: Key, model: nn.Module, inputs: Any) -> _Kind | None:
         """What is known of steps of a kind; ``None`` where they may not be cut."""
-        if not self._is_asked or self.refusal:
+        if self.refusal or not self._may_run_again(model):
             return None
         kind = kind_of(key)
         if kind not in self._kinds:
@@ -198,6 +200,15 @@ class PiecesOfBatch:
                 return None
             self._kinds[kind] = _Kind(apart, elements(key))
         return self._kinds[kind]
+
+    def _may_run_again(self, model: nn.Module) -> bool:
+        """Whether it is allowed, and the model's code does no harm when it runs more often."""
+        if self._is_asked and not self._is_code_known:
+            self._is_code_known = True
+            if reason := more_than_computing(model):
+                self._is_asked = False
+                self.refuse(reason)
+        return self._is_asked
 
 
 @dataclass(slots=True)
