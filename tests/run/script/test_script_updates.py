@@ -118,3 +118,28 @@ def test_a_step_with_a_closure_has_its_state_at_home(tmp_path: Path):
     assert loop["plan"]["actions"][0]["kind"] == "offload_optimizer"
     assert loop["planned"]["steps"] == 5
     assert loop["planned"]["peak_bytes"] > loop["plan"]["budget_bytes"]
+
+
+def test_state_that_memfit_made_while_a_step_was_recorded_counts_once(tmp_path: Path):
+    """The first two steps are recorded, as gradients live on into the second one's forward."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    for _ in range(5):
+        loss = model(torch.randn(8, 1024)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "24MiB", code)
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], "all at once, the first step makes 28 MiB"
+    assert [action["kind"] for action in loop["plan"]["actions"]] == ["one_by_one"]
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 3)
+    measured, predicted = loop["planned"]["peak_bytes"], loop["plan"]["predicted_peak_bytes"]
+    assert measured <= predicted <= measured + 2 * MIB
