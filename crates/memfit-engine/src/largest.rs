@@ -14,13 +14,13 @@ use std::collections::BTreeMap;
 const MAX_TRIALS: usize = 32;
 
 /// Trials that follow the law of the peak; later ones halve what is left.
-const TRIALS_BY_LAW: usize = 10;
+const TRIALS_BY_LAW: usize = 12;
 
 /// Trials that the law is taken from, the nearest to the budget.
 const POINTS: usize = 3;
 
 /// What a trial rules out at least once a bracket is known: one in so many.
-const LEAST_CUT: u64 = 16;
+const LEAST_CUT: u64 = 24;
 
 /// Largest step upwards from what is known to fit.
 const GROWTH: u64 = 8;
@@ -205,7 +205,7 @@ mod tests {
                 for first in [1, 16, 500] {
                     let (found, trials) = search(budget, first, |n| Some(law(n)));
                     assert_eq!(found, Next::Found(largest), "{index} {budget} {first}");
-                    assert!(trials <= 20, "{index} {budget} {first}: {trials}");
+                    assert!(trials <= 18, "{index} {budget} {first}: {trials}");
                 }
             }
         }
