@@ -3,7 +3,7 @@
 Responsible for recording the call alone, on fakes and at two batch sizes, and for what follows from
 it: the engine says which ops mix items; this file, whether everything that the call returns, writes
 and draws belongs to items. Not responsible for running it (:mod:`memfit.apply.pieces.call`) nor
-for what its code does besides (:mod:`memfit.run.script.effects`).
+for side effects of the model's code (:mod:`memfit.run.script.plain_code`).
 
 The loss is no part of it: it gets the whole result.
 """

@@ -292,8 +292,8 @@ pub(crate) struct LoopSteps {
 pub(crate) struct LoopPlan {
     pub(crate) budget_bytes: Bytes,
     pub(crate) fits: bool,
-    /// Predicted for the step without the plan, with all that the script holds besides; absent where no step was
-    /// recorded without pieces of the batch.
+    /// Predicted peak of the step without a plan, what the script holds besides included; absent if every recorded
+    /// step ran in pieces of the batch.
     pub(crate) unplanned_peak_bytes: Option<Bytes>,
     pub(crate) predicted_peak_bytes: Bytes,
     /// Smallest peak over all plans that work inside the script's own loop.

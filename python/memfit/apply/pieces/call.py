@@ -43,7 +43,7 @@ class Pieces:
         count: Pieces, at most.
         cut: Which of the tensors that it is given are cut, by their places among them.
         draws: For each op that draws random numbers, in order, whether it does for every item.
-        proof: Its ops; ``None`` to trust whoever wrote the plan.
+        proof: Its ops, which each piece is compared with; ``None`` to compare nothing.
         loss: The place of the loss among the tensors that it returns, and how that reduces over the
             batch; ``None`` where it returns none.
     """

@@ -310,7 +310,7 @@ class Token:
         state.read_by(self)
 
     def blank(self) -> Tensor:
-        """A tensor of the saved one's shape, for whoever asks for no more than that."""
+        """A tensor with the shape of the saved one, over memory that is never touched."""
         geometry = self.geometry
         last = sum((n - 1) * step for n, step in zip(geometry.shape, geometry.stride, strict=True))
         elements = 0 if 0 in geometry.shape else geometry.offset + last + 1

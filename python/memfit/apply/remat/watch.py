@@ -70,7 +70,7 @@ class Tracked:
     parts: dict[Geometry, int] = field(default_factory=dict)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether nobody has written to a tensor over it unseen."""
+        """Whether every write to it was seen, as far as the version of ``tensor`` tells."""
         version = version_of(tensor)
         return version == self.version or self.parts.get(Geometry.of(tensor)) == version
 

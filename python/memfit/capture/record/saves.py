@@ -223,7 +223,7 @@ class SavedTensors:
 
         Args:
             token: What autograd held.
-            is_blank: Whether nobody asks for its elements: it takes no memory of the step.
+            is_blank: Whether its elements are never read; then it takes no memory.
         """
         allocation = token.save.allocation
         dtype, offset, shape, stride, device = token.view
