@@ -179,7 +179,7 @@ def test_frozen_layers_keep_nothing_and_cost_nothing(frozen):
     proof = memfit.verify(frozen, "40%", forbid=("remat", "micro_batch"))
     assert "unneeded_saves" in {action.kind for action in proof.plan.actions}
     assert memfit.plan(frozen, "40%", forbid=("remat", "micro_batch")).promise == "exact"
-    assert proof.plan.predicted_step_ratio <= 1.0
+    assert proof.plan.predicted_step_ratio <= 1.0 + 1e-12, "but for the order of a sum"
     assert proof.planned.measured_peak_bytes == proof.planned.predicted_peak_bytes
     assert proof.unplanned.measured_peak_bytes == proof.unplanned.predicted_peak_bytes
 
