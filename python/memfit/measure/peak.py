@@ -2,7 +2,9 @@
 
 Responsible for the truth that predictions are held against. On the CPU it is the profiler's
 allocator events, since torch keeps no memory statistics there: live bytes before the call plus the
-largest prefix of what the call allocated and freed. On CUDA it is the caching allocator's own peak.
+largest prefix of what the call allocated and freed; where a plan keeps parameters elsewhere, it is
+what is counted where torch allocates (:mod:`memfit.track.cpu`), since the profiler does not tell of
+memory that goes in the call and came before it. On CUDA it is the caching allocator's own peak.
 Resident set size is never used: the C library keeps freed pages.
 """
 
@@ -21,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.garbage import collected_before
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import address, plain_tensors
+from memfit.tensors.storage import plain_tensors
 from memfit.torch_versions import profiled_memory
+from memfit.track import cpu
 from memfit.workload import Workload
 
 
@@ -69,9 +72,7 @@ def storage_bytes(tensors: Iterable[Tensor], device: str = "cpu") -> int:
 def measure_peak(call: Callable[[], Any], static: Iterable[Tensor]) -> Measured:
     """Run ``call`` once and measure its peak.
 
-    Run it once before: kernels, caches and optimizer state are set up on first use. Where a plan
-    keeps parameters elsewhere, this runs it a few times more itself: the profiler does not tell of
-    memory that goes in the call and came before it looked.
+    Run it once before: kernels, caches and optimizer state are set up on first use.
 
     Args:
         call: What to measure; its result is dropped.
@@ -100,21 +101,13 @@ def _cuda_peak(call: Callable[[], Any], device: torch.device) -> Measured:
 
 _MEASURED = "memfit: measured call"
 
-_MOST_CALLS = 4
-"""Calls at most before the measured one; parameters that are there still have stayed for good."""
-
 
 def _cpu_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:
-    known = _places(static)
-    with profiled_memory() as profiled:
-        if any(owner_of(tensor) is not None for tensor in static):
-            for _ in range(_MOST_CALLS):
-                call()
-                if known.isdisjoint(_places(static)):
-                    break
-        static_bytes = storage_bytes(static)
-        with torch.profiler.record_function(_MEASURED):
-            call()
+    if any(owner_of(tensor) is not None for tensor in static) and cpu.start() is None:
+        return _counted_peak(call, static)
+    static_bytes = storage_bytes(static)
+    with profiled_memory() as profiled, torch.profiler.record_function(_MEASURED):
+        call()
     happened = profiled.profiler.kineto_results.events()
     start = next(event.start_ns() for event in happened if event.name() == _MEASURED)
     events = [
@@ -132,9 +125,14 @@ def _cpu_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:
     return Measured(static_bytes + highest, static_bytes, current)
 
 
-def _places(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
-    """Storages of parameters that a plan keeps elsewhere and that are there, and where."""
-    with without_barrier():
-        storages = [t.untyped_storage() for t in tensors if owner_of(t) is not None]
-        placed = ((s._cdata, address(s)) for s in storages)
-        return {(storage, place) for storage, place in placed if place is not None}
+def _counted_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:
+    """The peak where parameters go and come: the profiler sees no block go that it saw not come."""
+    static_bytes = storage_bytes(static)
+    window = cpu.Window()
+    before = window.read()
+    call()
+    seen = window.close()
+    assert before is not None  # a window that nobody has closed can be read
+    assert seen is not None
+    highest = seen.peak_bytes - before.current_bytes
+    return Measured(static_bytes + highest, static_bytes, seen.current_bytes - before.current_bytes)
