@@ -224,7 +224,9 @@ def size_hint(size: int | torch.SymInt, fallback: int) -> int:
 def flop_formulas() -> dict[Any, Callable[..., Any]]:
     """How many floating-point operations a call takes, by operator, as torch counts them.
 
-    Up to 2.13 torch has no formula for attention on a CPU, which takes those of the GPU's.
+    Up to 2.13 torch has no formula for attention on a CPU, which takes those of the GPU's. That of
+    2.11 refuses attention in which heads of the query share one of the keys; the work is that of as
+    many heads everywhere.
     """
     import torch
     from torch.utils.flop_counter import flop_registry
@@ -236,7 +238,34 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
             aten._scaled_dot_product_flash_attention_backward
         ),
     }
-    return {**{cpu: flop_registry[gpu] for cpu, gpu in on_cpu.items()}, **flop_registry}
+    found = {**{cpu: flop_registry[gpu] for cpu, gpu in on_cpu.items()}, **flop_registry}
+    return {
+        op: _of_grouped_heads(formula) if "scaled_dot_product" in str(op) else formula
+        for op, formula in found.items()
+    }
+
+
+def _of_grouped_heads(formula: Callable[..., Any]) -> Callable[..., int]:
+    """A formula for attention that takes shared heads for heads of their own."""
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        try:
+            return int(formula(*args, **kwargs))
+        except AssertionError:
+            # The formulas take shapes as well as tensors: batch, heads, length, width.
+            shapes = [getattr(value, "shape", value) for value in args]
+            heads = max(shape[1] for shape in shapes if _is_of_attention(shape))
+            wide = [
+                (shape[0], heads, *shape[2:]) if _is_of_attention(shape) else shape
+                for shape in shapes
+            ]
+            return int(formula(*wide, **kwargs))
+
+    return flops
+
+
+def _is_of_attention(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 4  # noqa: PLR2004 - what the kernels take
 
 
 def run_joint_passes(module: fx.GraphModule, device: torch.device | None) -> fx.GraphModule:

@@ -7,11 +7,14 @@ import torch
 from peaks import predicted_peak
 from small_examples import SMALL, small_example
 from torch import nn
+from torch.nn import functional as F
 
 from memfit.capture import record, record_pair
 from memfit.capture.record.step import StepRunner
+from memfit.capture.stage import cublas
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.errors import CaptureError
+from memfit.torch_versions import flop_formulas
 from memfit.workload import Workload
 
 
@@ -135,3 +138,100 @@ def test_a_step_that_needs_values_is_refused():
     workload = Workload(Branching(8, 8), torch.randn(4, 8), lambda m, b: m(b).mean())
     with pytest.raises(CaptureError, match="capture it for `cpu`"):
         record(workload, device="cuda")
+
+
+class Grouped(nn.Module):
+    """Attention of eight heads over four heads of keys."""
+
+    def __init__(self, *, by_columns: bool = False):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.by_columns = by_columns
+
+    def forward(self, x):
+        query = self.inner(x).view(x.shape[0], -1, 8, 8).transpose(1, 2)
+        if self.by_columns:  # a bias whose rows do not lie together, as T5's
+            bias = self.inner.weight[:16, :16].t().expand(1, 8, 16, 16)
+            return F.scaled_dot_product_attention(query, query, query, attn_mask=bias)
+        return F.scaled_dot_product_attention(query, query[:, :4], query[:, 4:], enable_gqa=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch asks the GPU that is here")
+@pytest.mark.parametrize(
+    ("by_columns", "autocast", "kernel"),
+    [
+        (False, None, "math"),  # the memory-efficient kernel shares no heads
+        (False, torch.bfloat16, "flash"),
+        (True, None, "math"),
+    ],
+)
+def test_attention_that_no_fused_kernel_takes_is_plain(by_columns, autocast, kernel):
+    model = Grouped(by_columns=by_columns)
+    workload = Workload(
+        model, torch.randn(2, 16, 64), lambda m, b: m(b).float().mean(), autocast=autocast
+    )
+    trace = record(workload, device="cuda")
+    assert f"attention was taken to run as {kernel} attention" in trace["meta"]["notes"]
+
+
+def test_heads_that_are_shared_count_as_heads_of_their_own():
+    flops = flop_formulas()[torch.ops.aten._scaled_dot_product_flash_attention]
+    query, keys = torch.empty(2, 8, 16, 32), torch.empty(2, 4, 16, 32)
+    whole = flops(query, query, query, out_val=None)
+    assert whole == 2 * 2 * (2 * 8) * 16 * 16 * 32
+    assert flops(query, keys, keys, out_val=None) == whole
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_what_asks_the_gpu_itself_is_refused_where_there_is_none():
+    model = nn.LSTM(8, 8)
+    workload = Workload(model, torch.randn(4, 2, 8), lambda m, b: m(b)[0].mean())
+    with pytest.raises(CaptureError, match="capture it where the GPU is, or for `cpu`"):
+        record(workload, device="cuda")
+
+
+def test_the_bytes_of_a_storage_are_not_written_out():
+    class Viewing(nn.Linear):
+        def forward(self, x):
+            whole = self.weight.detach().untyped_storage()
+            flat = torch.empty(0).set_(whole, 0, (self.weight.numel(),))
+            y = super().forward(x) * flat.sum()
+            return y if y.sum().item() != 0 else -y  # which asks for a real step
+
+    model = Viewing(64, 64)
+    trace = record(Workload(model, torch.randn(4, 64), lambda m, b: m(b).mean()))
+    (viewed,) = (op for op in trace["ops"] if "aten.set_" in trace["strings"][op["name"]])
+    assert trace["strings"][viewed["arguments"]] == "storage_offset=0, size=[4096]"
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(cublas, "is_pretended", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    return monkeypatch
+
+
+def test_workspaces_of_cublas_are_those_of_the_threads_that_multiply(hopper):
+    # As measured on an H200: Llama, which has no biases, 64 MiB; GPT-2, 65 MiB; a U-Net none.
+    of = cublas.workspace_bytes
+    assert of(["aten.mm.default"], training=True) == 64 << 20
+    assert of(["aten.mm.default", "aten.addmm.default"], training=True) == 65 << 20
+    assert of(["aten.bmm.default"], training=False) == 32 << 20
+    assert of(["aten.convolution.default"], training=True) == 0
+    hopper.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert of(["aten.mm.default"], training=False) == (8 << 20) + (128 << 10)
+    hopper.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert of(["aten.mm.default"], training=False) == (8 << 20) + (128 << 10)
+    hopper.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert of(["aten.mm.default"], training=False) == 128 << 10
+
+
+def test_workspaces_of_cublas_are_in_the_peak(hopper):
+    workload = small_example("gpt2")
+    with_workspaces = predicted_peak(record(workload, device="cuda", probe=False))
+    hopper.setattr(cublas, "is_pretended", lambda: True)
+    assert with_workspaces - predicted_peak(record(workload, device="cuda", probe=False)) == (
+        65 << 20
+    )

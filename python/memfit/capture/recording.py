@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.capture.as_trace import trace_json
+from memfit.capture.probe.gpu_scratch import probe_gpu_scratch
 from memfit.capture.probe.optimizer_updates import (
     fused_optimizer_refusal,
     per_parameter_refusal,
@@ -23,6 +24,7 @@ from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
 from memfit.capture.record.step import StepRunner
 from memfit.capture.record.step_loss import Reduction, loss_reduction
+from memfit.capture.stage import cublas
 from memfit.capture.stage.cuda import CudaRunner
 from memfit.capture.stage.fake import (
     fake_stage,
@@ -32,13 +34,13 @@ from memfit.capture.stage.fake import (
     set_batch,
 )
 from memfit.capture.stage.real import real_stage
-from memfit.capture.stage.stage import Stage
-from memfit.capture.trace_writer import Meta
+from memfit.capture.stage.stage import Stage, device_of
+from memfit.capture.trace_writer import Meta, with_held
 from memfit.errors import CaptureError, WorkloadError
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.gradient_hooks import gradient_hooks
 from memfit.torch_versions import offloaded_parameters_refusal
-from memfit.weights.absent_gpu import pretended_gpu
+from memfit.weights.absent_gpu import is_pretended, pretended_gpu
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload, batch_size
 
@@ -197,8 +199,9 @@ def _agree(
 def _refuse_real(workload: Workload, device: str | None, reason: str) -> None:
     """Refuse the real step without weights, or on another device than the one asked for."""
     require_weights(workload, reason)
-    if device == "cuda":
-        message = f"{reason}; a real step on CUDA is not supported: capture it for `cpu`"
+    here = device_of(workload.model)
+    if device is not None and device != here:
+        message = f"{reason}; such a step runs where the model is: capture it for `{here}`"
         raise CaptureError(message)
 
 
@@ -253,7 +256,11 @@ def _record(
     if size is not None:
         set_batch(stage, size)
     recorder = Recorder(
-        stage.model, stage.fake_mode, lean=lean, originals=Originals(stage.workload)
+        stage.model,
+        stage.fake_mode,
+        lean=lean,
+        originals=Originals(stage.workload),
+        on_gpu=stage.device == "cuda",
     )
     with contextlib.ExitStack() as stack:
         if stage.fake_mode is not None:
@@ -262,15 +269,17 @@ def _record(
             initialise_optimizer(stage)
         if stage.device == "cuda":
             stack.enter_context(pretended_gpu())
-        runner_type = CudaRunner if stage.device == "cuda" else StepRunner
+        is_faked = stage.device == "cuda" and stage.fake_mode is not None
+        runner_type = CudaRunner if is_faked else StepRunner
         runner = runner_type(stage, recorder)
         roles = runner.run()
         if updates:
             pairs = list(zip((p for p, _, _ in runner.ready.values()), roles.updates, strict=True))
             probe_updates(stage, pairs)
     scratch = Scratch()
-    if probe and stage.device == "cpu":
-        scratch = probe_scratch(recorder.scratch_calls, _result_bytes(recorder))
+    if probe and (stage.device == "cpu" or not is_pretended()):
+        probed = probe_scratch if stage.device == "cpu" else probe_gpu_scratch
+        scratch = probed(recorder.scratch_calls, _result_bytes(recorder))
         _correct_results(recorder, scratch.results)
     batch = batch_size(stage.batch, workload.batch_dim)
     reduction = loss_reduction(recorder, roles.loss, batch)
@@ -291,7 +300,19 @@ def _record(
         fixed_parameters=sorted(roles.fixed),
         notes=[*recorder.notes, *scratch.notes],
     )
-    return trace_json(recorder, roles, meta, scratch.bytes), reduction
+    trace = trace_json(recorder, roles, meta, scratch.bytes)
+    return _with_libraries(trace, recorder, stage), reduction
+
+
+def _with_libraries(trace: dict[str, Any], recorder: Recorder, stage: Stage) -> dict[str, Any]:
+    """A trace with what libraries keep of the GPU from the step's first matrix product on."""
+    if stage.device != "cuda":
+        return trace
+    names = (op.operator.name for op in recorder.ops)
+    size_bytes = cublas.workspace_bytes(names, training=stage.workload.training)
+    if not size_bytes:
+        return trace
+    return with_held(trace, cublas.NAME, [(size_bytes, len(recorder.ops))], "workspace")
 
 
 def _result_bytes(recorder: Recorder) -> dict[int, int]:

@@ -281,7 +281,10 @@ class TraceWriter:
 
 
 def with_held(
-    trace: Mapping[str, Any], name: str, held: Iterable[tuple[int, int]]
+    trace: Mapping[str, Any],
+    name: str,
+    held: Iterable[tuple[int, int]],
+    category: str = "input",
 ) -> dict[str, Any]:
     """A trace with memory that is there when the step begins and that no op touches.
 
@@ -289,10 +292,11 @@ def with_held(
         trace: The trace; it stays as it is.
         name: Name of that memory.
         held: Sizes in bytes on the first device, each with the position at which it goes.
+        category: What the memory is counted as.
     """
     strings = [*trace["strings"], name]
     rows = [
-        _allocation(size_bytes, 0, "input", None, [[0, end]], len(strings) - 1)
+        _allocation(size_bytes, 0, category, None, [[0, end]], len(strings) - 1)
         for size_bytes, end in held
     ]
     return {**trace, "allocations": [*trace["allocations"], *rows], "strings": strings}

@@ -79,6 +79,10 @@ _RUNNING_STATISTICS = frozenset(
 )
 """aten ops whose announced writes are running statistics, in the overloads without a suffix."""
 
+OWN_RANDOM_STATES = frozenset({"_cudnn_rnn", "miopen_rnn"})
+"""aten ops whose dropout draws from a state on the GPU that moves with every call, whatever torch's
+generators hold: run again, they give other numbers."""
+
 OWN_VERSIONS = frozenset({"unsafe_split", "unsafe_split_with_sizes"})
 """aten ops whose results are parts of one tensor, each with a version counter of its own: torch's
 cells of recurrent networks write to such parts in place."""
@@ -241,6 +245,7 @@ def _examine(func: OpOverload) -> Operator:
             and returns_tensor
             and len(written) <= 1
             and not lift
+            and not (native and base in OWN_RANDOM_STATES)
         ),
         refusal=refusal,
         resizes=base in RESIZING,

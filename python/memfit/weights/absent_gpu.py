@@ -31,6 +31,7 @@ _ANSWERS: dict[Any, dict[str, Any]] = {
         "empty_cache": None,
         "reset_peak_memory_stats": None,
         "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
         "get_device_capability": (8, 0),
         "get_device_name": "a GPU that is not there",
     },
@@ -42,6 +43,14 @@ _ANSWERS: dict[Any, dict[str, Any]] = {
     },
 }
 """What functions of torch say while a GPU is pretended, by their module and name."""
+
+
+_ask_torch = torch.cuda.is_available
+
+
+def is_pretended() -> bool:
+    """Whether a GPU that ``torch.cuda`` tells of, if it does, is none."""
+    return not _ask_torch()
 
 
 @contextlib.contextmanager

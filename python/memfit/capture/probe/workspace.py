@@ -146,7 +146,7 @@ def _run(call: Call, mark: str) -> tuple[int, ...]:
         args = _with_float_statistics(args)
     with record_function(mark):
         result = call.func(*args, **kwargs)
-    return _storage_sizes(result)
+    return storage_sizes(result)
 
 
 def _with_forward_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,12 +170,12 @@ def _with_float_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:5], *statistics, *args[7:])
 
 
-def _storage_sizes(result: Any) -> tuple[int, ...]:
+def storage_sizes(result: Any) -> tuple[int, ...]:
     """Size of the storage behind each tensor of a result."""
     if isinstance(result, torch.Tensor):
         return (result.untyped_storage().nbytes(),)
     if isinstance(result, (list, tuple)):
-        return tuple(size for item in result for size in _storage_sizes(item))
+        return tuple(size for item in result for size in storage_sizes(item))
     return ()
 
 

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.probe.gpu_scratch import takes_gpu_scratch
 from memfit.capture.probe.scratch_ops import takes_scratch
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.loss_reduction import reduction_of
@@ -56,6 +57,7 @@ FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _DETACH = torch.ops.aten.detach.default
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
+_CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
 _GROUP_NORM = torch.ops.aten.native_group_norm.default
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -132,6 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lean: bool = True,
         originals: Originals | None = None,
         keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
+        on_gpu: bool = False,
     ) -> None:
         """Create a recorder.
 
@@ -141,6 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             lean: Whether autograd is kept from holding what it saves.
             originals: The user's own tensors, which must not appear in a step that runs on copies.
             keep: Keeps the contents of what autograd saves in a real step.
+            on_gpu: Whether calls are probed on a GPU, else on the CPU.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[OpRecord] = []
@@ -156,6 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure: str | None = None
         self._view_replays = ViewReplays()
         self._fake_mode = fake_mode
+        self._on_gpu = on_gpu
         self._originals = originals
         self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_sequence = torch._C._autograd._get_sequence_nr() - 1
@@ -230,6 +235,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an op, on its shadows where its result depends on values."""
         if self._fake_mode is None:
             return func(*args, **kwargs)
+        if func is _CUDNN_RNN:
+            self.failure = f"`{operator.name}` keeps memory for backward that only cuDNN knows"
+            raise RealStepNeeded(self.failure)
         if func is SCALAR and self.phase is OPTIMIZER:
             return scalar_or_one(args[0])
         if operator.dynamic_shape or func is SCALAR or func is _EQUAL:
@@ -280,7 +288,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reduction = reduction_of(operator, args, kwargs)
             if reduction:
                 self.reductions[index] = reduction
-        if takes_scratch(operator.name, args, kwargs):
+        name = operator.name
+        if takes_gpu_scratch(name) if self._on_gpu else takes_scratch(name, args, kwargs):
             self.scratch_calls[index] = describe_call(func, args, kwargs)
         module, source, sequence = self._where()
         sizes = self.ledger.value_bytes

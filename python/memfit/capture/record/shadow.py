@@ -54,12 +54,20 @@ class _Shadow:
     """The real storage of an allocation, once it is there.
 
     Attributes:
-        storage: The storage; ``None`` before it was computed, or when that failed.
+        storage: The storage, on the CPU; ``None`` before it was computed, or when that failed.
         borrowed: Whether it belongs to the user.
+        elsewhere: The user's storage on a GPU, which is copied when its values are asked for.
     """
 
     storage: Any = None
     borrowed: bool = False
+    elsewhere: Any = None
+
+    def bring(self) -> Any:
+        """The storage on the CPU; ``None`` where there is none."""
+        if self.elsewhere is not None:
+            self.storage, self.elsewhere = self.elsewhere.cpu(), None
+        return self.storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +81,10 @@ class _View:
     stride: tuple[int, ...]
 
     def real(self) -> Tensor:
-        if self.shadow.storage is None:
+        storage = self.shadow.bring()
+        if storage is None:
             raise UnknownValueError
-        return torch.empty(0, dtype=self.dtype).set_(
-            self.shadow.storage, self.offset, self.shape, self.stride
-        )
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +122,12 @@ class Shadows:
 
     def lend(self, allocation: int, real: Tensor) -> None:
         """Use the storage of a real tensor, which memfit must not write to, as a shadow."""
-        if real.layout is torch.strided and real.device.type == "cpu":
+        if real.layout is not torch.strided:
+            return
+        if real.device.type == "cpu":
             self._table[allocation] = _Shadow(real.untyped_storage(), borrowed=True)
+        elif real.device.type == "cuda":
+            self._table[allocation] = _Shadow(elsewhere=real.untyped_storage())
 
     def own(self, allocation: int, real: Tensor) -> None:
         """Use the storage of a real tensor that nobody else writes to."""
@@ -223,7 +234,7 @@ class Shadows:
                 _run(op)
             except (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError):
                 for shadow in op.written:
-                    shadow.storage = None
+                    shadow.storage = shadow.elsewhere = None
 
     def _view(self, tensor: Tensor) -> _View:
         allocation = self._ledger.find(tensor)

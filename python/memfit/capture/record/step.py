@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.optim import Optimizer
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
 from memfit.capture.record.roles import Roles, Update
-from memfit.capture.stage.stage import Stage, batch_entries
-from memfit.errors import MemfitError, StepPhase, UsageError, WorkloadError
+from memfit.capture.stage.stage import Stage, batch_entries, device_of
+from memfit.errors import CaptureError, MemfitError, StepPhase, UsageError, WorkloadError
 from memfit.tensors.storage import is_fixed, is_wrapper, named_parts, plain_tensors
 
 
@@ -75,7 +76,7 @@ class StepRunner:
         dtype = self.stage.workload.autocast
         if dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=dtype)
+        return torch.autocast(self.stage.device, dtype=dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss."""
@@ -218,6 +219,14 @@ class StepRunner:
             update.state = self._own_state.get(id(parameter), [])
             self.roles.updates.append(update)
 
+    def _may_run_for_real(self, error: Exception) -> bool:
+        """Whether the GPU may take what its shapes alone were refused.
+
+        torch 2.11 refuses grouped products of 32 bits on fakes, which an H200 computes.
+        """
+        here = device_of(self.stage.workload.model)
+        return self.stage.device == here == "cuda" and _is_of_meta_kernels(error)
+
     @contextlib.contextmanager
     def _guarded(self, phase: StepPhase) -> Iterator[None]:
         """Turn what the user's code raises into an error that says where."""
@@ -228,11 +237,25 @@ class StepRunner:
         except Exception as error:
             if self.recorder.failure is not None:
                 raise RealStepNeeded(self.recorder.failure) from error
-            if self.stage.fake_mode is not None and _only_fakes_fail(error):
+            if self.stage.fake_mode is not None and (
+                _only_fakes_fail(error) or self._may_run_for_real(error)
+            ):
                 message = f"the {phase} does not run on fake tensors ({type(error).__name__})"
                 raise RealStepNeeded(message) from error
+            if self.stage.device == "cuda" and isinstance(error, torch.AcceleratorError):
+                message = (
+                    f"the {phase} asks for the GPU itself: {str(error).partition(chr(10))[0]}\n"
+                    "hint: capture it where the GPU is, or for `cpu`"
+                )
+                raise CaptureError(message) from error
             message = f"the step failed in {phase}: {type(error).__name__}: {error}"
             raise WorkloadError(message, phase=phase) from error
+
+
+def _is_of_meta_kernels(error: Exception) -> bool:
+    """Whether a kernel of torch's that computes shapes alone raised an error."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code.co_filename.endswith("_meta_registrations.py") for frame in frames)
 
 
 def _state_by_parameter(optimizer: Optimizer, ledger: Ledger) -> dict[int, list[int]]:

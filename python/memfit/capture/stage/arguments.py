@@ -69,13 +69,17 @@ def returned_tensors(out: Any) -> list[Tensor]:
     return tensors
 
 
+_MEMORY = (Tensor, torch.UntypedStorage, torch.TypedStorage)
+"""A storage would be written as all of its bytes: cuDNN's LSTM hands one to ``set_``."""
+
+
 def arguments_text(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Arguments that are neither tensors nor at their default, as ``dim=-1, keepdim=True``."""
+    """Arguments that are neither memory nor at their default, as ``dim=-1, keepdim=True``."""
     parts: list[str] = []
     defaults = operator.keyword_defaults
     names = operator.argument_names
     for position, argument in enumerate(args):
-        if argument is None or isinstance(argument, Tensor):
+        if argument is None or isinstance(argument, _MEMORY):
             continue
         if isinstance(argument, (list, tuple)) and any(isinstance(i, Tensor) for i in argument):
             continue

@@ -22,6 +22,7 @@ from memfit.capture.record.step import StepRunner
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.capture.stage.stage import Stage
 from memfit.tensors.storage import is_wrapper
+from memfit.weights.absent_gpu import is_pretended
 
 DEVICE = "cuda"
 
@@ -102,14 +103,18 @@ class CudaRunner(StepRunner):
             recorder: What to write to.
         """
         super().__init__(stage, recorder)
-        self._attention = AttentionChoice()
+        self._attention = AttentionChoice() if is_pretended() else None
         recorder.saved.file_by_node()
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast and the choice of attention kernels around the forward."""
+        """Autocast around the forward, and the choice of attention kernels without a GPU.
+
+        Where there is one, torch asks it for the kernel, on fakes too.
+        """
         stack = contextlib.ExitStack()
         stack.enter_context(_autocast(self.stage.workload.autocast))
-        stack.enter_context(self._attention)
+        if self._attention is not None:
+            stack.enter_context(self._attention)
         return stack
 
     def backward(self, loss: Tensor) -> None:
@@ -120,7 +125,7 @@ class CudaRunner(StepRunner):
             recorder.running_sequence = sequence
 
         BackwardEngine(started, recorder.saved.release_node).run(loss)
-        for kernel in sorted(self._attention.kernels):
+        for kernel in sorted(self._attention.kernels if self._attention is not None else ()):
             recorder.notes[f"attention was taken to run as {kernel} attention"] = None
 
     def clip_gradients(self, norm: float) -> None:
@@ -131,7 +136,8 @@ class CudaRunner(StepRunner):
 class AttentionChoice(TorchFunctionMode):
     """Replaces scaled dot-product attention by the kernel a GPU would run.
 
-    Without a GPU torch falls back to plain matrix products, which take far more memory.
+    Without a GPU torch falls back to plain matrix products, which take far more memory. The rules
+    are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` that depend on no GPU.
 
     Attributes:
         kernels: Names of the kernels chosen so far.
@@ -167,27 +173,45 @@ class AttentionChoice(TorchFunctionMode):
             query, key, value = (t.to(dtype) for t in (query, key, value))
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
-        if enable_gqa and key.shape[-3] != query.shape[-3]:
-            repeats = query.shape[-3] // key.shape[-3]
-            key = key.repeat_interleave(repeats, -3)
-            value = value.repeat_interleave(repeats, -3)
-        fits = query.dim() == _ATTENTION_RANK and query.shape[-1] == value.shape[-1]
-        if not fits:
-            self.kernels.add("math")
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale
-            )
+        is_grouped = enable_gqa and key.shape[-3] != query.shape[-3]
+        is_plain = query.dim() == _ATTENTION_RANK and query.shape[-1] == value.shape[-1]
+        rows_lie_together = all(map(_rows_lie_together, (query, key, value)))
         head = query.shape[-1]
-        if attn_mask is None and query.dtype in _HALF and head <= _LARGEST_FLASH_HEAD:
+        is_half = query.dtype in _HALF
+        if (
+            is_plain
+            and rows_lie_together
+            and attn_mask is None
+            and is_half
+            and head <= _LARGEST_FLASH_HEAD
+        ):
             self.kernels.add("flash")
             flash = torch.ops.aten._scaled_dot_product_flash_attention.default
             return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        fits = is_plain and rows_lie_together and not is_grouped
+        if not fits or (attn_mask is not None and not _rows_lie_together(attn_mask)):
+            self.kernels.add("math")
+            return functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         self.kernels.add("memory-efficient")
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
         bias = _additive(attn_mask, query, key)
         return efficient(  # type: ignore[no-any-return]
             query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )[0]
+
+
+def _rows_lie_together(tensor: Tensor) -> bool:
+    """Whether the elements of a row are neighbours, as the fused kernels want them."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -12,11 +12,12 @@ import copy
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -27,6 +28,7 @@ from memfit.capture.stage.stage import (
     Stage,
     batch_entries,
     build_optimizer,
+    device_of,
     empty_gradient,
     resize_batch,
 )
@@ -60,7 +62,7 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
         parameter.grad = None
     if any(tensor.layout is not torch.strided for _, tensor in batch_entries(workload.batch)):
         raise RealStepNeeded("the batch holds a sparse tensor")
-    kind = device or _device_of(workload.model)
+    kind = device or device_of(workload.model)
     with mode:
         if kind == "cuda":
             move_model(model)
@@ -97,12 +99,6 @@ def set_batch(stage: Stage, size: int) -> None:
             stage.batch = move_batch(stage.batch)
 
 
-def _device_of(model: nn.Module) -> str:
-    """Kind of device most of a model is on."""
-    kinds = [tensor.device.type for tensor in (*model.parameters(), *model.buffers())]
-    return "cuda" if kinds.count("cuda") > len(kinds) // 2 else "cpu"
-
-
 def initialise_optimizer(stage: Stage) -> None:
     """Make the optimizer allocate its lazy state, as its first step would.
 
@@ -136,7 +132,8 @@ def ordinary_tensors() -> Iterator[None]:
 
     transformers treats a fake tensor as a sign of tracing and builds masks that the real step does
     not build. It is patched only where it is imported already. A failing op is reported by memfit,
-    so torch's own log of it is switched off meanwhile.
+    so torch's own log of it is switched off meanwhile, and its warning of recurrent networks, which
+    ask where their weights lie.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -147,7 +144,9 @@ def ordinary_tensors() -> Iterator[None]:
     if patched:
         module.is_fake_tensor = _never  # type: ignore[union-attr]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
     finally:
         logger.setLevel(level)
         if patched:

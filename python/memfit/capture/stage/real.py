@@ -18,6 +18,7 @@ from memfit.capture.stage.stage import (
     Stage,
     batch_entries,
     build_optimizer,
+    device_of,
     empty_gradient,
     resize_batch,
 )
@@ -48,10 +49,12 @@ def real_stage(workload: Workload, size: int, reason: str) -> Stage:
     tensors = [*workload.model.parameters(), *workload.model.buffers()]
     parts = chain.from_iterable(map(plain_tensors, tensors))
     needed = _COPIES_OF_PARAMETERS * sum(t.numel() * t.itemsize for t in parts)
-    if needed > available_bytes():
+    device = device_of(workload.model)
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    if needed > free:
         message = (
             f"{reason}, and one real step would need at least {needed} bytes for parameters, "
-            f"gradients and optimizer state; {available_bytes()} bytes are free"
+            f"gradients and optimizer state; {free} bytes are free"
         )
         raise CaptureError(message)
     try:
@@ -59,11 +62,14 @@ def real_stage(workload: Workload, size: int, reason: str) -> Stage:
     except Exception as error:
         message = f"{reason}, and the model cannot be copied: {type(error).__name__}: {error}"
         raise CaptureError(message) from error
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # a copy's weights lie apart, which cuDNN copies every time
     for parameter in model.parameters():
         parameter.grad = None
     try:
         optimizer = build_optimizer(workload, model)
-        stage = Stage(workload, model, None, optimizer, None, None, {})
+        stage = Stage(workload, model, None, optimizer, None, None, {}, device)
         _initialise_optimizer(stage)
     except MemfitError:
         raise

@@ -50,6 +50,12 @@ class Stage:
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
+def device_of(model: nn.Module) -> str:
+    """Kind of device most of a model is on, ``cpu`` or ``cuda``."""
+    kinds = [tensor.device.type for tensor in (*model.parameters(), *model.buffers())]
+    return "cuda" if kinds.count("cuda") > len(kinds) // 2 else "cpu"
+
+
 def batch_entries(batch: Any) -> list[tuple[str, Tensor]]:
     """Tensors of a batch with the path that leads to each.
 
