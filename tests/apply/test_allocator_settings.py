@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.errors import UsageError
 from memfit.run.fitted import Fitted
 from memfit.workload import Workload
@@ -75,3 +76,17 @@ def test_on_cuda_reserved_is_predicted_and_planned_for():
     plan = memfit.plan(trace, budget="120%")
     assert plan.fits
     assert plan.reserved.peak_allocated_bytes <= plan.budget_bytes
+
+
+def test_a_script_gets_segments_that_grow_unless_it_has_chosen(set_settings, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        keep_in_one_piece()
+        assert set_settings == []
+        monkeypatch.delenv(name)
+    keep_in_one_piece()
+    assert set_settings == [SETTINGS]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    keep_in_one_piece()
+    assert set_settings == [SETTINGS]

@@ -6,9 +6,24 @@ Not responsible for choosing the settings (the engine simulates them).
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from memfit.errors import UsageError
+
+EXPANDABLE = "expandable_segments:True"
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def keep_in_one_piece() -> None:
+    """Let segments grow, where the user has chosen no settings.
+
+    A step by a plan asks for other sizes than the one before; without this the allocator keeps
+    room for both: ResNet-50 held 4.2 GiB of an H200 for 2.3 GiB of tensors, and 2.2 GiB for 2.1 so.
+    """
+    if torch.version.cuda and not any(os.environ.get(name) for name in _VARIABLES):
+        set_up(EXPANDABLE)
 
 
 def set_up(settings: str) -> None:

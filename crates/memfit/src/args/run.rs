@@ -31,7 +31,7 @@ pub(crate) struct RunArguments {
     #[arg(long, value_parser = KindParser, value_name = "KIND", requires = "budget")]
     pub(crate) forbid: Vec<ActionKind>,
 
-    /// Offload activations, optimizer state and parameters to files in this folder, or to the host's memory (`host`, for scripts on CUDA) [default: where nothing else fits, a folder for temporary files]
+    /// Offload activations, optimizer state and parameters to files in this folder, or to the host's memory (`host`, for scripts on CUDA) [default: where nothing else fits, the host's memory for scripts on CUDA, else a folder for temporary files]
     ///
     /// Where it pays, by the place's speed, which is measured when the first step is planned. Files have no name: nothing is left after the run.
     #[arg(long, value_name = "FOLDER|host", requires = "budget")]

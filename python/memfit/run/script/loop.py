@@ -37,6 +37,7 @@ from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
+from memfit.run.script.place import chosen
 from memfit.run.script.planned_step import Key, PlannedStep, comes_nearer, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
@@ -519,10 +520,7 @@ class Loop:
         return key_of(self._model(), inputs)
 
     def _choose_place(self, place: str) -> None:
-        note = (
-            f"nothing else fits: what does not is offloaded to files in `{place}`, which are gone "
-            "afterwards; `--no-offload` forbids it"
-        )
+        note = chosen(place)
         if note not in self.notes:
             self.notes[note] = None
             self._say(note)

@@ -1,6 +1,7 @@
 """Where ``memfit run`` offloads to when nobody has said.
 
-Responsible for the folder. Not responsible for whether anything is offloaded
+Responsible for the place: the host's memory for what is on a GPU, which copies many times faster
+than a disk writes, else a folder. Not responsible for whether anything is offloaded
 (:mod:`memfit.run.script.recorded_step`).
 """
 
@@ -14,19 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from memfit.apply.offload.tiers import open_tier
+from memfit.capture.probe.workspace import available_bytes
 from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.run.script.request import FitRequest
 
 LEAST_FREE_BYTES = 1 << 30
-"""A folder with less room is left to others."""
+"""A place with less room is left to others."""
 
 LEAST_STATE_BYTES = 4096
 """Smaller state stays, as in the engine's plans (``technique/offload_optimizer.rs``)."""
 
 
-def chosen_place() -> str | None:
-    """The first usual folder whose files take no memory and that has room; ``None`` without."""
+def chosen_place(device_kind: str) -> str | None:
+    """The host's memory for a GPU; else the first usual folder on a disk; ``None`` without room.
+
+    Args:
+        device_kind: ``cpu`` or ``cuda``: where the model is.
+    """
+    if device_kind == "cuda" and available_bytes() >= LEAST_FREE_BYTES:
+        return HOST
     for folder in _usual():
         try:
             if shutil.disk_usage(folder).free >= LEAST_FREE_BYTES:
@@ -37,20 +45,31 @@ def chosen_place() -> str | None:
     return None
 
 
-def state_elsewhere(request: FitRequest, state_bytes: int) -> dict[str, Any] | None:
+def chosen(place: str) -> str:
+    """What is said of a place that memfit chose."""
+    files = f"files in `{place}`, which are gone afterwards"
+    where = "the host's memory" if place == HOST else files
+    return f"nothing else fits: what does not is offloaded to {where}; `--no-offload` forbids it"
+
+
+def state_elsewhere(
+    request: FitRequest, state_bytes: int, device_kind: str
+) -> dict[str, Any] | None:
     """A plan that keeps an optimizer's state elsewhere, before any other is known.
 
     Args:
         request: Which plans are allowed, and where they may offload to.
         state_bytes: How much there will be.
+        device_kind: ``cpu`` or ``cuda``: where it would be.
 
     Returns:
         The plan as parsed JSON; ``None`` where the state has to stay, or no place has room.
     """
-    place = request.options.place or (chosen_place() if request.may_choose_place else None)
+    may_choose = request.may_choose_place
+    place = request.options.place or (chosen_place(device_kind) if may_choose else None)
     if place is None or "offload_optimizer" in request.options.forbid:
         return None
-    if place != HOST and state_bytes > free_bytes(place):
+    if state_bytes > free_bytes(place):
         return None
     directions: dict[str, Any] = {
         "tier": "host" if place == HOST else "disk",
@@ -63,7 +82,9 @@ def state_elsewhere(request: FitRequest, state_bytes: int) -> dict[str, Any] | N
 
 
 def free_bytes(place: str) -> int:
-    """How much may be offloaded to a folder: half of its room is left to others."""
+    """How much may be offloaded to a place: half of its room is left to others."""
+    if place == HOST:
+        return available_bytes() // 2
     try:
         return shutil.disk_usage(place).free // 2
     except OSError:

@@ -179,7 +179,7 @@ class RecordedStep:
         self.place = ""
         if made.fits or not asked.may_choose_place:
             return made
-        place = chosen_place()
+        place = chosen_place(self._json["meta"]["device_kind"])
         offered = None if place is None else self._offered(place)
         if place is None or offered is None:
             return made
@@ -285,7 +285,15 @@ def _costs(observation: Observation) -> dict[str, Any]:
     if observation.device_kind == "cpu":
         return {"kind": "profile", "op_seconds": usual_seconds(observation.recorder)}
     found, _ = usable("cuda", None)
-    return {"kind": "roofline", "profile": found or gpu_profile(None)}
+    return {"kind": "roofline", "profile": found or _datasheet()}
+
+
+def _datasheet() -> dict[str, Any]:
+    """What is known of the GPU, or of one that stands in for it."""
+    try:
+        return gpu_profile(torch.cuda.get_device_name())
+    except MemfitError:
+        return gpu_profile(None)
 
 
 def _with_updates(costs: dict[str, Any], trace: dict[str, Any]) -> dict[str, Any]:

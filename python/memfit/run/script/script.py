@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.answers import Plan
+from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import BudgetKept, Over
@@ -110,6 +111,7 @@ class AdoptedScript:
 
     def begin(self) -> None:
         """Watch the script; torch has just been imported."""
+        keep_in_one_piece()
         self._signals.install()
         self._kept.pass_ended(torch.device("cpu"))
         self._hold(torch.device("cpu"))

@@ -1,6 +1,7 @@
-"""Contents of saved tensors in a file instead of memory.
+"""Contents of saved tensors elsewhere than where the step runs.
 
-Responsible for writing storages and reading them back, bit for bit. Not responsible for which.
+Responsible for keeping storages and giving them back, bit for bit: of a GPU in the host's memory,
+else in a file. Not responsible for which.
 
 The file has no name from the start, so nothing stays behind, whatever becomes of the process. Room
 of contents that nobody needs is used again, and half of what was free in the folder stays free, for
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from memfit.capture.probe.workspace import available_bytes
 from memfit.capture.record.saves import InMemory
 
 SMALLEST = 4096
@@ -27,6 +29,27 @@ SMALLEST = 4096
 
 _Free = defaultdict[int, list[int]]
 """Offsets that are free again, by the size of what was there: a step saves the same sizes."""
+
+
+class OnHost:
+    """Contents of a GPU's storage, in the host's memory."""
+
+    __slots__ = ("__weakref__", "_device", "_held", "_loaded")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Copy a storage."""
+        self._device = storage.device
+        self._held = storage.cpu()  # type: ignore[no-untyped-call]
+        self._loaded: weakref.ref[Any] | None = None
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """A storage with the contents: one for all who ask while it lives."""
+        storage = self._loaded() if self._loaded is not None else None
+        if storage is None:
+            storage = _moved(self._held, self._device)
+            self._loaded = weakref.ref(storage)
+        return storage
 
 
 class InFile:
@@ -78,11 +101,7 @@ class InFile:
                 if count == 0:
                     raise OSError("the file of saved tensors has been cut off")
                 done += count
-        if self._device.type == "cpu":
-            return storage
-        moved = torch.UntypedStorage(self._size, device=self._device)  # type: ignore[no-untyped-call]
-        moved.copy_(storage)
-        return moved
+        return storage if self._device.type == "cpu" else _moved(storage, self._device)
 
 
 class SpillFile:
@@ -99,10 +118,13 @@ class SpillFile:
         self.bytes = 0
         self._file: BinaryIO | None = None
         self._free: _Free = defaultdict(list)
+        self._host_floor_bytes = -1
 
-    def keep(self, storage: torch.UntypedStorage) -> InMemory | InFile:
+    def keep(self, storage: torch.UntypedStorage) -> InMemory | OnHost | InFile:
         """Keep the contents of a storage as they are now."""
         size = storage.nbytes()
+        if storage.device.type == "cuda" and size >= SMALLEST and self._has_room_on_host(size):
+            return OnHost(storage)
         if size < SMALLEST or self.problem or storage.device.type not in ("cpu", "cuda"):
             return InMemory(storage)
         try:
@@ -123,6 +145,18 @@ class SpillFile:
             return InMemory(storage)
         self.bytes += size
         return kept
+
+    def _has_room_on_host(self, size: int) -> bool:
+        """Whether half of what was free in the host's memory stays so."""
+        if self._host_floor_bytes < 0:
+            self._host_floor_bytes = available_bytes() // 2
+        return available_bytes() - size >= self._host_floor_bytes
+
+
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    moved = torch.UntypedStorage(storage.nbytes(), device=device)  # type: ignore[no-untyped-call]
+    moved.copy_(storage)
+    return moved
 
 
 def _free_bytes(file: BinaryIO) -> int:

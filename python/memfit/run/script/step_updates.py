@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memfit import _native
 from memfit.apply.executor import Executor, Subject
 from memfit.errors import MemfitError
+from memfit.options import HOST
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site, gradients_looked_at
 from memfit.run.script.fused import FusedUpdates
 from memfit.run.script.passes import ObservedPass
@@ -222,7 +223,7 @@ class StepUpdates:
         leaves_room = running.peak_so_far() + needs.new_state_bytes <= budget_bytes
         directions = None
         if not (fits_one_by_one and leaves_room):
-            directions = state_elsewhere(self._request, needs.all_state_bytes)
+            directions = state_elsewhere(self._request, needs.all_state_bytes, device.type)
         if directions is None:
             one_by_one = Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
             return one_by_one if fits_one_by_one else None
@@ -231,7 +232,7 @@ class StepUpdates:
         except MemfitError:
             return None
         if self._request.may_choose_place:
-            self._on_place(directions["actions"][0]["offload_optimizer"]["folder"])
+            self._on_place(directions["actions"][0]["offload_optimizer"]["folder"] or HOST)
         return executor
 
 
