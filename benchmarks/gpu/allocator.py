@@ -23,11 +23,10 @@ from benchmarks.gpu.results import Document, Results, Row, bar
 from benchmarks.record import ROOT, memfit_json
 
 import memfit
-from memfit.apply.allocator_settings import set_up
+from memfit.apply.allocator_settings import EXPANDABLE, set_up
 from memfit.run.fitted import Fitted
 
 KEPT = ROOT / "crates/memfit-engine/tests/data/snapshots/streams.pickle"
-EXPANDABLE = "expandable_segments:True"
 STEPS = 3
 _SECONDS = 30.0
 
@@ -58,12 +57,10 @@ def recorded(case: Case, way: str, file: Path) -> Iterator[Row]:
     device = Device("cuda")
     if way == "expandable":
         set_up(EXPANDABLE)
+    plan = _plan_with_settings(case, device) if way == "planned" else None
     device.start_recording()
     workload = models.build(case, device.place)
-    if way == "planned":
-        plan = memfit.plan(workload, "60%")
-        if not plan.fits:
-            plan = memfit.plan(workload, plan.minimum_budget_bytes)
+    if plan is not None:
         fitted = Fitted(workload, plan, loss_reduction=plan.loss_reduction)
     else:
         _, fitted = steps.ordinary(workload)
@@ -76,6 +73,20 @@ def recorded(case: Case, way: str, file: Path) -> Iterator[Row]:
     yield {"truth": truth}
     found = compared(file)
     yield {**found, "bars": [*found["bars"], *bars_of_bytes(found, truth)]}
+
+
+def _plan_with_settings(case: Case, device: Device) -> memfit.Plan:
+    """A plan, its allocator settings applied: a recording has one setting from its begin on."""
+    workload = models.build(case, device.place)
+    plan = memfit.plan(workload, "60%")
+    if not plan.fits:
+        plan = memfit.plan(workload, plan.minimum_budget_bytes)
+    for action in plan.actions:
+        if action.kind == "allocator_settings":
+            set_up(action.settings)
+    del workload
+    device.give_back_free()
+    return plan
 
 
 def statistics() -> dict[str, int]:

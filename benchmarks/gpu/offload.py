@@ -145,9 +145,13 @@ def offloading(case: Case, kind: str, place: str, costs: Path) -> Iterator[Row]:
         if plan.fits
     }
     bits = steps.Bits(workload, eager)
+    rows = {
+        way: peaks.of_bits(bits, bits.of(fitted), exact=plans[way].as_dict()["promise"] == "exact")
+        for way, fitted in ways.items()
+    }
+    del bits  # it holds three times the parameters
     for way, fitted in ways.items():
-        exact = plans[way].as_dict()["promise"] == "exact"
-        compared = peaks.of_bits(bits, bits.of(fitted), exact=exact)
+        compared = rows[way]
         found = steps.peaks(fitted.step, workload, device)
         report = fitted.report()
         bars = [

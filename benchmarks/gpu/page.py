@@ -15,6 +15,7 @@ from benchmarks.gpu.results import Document
 
 TITLES = {
     "tests": "Tests that need a GPU",
+    "run": "Unmodified scripts",
     "peaks": "Predicted peaks and plans",
     "offload": "Offloading to the host's memory",
     "park": "Parking and pools",

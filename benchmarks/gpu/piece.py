@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.results import Document, Results
 
-PIECES = ("tests", "peaks", "offload", "park", "guard", "allocator", "compiled", "costs")
+PIECES = ("tests", "run", "peaks", "offload", "park", "guard", "allocator", "compiled", "costs")
 """In the order in which they run; each is a module of its name."""
 
 
