@@ -16,10 +16,10 @@ FLOORS = (
     {"."},  # the files of the package itself: errors, sizes, workloads, answers
     {"tensors"},
     {"weights"},
+    {"track"},
     {"capture", "measure"},
     {"apply"},
     {"plan"},
-    {"track"},
     {"guard"},
     {"share"},
     {"run"},
