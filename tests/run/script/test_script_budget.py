@@ -142,6 +142,16 @@ def test_strict_stops_before_a_step_that_no_plan_fits(tmp_path: Path):
     assert len(ran.stdout.splitlines()) >= 2, "the small ones ran"
 
 
+def test_strict_says_what_was_refused_before_any_plan(tmp_path: Path):
+    steps = "    for _ in range(3): step(2048)"
+    ran = _strict(tmp_path / "run", "4MiB", textwrap.dedent(STEPS + steps))
+    assert ran.code == 74
+    assert "memfit: stopped before the budget of 4.0 MiB would be exceeded: " in ran.stderr
+    assert " were asked for with " in ran.stderr
+    assert "memfit plan FILE.py" not in ran.stderr, "it is a script that runs within a budget"
+    assert " of 4.0 MiB (`--strict` stopped the script)" in ran.stderr
+
+
 def test_strict_names_ways_out(tmp_path: Path):
     code = """
     import torch

@@ -19,6 +19,9 @@ from memfit.run.script.request import OVER_BUDGET
 _PAGES = 64
 """The guard counts whole pages: so small a part of the budget more is left to the verdict."""
 
+_LARGEST = 3
+"""Holders of memory that are named."""
+
 MOST_WAYS = 3
 """Ways out that are named."""
 
@@ -34,6 +37,7 @@ class Strict:
         """
         self._say = say
         self._limit: Limit | None = None
+        self._budget_bytes = 0
         self._stopped = False
 
     def hold(self, budget_bytes: int, device: torch.device) -> None:
@@ -48,6 +52,7 @@ class Strict:
         """
         if self._limit is not None:
             return
+        self._budget_bytes = budget_bytes
         limit = limit_on(device, budget_bytes + budget_bytes // _PAGES + (1 << 20))
         try:
             limit.set()
@@ -85,6 +90,20 @@ class Strict:
         self._say(f"stopped before the budget would be exceeded: {why}")
         raise SystemExit(OVER_BUDGET)
 
+    def _refused(self, refused: OutOfBudget) -> str:
+        """What is said of a request that no plan foresaw."""
+        asked, in_use = map(_native.bytes_text, (refused.requested_bytes, refused.in_use_bytes))
+        largest = ", ".join(
+            f"{_native.bytes_text(holder.bytes)} {holder.name}"
+            for holder in refused.holders[:_LARGEST]
+        )
+        return (
+            f"stopped before the budget of {_native.bytes_text(self._budget_bytes)} would be "
+            f"exceeded: {asked} were asked for with {in_use} in use"
+            + (f" ({largest})" if largest else "")
+            + "; without `--strict` the script goes on, and the end says what would keep the budget"
+        )
+
     def ended(self, error: BaseException | None) -> bool:
         """Refuse nothing any more.
 
@@ -100,5 +119,5 @@ class Strict:
         limit.end()
         refused = limit.refused(error) if error is not None else None
         if refused is not None:
-            self._say(str(refused))
+            self._say(self._refused(refused))
         return self._stopped or refused is not None or isinstance(error, OutOfBudget)

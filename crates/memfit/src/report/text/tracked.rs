@@ -294,7 +294,12 @@ fn owners(found: &[OwnedBytes], whole: Bytes) -> String {
 fn fitted(fitting: &Fitting, palette: Palette) -> String {
     let mut lines = Vec::new();
     if let Some(verdict) = &fitting.verdict {
-        lines.push(held(verdict, palette));
+        let stopped = if fitting.stopped && verdict.kept {
+            " (`--strict` stopped the script)"
+        } else {
+            ""
+        };
+        lines.push(format!("{}{stopped}", held(verdict, palette)));
     }
     if let Some(reason) = &fitting.refusal {
         lines.push(format!("not kept by memfit: {reason}"));
@@ -339,10 +344,11 @@ fn leased(lease: &RunLease) -> Vec<String> {
 }
 
 fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> String {
-    let optimizers = if of.optimizers.is_empty() {
-        "no optimizer".to_owned()
-    } else {
-        of.optimizers.join(" + ")
+    let steps = of.observed.steps + of.planned.steps + of.unplanned.steps;
+    let optimizers = match &of.optimizers[..] {
+        [] if steps == 0 => "no step came to its end".to_owned(),
+        [] => "no optimizer".to_owned(),
+        stepped => stepped.join(" + "),
     };
     let mut text = indented(&[format!(
         "{} on {}, {}, {optimizers}",
