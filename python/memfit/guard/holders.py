@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.errors import Holder
 from memfit.tensors.optimizers import in_memory
+from memfit.tensors.storage import gradient_of
 from memfit.track.look import NAMES, Look, look, undisturbed
 from memfit.track.owners import instances, storage_of
 from memfit.track.variables import Running
@@ -89,8 +90,9 @@ def _names() -> dict[int, tuple[str, int]]:
         for place, category, tensor in _tensors(root):
             places.setdefault(id(tensor), place)
             _name(named, f"{_WORDS[category]} of {place}", tensor)
-            if category == "parameter" and tensor.grad is not None:
-                _name(named, f"gradients of {place}", tensor.grad)
+            gradient = gradient_of(tensor) if category == "parameter" else None
+            if gradient is not None:
+                _name(named, f"gradients of {place}", gradient)
     for optimizer in (owner for owner in found if isinstance(owner, Optimizer)):
         for parameter, state in list(vars(optimizer).get("state", {}).items()):
             place = places.get(id(parameter), "parameters outside any model")

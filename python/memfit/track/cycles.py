@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.tensors.storage import gradient_of
 from memfit.track.cause import Cause
 from memfit.track.graphs import Graphs
 from memfit.track.owners import storage_of
@@ -82,12 +83,13 @@ def _has_graph_in_gradient(tensor: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         if not tensor.is_leaf or not tensor.requires_grad:
             return False
-        return tensor.grad is not None and tensor.grad.grad_fn is not None
+        gradient = gradient_of(tensor)
+        return gradient is not None and gradient.grad_fn is not None
 
 
 def _of_gradient(tensor: Tensor) -> Iterable[Tensor]:
     """The gradient and what its graph holds, if the graph leads back to the tensor."""
-    gradient = tensor.grad
+    gradient = gradient_of(tensor)
     if gradient is None:
         return []
     graphs = Graphs()

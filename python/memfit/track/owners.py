@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import plain_tensors
+from memfit.tensors.storage import gradient_of, plain_tensors
 
 PARAMETER = "parameter"
 MODULE_BUFFER = "module_buffer"
@@ -176,8 +176,8 @@ def _module_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
     for tensor in list(vars(module).get("_parameters", {}).values()):
         if tensor is not None:
             yield PARAMETER, tensor
-            if tensor.grad is not None:
-                yield GRADIENT, tensor.grad
+            if (gradient := gradient_of(tensor)) is not None:
+                yield GRADIENT, gradient
     for tensor in list(vars(module).get("_buffers", {}).values()):
         if tensor is not None:
             yield MODULE_BUFFER, tensor
@@ -188,8 +188,8 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for group in list(vars(optimizer).get("param_groups", ())):
         for tensor in group["params"]:
             yield PARAMETER, tensor
-            if tensor.grad is not None:
-                yield GRADIENT, tensor.grad
+            if (gradient := gradient_of(tensor)) is not None:
+                yield GRADIENT, gradient
     state = vars(optimizer).get("state", {})
     for leaf in tree_leaves([dict(in_memory(entry)) for entry in list(state.values())]):
         if isinstance(leaf, Tensor):

@@ -23,7 +23,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from memfit.libraries import is_library
-from memfit.tensors.storage import plain_tensors
+from memfit.tensors.storage import gradient_of, plain_tensors
 from memfit.track import owners
 from memfit.track.graphs import Graphs
 from memfit.track.owners import (
@@ -212,7 +212,7 @@ class Walk:
         with torch._C.DisableTorchFunction():
             node = tensor.grad_fn
             is_leaf = tensor.is_leaf
-            gradient = tensor.grad if is_leaf and tensor.requires_grad else None
+            gradient = gradient_of(tensor) if is_leaf and tensor.requires_grad else None
         own = PARAMETER if issubclass(type(tensor), torch.nn.Parameter) else category
         self._take_down(variable, tensor, own)
         if gradient is not None and id(gradient) not in self._seen:

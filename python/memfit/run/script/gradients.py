@@ -28,6 +28,7 @@ class GradientLooks:
         cleared: Whether ``zero_grad()`` was called since :meth:`begin`.
         by_others: Whether code that is not torch's own has looked since then.
         on_look: Told of each look of others, in the middle of it; ``None`` for nobody.
+        on_read: Told of each look of anyone, likewise.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class GradientLooks:
         self.cleared = False
         self.by_others = False
         self.on_look: Callable[[Tensor], None] | None = None
+        self.on_read: Callable[[Tensor], None] | None = None
 
     def install(self) -> None:
         """Be told from here on."""
@@ -75,6 +77,9 @@ def _delete(parameter: nn.Parameter) -> None:
 
 
 def _seen(parameter: Tensor) -> None:
+    for looks in _LOOKS:
+        if looks.on_read is not None:
+            looks.on_read(parameter)
     code = sys._getframe(2).f_code
     kind = _KINDS.get(code)
     if kind is None:

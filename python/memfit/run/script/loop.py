@@ -373,11 +373,18 @@ class Loop:
         self.bring_home()
         self._looks_again = False
         model = self._model()
+        if self._executor is None:
+            seen = self.counts["observed"]
+            self._executor = self._updates.recording_begins(
+                model, optimizers, seen.peak_bytes, is_second=seen.steps == 1
+            )
         if not self._checkpoints.around_model:
-            live, budget = live_bytes(self.device), self._budget_bytes()
+            live = live_bytes(self.device)
             with self._checkpoints.unseen():
-                self._pieces.begin(key, model, inputs, live, budget)
-        running = ObservedPass(self.device, model, inputs, optimizers, self._pieces.wants(key))
+                self._pieces.begin(key, model, inputs, live, self._budget_bytes())
+        pieces = self._pieces.wants(key)
+        budget = self._budget_bytes()
+        running = ObservedPass(self.device, model, inputs, optimizers, pieces, budget)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running

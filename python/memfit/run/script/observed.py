@@ -32,9 +32,10 @@ from memfit.capture.record.roles import Roles
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.spill import SpillFile
+from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
-from memfit.tensors.optimizers import in_memory
+from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.storage import address, is_fixed, plain_tensors, viewed
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -204,7 +205,12 @@ class StepRecording:
     """A step of the script under the recorder, from a model's call to the optimizer's end."""
 
     def __init__(
-        self, root: nn.Module, inputs: Any, optimizers: Iterable[Optimizer], device_kind: str
+        self,
+        root: nn.Module,
+        inputs: Any,
+        optimizers: Iterable[Optimizer],
+        device_kind: str,
+        budget_bytes: int = 0,
     ) -> None:
         """Begin; the root is about to run.
 
@@ -213,6 +219,7 @@ class StepRecording:
             inputs: Its arguments.
             optimizers: The optimizers known so far.
             device_kind: ``cpu`` or ``cuda``.
+            budget_bytes: What the step may take; 0 where that is not known.
         """
         self._spill = SpillFile()
         self._root = root
@@ -223,6 +230,10 @@ class StepRecording:
         self._register(inputs, optimizers)
         self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
         self._whole.enter_context(self._recorder.modules)
+        self._gradients = GradientStash(self._spill)
+        self._whole.callback(self._gradients.close)
+        if budget_bytes and gradients_reduced_later(root) is None:
+            self._gradients.watch(root.parameters())
         for parameter in root.parameters():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
@@ -255,6 +266,7 @@ class StepRecording:
 
     def backward_ended(self) -> None:
         """What comes next belongs to the optimizer, unless another backward comes."""
+        self._gradients.bring_back()
         self._recorder.phase = OPTIMIZER
 
     def updates_begin(self, needs: UpdateNeeds) -> None:
@@ -343,6 +355,7 @@ class StepRecording:
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         self._ready[id(parameter)] = self._recorder.ledger.now
+        self._gradients.complete(parameter)
 
     def _register(self, inputs: Any, optimizers: Iterable[Optimizer]) -> None:
         """Give everything that exists before the step its allocation, role and name."""

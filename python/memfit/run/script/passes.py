@@ -89,6 +89,7 @@ class ObservedPass(Pass):
         inputs: Any,
         optimizers: Iterable[Optimizer],
         in_pieces: dict[str, Any] | None = None,
+        budget_bytes: int = 0,
     ) -> None:
         """Begin to record.
 
@@ -99,6 +100,7 @@ class ObservedPass(Pass):
             optimizers: The optimizers known to update it.
             in_pieces: The action by which the model is to run on pieces of its batch; ``None`` for
                 whole.
+            budget_bytes: What it may take; 0 where that is not known.
         """
         super().__init__(device)
         self.effect = ""
@@ -106,7 +108,9 @@ class ObservedPass(Pass):
         self._executor = Executor({"actions": [in_pieces] if in_pieces else []}, Subject(root))
         self._in_pieces = contextlib.ExitStack()
         self._in_pieces.enter_context(self._executor.forward())
-        self._recording: StepRecording | None = StepRecording(root, inputs, optimizers, device.type)
+        self._recording: StepRecording | None = StepRecording(
+            root, inputs, optimizers, device.type, budget_bytes
+        )
 
     def asks_for_gradients(self) -> None:
         """Know it: a piece is differentiated once."""

@@ -92,8 +92,21 @@ class InFile:
             self._loaded = weakref.ref(storage)
         return storage
 
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Fill the storage again whose memory was taken.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        storage.resize_(self._size)
+        self._read_into(storage)
+
     def _read(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._size)  # type: ignore[no-untyped-call]
+        self._read_into(storage)
+        return storage if self._device.type == "cpu" else _moved(storage, self._device)
+
+    def _read_into(self, storage: torch.UntypedStorage) -> None:
         done = 0
         with _bytes_of(storage) as view:
             while done < self._size:
@@ -101,7 +114,6 @@ class InFile:
                 if count == 0:
                     raise OSError("the file of saved tensors has been cut off")
                 done += count
-        return storage if self._device.type == "cpu" else _moved(storage, self._device)
 
 
 class SpillFile:
@@ -145,6 +157,11 @@ class SpillFile:
             return InMemory(storage)
         self.bytes += size
         return kept
+
+    def away(self, storage: torch.UntypedStorage) -> InFile | None:
+        """Keep the contents of a storage of the CPU elsewhere, whose memory is about to go."""
+        kept = self.keep(storage)
+        return kept if isinstance(kept, InFile) else None
 
     def _has_room_on_host(self, size: int) -> bool:
         """Whether half of what was free in the host's memory stays so."""

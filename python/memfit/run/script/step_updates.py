@@ -12,8 +12,9 @@ from collections.abc import Callable
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.apply.executor import Executor, Subject
@@ -27,7 +28,7 @@ from memfit.run.script.request import FitRequest
 from memfit.run.script.stand_in import StandIn
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal
-from memfit.tensors.optimizers import gradients_reduced_later, step_of_others
+from memfit.tensors.optimizers import gradients_reduced_later, in_memory, step_of_others
 
 ONE_BY_ONE = {"actions": [{"kind": "one_by_one"}]}
 """A plan that only makes updates one by one, before any other is known."""
@@ -143,6 +144,45 @@ class StepUpdates:
 
     # A recorded step
 
+    def recording_begins(
+        self, model: nn.Module, optimizers: list[Optimizer], peak_bytes: int, *, is_second: bool
+    ) -> Executor | None:
+        """Another pass is about to be recorded: take the state elsewhere that it has no room for.
+
+        Args:
+            model: The model.
+            optimizers: Those that update it.
+            peak_bytes: Most bytes live at once in the passes recorded before.
+            is_second: Whether that was one, in which the state came to be.
+
+        Returns:
+            What keeps the state elsewhere; ``None`` where it stays.
+        """
+        within = str(self._within())
+        if "%" in within or len(optimizers) != 1 or refusal(model, optimizers) is not None:
+            return None
+        state_bytes = _state_bytes(optimizers[0])
+        needed = peak_bytes + (state_bytes if is_second else 0)
+        if not state_bytes or needed <= _native.parse_budget(within, 0):
+            return None
+        return self._elsewhere(model, optimizers[0], state_bytes, _device_of(model).type)
+
+    def _elsewhere(
+        self, model: nn.Module, optimizer: Optimizer, state_bytes: int, device_kind: str
+    ) -> Executor | None:
+        """What keeps an optimizer's state in a place; ``None`` where there is none."""
+        directions = state_elsewhere(self._request, state_bytes, device_kind)
+        if directions is None:
+            return None
+        try:
+            executor = Executor(directions, Subject(model, optimizer, warn=False))
+            executor.place()
+        except MemfitError:
+            return None
+        if self._request.may_choose_place:
+            self._on_place(directions["actions"][0]["offload_optimizer"]["folder"] or HOST)
+        return executor
+
     def recorded_step_begins(
         self,
         running: ObservedPass,
@@ -210,8 +250,7 @@ class StepUpdates:
         within = str(self._within())
         if "%" in within:
             return None
-        trained = (p for p in model.parameters() if p.requires_grad)
-        device = next(chain(trained, model.parameters())).device
+        device = _device_of(model)
         budget_bytes = _native.parse_budget(within, 0)
         room_bytes = budget_bytes - live_bytes(device)
         if needs.first_bytes <= room_bytes:
@@ -221,19 +260,25 @@ class StepUpdates:
             and "one_by_one" not in self._request.options.forbid
         )
         leaves_room = running.peak_so_far() + needs.new_state_bytes <= budget_bytes
-        directions = None
         if not (fits_one_by_one and leaves_room):
-            directions = state_elsewhere(self._request, needs.all_state_bytes, device.type)
-        if directions is None:
-            one_by_one = Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
-            return one_by_one if fits_one_by_one else None
-        try:
-            executor = Executor(directions, Subject(model, optimizer, warn=False))
-        except MemfitError:
-            return None
-        if self._request.may_choose_place:
-            self._on_place(directions["actions"][0]["offload_optimizer"]["folder"] or HOST)
-        return executor
+            size = needs.all_state_bytes
+            elsewhere = self._elsewhere(model, optimizer, size, device.type)
+            if elsewhere is not None:
+                return elsewhere
+        one_by_one = Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
+        return one_by_one if fits_one_by_one else None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where what is trained of a model is."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return next(chain(trained, model.parameters())).device
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state in memory."""
+    held = [dict(in_memory(state)) for state in optimizer.state.values()]
+    return sum(leaf.nbytes for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
 
 
 def live_bytes(device: torch.device) -> int:

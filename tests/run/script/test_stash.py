@@ -1,0 +1,169 @@
+"""Gradients of a recorded step are elsewhere until backward is over, and nobody can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ran import inline
+from torch import nn
+
+from memfit.run.script.spill import SpillFile
+from memfit.run.script.stash import GradientStash
+
+SIZE = 1 << 16
+
+
+def run(parameters, compute):
+    """Differentiate with a stash; how many were away when backward was over, and the gradients."""
+    spill = SpillFile()
+    stash = GradientStash(spill)
+    stash.watch(parameters)
+    handles = [p.register_post_accumulate_grad_hook(stash.complete) for p in parameters]
+    compute().backward()
+    away = len(stash._away)
+    stash.close()
+    for handle in handles:
+        handle.remove()
+    if spill._file is not None:
+        spill._file.close()
+    return away, [p.grad.clone() for p in parameters]
+
+
+def expected(parameters, compute):
+    for parameter in parameters:
+        parameter.grad = None
+    compute().backward()
+    found = [p.grad.clone() for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+def same(found, wanted):
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(SIZE)) for _ in range(2)]
+
+
+def test_gradients_are_away_and_come_back_bit_for_bit(pair):
+    def compute():
+        return sum((p * p).sum() for p in pair)
+
+    wanted = expected(pair, compute)
+    away, found = run(pair, compute)
+    assert away == 2
+    assert same(found, wanted)
+
+
+def test_gradients_that_share_memory_stay(pair):
+    def compute():
+        return torch.cat(pair).square().sum()
+
+    wanted = expected(pair, compute)
+    away, found = run(pair, compute)
+    assert away == 0
+    assert same(found, wanted)
+
+
+def test_what_is_added_to_is_there(pair):
+    class Again(torch.autograd.Function):
+        """Runs a backward of its own inside backward, as reentrant checkpoints do."""
+
+        @staticmethod
+        def forward(ctx, x, parameter):
+            ctx.save_for_backward(parameter)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (parameter,) = ctx.saved_tensors
+            with torch.enable_grad():
+                (parameter * parameter).sum().backward()
+            return gradient, None
+
+    def compute():
+        # The first gradient of `pair[0]` is complete before the inner backward adds to it.
+        x = (pair[0] * pair[0]).sum()
+        y = Again.apply(pair[1] * 2, pair[0])
+        return x + (y * y).sum()
+
+    wanted = expected(pair, compute)
+    _, found = run(pair, compute)
+    assert same(found, wanted)
+
+
+def test_who_looks_sees_the_gradient_and_may_keep_it(pair):
+    kept = []
+    pair[1].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+
+    def compute():
+        # That of `pair[1]` comes first, and is looked at when that of `pair[0]` comes.
+        return (pair[0] * 3).sum() + (pair[1] * pair[1]).sum()
+
+    wanted = expected(pair, compute)
+    kept.clear()
+    _, found = run(pair, compute)
+    assert same(found, wanted)
+    assert torch.equal(kept[0], wanted[1])
+
+
+def test_a_gradient_of_before_stays(pair):
+    for parameter in pair:
+        parameter.grad = torch.ones(SIZE)
+    away, found = run(pair, lambda: sum(p.sum() for p in pair))
+    assert away == 0
+    assert same(found, [torch.full((SIZE,), 2.0)] * 2)
+
+
+SCRIPT = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.AdaptiveAvgPool2d(15)]
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 225, 128))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    {before}
+    for _ in range(4):
+        loss = model(torch.randn(16, 3, 32, 32)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        {after}
+        print(repr(loss.item()), repr(sum(p.double().sum().item() for p in model.parameters())))
+"""
+
+
+def test_a_recorded_step_takes_less(tmp_path: Path):
+    # The large layer's gradient is complete before the backward of the convolutions.
+    (loop,) = inline(tmp_path, "26MiB", SCRIPT.format(before="", after="optimizer.step()")).loops
+    gradient_bytes = 64 * 225 * 128 * 4
+    as_it_is = loop["plan"]["unplanned_peak_bytes"]
+    assert as_it_is - loop["observed"]["peak_bytes"] > 0.9 * gradient_bytes
+
+
+def test_an_optimizer_inside_backward_finds_gradients(tmp_path: Path):
+    code = SCRIPT.format(
+        before="""
+    for p in model.parameters():
+        of_p = torch.optim.SGD([p], 0.01)
+        def step(p, of_p=of_p):
+            of_p.step()
+            of_p.zero_grad()
+        p.register_post_accumulate_grad_hook(step)
+    """.strip(),
+        after="",
+    )
+    ran = inline(tmp_path, "20MiB", code)
+    assert ran.code == 0, ran.stderr
+
+
+def test_nothing_is_taken_that_nobody_watches(pair):
+    stash = GradientStash(SpillFile())
+    pair[0].grad = torch.ones(SIZE)
+    stash.complete(pair[0])
+    assert pair[0].grad.untyped_storage().nbytes() == 4 * SIZE
