@@ -13,6 +13,7 @@ what is left over behind the last whole vector rounds in other places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,9 @@ def update_in_slices(
     parameter: Tensor,
     count: int,
     step: Callable[[list[Tensor]], None],
-) -> None:
+    *,
+    most: int | None = None,
+) -> int:
     """Update a parameter in slices.
 
     Args:
@@ -85,11 +88,16 @@ def update_in_slices(
         parameter: The parameter, with its gradient.
         count: In how many slices, more than 1.
         step: Runs the optimizer's step over a list of parameters.
+        most: How many slices to update; all by default. On fakes one tells what the others take.
+
+    Returns:
+        How many elements were updated.
     """
     state = optimizer.state
+    stop = 0
     held: State = dict(state.get(parameter, {}))
     after: State = {}
-    for start, stop in _bounds(parameter.numel(), count):
+    for start, stop in islice(_bounds(parameter.numel(), count), most):
         part = _flat(parameter, start, stop)
         assert parameter.grad is not None, "it has slices"
         part.grad = _flat(parameter.grad, start, stop)
@@ -110,6 +118,7 @@ def update_in_slices(
             _write(whole, value, start, stop)
             after[key] = whole
     _take_over(state, parameter, held, after)
+    return stop
 
 
 def _take_over(state: Any, parameter: Tensor, held: State, after: State) -> None:

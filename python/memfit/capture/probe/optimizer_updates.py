@@ -101,6 +101,10 @@ def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> N
         update.temporary_bytes, update.moved_bytes = measured[key]
 
 
+_SLICES = 2
+"""Slices that are run: the first, which is as large as any, and one beside what it left."""
+
+
 def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[int, int]:
     held = [g["params"] for g in optimizer.param_groups]
     parameter.grad = torch.empty_like(parameter)
@@ -111,17 +115,19 @@ def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[i
             candidate["params"] = updated if index == group else []
         optimizer.step()
 
+    share = 1.0
     try:
         with Temporaries() as temporaries:
             if count > 1:
-                update_in_slices(optimizer, parameter, count, step)
+                done = update_in_slices(optimizer, parameter, count, step, most=_SLICES)
+                share = done / parameter.numel()
             else:
                 step([parameter])
     finally:
         parameter.grad = None
         for candidate, parameters in zip(optimizer.param_groups, held, strict=True):
             candidate["params"] = parameters
-    return temporaries.peak_bytes, temporaries.moved_bytes
+    return temporaries.peak_bytes, round(temporaries.moved_bytes / share)
 
 
 class Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
