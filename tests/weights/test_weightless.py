@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memfit
 from memfit.capture import record
+from memfit.errors import UsageError
+from memfit.program import build
 from memfit.weights.weightless import WeightsNeededError
 from memfit.workload import Workload
 
@@ -106,3 +108,91 @@ def test_a_model_without_weights_cannot_be_fitted():
         )
     with pytest.raises(WeightsNeededError):
         memfit.fit(workload, "200%")
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(32, 16), nn.BatchNorm1d(16)
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.words.weight
+        self.head.weight.kept = "kept"
+
+    def forward(self, ids):
+        return self.head(self.inner(self.words(ids)))
+
+
+CONVERSIONS = {
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double, float": lambda model: model.double().float(),
+    "to a type": lambda model: model.to(torch.float64),
+    "to a device": lambda model: model.to("cpu"),
+    "type": lambda model: model.type(torch.float16),
+    "to empty": lambda model: model.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=list(CONVERSIONS))
+def test_a_model_without_weights_is_converted_as_one_with_them(conversion):
+    real = conversion(_Tied())
+    with memfit.weightless():
+        model = conversion(_Tied())
+    wanted = {name: (p.shape, p.dtype, p.requires_grad) for name, p in real.named_parameters()}
+    found = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    assert found == wanted
+    assert all(isinstance(p, FakeTensor) for p in model.parameters())
+    assert model.head.weight is model.words.weight
+    assert model.head.weight.kept == "kept"
+    buffers = {name: b.dtype for name, b in real.named_buffers()}
+    assert {name: b.dtype for name, b in model.named_buffers()} == buffers
+    workload = Workload(model, torch.randint(32, (3, 2)), lambda m, b: m(b).float().mean())
+    same = Workload(real, torch.randint(32, (3, 2)), lambda m, b: m(b).float().mean())
+    assert (
+        memfit.predict(workload).predicted_peak_bytes == memfit.predict(same).predicted_peak_bytes
+    )
+
+
+def test_a_recurrent_network_without_weights_is_converted():
+    with memfit.weightless():
+        model = nn.LSTM(8, 8).double()
+    assert {weight.dtype for weight in model._flat_weights} == {torch.float64}
+    assert {id(w) for w in model._flat_weights} == {id(p) for p in model.parameters()}
+
+
+def test_conversions_are_torchs_own_afterwards():
+    original = nn.Module._apply
+    with memfit.weightless():
+        assert nn.Module._apply is not original
+    assert nn.Module._apply is original
+
+
+TARGET = """
+import memfit, torch
+from torch import nn
+
+class Reading(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        assert self.layers[0].weight.sum().item() != 0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def build(width: int = 64) -> memfit.Workload:
+    return memfit.Workload(Reading(width), torch.randn(2, width), lambda m, b: m(b).mean())
+"""
+
+
+def test_weights_that_have_to_be_built_are_told_of(tmp_path, monkeypatch):
+    target = tmp_path / "reading.py"
+    target.write_text(TARGET)
+    built = build.lightest(f"{target}:build", [], None)
+    (note,) = built.notes
+    assert note.startswith("the weights were built, 65.0 KiB of them: building without them failed")
+    monkeypatch.setattr(build, "available_bytes", lambda: 60_000)
+    with pytest.raises(UsageError, match=r"take at least 65\.0 KiB, and 58\.6 KiB are free"):
+        build.lightest(f"{target}:build", [], None)

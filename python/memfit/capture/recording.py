@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -98,7 +99,12 @@ def record(
 
 
 def capture(
-    workload: Workload, *, target: str = "", device: str | None = None, probe: bool = True
+    workload: Workload,
+    *,
+    target: str = "",
+    device: str | None = None,
+    probe: bool = True,
+    notes: Iterable[str] = (),
 ) -> bytes:
     """Capture a workload at two batch sizes, as an encoded trace.
 
@@ -107,6 +113,7 @@ def capture(
         target: What was captured, as the user named it.
         device: ``cpu`` or ``cuda``; ``None`` for where the model is.
         probe: Whether to run ops that take scratch memory once each, to measure it.
+        notes: What else the reader of the trace should know.
 
     Returns:
         The trace, as the engine encodes it.
@@ -118,6 +125,7 @@ def capture(
     from memfit._native import Trace
 
     first, second = record_pair(workload, target=target, device=device, probe=probe)
+    first["meta"]["notes"].extend(notes)
     other = json.dumps(second).encode() if second is not None else None
     wanted = batch_size(workload.batch, workload.batch_dim)
     return bytes(Trace.from_json(json.dumps(first).encode(), other, wanted).encode())

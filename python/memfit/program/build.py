@@ -7,20 +7,35 @@ Responsible for trying without weights and without a GPU. Not responsible for fi
 
 from __future__ import annotations
 
-import contextlib
+from dataclasses import dataclass
 
 import torch
 
+from memfit._native import bytes_text
+from memfit.capture.probe.workspace import available_bytes
+from memfit.errors import UsageError, first_line
 from memfit.program.target import Settings, workload_factory
 from memfit.weights.absent_gpu import AbsentGpu, pretended_gpu
-from memfit.weights.weightless import weightless
+from memfit.weights.weightless import Registered, weightless
 from memfit.workload import Workload
-
-Built = tuple[Workload, str | None]
-"""A workload, and the kind of device to capture it for; ``None`` for its own."""
 
 _OF_NO_GPU = ("cuda", "nvidia")
 """What errors of torch speak of where code asks for a GPU and there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A target's workload.
+
+    Attributes:
+        workload: The workload.
+        device: Kind of device to capture it for; ``None`` for its own.
+        notes: What its user should know of how it was built.
+    """
+
+    workload: Workload
+    device: str | None
+    notes: tuple[str, ...] = ()
 
 
 def lightest(target: str, settings: Settings, device: str | None) -> Built:
@@ -32,49 +47,94 @@ def lightest(target: str, settings: Settings, device: str | None) -> Built:
         device: Kind of device the step is captured for; ``None`` for the workload's own.
 
     Returns:
-        The workload and the kind of device: ``cuda`` also where the target itself asks for a GPU
-        that is not there.
+        The workload, for ``cuda`` also where the target itself asks for a GPU that is not there.
 
     Raises:
-        UsageError: The target cannot be found, or the settings do not match its parameters.
+        UsageError: The target cannot be found, or the settings do not match its parameters; or it
+            has to be built with its weights, which this machine has no memory for.
         WorkloadError: It fails by itself.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        return _without_gpu(target, settings), device
+        return _without_gpu(target, settings, device)
+    registered = Registered()
     try:
-        with weightless():
-            return workload_factory(target, settings)(), device
+        with weightless(registered):
+            return Built(workload_factory(target, settings)(), device)
     except Exception as error:  # noqa: BLE001 - the build below says it better
         wants_gpu = not has_gpu and _speaks_of_gpu(error)
+        why = _failed(error)
     if wants_gpu:
-        return _without_gpu(target, settings), device or "cuda"
-    return workload_factory(target, settings)(), device
+        return _without_gpu(target, settings, device or "cuda")
+    _require_room(registered.bytes, why, "at least ")
+    workload = workload_factory(target, settings)()
+    return Built(workload, device, _notes(workload, why))
 
 
-def with_weights(target: str, settings: Settings, device: str | None) -> Workload:
-    """Build a target with its weights.
+def with_weights(target: str, settings: Settings, built: Built, why: str) -> Built:
+    """Build a target again, with its weights.
 
     Args:
         target: As for :func:`lightest`.
         settings: As for :func:`lightest`.
-        device: As :func:`lightest` returned it.
+        built: What :func:`lightest` returned.
+        why: Why that will not do, as a clause.
 
     Raises:
         UsageError: As for :func:`lightest`.
         WorkloadError: As for :func:`lightest`.
     """
-    if torch.cuda.is_available() or device != "cuda":
-        return workload_factory(target, settings)()
-    with pretended_gpu(), AbsentGpu():
-        return workload_factory(target, settings)()
+    _require_room(_weights(built.workload), why, "")
+    if torch.cuda.is_available() or built.device != "cuda":
+        workload = workload_factory(target, settings)()
+    else:
+        with pretended_gpu(), AbsentGpu():
+            workload = workload_factory(target, settings)()
+    return Built(workload, built.device, _notes(workload, why))
 
 
-def _without_gpu(target: str, settings: Settings) -> Workload:
+def _without_gpu(target: str, settings: Settings, device: str) -> Built:
     """Build a target as on a machine with a GPU, its tensors on the CPU."""
-    with pretended_gpu(), contextlib.suppress(Exception), weightless(), AbsentGpu():
-        return workload_factory(target, settings)()
-    return with_weights(target, settings, "cuda")
+    registered = Registered()
+    try:
+        with pretended_gpu(), weightless(registered), AbsentGpu():
+            return Built(workload_factory(target, settings)(), device)
+    except Exception as error:  # noqa: BLE001 - the build below says it better
+        why = _failed(error)
+    _require_room(registered.bytes, why, "at least ")
+    with pretended_gpu(), AbsentGpu():
+        workload = workload_factory(target, settings)()
+    return Built(workload, device, _notes(workload, why))
+
+
+def _failed(error: Exception) -> str:
+    """Why the weights are built after all."""
+    cause = error.__cause__ or error
+    return f"building without them failed ({type(cause).__name__}: {first_line(cause)})"
+
+
+def _weights(workload: Workload) -> int:
+    return sum(parameter.nbytes for parameter in workload.model.parameters())
+
+
+def _require_room(weights_bytes: int, why: str, about: str) -> None:
+    """Refuse weights that there is no memory for: taking them would end the process.
+
+    Raises:
+        UsageError: There is not.
+    """
+    free_bytes = available_bytes()
+    if weights_bytes > free_bytes:
+        message = (
+            f"the weights would have to be built, because {why}; they take {about}"
+            f"{bytes_text(weights_bytes)}, and {bytes_text(free_bytes)} are free\n"
+            "hint: build a smaller one with `--set`, or move what reads weights out of the function"
+        )
+        raise UsageError(message)
+
+
+def _notes(workload: Workload, why: str) -> tuple[str, ...]:
+    return (f"the weights were built, {bytes_text(_weights(workload))} of them: {why}",)
 
 
 def _speaks_of_gpu(error: BaseException | None) -> bool:

@@ -85,16 +85,15 @@ class Host:
             The encoded trace.
         """
         with _torch():
-            from memfit.capture import capture
             from memfit.program.build import with_weights
             from memfit.weights.weightless import WeightsNeededError
 
-            workload, kind = self._take(target, settings, device)
+            built = self._take(target, settings, device)
             try:
-                data = capture(workload, target=target, device=kind)
-            except WeightsNeededError:
-                workload = with_weights(target, settings, kind)
-                data = capture(workload, target=target, device=kind)
+                data = _captured(built, target)
+            except WeightsNeededError as error:
+                built = with_weights(target, settings, built, error.reason)
+                data = _captured(built, target)
             self._captured = (target, settings, data)
             return data
 
@@ -117,8 +116,11 @@ class Host:
             from memfit.plan.alternatives import with_alternatives
             from memfit.program.build import lightest
 
-            workload, kind = lightest(target, settings, device)
-            return with_alternatives(workload, Trace.decode(trace), device=kind).encode()
+            built = lightest(target, settings, device)
+            alternatives = with_alternatives(
+                built.workload, Trace.decode(trace), device=built.device
+            )
+            return alternatives.encode()
 
     def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
         """Time the ops of one real step.
@@ -376,6 +378,12 @@ _KINDS: tuple[tuple[type[MemfitError], str], ...] = (
     (MemfitError, "usage"),
 )
 """What memfit's errors are to the program, special ones first."""
+
+
+def _captured(built: Built, target: str) -> bytes:
+    from memfit.capture import capture
+
+    return capture(built.workload, target=target, device=built.device, notes=built.notes)
 
 
 @contextlib.contextmanager

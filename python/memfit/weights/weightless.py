@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -20,20 +23,49 @@ from memfit.workload import Workload
 
 
 class WeightsNeededError(CaptureError):
-    """A step without weights turned out to need their values."""
+    """A step without weights turned out to need their values.
+
+    Attributes:
+        reason: Why, as a clause.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        """Say it.
+
+        Args:
+            message: For users.
+            reason: Why, as a clause.
+        """
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Registered:
+    """What was built without weights.
+
+    Attributes:
+        bytes: What the parameters registered so far would take.
+    """
+
+    bytes: int = 0
 
 
 @contextlib.contextmanager
-def weightless() -> Iterator[None]:
+def weightless(registered: Registered | None = None) -> Iterator[None]:
     """Build models inside this without taking memory for their parameters.
 
     ``with memfit.weightless(): workload = build()`` lets a model be predicted and planned that does
     not fit into the memory of this machine. Each parameter becomes a fake when it is registered; a
     constructor that fills its tensors before that has one of them at a time. A constructor that
-    reads values of its parameters fails with torch's own error.
+    reads values of its parameters fails with torch's own error. Conversions of what was built
+    (``.half()``, ``.to()``) work inside, too.
 
     Parameters are all that is weightless: random numbers drawn for them are not drawn, so a model
     built inside is not the one built outside from the same seed.
+
+    Args:
+        registered: Told of what was built.
     """
     mode = FakeTensorMode()
     original = nn.Module.register_parameter
@@ -41,9 +73,13 @@ def weightless() -> Iterator[None]:
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not isinstance(parameter, FakeTensor):
             parameter = _fake_parameter(parameter, mode)
+            if registered is not None:
+                registered.bytes += parameter.nbytes
         original(module, name, parameter)
 
+    conversion = _Conversion(nn.Module._apply)
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    nn.Module._apply = conversion.as_method()  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():
             # Constructors copy layers (`nn.TransformerEncoder`), and copying asks for an address.
@@ -51,6 +87,7 @@ def weightless() -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module._apply = conversion.original  # type: ignore[method-assign]
 
 
 def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
@@ -59,6 +96,58 @@ def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Paramet
     for name, value in vars(parameter).items():
         setattr(fake, name, value)
     return fake
+
+
+class _Conversion:
+    """``.half()``, ``.to()`` and their kin on modules whose parameters are fakes.
+
+    Torch swaps such a parameter with its converted twin, which it refuses while anything refers to
+    either weakly, as the mode of fakes does. So the module gets the twin; what was one parameter of
+    several modules stays one.
+    """
+
+    def __init__(self, original: Callable[..., nn.Module]) -> None:
+        self.original = original
+        self._twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._depth = 0
+
+    def as_method(self) -> Callable[..., nn.Module]:
+        """What stands for ``nn.Module._apply``."""
+
+        def apply(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's own signature
+            self._depth += 1
+            try:
+                return self._convert(module, fn, recurse=recurse)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._twins.clear()
+
+        return apply
+
+    def _convert(self, module: nn.Module, fn: Callable[[Any], Any], *, recurse: bool) -> nn.Module:
+        own = module._parameters
+        fakes = {name: value for name, value in own.items() if isinstance(value, FakeTensor)}
+        own.update(dict.fromkeys(fakes))
+        try:
+            converted = self.original(module, fn, recurse)
+        finally:
+            own.update(fakes)
+        own.update({name: self._twin(value, fn) for name, value in fakes.items()})
+        return converted
+
+    def _twin(self, parameter: Any, fn: Callable[[Any], Any]) -> nn.Parameter:
+        known = self._twins.get(id(parameter))
+        if known is not None:
+            return known[1]
+        with torch.no_grad():
+            applied = fn(parameter)
+        twin: nn.Parameter = parameter
+        if applied is not parameter:
+            twin = nn.Parameter(applied, parameter.requires_grad)
+            vars(twin).update(vars(parameter))
+        self._twins[id(parameter)] = (parameter, twin)
+        return twin
 
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode | None:
@@ -82,4 +171,4 @@ def require_weights(workload: Workload, reason: str) -> None:
     """
     if fake_mode_of(workload.model) is not None:
         message = f"{reason}, but the model was built without weights: build it ordinarily"
-        raise WeightsNeededError(message)
+        raise WeightsNeededError(message, reason)
