@@ -276,6 +276,10 @@ class NoBrokerWarning(UserWarning):
     """No broker runs, so a lease holds nothing back from other processes."""
 
 
+class PoolWarning(UserWarning):
+    """A use of a pool took more than it counted with, so the pool may have exceeded its budget."""
+
+
 class MemoryGrowthWarning(UserWarning):
     """Each iteration of a loop keeps more bytes than the one before."""
 

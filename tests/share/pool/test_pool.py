@@ -246,6 +246,7 @@ def test_a_model_that_cannot_be_parked_is_said_and_tried_again_later(make):
     assert pool.awake == ["b"]
 
 
+@pytest.mark.filterwarnings("ignore::memfit.PoolWarning")  # it compares copies inside a use
 def test_a_signal_when_a_model_was_just_moved_leaves_no_wrong_count(make, monkeypatch):
     pool = make("4MiB", "ab")
     park, wake = memfit.ParkedModel.park, memfit.ParkedModel.wake
@@ -272,6 +273,7 @@ def test_a_signal_when_a_model_was_just_moved_leaves_no_wrong_count(make, monkey
             assert torch.equal(model.weight, linear(seed).weight)
 
 
+@pytest.mark.filterwarnings("ignore::memfit.PoolWarning")  # it compares copies inside a use
 def test_a_wake_that_fails_is_said_and_frees_its_room(make, tmp_path):
     weights = tmp_path / "model.safetensors"
     model = linear()
@@ -296,6 +298,7 @@ def test_a_wake_that_fails_is_said_and_frees_its_room(make, tmp_path):
         assert torch.equal(woken.weight, linear().weight)
 
 
+@pytest.mark.filterwarnings("ignore::memfit.PoolWarning")  # it compares copies inside a use
 def test_a_changed_model_is_written_and_an_unchanged_one_is_not(make):
     pool = make("4MiB", "ab")
     for name in "abab":
@@ -381,6 +384,7 @@ def test_threads_that_hammer_a_pool_stay_within_it_and_all_get_their_turn(make):
     assert pool.statistics.uses == 150
 
 
+@pytest.mark.filterwarnings("ignore::memfit.PoolWarning")  # it compares copies inside a use
 def test_an_idle_pool_steps_aside_and_is_there_again_when_it_is_used(make):
     pool = make("12MiB", "abc")
     assert pool.shrink("9MiB") == 2 * MODEL
@@ -407,3 +411,35 @@ def test_what_cannot_step_aside_is_named(make):
     with pool.use("a"):  # used again, it may be parked again
         pass
     assert pool.shrink() == 0
+
+
+def _grows(pool, name, rows):
+    with pool.use(name) as model, torch.no_grad():
+        model(torch.ones(rows, 1024))
+
+
+def test_a_use_that_takes_more_than_it_counts_with_is_told_of_at_once(tmp_path):
+    pool = memfit.Pool("12MiB", spill=tmp_path, allow_memory=True)
+    for name in "ab":
+        pool.add(name, linear(0), example=torch.ones(2, 1024))
+    _grows(pool, "a", 2)
+    said = pool.activations("a")
+    assert 0 < said.measured_bytes <= 1.05 * said.declared_bytes
+    match = r"`a` took 16\.0 MiB beside the model .* held 24\.0 MiB of its budget of 12\.0 MiB"
+    with pytest.warns(memfit.PoolWarning, match=match):
+        _grows(pool, "a", 2048)
+    assert pool.activations("a").measured_bytes == 16 * MIB
+    assert pool.activations("a").declared_bytes == said.declared_bytes
+    _grows(pool, "a", 2048)  # once; and the other model steps aside for it from now on
+    assert pool.awake == ["a"]
+    _grows(pool, "b", 2)
+
+
+def test_what_others_take_meanwhile_is_no_uses(tmp_path):
+    pool = memfit.Pool("64MiB", spill=tmp_path, allow_memory=True)
+    for name in "ab":
+        pool.add(name, linear(0), example=torch.ones(2, 1024))
+    with pool.use("a"), pool.use("b") as model, torch.no_grad():
+        model(torch.ones(2048, 1024))
+    assert pool.activations("a").measured_bytes == 0
+    assert pool.activations("b").measured_bytes == 0

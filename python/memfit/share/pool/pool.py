@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from memfit import _native
-from memfit.errors import MemfitError, PoolError, UsageError
+from memfit.errors import MemfitError, PoolError, PoolWarning, UsageError
 from memfit.guard import overhead
 from memfit.share.idle import look_after
 from memfit.share.lease import Lease
@@ -33,6 +34,7 @@ from memfit.share.park.parked import ParkedModel
 from memfit.share.pool.activations import activation_bytes as predicted
 from memfit.share.pool.device import HOST, check, device_of
 from memfit.share.pool.leased import GROW_EVERY, LeasedBudget
+from memfit.share.pool.measured import Activations, UseMeter
 from memfit.sizes import Size, in_bytes
 
 
@@ -85,6 +87,10 @@ class _Entry:
     parked: ParkedModel
     activations: int
 
+
+_TOLERATED = 20
+_TOLERATED_BYTES = 1 << 20
+"""A use may take so small a part more than it counted, or so little, before it is told of."""
 
 _Refused = tuple[str, int, int]
 
@@ -161,6 +167,8 @@ class Pool:
         self._answers: dict[int, _Refused | None] = {}
         self._failures: dict[int, MemfitError] = {}
         self._seconds: dict[int, float] = {}
+        self._measured: dict[int, int] = {}
+        self._meter = UseMeter(self.device)
         self._changed = threading.Condition(threading.Lock())
         self._process = os.getpid()
         self._is_resizing = self._is_giving = False
@@ -247,6 +255,7 @@ class Pool:
                 raise PoolError(message, "in_use")
             del self._entries[name], self._numbers[entry.number]
             self._seconds.pop(entry.number, None)
+            self._measured.pop(entry.number, None)
             self._collect()
             return entry.parked
 
@@ -275,7 +284,8 @@ class Pool:
                 wake failed (``not_woken``), or what is in its way cannot be parked (``stuck``);
                 the last two with the reason as ``__cause__``.
         """
-        entry, ticket = self._acquire(name, wait, activation_bytes)
+        entry, ticket, counted = self._acquire(name, wait, activation_bytes)
+        took, pool_counted = None, 0
         try:
             yield entry.parked.model
         finally:
@@ -283,8 +293,23 @@ class Pool:
                 # From a GPU all of it is copied whenever it is parked.
                 unsaved = entry.parked.unsaved_bytes if self.device == HOST else 0
                 with self._changed:
+                    took, pool_counted = self._meter.end(), self._machine.counted()
                     self._machine.end(ticket, unsaved, _now())
                     self._collect()
+        self._compare(entry, counted, took, pool_counted)
+
+    def activations(self, name: str) -> Activations:
+        """What calls of a model take beside it: as said, and as measured.
+
+        Args:
+            name: The model.
+
+        Raises:
+            PoolError: There is no such model.
+        """
+        with self._changed:
+            entry = self._entry(name)
+            return Activations(entry.activations, self._measured.get(entry.number, 0))
 
     def shrink(self, to: Size = 0) -> int:
         """Park models that nobody uses or waits for, until no more than so many bytes count.
@@ -372,8 +397,8 @@ class Pool:
 
     def _acquire(
         self, name: str, wait: float | None, activation_bytes: Size | None
-    ) -> tuple[_Entry, int]:
-        """Wait for a use; returns its ticket."""
+    ) -> tuple[_Entry, int, int]:
+        """Wait for a use; returns its ticket, and what it counts with besides the model."""
         deadline = None if wait is None else time.monotonic() + wait
         if self._process != os.getpid():
             message = "the pool belongs to the process that this one is a fork of"
@@ -382,7 +407,7 @@ class Pool:
             self._leased.check()
         with self._changed:
             entry = self._entry(name)
-            activations = entry.activations
+            activations = self._expected(entry)
             if activation_bytes is not None:
                 activations = in_bytes(activation_bytes, "count")
             client = threading.get_ident()
@@ -393,9 +418,34 @@ class Pool:
                 self._give_up(ticket)
                 raise
             if refused is None:
-                return entry, ticket
+                self._meter.begin()
+                return entry, ticket, activations
             error = self._refusal(name, refused)
             raise error from self._cause(entry, refused)
+
+    def _expected(self, entry: _Entry) -> int:
+        """What a call counts with: what calls took, where that is more and the budget has room."""
+        room = self.budget_bytes - entry.parked.nbytes
+        return max(entry.activations, min(self._measured.get(entry.number, 0), room))
+
+    def _compare(self, entry: _Entry, counted: int, took: int | None, pool_counted: int) -> None:
+        """Hold what a use took against what it counted with, of all that the pool counted."""
+        if took is None or took <= self._measured.get(entry.number, 0):
+            return
+        self._measured[entry.number] = took
+        if took <= counted + max(counted // _TOLERATED, _TOLERATED_BYTES):
+            return
+        text, held = _native.bytes_text, pool_counted - counted + took
+        kept = "within" if held <= self.budget_bytes else "of"
+        warnings.warn(
+            f"a use of `{entry.name}` took {text(took)} beside the model and counted with "
+            f"{text(counted)}: the pool held {text(held)} {kept} its budget of "
+            f"{text(self.budget_bytes)}\n"
+            "hint: add it with an example as large as inputs come, or say what a call takes: "
+            f'`pool.use("{entry.name}", activation_bytes=...)`',
+            PoolWarning,
+            stacklevel=4,
+        )
 
     def _wait(self, ticket: int, deadline: float | None) -> _Refused | None:
         """Do what is due until the ticket is answered; the lock is held, but for the doing."""
@@ -493,6 +543,7 @@ class Pool:
         if kind == "release":
             self._release()
             return None
+        self._meter.disturbed()
         parked = self._numbers[number].parked
         written, failure = _written(parked), None
         start = time.perf_counter()

@@ -1,0 +1,82 @@
+"""What calls of a pool's models really take, beside what was said of them.
+
+Responsible for the peak of torch's tensors during one use, where no other use ran at the same time:
+then all of it is that use's, or the thread's own. Not responsible for what follows
+(:mod:`memfit.share.pool.pool`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from memfit.share.pool.device import HOST
+from memfit.track import cpu, cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a call of a model takes beside the model.
+
+    Attributes:
+        declared_bytes: What the pool was told, or predicted from the example.
+        measured_bytes: The most that a use took; 0 before one ran alone.
+    """
+
+    declared_bytes: int
+    measured_bytes: int
+
+
+class UseMeter:
+    """Measures uses, one at a time; each call is made with the pool's lock held."""
+
+    def __init__(self, device: str) -> None:
+        """Measure nothing yet.
+
+        Args:
+            device: ``host`` or ``cuda:0``: where the models are.
+        """
+        self._device = device
+        self._running = 0
+        self._window: cpu.Window | cuda.Window | None = None
+        self._before = 0
+        self._problem: str | None = None
+
+    def begin(self) -> None:
+        """A use begins, its model awake."""
+        self._running += 1
+        if self._running > 1:
+            self.disturbed()
+        elif self._device == HOST:
+            self._problem = cpu.start()
+            if self._problem is None:
+                window = cpu.Window()
+                reading = window.read()
+                self._before = reading.current_bytes if reading is not None else 0
+                self._window = window
+        elif cuda.in_use():
+            self._window = cuda.Window()
+
+    def end(self) -> int | None:
+        """A use ends.
+
+        Returns:
+            The most bytes above what was there when it began; ``None`` where others ran meanwhile,
+            or nothing can be counted.
+        """
+        self._running -= 1
+        window, self._window = self._window, None
+        if isinstance(window, cpu.Window):
+            reading = window.close()
+            return None if reading is None else reading.peak_bytes - self._before
+        if window is not None:
+            seen = window.close().get(torch.device(self._device).index or 0)
+            return None if seen is None else seen.peak["allocated"] - seen.before["allocated"]
+        return None
+
+    def disturbed(self) -> None:
+        """A model is moved: what that takes is no use's."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
