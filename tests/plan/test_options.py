@@ -53,3 +53,15 @@ def test_options_and_keywords_give_the_same_plan():
     kinds = {action.kind for action in memfit.plan(trace, "80%", options).actions}
     again = {action.kind for action in memfit.plan(trace, "80%", forbid=["fuse_optimizer"]).actions}
     assert kinds == again == {"remat"}
+
+
+def test_a_gpu_whose_copies_nobody_knows_is_not_asked_for_again():
+    from memfit._native import gpu_profile
+    from memfit.plan.cost_source import offer
+
+    with pytest.raises(UsageError) as refused:
+        offer("cuda", "host", gpu_profile("RTX 4060"))
+    first, hint = str(refused.value).splitlines()
+    assert first.endswith("is not known: RTX 4060, from its datasheet, does not say")
+    assert "`--costs FILE`" in hint
+    assert offer("cuda", "host", gpu_profile("H100"))["write_bytes_per_second"] == 64e9

@@ -104,7 +104,7 @@ def offer(device_kind: str, place: str, profile: Mapping[str, Any]) -> dict[str,
             fast copies to it are is not known.
     """
     if place == HOST:
-        return _host_offer(device_kind, profile.get("transfers") or {})
+        return _host_offer(device_kind, profile)
     folder = place_of(place)
     rates = _disk(Path(folder))
     return {
@@ -115,17 +115,20 @@ def offer(device_kind: str, place: str, profile: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _host_offer(device_kind: str, transfers: Mapping[str, float]) -> dict[str, Any]:
+def _host_offer(device_kind: str, profile: Mapping[str, Any]) -> dict[str, Any]:
     if device_kind == "cpu":
         raise UsageError(
             "the step runs in the host's memory: offloading there frees nothing\n"
             "hint: name a folder, for files"
         )
+    transfers = profile.get("transfers") or {}
     write, read = transfers.get("device_to_host_pinned"), transfers.get("host_to_device_pinned")
     if not write or not read:
+        source = f": {profile['name']}, does not say" if profile.get("name") else ""
         raise UsageError(
-            "how fast copies between the host and the device are is not known\n"
-            "hint: measure it with `memfit calibrate --device cuda`, or name the GPU with `--gpu`"
+            f"how fast copies between the host and the device are is not known{source}\n"
+            "hint: measure it where the GPU is (`memfit calibrate --device cuda --output FILE`) and "
+            "give `--costs FILE`; or name a GPU whose datasheet says it: `--gpu H100`"
         )
     return {
         "tier": "host",

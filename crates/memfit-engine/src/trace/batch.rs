@@ -78,6 +78,18 @@ pub enum BatchError {
         /// Its name in the second.
         found: String,
     },
+    /// The op streams are the same, and an op's results are other tensors.
+    #[error("op {op}, `{name}`, makes other tensors at batch {second} than at batch {first}")]
+    OtherResults {
+        /// Batch of the first capture.
+        first: u64,
+        /// Batch of the second.
+        second: u64,
+        /// First op whose results differ.
+        op: usize,
+        /// Its name.
+        name: String,
+    },
     /// An allocation's size is no affine function with whole coefficients.
     #[error("the size of allocation {0} does not grow evenly with the batch")]
     NotAffine(usize),
@@ -223,8 +235,16 @@ impl Trace {
                     .map(|&value| trace.allocation_of(value))
                     .collect()
             };
-            if wanted != found || producers(self, a) != producers(second, b) {
+            if wanted != found {
                 return Err(other(i, wanted, found));
+            }
+            if producers(self, a) != producers(second, b) {
+                return Err(BatchError::OtherResults {
+                    first: self.meta.batch,
+                    second: second.meta.batch,
+                    op: i,
+                    name: found.to_owned(),
+                });
             }
         }
         let (a, b) = (self.ops.len(), second.ops.len());
@@ -500,6 +520,18 @@ mod tests {
             "{error}"
         );
         assert_eq!(trace.at_batch(9), Err(BatchError::NoLaw));
+    }
+
+    #[test]
+    fn an_op_that_makes_other_tensors_is_named_once() {
+        let trace = sample::batched_chain(4);
+        let mut second = sample::batched_chain(2);
+        let of_an_earlier_op = second.ops[0].outputs.clone();
+        second.ops[1].outputs = of_an_earlier_op;
+        let error = trace.clone().with_second(&second).unwrap_err();
+        let name = trace.string(trace.ops[1].name);
+        let wanted = format!("op 1, `{name}`, makes other tensors at batch 2 than at batch 4");
+        assert_eq!(error.to_string(), wanted);
     }
 
     #[test]
