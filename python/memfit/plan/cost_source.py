@@ -127,8 +127,8 @@ def _host_offer(device_kind: str, profile: Mapping[str, Any]) -> dict[str, Any]:
         source = f": {profile['name']}, does not say" if profile.get("name") else ""
         raise UsageError(
             f"how fast copies between the host and the device are is not known{source}\n"
-            "hint: measure it where the GPU is (`memfit calibrate --device cuda --output FILE`) and "
-            "give `--costs FILE`; or name a GPU whose datasheet says it: `--gpu H100`"
+            "hint: measure it where the GPU is, `memfit calibrate --device cuda --output FILE`, "
+            "and give `--costs FILE`; or name a GPU whose datasheet says it: `--gpu H100`"
         )
     return {
         "tier": "host",
