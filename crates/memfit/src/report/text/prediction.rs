@@ -301,16 +301,31 @@ fn devices(prediction: &Prediction, palette: Palette) -> String {
 
 fn answer(prediction: &Prediction, budget: Bytes, verdict: Verdict, palette: Palette) -> String {
     let peak = prediction.needed_bytes();
+    let (low, high) = prediction.interval_bytes;
+    let (below, above) = (
+        prediction.predicted_peak_bytes - low,
+        high - prediction.predicted_peak_bytes,
+    );
+    // What is nearer to the budget than the prediction is sure of may come out otherwise.
+    let or_else = |distance: Bytes, uncertain: Bytes, way: &str| {
+        if distance < uncertain {
+            format!("; the peak may be {uncertain} {way}")
+        } else {
+            String::new()
+        }
+    };
     match verdict {
         Verdict::Fits => format!(
-            "{} {peak} predicted, {} under the budget of {budget}\n",
+            "{} {peak} predicted, {} under the budget of {budget}{}\n",
             palette.good("FITS:"),
-            budget - peak
+            budget - peak,
+            or_else(budget - peak, above, "higher")
         ),
         Verdict::DoesNotFit => format!(
-            "{} {peak} predicted, {} over the budget of {budget}; `memfit plan` looks for a way\n",
+            "{} {peak} predicted, {} over the budget of {budget}{}; `memfit plan` looks for a way\n",
             palette.bad("DOES NOT FIT:"),
-            peak - budget
+            peak - budget,
+            or_else(peak - budget, below, "lower")
         ),
     }
 }
