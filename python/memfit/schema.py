@@ -563,6 +563,9 @@ class DeviceExplanation:
 
     Attributes:
         index: Index of the device.
+        has_history: Whether a history was recorded: two events or more. Without one, ``peak``,
+            ``owners`` and ``fragmentation`` are of the moment when the snapshot was taken, and
+            nothing is judged but refusals.
         peak: When it held most.
         live_before_recording_bytes: Active bytes before the first event.
         owners: Who owned the allocated bytes at the peak; they sum to it. The largest first.
@@ -578,11 +581,13 @@ class DeviceExplanation:
         growth_summary: What the growth comes down to, in a sentence.
         steps: How the steps were found, and how many there are; absent when none were.
         last: When the snapshot was taken.
+        end: What becomes of that.
         uncertain_bytes: Block sizes from before recording that nothing in the file tells may make
             the byte counts larger by up to this.
     """
 
     index: int
+    has_history: bool
     peak: Peak
     live_before_recording_bytes: int
     owners: tuple[Owner, ...]
@@ -595,6 +600,7 @@ class DeviceExplanation:
     growth_summary: str | None
     steps: StepsFound | None
     last: Held
+    end: End
     uncertain_bytes: int
 
 
@@ -656,6 +662,21 @@ class Dropped:
     bytes: int
     module: str
     home: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """What becomes of the memory when the snapshot was taken.
+
+    Attributes:
+        releasable_bytes: What ``torch.cuda.empty_cache()`` gives back to the driver.
+        stuck_bytes: Held by no tensor, yet not given back: segments of it hold tensors too.
+        summary: The same in a sentence.
+    """
+
+    releasable_bytes: int
+    stuck_bytes: int
+    summary: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -728,13 +749,15 @@ class Fragmentation:
     summary: str
 
 
-FragmentationVerdict = Literal["negligible", "cached", "fragmented"]
+FragmentationVerdict = Literal["negligible", "cached", "fragmented", "unknown"]
 """What the inactive bytes are.
 
 - ``negligible``: Less than 5 % of what is reserved is inactive.
 - ``cached``: At least 5 % is inactive, but less than 10 % is stuck: the cache can give the rest
     back.
 - ``fragmented``: At least 10 % of what is reserved is stuck in segments that blocks keep.
+- ``unknown``: No history was recorded: the bytes are those when the snapshot was taken, and not
+    judged.
 """
 
 

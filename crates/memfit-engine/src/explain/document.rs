@@ -4,6 +4,7 @@
 //! when one changes its meaning. Integers are bytes unless the name says otherwise (`count`, `event`,
 //! `address`). Not responsible for how the values come about.
 
+use super::end::End;
 use super::fragmentation::Fragmentation;
 use super::growth::Growth;
 use super::oom::OutOfMemory;
@@ -49,6 +50,9 @@ pub struct Contradiction {
 pub struct DeviceExplanation {
     /// Index of the device.
     pub index: u32,
+    /// Whether a history was recorded: two events or more. Without one, `peak`, `owners` and `fragmentation`
+    /// are of the moment when the snapshot was taken, and nothing is judged but refusals.
+    pub has_history: bool,
     /// When it held most.
     pub peak: Peak,
     /// Active bytes before the first event.
@@ -74,6 +78,8 @@ pub struct DeviceExplanation {
     pub steps: Option<StepsFound>,
     /// When the snapshot was taken.
     pub last: Held,
+    /// What becomes of that.
+    pub end: End,
     /// Block sizes from before recording that nothing in the file tells may make the byte counts larger by
     /// up to this.
     pub uncertain_bytes: Bytes,

@@ -36,6 +36,8 @@ pub enum Verdict {
     Cached,
     /// At least 10 % of what is reserved is stuck in segments that blocks keep.
     Fragmented,
+    /// No history was recorded: the bytes are those when the snapshot was taken, and not judged.
+    Unknown,
 }
 
 /// A block that keeps a segment.
@@ -94,7 +96,7 @@ impl Fragmentation {
         for it in &filled {
             reserved += Bytes(it.region.size);
             inactive += Bytes(it.inactive_bytes());
-            releasable += Bytes(it.releasable_bytes());
+            releasable += Bytes(it.releasable_bytes(|_| true));
         }
         let mut pinned: Vec<&Filled<'_>> = filled.iter().filter(|it| is_pinned(it)).collect();
         pinned.sort_by_key(|it| (std::cmp::Reverse(it.inactive_bytes()), it.address));
@@ -114,6 +116,15 @@ impl Fragmentation {
         };
         found.summary = found.sentence(reserved);
         found
+    }
+
+    /// The same bytes without a verdict: no history says whether they ever were in the way.
+    pub(super) fn unjudged(self) -> Self {
+        Self {
+            verdict: Verdict::Unknown,
+            summary: "no history was recorded, so fragmentation is not judged".to_owned(),
+            ..self
+        }
     }
 
     fn sentence(&self, reserved: Bytes) -> String {
@@ -137,6 +148,8 @@ impl Fragmentation {
                 self.pinned_bytes,
                 self.pinned_segment_count
             ),
+            // `unjudged` has its own sentence.
+            Verdict::Unknown => String::new(),
         }
     }
 }
@@ -144,7 +157,7 @@ impl Fragmentation {
 fn is_pinned(filled: &Filled<'_>) -> bool {
     let stuck = filled
         .inactive_bytes()
-        .saturating_sub(filled.releasable_bytes());
+        .saturating_sub(filled.releasable_bytes(|_| true));
     !filled.blocks.is_empty() && stuck > filled.region.size / 2
 }
 

@@ -5,6 +5,7 @@
 
 mod counterfactual;
 mod document;
+mod end;
 mod fragmentation;
 mod growth;
 mod history;
@@ -22,6 +23,7 @@ pub use document::{
     Contradiction, Counterfactual, DeviceExplanation, Explanation, Held, Peak, SCHEMA_VERSION,
     StepsFound,
 };
+pub use end::End;
 pub use fragmentation::{Fragmentation, PinnedSegment, PinningBlock, Verdict};
 pub use growth::{Growth, Pattern};
 pub use history::History;
@@ -40,6 +42,8 @@ use crate::snapshot::{Action, DeviceRecord, Problem, Snapshot};
 const MAX_OUT_OF_MEMORY: usize = 100;
 /// Owners told one by one; the rest is one owner.
 const MAX_OWNERS: usize = 1000;
+/// Events of the allocator that make a history. A ring buffer of one tells nothing that the segments do not.
+const MIN_EVENTS: usize = 2;
 
 /// What to explain beside the snapshot itself.
 #[derive(Debug, Clone, Copy, Default)]
@@ -141,8 +145,13 @@ impl Subject<'_> {
             peaks,
             judge,
         } = self;
-        let state = peaks.allocated.state;
-        let steps = steps::Steps::of(judge);
+        let has_history = has_history(device);
+        let state = if has_history {
+            peaks.allocated.state
+        } else {
+            end::last_state(history)
+        };
+        let steps = steps::Steps::of(judge).filter(|_| has_history);
         let found = match (earlier, &steps) {
             (Some((before, sites, count)), _) => {
                 growth::between((before, sites), (device, judge), count)
@@ -151,13 +160,27 @@ impl Subject<'_> {
             _ => growth::Found::default(),
         };
         let refusals = self.refusals(device_memory);
-        let replayed = counterfactual::replay(judge.snapshot, device, (history, peaks), &refusals);
+        let replayed = if has_history {
+            counterfactual::replay(judge.snapshot, device, (history, peaks), &refusals)
+        } else {
+            counterfactual::Replayed::default()
+        };
+        let fragmentation = Fragmentation::of(device, history, state, judge);
         DeviceExplanation {
             index: device.index,
-            peak: self.peak(),
+            has_history,
+            peak: if has_history {
+                self.peak()
+            } else {
+                held_at_end(peaks)
+            },
             live_before_recording_bytes: peaks.first.active_bytes,
             owners: limited(judge.owners(history, state)),
-            fragmentation: Fragmentation::of(device, history, state, judge),
+            fragmentation: if has_history {
+                fragmentation
+            } else {
+                fragmentation.unjudged()
+            },
             oom: refusals,
             growth: found.growth,
             counterfactuals: replayed.counterfactuals,
@@ -173,6 +196,7 @@ impl Subject<'_> {
                 active_bytes: peaks.last.active_bytes,
                 reserved_bytes: peaks.last.reserved_bytes,
             },
+            end: End::of(device, history, peaks.last),
             uncertain_bytes: Bytes(history.uncertain_bytes),
         }
     }
@@ -215,6 +239,28 @@ impl Subject<'_> {
                 oom::explain(self.device, self.history, totals, at, device_memory, text)
             })
             .collect()
+    }
+}
+
+/// Whether the allocator's events say more than the segments do. Marks of the user and of snapshots do not.
+fn has_history(device: &DeviceRecord) -> bool {
+    let told = device
+        .events
+        .iter()
+        .filter(|event| !matches!(event.action, Action::Snapshot | Action::Annotate));
+    told.take(MIN_EVENTS).count() == MIN_EVENTS
+}
+
+/// What is held when the snapshot was taken, in place of a peak that nobody recorded.
+const fn held_at_end(peaks: &Peaks) -> Peak {
+    Peak {
+        allocated_bytes: peaks.last.allocated_bytes,
+        active_bytes: peaks.last.active_bytes,
+        reserved_bytes: peaks.last.reserved_bytes,
+        event: None,
+        active_event: None,
+        reserved_event: None,
+        after_us: None,
     }
 }
 

@@ -50,14 +50,14 @@ impl Filled<'_> {
         gaps
     }
 
-    /// Bytes that go back to the driver when the cache is emptied: a segment without blocks, or the whole
-    /// pages inside free parts of an expandable one.
-    pub(super) fn releasable_bytes(&self) -> u64 {
+    /// Bytes that go back to the driver when the cache is emptied and the blocks for which `counts` holds
+    /// stay: a segment without such blocks, or the whole pages inside free parts of an expandable one.
+    pub(super) fn releasable_bytes(&self, counts: impl Fn(&Allocation) -> bool) -> u64 {
         if !self.region.is_expandable {
-            return if self.blocks.is_empty() {
-                self.region.size
-            } else {
+            return if self.blocks.iter().any(|block| counts(block)) {
                 0
+            } else {
+                self.region.size
             };
         }
         let page = if self.region.is_small {
@@ -70,7 +70,7 @@ impl Filled<'_> {
             let last = (end - self.address) / page;
             last.saturating_sub(first) * page
         };
-        self.gaps(|_| true).into_iter().map(whole).sum()
+        self.gaps(counts).into_iter().map(whole).sum()
     }
 }
 

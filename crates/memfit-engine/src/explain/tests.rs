@@ -644,6 +644,43 @@ fn nothing_is_explained_of_nothing() {
     assert_eq!(device.owners, []);
 }
 
+/// A cache of 40 MiB and a segment that a survivor keeps, known without any event, or by the last one alone.
+#[test]
+fn without_a_history_nothing_is_judged_but_what_the_segments_show() {
+    let mut machine = Machine::new();
+    let stack = machine.stack(&["a.py:1 big"]);
+    let large = machine.malloc(40 * MIB, 0, stack);
+    let blocks = [8, 8].map(|mib| machine.malloc(mib * MIB, 0, stack));
+    machine.malloc(4 * MIB, 0, stack);
+    for block in blocks {
+        machine.free(block, false);
+    }
+    machine.free(large, false);
+    let all = machine.events.len();
+    for cut in [all, all - 1] {
+        let device = machine.explained(cut);
+        assert!(!device.has_history);
+        assert_eq!(device.fragmentation.verdict, Verdict::Unknown);
+        assert_eq!((device.steps, device.growth_summary), (None, None));
+        assert_eq!(device.counterfactual_summary, None);
+        assert_eq!(device.counterfactuals, []);
+        assert_eq!(device.peak.allocated_bytes, Bytes(4 * MIB));
+        assert_eq!(device.peak.event, None);
+        let held: Bytes = device.owners.iter().map(|it| it.bytes).sum();
+        assert_eq!(held, device.last.allocated_bytes);
+        assert_eq!(device.end.releasable_bytes, Bytes(40 * MIB));
+        assert_eq!(device.end.stuck_bytes, Bytes(16 * MIB));
+        assert_eq!(
+            device.end.summary,
+            "tensors hold 4.0 MiB of 60.0 MiB reserved; `torch.cuda.empty_cache()` gives 40.0 MiB back \
+             now, but not 16.0 MiB that are unused in segments with tensors"
+        );
+    }
+    let device = machine.explained(0);
+    assert!(device.has_history);
+    assert_ne!(device.fragmentation.verdict, Verdict::Unknown);
+}
+
 const ACTIONS: [Action; 10] = [
     Action::Alloc,
     Action::FreeRequested,

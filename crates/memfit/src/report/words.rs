@@ -9,6 +9,10 @@ use memfit_engine::plan::{Class, StopReason};
 use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::trace::{Category, Phase};
 
+/// Said in place of whatever only a history can tell.
+pub(crate) const NO_HISTORY: &str =
+    "no history was recorded: call `torch.cuda.memory._record_memory_history()` before";
+
 pub(crate) const fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Forward => "forward",

@@ -146,6 +146,48 @@ fn a_refusal_is_divided_and_exits_with_1() {
     assert!(blind.contains("give --device-memory"), "{blind}");
 }
 
+/// Segments alone, or with the last event of a ring buffer of one.
+#[test]
+fn without_a_history_only_the_end_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    for (kept, events) in [(0, "0 events"), (1, "1 event")] {
+        let mut program = training(true);
+        program.forget_all_but(kept);
+        program.save(folder.path(), "snapshot.pickle");
+        let outcome = explain(folder.path(), "explain @/snapshot.pickle");
+        assert_eq!((outcome.code, outcome.stderr.as_str()), (0, ""));
+        let (head, rest) = outcome.stdout.split_once('\n').unwrap();
+        assert_eq!(head, format!("snapshot.pickle  {events}"));
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(rest, @"
+
+            No history was recorded: call `torch.cuda.memory._record_memory_history()` before
+
+            At last  110.0 MiB allocated, 110.0 MiB reserved when the snapshot was taken
+
+            At the end
+              Tensors hold 110.0 MiB of 110.0 MiB reserved; `torch.cuda.empty_cache()` gives nothing back
+
+            At the end, by stack
+              60.0 MiB  54.5 %   1 block  optimizer state
+                  torch/optim/adamw.py:88 step
+                  user/project/train.py:33 main
+              50.0 MiB  45.5 %  5 blocks  unknown
+                  user/project/train.py:31 main
+            ");
+        }
+        let json = explain(folder.path(), "explain @/snapshot.pickle --format json").json();
+        let device = &json["devices"][0];
+        assert_eq!(device["has_history"], false);
+        assert_eq!(device["fragmentation"]["verdict"], "unknown");
+        assert_eq!(device["counterfactual_summary"], Value::Null);
+        assert_eq!(
+            device["peak"]["allocated_bytes"],
+            device["last"]["allocated_bytes"]
+        );
+    }
+}
+
 #[test]
 fn two_snapshots_are_compared() {
     let folder = tempfile::tempdir().unwrap();
@@ -193,10 +235,11 @@ fn the_json_keeps_its_contract() {
     let json = explain(folder.path(), "explain @/snapshot.pickle --format json").json();
     insta::assert_snapshot!(keys(&json), @"before devices events problems schema_version source");
     let device = &json["devices"][0];
-    insta::assert_snapshot!(keys(device), @"counterfactual_summary counterfactuals fragmentation growth growth_summary index last live_before_recording_bytes oom owners peak replayed_reserved_bytes steps uncertain_bytes");
+    insta::assert_snapshot!(keys(device), @"counterfactual_summary counterfactuals end fragmentation growth growth_summary has_history index last live_before_recording_bytes oom owners peak replayed_reserved_bytes steps uncertain_bytes");
     insta::assert_snapshot!(keys(&device["peak"]), @"active_bytes active_event after_us allocated_bytes event reserved_bytes reserved_event");
     insta::assert_snapshot!(keys(&device["owners"][0]), @"bytes category count evidence module stack");
     insta::assert_snapshot!(keys(&device["fragmentation"]), @"inactive_bytes pinned_bytes pinned_segment_count pinned_segments pinning_bytes releasable_bytes summary verdict");
+    insta::assert_snapshot!(keys(&device["end"]), @"releasable_bytes stuck_bytes summary");
     insta::assert_snapshot!(keys(&device["oom"][0]), @"cause device_free_bytes event largest_gap_bytes parts requested_bytes stack summary");
     insta::assert_snapshot!(keys(&device["oom"][0]["parts"]), @"cap fragmentation live_set non_torch pending");
     insta::assert_snapshot!(keys(&device["growth"][0]), @"bytes bytes_per_step category pattern stack steps");

@@ -108,6 +108,11 @@ impl Program {
         );
     }
 
+    /// Forgets all but the last events, as a ring buffer of so many does.
+    pub(crate) fn forget_all_but(&mut self, count: usize) {
+        self.events.drain(..self.events.len() - count);
+    }
+
     /// Writes the snapshot of now.
     pub(crate) fn save(&self, folder: &Path, name: &str) -> PathBuf {
         let segments: Vec<Value> = self

@@ -9,7 +9,7 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::explain::{Category, DeviceExplanation, Explanation};
 use serde_json::{Value, json};
 
-use crate::report::words::{counted, share};
+use crate::report::words::{NO_HISTORY, counted, share};
 
 /// Entries of one list.
 const ENTRIES: usize = 100;
@@ -42,8 +42,13 @@ pub(super) fn story(explanation: &Explanation) -> Story {
 
 fn headline(device: &DeviceExplanation) -> String {
     let peak = device.peak.allocated_bytes;
+    let what = if device.has_history {
+        "Peak "
+    } else {
+        "At the end "
+    };
     let mut text = format!(
-        "Peak {peak} allocated, {} reserved",
+        "{what}{peak} allocated, {} reserved",
         device.peak.reserved_bytes
     );
     let mut by_category: BTreeMap<&str, Bytes> = BTreeMap::new();
@@ -60,7 +65,11 @@ fn headline(device: &DeviceExplanation) -> String {
         });
     if let Some((category, bytes)) = largest {
         let category = category.replace('_', " ");
-        text = format!("{text}; {} of the peak is {category}", share(*bytes, peak));
+        text = format!(
+            "{text}; {} of {} is {category}",
+            share(*bytes, peak),
+            if device.has_history { "the peak" } else { "it" }
+        );
     }
     if let Some(first) = device.oom.first() {
         text = format!(
@@ -78,7 +87,11 @@ fn headline(device: &DeviceExplanation) -> String {
 fn sentences(device: &DeviceExplanation) -> Vec<String> {
     let mut sentences: Vec<String> = Vec::new();
     sentences.extend(device.oom.first().map(|oom| oom.summary.clone()));
-    sentences.push(device.fragmentation.summary.clone());
+    if device.has_history {
+        sentences.push(device.fragmentation.summary.clone());
+    } else {
+        sentences.extend([NO_HISTORY.to_owned(), device.end.summary.clone()]);
+    }
     sentences.extend(device.growth_summary.clone());
     sentences.extend(device.counterfactuals.first().map(|best| {
         format!(

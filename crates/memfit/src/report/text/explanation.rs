@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::explain::{
-    Category, Cause, DeviceExplanation, Explanation, Fragmentation, Growth, OutOfMemory, Owner,
-    Pattern, StepSource,
+    BEFORE_RECORDING, Category, Cause, DeviceExplanation, Explanation, Fragmentation, Growth,
+    OutOfMemory, Owner, Pattern, StepSource,
 };
 
 use super::{indented, section};
@@ -50,7 +50,34 @@ pub(crate) fn explanation(explanation: &Explanation, palette: Palette) -> String
     text
 }
 
+/// What the segments alone show.
+fn without_history(device: &DeviceExplanation, palette: Palette) -> String {
+    let mut text = format!("{}\n\n", capitalized(words::NO_HISTORY));
+    let mut lines = Table::new(&[Align::Left, Align::Left]);
+    lines.row(at_last(device));
+    text.push_str(&lines.render(0, Palette::PLAIN));
+    let mut part = |heading: &str, body: &str| section(&mut text, heading, body, palette);
+    part("At the end", &indented(&[capitalized(&device.end.summary)]));
+    let held = device.last.allocated_bytes;
+    // Blocks have stacks where the history was switched on with a small ring; without any there is one owner.
+    let is_told = |owner: &Owner| owner.stack != BEFORE_RECORDING;
+    if device.owners.iter().any(is_told) {
+        part(
+            "At the end, by stack",
+            &by_stack(&device.owners, held, palette),
+        );
+    }
+    part("Out of memory", &refusals(&device.oom, palette));
+    if device.growth_summary.is_some() {
+        part("Growth", &growth(device, palette));
+    }
+    text
+}
+
 fn one_device(device: &DeviceExplanation, palette: Palette) -> String {
+    if !device.has_history {
+        return without_history(device, palette);
+    }
     let mut text = head(device);
     let mut part = |heading: &str, body: &str| section(&mut text, heading, body, palette);
     let peak = device.peak.allocated_bytes;
@@ -114,13 +141,7 @@ fn head(device: &DeviceExplanation) -> String {
             device.live_before_recording_bytes
         ),
     ]);
-    lines.row([
-        "At last".to_owned(),
-        format!(
-            "{} allocated, {} reserved when the snapshot was taken",
-            device.last.allocated_bytes, device.last.reserved_bytes
-        ),
-    ]);
+    lines.row(at_last(device));
     if device.uncertain_bytes > Bytes::ZERO {
         lines.row([
             "Not certain".to_owned(),
@@ -131,6 +152,16 @@ fn head(device: &DeviceExplanation) -> String {
         ]);
     }
     lines.render(0, Palette::PLAIN)
+}
+
+fn at_last(device: &DeviceExplanation) -> [String; 2] {
+    [
+        "At last".to_owned(),
+        format!(
+            "{} allocated, {} reserved when the snapshot was taken",
+            device.last.allocated_bytes, device.last.reserved_bytes
+        ),
+    ]
 }
 
 /// `15.6 ms`, `3.2 s`.
