@@ -578,7 +578,8 @@ class DeviceExplanation:
             are none.
         replayed_reserved_bytes: Peak of reserved bytes when replayed under the recorded settings:
             what to compare with.
-        growth_summary: What the growth comes down to, in a sentence.
+        growth_summary: What the growth comes down to, in a sentence; that it was not looked for,
+            where no steps were found.
         steps: How the steps were found, and how many there are; absent when none were.
         last: When the snapshot was taken.
         end: What becomes of that.

@@ -72,7 +72,7 @@ pub struct DeviceExplanation {
     pub counterfactual_summary: Option<String>,
     /// Peak of reserved bytes when replayed under the recorded settings: what to compare with.
     pub replayed_reserved_bytes: Option<Bytes>,
-    /// What the growth comes down to, in a sentence.
+    /// What the growth comes down to, in a sentence; that it was not looked for, where no steps were found.
     pub growth_summary: Option<String>,
     /// How the steps were found, and how many there are; absent when none were.
     pub steps: Option<StepsFound>,

@@ -8,6 +8,10 @@
 //! grows when its bytes rise at *every* remaining boundary, at least three times, and are still held when
 //! the snapshot is taken. What rises and falls back is no leak, however much it is.
 //!
+//! A rhythm alone (`steps.rs`) may be that of tokens or of layers that are set up. There parameters and KV
+//! caches do not count, nor private pools, nor what is replaced by something larger each time: all of them
+//! are filled, as they should be.
+//!
 //! Between two snapshots the same sums are compared at their ends.
 
 use std::collections::BTreeMap;
@@ -16,9 +20,9 @@ use super::history::History;
 use super::life::{Allocation, NEVER};
 use super::owners::{Category, Judge};
 use super::sites::{Phase, Sites};
-use super::steps::{MIN_BOUNDARIES, Steps};
+use super::steps::{MIN_BOUNDARIES, StepSource, Steps};
 use crate::bytes::Bytes;
-use crate::snapshot::{Action, BlockState, DeviceRecord, Snapshot, StackIndex};
+use crate::snapshot::{Action, BlockState, DeviceRecord, PoolIndex, Snapshot, StackIndex};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -77,9 +81,24 @@ struct Series {
     category: Category,
     stack: StackIndex,
     bytes: Vec<u64>,
+    /// Their number.
+    counts: Vec<u64>,
     /// When the snapshot was taken.
     last: u64,
     largest_request: u64,
+    is_private: bool,
+}
+
+/// What is said where growth cannot be looked for.
+pub(super) fn no_steps() -> Found {
+    Found {
+        growth: Vec::new(),
+        summary: Some(
+            "no steps found: leaks not looked for; give two snapshots \
+             (`memfit explain before.pickle after.pickle`)"
+                .to_owned(),
+        ),
+    }
 }
 
 /// Finds what grows within one recording.
@@ -96,6 +115,17 @@ pub(super) fn within(
         .into_iter()
         .filter(|(_, series)| rises(&series.bytes) && series.is_kept())
         .collect();
+    let all: Bytes = rising.iter().map(|(_, it)| Bytes(it.rise())).sum();
+    rising.retain(|(_, it)| steps.source != StepSource::Rhythm || !it.is_filled());
+    if rising.is_empty() && all > Bytes::ZERO {
+        return Found {
+            growth: Vec::new(),
+            summary: Some(format!(
+                "{all} more are held after {looked_at} steps by parameters and caches that are filled; \
+                 whether they ever stop, two snapshots tell"
+            )),
+        };
+    }
     let graph = rising
         .iter()
         .filter(|(_, it)| it.category == Category::Activation && !it.is_small())
@@ -161,16 +191,23 @@ fn series(history: &History, boundaries: &[u32], judge: &Judge<'_>) -> BTreeMap<
                 category: judge.category(last).0,
                 stack,
                 bytes: vec![0; boundaries.len()],
+                counts: vec![0; boundaries.len()],
                 last: 0,
                 largest_request: 0,
+                is_private: false,
             });
         for allocation in held {
             if allocation.let_go == NEVER {
                 series.last = series.last.saturating_add(allocation.size);
             }
             series.largest_request = series.largest_request.max(allocation.requested_size);
-            for bytes in &mut series.bytes[index(allocation.start)..index(allocation.let_go)] {
+            series.is_private |= allocation.pool != PoolIndex::DEFAULT;
+            let held = index(allocation.start)..index(allocation.let_go);
+            for bytes in &mut series.bytes[held.clone()] {
                 *bytes = bytes.saturating_add(allocation.size);
+            }
+            for count in &mut series.counts[held] {
+                *count += 1;
             }
         }
     }
@@ -192,6 +229,14 @@ impl Series {
             (Some(_), Some(before)) => self.last >= *before,
             _ => false,
         }
+    }
+
+    /// Whether it is what a program fills once: parameters, a cache, the pool of a graph. What is replaced
+    /// by something larger each time, as a growing cache is, stays as many blocks.
+    fn is_filled(&self) -> bool {
+        matches!(self.category, Category::Parameter | Category::KvCache)
+            || self.is_private
+            || !rises(&self.counts)
     }
 
     const fn is_small(&self) -> bool {

@@ -157,6 +157,7 @@ impl Subject<'_> {
                 growth::between((before, sites), (device, judge), count)
             }
             (None, Some(steps)) if !is_compared => growth::within(device, history, steps, judge),
+            (None, None) if !is_compared && has_history => growth::no_steps(),
             _ => growth::Found::default(),
         };
         let refusals = self.refusals(device_memory);

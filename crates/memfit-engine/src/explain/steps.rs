@@ -9,7 +9,8 @@
 //! 2. stacks: the ends of runs of allocations under an optimizer's step;
 //! 3. stacks: the ends of runs of allocations under autograd's engine;
 //! 4. rhythm: a stack outside modules, backward and optimizer that allocates again and again at even
-//!    distances, the rarest such. Inside a module's forward the layers have a rhythm too.
+//!    distances, with a module's forward each time in between, the rarest such. Inside a module's forward
+//!    the layers have a rhythm too; without a forward in between, a model is loaded or a cache is allocated.
 
 use std::collections::BTreeMap;
 
@@ -108,7 +109,8 @@ struct Beat {
 }
 
 /// The states after the allocations of the rarest such stack at even distances: no distance, counted
-/// in allocations, is more than half above the smallest, and together they span half the trace.
+/// in allocations, is more than half above the smallest, and together they span half the trace. Between any
+/// two a module's forward has run.
 fn rhythm(judge: &Judge<'_>) -> Option<Vec<u32>> {
     let device = judge.device;
     let mut beats: BTreeMap<StackIndex, Beat> = BTreeMap::new();
@@ -142,11 +144,25 @@ fn rhythm(judge: &Judge<'_>) -> Option<Vec<u32>> {
             && beat.longest <= beat.shortest.saturating_add(beat.shortest / 2)
             && (beat.last - beat.first) * 2 >= number
     };
-    let even = beats.iter().filter(|(stack, beat)| is_even(**stack, beat));
-    let (&stack, _) = even.min_by_key(|(stack, beat)| (beat.count, beat.first, **stack))?;
+    let mut even: Vec<(StackIndex, Beat)> = beats.into_iter().collect();
+    even.retain(|(stack, beat)| is_even(*stack, beat));
+    even.sort_by_key(|&(stack, beat)| (beat.count, beat.first, stack));
+    let mut on_beat: BTreeMap<StackIndex, Vec<u32>> =
+        even.iter().map(|&(stack, _)| (stack, Vec::new())).collect();
+    let mut forward: Vec<u32> = Vec::new();
     let states = (1..u32::MAX).zip(device.events.iter());
-    let on_beat = states
-        .filter(|(_, event)| event.action == Action::Alloc && event.stack == stack)
-        .map(|(state, _)| state);
-    Some(on_beat.collect())
+    for (state, event) in states.filter(|(_, event)| event.action == Action::Alloc) {
+        if let Some(states) = on_beat.get_mut(&event.stack) {
+            states.push(state);
+        } else if judge.sites.get(event.stack).is_in_forward() {
+            forward.push(state);
+        }
+    }
+    let runs_between = |pair: &[u32]| {
+        let before = |state: u32| forward.partition_point(|&it| it < state);
+        before(pair[0]) < before(pair[1])
+    };
+    even.iter()
+        .filter_map(|(stack, _)| on_beat.remove(stack))
+        .find(|states| states.windows(2).all(runs_between))
 }

@@ -425,6 +425,71 @@ fn a_loop_without_optimizer_is_found_by_its_rhythm() {
     assert_eq!(growth, [(Bytes(3 * MIB), Pattern::Kept)]);
 }
 
+const NO_STEPS: &str = "no steps found: leaks not looked for; give two snapshots \
+                        (`memfit explain before.pickle after.pickle`)";
+
+/// Allocations at even distances that are no steps: equal ones in a row, a cache for every layer, and weights
+/// that come through a copy which is dropped.
+#[test]
+fn loading_and_caches_made_ahead_are_no_steps() {
+    for kind in 0..3 {
+        let mut machine = Machine::new();
+        let keys = machine.stack(&["cache.py:18 allocate", "engine.py:77 __init__"]);
+        let values = machine.stack(&["cache.py:19 allocate", "engine.py:77 __init__"]);
+        let read = machine.stack(&["load.py:4 read", "serve.py:3 main"]);
+        for _ in 0..32 {
+            let copy = (kind == 2).then(|| machine.malloc(24 * MIB, 0, read));
+            machine.malloc(12 * MIB, 0, keys);
+            if kind == 1 {
+                machine.malloc(12 * MIB, 0, values);
+            }
+            if let Some(copy) = copy {
+                machine.free(copy, false);
+            }
+        }
+        let device = machine.explained(0);
+        assert_eq!((device.steps, device.growth), (None, vec![]), "{kind}");
+        assert_eq!(device.growth_summary.as_deref(), Some(NO_STEPS), "{kind}");
+    }
+}
+
+/// Decoding: a token comes outside the model each time, and the keys and values grow with it, by one block
+/// that a larger one replaces, or in the cache that transformers has.
+#[test]
+fn a_cache_that_fills_while_tokens_come_is_no_leak() {
+    for file in [
+        "model.py:30 attend",
+        "/x/transformers/cache_utils.py:99 update",
+    ] {
+        let mut machine = Machine::new();
+        let token = machine.stack(&["generate.py:8 main"]);
+        let layer = machine.stack(&["block.py:5 forward", "generate.py:7 main"]);
+        let cache = machine.stack(&[file, "block.py:6 forward", "generate.py:7 main"]);
+        let mut held = Vec::new();
+        for n in 1..10 {
+            let scratch = machine.malloc(MIB, 0, layer);
+            let larger = machine.malloc(n * 12 * MIB, 0, cache);
+            if let Some(smaller) = held.pop() {
+                machine.free(smaller, false);
+            }
+            held.push(larger);
+            machine.free(scratch, false);
+            let token = machine.malloc(512, 0, token);
+            machine.free(token, false);
+        }
+        let device = machine.explained(0);
+        assert_eq!(device.steps.map(|it| it.source), Some(StepSource::Rhythm));
+        assert_eq!(device.growth, []);
+        assert_eq!(
+            device.growth_summary.as_deref(),
+            Some(
+                "84.0 MiB more are held after 7 steps by parameters and caches that are filled; whether \
+                 they ever stop, two snapshots tell"
+            )
+        );
+    }
+}
+
 #[test]
 fn two_snapshots_are_compared_by_stack() {
     let mut machine = Machine::new();

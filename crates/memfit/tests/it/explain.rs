@@ -146,6 +146,28 @@ fn a_refusal_is_divided_and_exits_with_1() {
     assert!(blind.contains("give --device-memory"), "{blind}");
 }
 
+#[test]
+fn caches_made_ahead_are_no_leak_and_that_none_was_looked_for_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut program = Program::default();
+    for _ in 0..32 {
+        program.take(
+            64,
+            &["/app/cache.py:18 allocate", "/app/engine.py:77 __init__"],
+        );
+    }
+    program.save(folder.path(), "snapshot.pickle");
+    let outcome = explain(folder.path(), "explain @/snapshot.pickle");
+    assert_eq!(outcome.code, 0);
+    let growth = outcome.stdout.split("Growth\n").nth(1).unwrap();
+    let growth = growth.split("\nUnder other").next().unwrap();
+    assert_eq!(
+        growth,
+        "  No steps found: leaks not looked for; give two snapshots \
+         (`memfit explain before.pickle after.pickle`)\n"
+    );
+}
+
 /// Segments alone, or with the last event of a ring buffer of one.
 #[test]
 fn without_a_history_only_the_end_is_told() {

@@ -380,6 +380,9 @@ fn growth(device: &DeviceExplanation, palette: Palette) -> String {
             None => String::new(),
         };
     };
+    if device.growth.is_empty() {
+        return indented(&[capitalized(summary)]);
+    }
     let mut text = format!("  {}\n", palette.bad(&capitalized(summary)));
     let mut table = Table::new(&[Align::Right, Align::Right, Align::Left, Align::Left]).header([
         "each step",
