@@ -417,7 +417,7 @@ Category = Literal[
 - ``workspace``: Scratch inside one op, invisible to the dispatcher.
 """
 
-Cause = Literal["live_set", "fragmentation", "cap", "non_torch", "pending"]
+Cause = Literal["live_set", "fragmentation", "cap", "non_torch", "pending", "private_pools"]
 """What a refusal comes down to.
 
 - ``live_set``: The tensors alive and the request are too much.
@@ -425,6 +425,7 @@ Cause = Literal["live_set", "fragmentation", "cap", "non_torch", "pending"]
 - ``cap``: A limit below the device's memory refused.
 - ``non_torch``: Other processes, contexts or libraries hold what was missing.
 - ``pending``: Blocks that wait for another stream hold what was missing.
+- ``private_pools``: Unused bytes of private pools, as of CUDA graphs, are what was missing.
 """
 
 
@@ -672,11 +673,14 @@ class End:
     Attributes:
         releasable_bytes: What ``torch.cuda.empty_cache()`` gives back to the driver.
         stuck_bytes: Held by no tensor, yet not given back: segments of it hold tensors too.
+        private_pools: Held by no tensor, in private pools, which give nothing back while they are
+            in use.
         summary: The same in a sentence.
     """
 
     releasable_bytes: int
     stuck_bytes: int
+    private_pools: tuple[PrivatePool, ...]
     summary: str
 
 
@@ -737,6 +741,8 @@ class Fragmentation:
         pinned_bytes: Inactive bytes in pinned segments, those not told included.
         pinned_segment_count: Number of pinned segments, those not told included.
         pinning_bytes: Bytes of the blocks that pin them.
+        private_pools: Inactive bytes of private pools, by pool: nothing else can use them, and they
+            do not go back.
         summary: The verdict in a sentence.
     """
 
@@ -747,6 +753,7 @@ class Fragmentation:
     pinned_bytes: int
     pinned_segment_count: int
     pinning_bytes: int
+    private_pools: tuple[PrivatePool, ...]
     summary: str
 
 
@@ -1130,10 +1137,11 @@ class Parts:
 
     Attributes:
         live_set: Held by tensors.
-        fragmentation: Reserved, in no block.
+        fragmentation: Reserved, in no block, private pools aside.
         cap: Free on the device but withheld by a limit.
         non_torch: Outside PyTorch's allocator; absent while the device's memory is not known.
         pending: Let go, but waiting for another stream, if only until the refusal.
+        private_pools: Reserved by private pools that the request could not use, in no block.
     """
 
     live_set: int
@@ -1141,6 +1149,7 @@ class Parts:
     cap: int
     non_torch: int | None
     pending: int
+    private_pools: int
 
 
 Pattern = Literal["kept_graph", "kept_scalar", "kept"]
@@ -1373,6 +1382,19 @@ class Prediction:
     largest_batch: int | None
     devices: tuple[DeviceFit, ...]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivatePool:
+    """A private pool that holds bytes in no block.
+
+    Attributes:
+        pool: Its id as PyTorch writes it, such as ``(0, 1)``.
+        inactive_bytes: Reserved by it, in no block.
+    """
+
+    pool: str
+    inactive_bytes: int
 
 
 Promise = Literal["exact", "equivalent", "approximate"]

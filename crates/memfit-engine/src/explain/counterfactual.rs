@@ -126,7 +126,8 @@ pub(super) fn replay(
 /// What the process could have had.
 fn memory(peaks: &Peaks, refusals: &[OutOfMemory]) -> u64 {
     let at_refusal = refusals.iter().map(|it| {
-        let held = it.parts.live_set + it.parts.pending + it.parts.fragmentation;
+        let parts = &it.parts;
+        let held = parts.live_set + parts.pending + parts.fragmentation + parts.private_pools;
         match it.cause {
             Cause::Cap => held,
             _ => held + it.device_free_bytes,

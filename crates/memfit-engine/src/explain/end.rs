@@ -7,8 +7,9 @@
 use super::history::History;
 use super::moment;
 use super::peak::Totals;
+use super::private::{self, PrivatePool};
 use crate::bytes::Bytes;
-use crate::snapshot::DeviceRecord;
+use crate::snapshot::{DeviceRecord, PoolIndex, Pools};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -19,24 +20,33 @@ pub struct End {
     pub releasable_bytes: Bytes,
     /// Held by no tensor, yet not given back: segments of it hold tensors too.
     pub stuck_bytes: Bytes,
+    /// Held by no tensor, in private pools, which give nothing back while they are in use.
+    pub private_pools: Vec<PrivatePool>,
     /// The same in a sentence.
     pub summary: String,
 }
 
 impl End {
     /// The end of a device; `totals` are those of its last state.
-    pub(super) fn of(device: &DeviceRecord, history: &History, totals: Totals) -> Self {
+    pub(super) fn of(
+        device: &DeviceRecord,
+        history: &History,
+        totals: Totals,
+        pools: &Pools,
+    ) -> Self {
         let state = last_state(history);
         let filled = moment::at(device, history, state);
         let is_held = |block: &super::life::Allocation| block.is_allocated_at(state);
-        let releasable: Bytes = filled
+        let shared = filled
             .iter()
-            .map(|it| Bytes(it.releasable_bytes(is_held)))
-            .sum();
+            .filter(|it| !private::is_foreign(it, PoolIndex::DEFAULT));
+        let releasable: Bytes = shared.map(|it| Bytes(it.releasable_bytes(is_held))).sum();
+        let private_pools = private::inactive(&filled, pools, PoolIndex::DEFAULT, is_held);
         let unused = totals.reserved_bytes - totals.allocated_bytes;
         let mut end = Self {
             releasable_bytes: releasable,
-            stuck_bytes: unused - releasable,
+            stuck_bytes: unused - releasable - private::total(&private_pools),
+            private_pools,
             summary: String::new(),
         };
         end.summary = end.sentence(totals);
@@ -62,6 +72,10 @@ impl End {
                 self.stuck_bytes
             );
             text.push_str(&stuck);
+        }
+        text.push_str(&private::clause(&self.private_pools));
+        if !self.private_pools.is_empty() {
+            text.push_str(" while it is in use");
         }
         text
     }

@@ -7,7 +7,8 @@
 //!
 //! - *releasable*: inactive bytes of segments without blocks, and whole pages of expandable segments. The
 //!   allocator gives them back before it reports that memory is out; they are cache;
-//! - *stuck*: the other inactive bytes. They serve requests that fit into a gap and nothing else.
+//! - *stuck*: the other inactive bytes. They serve requests that fit into a gap and nothing else;
+//! - *private*: inactive bytes of private pools (`private.rs`), which are neither.
 //!
 //! A segment is *pinned* when more than half of it is inactive although blocks are in it.
 
@@ -15,8 +16,9 @@ use super::history::History;
 use super::life::Allocation;
 use super::moment::{self, Filled};
 use super::owners::{Category, Judge};
+use super::private::{self, PrivatePool};
 use crate::bytes::Bytes;
-use crate::snapshot::DeviceRecord;
+use crate::snapshot::{DeviceRecord, PoolIndex};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -83,6 +85,8 @@ pub struct Fragmentation {
     pub pinned_segment_count: u64,
     /// Bytes of the blocks that pin them.
     pub pinning_bytes: Bytes,
+    /// Inactive bytes of private pools, by pool: nothing else can use them, and they do not go back.
+    pub private_pools: Vec<PrivatePool>,
     /// The verdict in a sentence.
     pub summary: String,
 }
@@ -93,15 +97,20 @@ impl Fragmentation {
     pub fn of(device: &DeviceRecord, history: &History, state: u32, judge: &Judge<'_>) -> Self {
         let filled = moment::at(device, history, state);
         let (mut reserved, mut inactive, mut releasable) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
-        for it in &filled {
+        let (foreign, shared): (Vec<&Filled<'_>>, Vec<&Filled<'_>>) = filled
+            .iter()
+            .partition(|it| private::is_foreign(it, PoolIndex::DEFAULT));
+        for it in &shared {
             reserved += Bytes(it.region.size);
             inactive += Bytes(it.inactive_bytes());
             releasable += Bytes(it.releasable_bytes(|_| true));
         }
-        let mut pinned: Vec<&Filled<'_>> = filled.iter().filter(|it| is_pinned(it)).collect();
+        let in_private: Bytes = foreign.iter().map(|it| Bytes(it.inactive_bytes())).sum();
+        let reserved = reserved + foreign.iter().map(|it| Bytes(it.region.size)).sum();
+        let mut pinned: Vec<&Filled<'_>> = shared.into_iter().filter(|it| is_pinned(it)).collect();
         pinned.sort_by_key(|it| (std::cmp::Reverse(it.inactive_bytes()), it.address));
         let mut found = Self {
-            inactive_bytes: inactive,
+            inactive_bytes: inactive + in_private,
             verdict: verdict(reserved, inactive, releasable),
             releasable_bytes: releasable,
             pinned_bytes: pinned.iter().map(|it| Bytes(it.inactive_bytes())).sum(),
@@ -112,9 +121,15 @@ impl Fragmentation {
                 .take(MAX_PINNED)
                 .map(|it| told(it, judge))
                 .collect(),
+            private_pools: private::inactive(
+                &filled,
+                &judge.snapshot.pools,
+                PoolIndex::DEFAULT,
+                |_| true,
+            ),
             summary: String::new(),
         };
-        found.summary = found.sentence(reserved);
+        found.summary = found.sentence(reserved) + &private::clause(&found.private_pools);
         found
     }
 
@@ -128,7 +143,7 @@ impl Fragmentation {
     }
 
     fn sentence(&self, reserved: Bytes) -> String {
-        let inactive = self.inactive_bytes;
+        let inactive = self.inactive_bytes - private::total(&self.private_pools);
         match self.verdict {
             Verdict::Negligible => {
                 format!(

@@ -23,7 +23,9 @@ use std::collections::HashMap;
 use super::life::{Allocation, NEVER, Problems};
 use super::regions::{Region, Regions};
 use super::sizes::{self, Rounding};
-use crate::snapshot::{Action, BlockState, DeviceRecord, Event, Problem, StackIndex, TextIndex};
+use crate::snapshot::{
+    Action, BlockState, DeviceRecord, Event, PoolIndex, Problem, StackIndex, TextIndex,
+};
 
 /// No allocation.
 const NONE: u32 = u32::MAX;
@@ -37,6 +39,8 @@ pub struct History {
     allocation_of_event: Vec<u32>,
     /// Segments at state 0.
     pub(super) first_regions: Regions,
+    /// By position of the event, pools of segments whose event does not name one, as in older versions.
+    unnamed_pools: HashMap<usize, PoolIndex>,
     /// Bytes that block sizes of allocations from before recording may be above what is said here.
     pub uncertain_bytes: u64,
     /// Events that contradict the others, by index; the rest was analysed.
@@ -69,6 +73,12 @@ impl History {
     #[must_use]
     pub fn of_event(&self, position: usize) -> Option<usize> {
         allocation_in(&self.allocation_of_event, position)
+    }
+
+    /// The private pool of what the driver gave at an event.
+    pub(super) fn pool_of_growth(&self, position: usize, event: &Event) -> PoolIndex {
+        let unnamed = self.unnamed_pools.get(&position);
+        unnamed.copied().unwrap_or(event.pool)
     }
 
     /// The number of states: one more than events.
@@ -117,6 +127,7 @@ impl Rollback {
                 allocations: Vec::new(),
                 allocation_of_event: vec![NONE; device.events.len()],
                 first_regions: Regions::default(),
+                unnamed_pools: HashMap::new(),
                 uncertain_bytes: 0,
                 problems: Vec::new(),
             },
@@ -249,13 +260,17 @@ impl Rollback {
         let removed = self
             .regions
             .remove(event.address, event.size, is_expandable);
-        if removed.is_err() {
-            self.problems.add(Some(position), || {
+        match removed {
+            Ok(region) if region.pool != event.pool && event.pool == PoolIndex::DEFAULT => {
+                self.history.unnamed_pools.insert(position, region.pool);
+            }
+            Ok(_) => {}
+            Err(_) => self.problems.add(Some(position), || {
                 format!(
                     "the segment of {} bytes at {:#x} is not there afterwards",
                     event.size, event.address
                 )
-            });
+            }),
         }
     }
 

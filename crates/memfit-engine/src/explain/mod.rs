@@ -14,6 +14,7 @@ mod moment;
 mod oom;
 mod owners;
 mod peak;
+mod private;
 mod regions;
 mod sites;
 mod sizes;
@@ -31,6 +32,7 @@ pub use life::{Allocation, NEVER};
 pub use oom::{Cause, OutOfMemory, Parts};
 pub use owners::{Category, Evidence, Judge, Owner, Runs};
 pub use peak::{Highest, Peaks, Totals, event_of, totals};
+pub use private::PrivatePool;
 pub use sites::{BEFORE_RECORDING, NO_STACK, Phase, Site, Sites};
 pub use sizes::Rounding;
 pub use steps::StepSource;
@@ -197,7 +199,7 @@ impl Subject<'_> {
                 active_bytes: peaks.last.active_bytes,
                 reserved_bytes: peaks.last.reserved_bytes,
             },
-            end: End::of(device, history, peaks.last),
+            end: End::of(device, history, peaks.last, &judge.snapshot.pools),
             uncertain_bytes: Bytes(history.uncertain_bytes),
         }
     }
@@ -237,7 +239,15 @@ impl Subject<'_> {
             .take(MAX_OUT_OF_MEMORY)
             .map(|(event, (position, totals))| {
                 let at = (position, &event);
-                oom::explain(self.device, self.history, totals, at, device_memory, text)
+                let pools = &self.judge.snapshot.pools;
+                oom::explain(
+                    (self.device, pools),
+                    self.history,
+                    totals,
+                    at,
+                    device_memory,
+                    text,
+                )
             })
             .collect()
     }

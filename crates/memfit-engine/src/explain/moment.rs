@@ -99,13 +99,18 @@ pub(super) fn at<'a>(device: &DeviceRecord, history: &'a History, state: u32) ->
 
 fn regions_at(device: &DeviceRecord, history: &History, state: u32) -> Regions {
     let mut regions = history.first_regions.clone();
-    for event in device.events.iter().take(state as usize) {
+    let until = device.events.iter().take(state as usize);
+    for (position, event) in until.enumerate() {
+        let grown = |is_expandable| Region {
+            pool: history.pool_of_growth(position, &event),
+            ..Region::of_event(&event, is_expandable)
+        };
         // What contradicts was reported when the trace was rolled back.
         let _contradicting = match event.action {
-            Action::SegmentAlloc => regions.add(event.address, Region::of_event(&event, false)),
-            Action::SegmentMap => regions.add(event.address, Region::of_event(&event, true)),
-            Action::SegmentFree => regions.remove(event.address, event.size, false),
-            Action::SegmentUnmap => regions.remove(event.address, event.size, true),
+            Action::SegmentAlloc => regions.add(event.address, grown(false)),
+            Action::SegmentMap => regions.add(event.address, grown(true)),
+            Action::SegmentFree => regions.remove(event.address, event.size, false).map(drop),
+            Action::SegmentUnmap => regions.remove(event.address, event.size, true).map(drop),
             _ => continue,
         };
     }

@@ -9,12 +9,13 @@
 //! segment that it could, so what it still holds and does not use is stuck. The device's memory divides into
 //!
 //! ```text
-//! total = live_set + pending + fragmentation + device_free + non_torch
-//!         \___________ reserved ___________/
+//! total = live_set + pending + fragmentation + private_pools + device_free + non_torch
+//!         \____________________ reserved __________________/
 //!
 //! live_set       allocated: blocks that tensors hold
 //! pending        blocks let go that wait for another stream, and those that waited until the refusal
 //! fragmentation  the rest of what is reserved: in no block
+//! private_pools  of that, what belongs to private pools other than the request's: it cannot have it
 //! device_free    free on the device, recorded with the event
 //! non_torch      the rest: other processes, CUDA contexts, libraries
 //! ```
@@ -27,7 +28,8 @@
 //! | pending | `pending > 0`, and without the waiting blocks there is a gap of at least `need`, or segments that then are empty and `device_free` make a `segment` | only the other stream was in the way |
 //! | fragmentation | `fragmentation > 0` and `need <= fragmentation + device_free`, the latter only when the driver was out | the bytes were there, not in one piece |
 //! | cap | `device_free >= segment` | the driver had room: a limit (`set_per_process_memory_fraction`) refused |
-//! | `non_torch` | `total` is known, `non_torch > context`, `active + need <= total - context` | the device would have been enough, but for others |
+//! | `private_pools` | `private_pools > 0` and `need <= fragmentation + private_pools + device_free` | other pools keep the bytes |
+//! | `non_torch` | `total` is known, `non_torch > context`, `active + private_pools + need <= total - context` | the device would have been enough, but for others |
 //! | `live_set` | otherwise | the tensors alive and the request are too much |
 //!
 //! `context` is what the process' own CUDA context may take: 1 GiB, on small devices an eighth of `total`.
@@ -39,8 +41,9 @@
 use super::history::History;
 use super::moment::{self, Filled};
 use super::peak::Totals;
+use super::private;
 use crate::bytes::Bytes;
-use crate::snapshot::{Action, DeviceRecord, Event, StackIndex};
+use crate::snapshot::{Action, DeviceRecord, Event, PoolIndex, Pools, StackIndex};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -70,6 +73,8 @@ pub enum Cause {
     NonTorch,
     /// Blocks that wait for another stream hold what was missing.
     Pending,
+    /// Unused bytes of private pools, as of CUDA graphs, are what was missing.
+    PrivatePools,
 }
 
 /// How the device's memory divides.
@@ -77,7 +82,7 @@ pub enum Cause {
 pub struct Parts {
     /// Held by tensors.
     pub live_set: Bytes,
-    /// Reserved, in no block.
+    /// Reserved, in no block, private pools aside.
     pub fragmentation: Bytes,
     /// Free on the device but withheld by a limit.
     pub cap: Bytes,
@@ -85,6 +90,8 @@ pub struct Parts {
     pub non_torch: Option<Bytes>,
     /// Let go, but waiting for another stream, if only until the refusal.
     pub pending: Bytes,
+    /// Reserved by private pools that the request could not use, in no block.
+    pub private_pools: Bytes,
 }
 
 /// One refusal.
@@ -118,11 +125,15 @@ struct Refusal<'a> {
     non_torch: Option<Bytes>,
     device_memory: Option<Bytes>,
     pending: Bytes,
+    /// Inactive bytes of private pools other than the request's.
+    in_private: Bytes,
+    /// The request's own pool.
+    pool: PoolIndex,
 }
 
 /// Explains the refusal of an event; `totals` are those of the state before it.
 pub(super) fn explain(
-    device: &DeviceRecord,
+    (device, pools): (&DeviceRecord, &Pools),
     history: &History,
     totals: Totals,
     (position, event): (u32, &Event),
@@ -133,8 +144,10 @@ pub(super) fn explain(
     let device_free = Bytes(event.address);
     let outside = device_memory.map(|total| total - device_free - totals.reserved_bytes);
     let filled = moment::at(device, history, position);
-    let late = late_bytes(device, history, &filled, position);
+    let late = late_bytes(device, history, &filled, (position, event.pool));
     let waiting = totals.active_bytes - totals.allocated_bytes;
+    let private_pools = private::inactive(&filled, pools, event.pool, |_| true);
+    let in_private = private::total(&private_pools);
     let refusal = Refusal {
         filled,
         totals,
@@ -144,11 +157,13 @@ pub(super) fn explain(
         non_torch: outside,
         device_memory,
         pending: waiting + late,
+        in_private,
+        pool: event.pool,
     };
     let cause = refusal.cause();
     let parts = Parts {
         live_set: totals.allocated_bytes,
-        fragmentation: totals.reserved_bytes - totals.active_bytes - late,
+        fragmentation: totals.reserved_bytes - totals.active_bytes - late - in_private,
         cap: if cause == Cause::Cap {
             device_free
         } else {
@@ -156,6 +171,7 @@ pub(super) fn explain(
         },
         non_torch: outside,
         pending: refusal.pending,
+        private_pools: in_private,
     };
     OutOfMemory {
         event: u64::from(position),
@@ -165,7 +181,8 @@ pub(super) fn explain(
         device_free_bytes: device_free,
         largest_gap_bytes: refusal.largest_gap(false),
         stack: text(event.stack),
-        summary: sentence(cause, &parts, refusal.need, device_free),
+        summary: sentence(cause, &parts, refusal.need, device_free)
+            + &private::clause(&private_pools),
     }
 }
 
@@ -173,7 +190,7 @@ impl Refusal<'_> {
     fn cause(&self) -> Cause {
         let segment = segment_bytes(self.need);
         let driver_had_room = self.device_free >= segment;
-        let inactive = self.totals.reserved_bytes - self.totals.active_bytes;
+        let inactive = self.usable_inactive();
         let within_reach = if driver_had_room {
             inactive
         } else {
@@ -188,14 +205,29 @@ impl Refusal<'_> {
         if driver_had_room {
             return Cause::Cap;
         }
+        let with_private = inactive + self.in_private + self.device_free;
+        if self.in_private > Bytes::ZERO && self.need <= with_private {
+            return Cause::PrivatePools;
+        }
         if let (Some(total), Some(outside)) = (self.device_memory, self.non_torch) {
             let context = MAX_CONTEXT_BYTES.min(Bytes(total.0 / 8));
-            let fits_alone = self.totals.active_bytes + self.need <= total - context;
+            let kept = self.totals.active_bytes + self.in_private;
+            let fits_alone = kept + self.need <= total - context;
             if fits_alone && outside > context {
                 return Cause::NonTorch;
             }
         }
         Cause::LiveSet
+    }
+
+    /// Segments that the request may be served from: those of its pool.
+    fn usable(&self) -> impl Iterator<Item = &Filled<'_>> {
+        self.filled.iter().filter(|it| it.region.pool == self.pool)
+    }
+
+    /// Bytes in no block of those.
+    fn usable_inactive(&self) -> Bytes {
+        self.usable().map(|it| Bytes(it.inactive_bytes())).sum()
     }
 
     /// Whether the request is served once every waiting block is free.
@@ -207,10 +239,10 @@ impl Refusal<'_> {
             return true;
         }
         let held = |block: &super::life::Allocation| block.is_allocated_at(self.state);
-        let emptied = self
-            .filled
-            .iter()
-            .filter(|it| !it.blocks.iter().any(|block| held(block)));
+        // Private pools in use keep their segments.
+        let emptied = self.filled.iter().filter(|it| {
+            it.region.pool == PoolIndex::DEFAULT && !it.blocks.iter().any(|block| held(block))
+        });
         let back: Bytes = emptied.map(|it| Bytes(it.region.size)).sum();
         back > Bytes::ZERO && back + self.device_free >= segment
     }
@@ -218,8 +250,7 @@ impl Refusal<'_> {
     /// The longest run of bytes that no block covers, or, `after_streams`, that no tensor holds.
     fn largest_gap(&self, after_streams: bool) -> Bytes {
         let gaps = self
-            .filled
-            .iter()
+            .usable()
             .flat_map(|it| it.gaps(|block| !after_streams || block.is_allocated_at(self.state)));
         gaps.map(|(start, end)| Bytes(end - start))
             .max()
@@ -227,12 +258,13 @@ impl Refusal<'_> {
     }
 }
 
-/// Bytes still reserved of blocks that waited for another stream until the refusal at a state.
+/// Bytes still reserved of blocks that waited for another stream until the refusal at a state, private pools
+/// other than the request's aside.
 fn late_bytes(
     device: &DeviceRecord,
     history: &History,
     filled: &[Filled<'_>],
-    state: u32,
+    (state, pool): (u32, PoolIndex),
 ) -> Bytes {
     let mut late = Bytes::ZERO;
     for position in (0..state as usize).rev() {
@@ -249,7 +281,9 @@ fn late_bytes(
         let block = &history.allocations[index];
         let after = filled.partition_point(|it| it.address <= block.address);
         let holder = after.checked_sub(1).map(|index| &filled[index]);
-        let is_reserved = holder.is_some_and(|it| block.address - it.address < it.region.size);
+        let is_reserved = holder.is_some_and(|it| {
+            block.address - it.address < it.region.size && !private::is_foreign(it, pool)
+        });
         if is_reserved && block.end - block.let_go > 1 {
             late += Bytes(block.size);
         }
@@ -271,7 +305,7 @@ fn segment_bytes(need: Bytes) -> Bytes {
 fn sentence(cause: Cause, parts: &Parts, need: Bytes, device_free: Bytes) -> String {
     let live = parts.live_set;
     match cause {
-        Cause::LiveSet => format!(
+        Cause::LiveSet | Cause::PrivatePools => format!(
             "tensors hold {live}, and {need} more are not there: {device_free} are free on the device and \
              {} in no block",
             parts.fragmentation

@@ -119,13 +119,13 @@ impl Regions {
         Ok(())
     }
 
-    /// Removes a whole segment, or any part of a mapped range.
+    /// Removes a whole segment, or any part of a mapped range, and returns what it was part of.
     pub(super) fn remove(
         &mut self,
         address: u64,
         size: u64,
         is_expandable: bool,
-    ) -> Result<(), Contradiction> {
+    ) -> Result<Region, Contradiction> {
         let end = address.checked_add(size).ok_or(Contradiction)?;
         let (start, region) = self.holding(address).ok_or(Contradiction)?;
         let (region, region_end) = (*region, start + region.size);
@@ -143,7 +143,7 @@ impl Regions {
                 self.regions.insert(left, Region { size, ..region });
             }
         }
-        Ok(())
+        Ok(region)
     }
 }
 

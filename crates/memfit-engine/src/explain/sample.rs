@@ -30,6 +30,7 @@ struct Piece {
 #[derive(Debug, Clone)]
 struct Space {
     stream: u64,
+    pool: PoolIndex,
     is_small: bool,
     is_expandable: bool,
     pieces: Vec<Piece>,
@@ -45,6 +46,10 @@ pub(super) struct Machine {
     next_address: u64,
     pub(super) is_expandable: bool,
     pub(super) max_split: Option<u64>,
+    /// The private pool of what is asked for from now on.
+    pub(super) pool: PoolIndex,
+    /// Events of older versions do not name their pool.
+    pub(super) hides_pools: bool,
     pub(super) events: Vec<Event>,
     /// At every state.
     pub(super) truth: Vec<(Totals, Alive)>,
@@ -117,16 +122,21 @@ impl Machine {
     pub(super) fn record(&mut self, action: Action, address: u64, size: u64, stack: StackIndex) {
         let spaces = self.spaces.iter().filter(|it| !it.pieces.is_empty());
         // Spaces are made in address order, and what is given back is recorded before it is forgotten.
-        let mut streams = spaces.map(|it| (it.pieces[0].address, it.stream));
-        let stream = streams.rfind(|&(start, _)| start <= address);
+        let mut homes = spaces.map(|it| (it.pieces[0].address, it.stream, it.pool));
+        let home = homes.rfind(|&(start, ..)| start <= address);
+        let pool = match action {
+            _ if self.hides_pools => PoolIndex::DEFAULT,
+            Action::OutOfMemory => self.pool,
+            _ => home.map_or(PoolIndex::DEFAULT, |(.., pool)| pool),
+        };
         self.events.push(Event {
             action,
             address,
             size,
-            stream: stream.map_or(0, |(_, stream)| stream),
+            stream: home.map_or(0, |(_, stream, _)| stream),
             time_us: 1000 + self.events.len() as u64,
             stack,
-            pool: PoolIndex::DEFAULT,
+            pool,
             label: TextIndex::default(),
         });
         self.remember();
@@ -172,7 +182,7 @@ impl Machine {
         let max_split = self.max_split.unwrap_or(u64::MAX);
         let mut best = None;
         for (s, space) in self.spaces.iter().enumerate() {
-            if (space.stream, space.is_small) != (stream, is_small) {
+            if (space.stream, space.is_small, space.pool) != (stream, is_small, self.pool) {
                 continue;
             }
             for (p, piece) in space.pieces.iter().enumerate() {
@@ -212,6 +222,7 @@ impl Machine {
         self.next_address += segment;
         self.spaces.push(Space {
             stream,
+            pool: self.pool,
             is_small,
             is_expandable: false,
             pieces: vec![Piece {
@@ -234,15 +245,15 @@ impl Machine {
         stack: StackIndex,
     ) -> (usize, usize) {
         let page = if is_small { 2 * MIB } else { 20 * MIB };
-        let known = self
-            .spaces
-            .iter()
-            .position(|it| it.is_expandable && (it.stream, it.is_small) == (stream, is_small));
+        let known = self.spaces.iter().position(|it| {
+            it.is_expandable && (it.stream, it.is_small, it.pool) == (stream, is_small, self.pool)
+        });
         let s = known.unwrap_or_else(|| {
             let address = self.next_address;
             self.next_address += 1 << 36;
             self.spaces.push(Space {
                 stream,
+                pool: self.pool,
                 is_small,
                 is_expandable: true,
                 pieces: vec![Piece {
@@ -414,7 +425,7 @@ impl Machine {
                         stream: space.stream,
                         is_small: space.is_small,
                         is_expandable: space.is_expandable,
-                        pool: PoolIndex::DEFAULT,
+                        pool: space.pool,
                         stack: StackIndex::NONE,
                         blocks: Vec::new(),
                     });

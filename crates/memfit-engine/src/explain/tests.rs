@@ -588,7 +588,7 @@ fn refused(machine: &mut Machine, need: u64, free: u64, memory: Option<u64>) -> 
     let totals = machine.totals();
     let parts = refusal.parts;
     assert_eq!(
-        parts.live_set + parts.pending + parts.fragmentation,
+        parts.live_set + parts.pending + parts.fragmentation + parts.private_pools,
         totals.reserved_bytes
     );
     refusal
@@ -673,6 +673,82 @@ fn a_block_that_comes_free_during_the_refusal_was_pending() {
         ),
         (Cause::Pending, Bytes(540 * MIB), Bytes::ZERO)
     );
+}
+
+/// A graph's pool of six blocks that are free between its replays, and 4 GiB of tensors; older versions do not
+/// name the pool of an event.
+fn with_a_graph(hides_pools: bool) -> (Machine, StackIndex) {
+    let mut machine = Machine::new();
+    machine.hides_pools = hides_pools;
+    let stack = machine.stack(&["runner.py:1 run"]);
+    machine.pool = machine.snapshot.pools.index_of((0, 1)).unwrap();
+    let blocks: Vec<u64> = (0..6)
+        .map(|_| machine.malloc(500 * MIB, 0, stack))
+        .collect();
+    for block in blocks {
+        machine.free(block, false);
+    }
+    machine.pool = crate::snapshot::PoolIndex::DEFAULT;
+    for _ in 0..8 {
+        machine.malloc(512 * MIB, 0, stack);
+    }
+    (machine, stack)
+}
+
+#[test]
+fn a_private_pool_is_named_and_neither_cache_nor_fragmentation() {
+    const NAMED: &str = "; 2.93 GiB are in the private pool (0, 1): neither usable nor releasable";
+    for hides_pools in [false, true] {
+        let (machine, _) = with_a_graph(hides_pools);
+        let device = machine.explained(0);
+        let found = &device.fragmentation;
+        assert_eq!(found.verdict, Verdict::Negligible);
+        assert_eq!(found.releasable_bytes, Bytes::ZERO);
+        assert_eq!(found.private_pools[0].inactive_bytes, Bytes(3000 * MIB));
+        assert!(found.summary.ends_with(NAMED), "{}", found.summary);
+        assert_eq!(device.end.releasable_bytes, Bytes::ZERO);
+        assert_eq!(device.end.stuck_bytes, Bytes::ZERO);
+        assert_eq!(device.end.private_pools, found.private_pools);
+
+        // Without the pool's bytes the request does not fit; with them it would.
+        let (mut machine, _) = with_a_graph(hides_pools);
+        let refusal = refused(&mut machine, 700 * MIB, 584 * MIB, Some(8 << 30));
+        assert_eq!(refusal.cause, Cause::PrivatePools);
+        assert_eq!(refusal.parts.private_pools, Bytes(3000 * MIB));
+        assert_eq!(refusal.parts.fragmentation, Bytes::ZERO);
+        assert_eq!(refusal.largest_gap_bytes, Bytes::ZERO);
+        assert_eq!(
+            refusal.summary,
+            format!(
+                "tensors hold 4.00 GiB, and 700.0 MiB more are not there: 584.0 MiB are free on the device \
+                 and 0 B in no block{NAMED}"
+            )
+        );
+
+        // More than even those: what is alive is too much.
+        let (mut machine, _) = with_a_graph(hides_pools);
+        let refusal = refused(&mut machine, 5 << 30, 584 * MIB, Some(8 << 30));
+        assert_eq!(refusal.cause, Cause::LiveSet);
+        assert!(refusal.summary.ends_with(NAMED), "{}", refusal.summary);
+    }
+}
+
+/// What is asked for during a capture may be served from the pool of the capture, and from no other.
+#[test]
+fn a_request_of_a_private_pool_has_its_own_pool() {
+    let (mut machine, stack) = with_a_graph(false);
+    machine.pool = machine.snapshot.pools.index_of((0, 1)).unwrap();
+    let refusal = refused(&mut machine, 700 * MIB, 0, None);
+    assert_eq!(refusal.cause, Cause::Fragmentation);
+    assert_eq!(refusal.parts.private_pools, Bytes::ZERO);
+    assert_eq!(refusal.largest_gap_bytes, Bytes(500 * MIB));
+
+    let (mut machine, _) = with_a_graph(false);
+    machine.pool = machine.snapshot.pools.index_of((0, 2)).unwrap();
+    machine.malloc(20 * MIB, 0, stack);
+    let refusal = refused(&mut machine, 700 * MIB, 0, None);
+    assert_eq!(refusal.cause, Cause::PrivatePools);
+    assert_eq!(refusal.parts.private_pools, Bytes(3000 * MIB));
 }
 
 #[test]

@@ -358,6 +358,12 @@ fn parts(refusal: &OutOfMemory) -> String {
     let gap = refusal.largest_gap_bytes;
     let unused = format!("reserved, in no block; the largest gap has {gap}");
     row(parts.fragmentation, &unused);
+    if parts.private_pools > Bytes::ZERO {
+        row(
+            parts.private_pools,
+            "in no block of private pools: not usable",
+        );
+    }
     row(refusal.device_free_bytes, "free on the device");
     match parts.non_torch {
         Some(bytes) => row(bytes, "other processes, contexts and libraries"),
@@ -475,6 +481,7 @@ const fn cause(cause: Cause) -> &'static str {
         Cause::Cap => "a limit on this process",
         Cause::NonTorch => "others hold the device's memory",
         Cause::Pending => "blocks wait for another stream",
+        Cause::PrivatePools => "private pools hold what was missing",
     }
 }
 
