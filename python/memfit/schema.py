@@ -570,7 +570,7 @@ class DeviceExplanation:
         peak: When it held most.
         live_before_recording_bytes: Active bytes before the first event.
         owners: Who owned the allocated bytes at the peak; they sum to it. The largest first.
-        fragmentation: The inactive bytes at the peak.
+        fragmentation: The inactive bytes at the peak, or at a refusal.
         oom: Refused requests, in order.
         growth: Stacks that hold more after every step, the fastest first; with an earlier snapshot,
             stacks that hold more than there.
@@ -731,10 +731,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragmentation:
-    """The inactive bytes of the peak.
+    """The inactive bytes of the peak, or of the moment of a refusal.
 
     Attributes:
-        inactive_bytes: Reserved and in no block, at the peak.
+        refusal_event: Index of the refused request at which it is judged; absent at the peak.
+        inactive_bytes: Reserved and in no block.
         pinned_segments: Those with the most inactive bytes first; at most 50.
         verdict: What they are.
         releasable_bytes: Part of the inactive bytes that the allocator can give back to the driver.
@@ -746,6 +747,7 @@ class Fragmentation:
         summary: The verdict in a sentence.
     """
 
+    refusal_event: int | None
     inactive_bytes: int
     pinned_segments: tuple[PinnedSegment, ...]
     verdict: FragmentationVerdict
@@ -757,13 +759,15 @@ class Fragmentation:
     summary: str
 
 
-FragmentationVerdict = Literal["negligible", "cached", "fragmented", "unknown"]
+FragmentationVerdict = Literal["negligible", "cached", "fragmented", "not_the_cause", "unknown"]
 """What the inactive bytes are.
 
 - ``negligible``: Less than 5 % of what is reserved is inactive.
 - ``cached``: At least 5 % is inactive, but less than 10 % is stuck: the cache can give the rest
     back.
-- ``fragmented``: At least 10 % of what is reserved is stuck in segments that blocks keep.
+- ``fragmented``: At least 10 % of what is reserved is stuck in segments that blocks keep; where a
+    request was refused, it was refused for fragmentation.
+- ``not_the_cause``: At least 5 % is inactive, but a request was refused for another cause.
 - ``unknown``: No history was recorded: the bytes are those when the snapshot was taken, and not
     judged.
 """

@@ -59,7 +59,7 @@ pub struct DeviceExplanation {
     pub live_before_recording_bytes: Bytes,
     /// Who owned the allocated bytes at the peak; they sum to it. The largest first.
     pub owners: Vec<Owner>,
-    /// The inactive bytes at the peak.
+    /// The inactive bytes at the peak, or at a refusal.
     pub fragmentation: Fragmentation,
     /// Refused requests, in order.
     pub oom: Vec<OutOfMemory>,

@@ -1,4 +1,4 @@
-//! Reserved bytes that no block uses at the peak, and the blocks that keep them.
+//! Reserved bytes that no block uses at the peak or when a request was refused, and the blocks that keep them.
 //!
 //! Responsible for telling cache from fragmentation and for naming the survivors. Not responsible for what
 //! other settings would have done: only a replay knows.
@@ -10,11 +10,15 @@
 //! - *stuck*: the other inactive bytes. They serve requests that fit into a gap and nothing else;
 //! - *private*: inactive bytes of private pools (`private.rs`), which are neither.
 //!
+//! Where a request was refused, that is the moment to judge, and its cause is the verdict: the first refusal
+//! of fragmentation, else the first of all. Elsewhere it is the peak, and shares decide.
+//!
 //! A segment is *pinned* when more than half of it is inactive although blocks are in it.
 
 use super::history::History;
 use super::life::Allocation;
 use super::moment::{self, Filled};
+use super::oom::{Cause, OutOfMemory};
 use super::owners::{Category, Judge};
 use super::private::{self, PrivatePool};
 use crate::bytes::Bytes;
@@ -36,8 +40,11 @@ pub enum Verdict {
     Negligible,
     /// At least 5 % is inactive, but less than 10 % is stuck: the cache can give the rest back.
     Cached,
-    /// At least 10 % of what is reserved is stuck in segments that blocks keep.
+    /// At least 10 % of what is reserved is stuck in segments that blocks keep; where a request was refused,
+    /// it was refused for fragmentation.
     Fragmented,
+    /// At least 5 % is inactive, but a request was refused for another cause.
+    NotTheCause,
     /// No history was recorded: the bytes are those when the snapshot was taken, and not judged.
     Unknown,
 }
@@ -68,10 +75,12 @@ pub struct PinnedSegment {
     pub blocks: Vec<PinningBlock>,
 }
 
-/// The inactive bytes of the peak.
+/// The inactive bytes of the peak, or of the moment of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Fragmentation {
-    /// Reserved and in no block, at the peak.
+    /// Index of the refused request at which it is judged; absent at the peak.
+    pub refusal_event: Option<u64>,
+    /// Reserved and in no block.
     pub inactive_bytes: Bytes,
     /// Those with the most inactive bytes first; at most 50.
     pub pinned_segments: Vec<PinnedSegment>,
@@ -92,26 +101,45 @@ pub struct Fragmentation {
 }
 
 impl Fragmentation {
-    /// The fragmentation of a device at a state.
-    #[must_use]
-    pub fn of(device: &DeviceRecord, history: &History, state: u32, judge: &Judge<'_>) -> Self {
+    /// The fragmentation at a refusal where there is one, and else at a state.
+    pub(super) fn of(
+        (device, history): (&DeviceRecord, &History),
+        state: u32,
+        refusals: &[OutOfMemory],
+        judge: &Judge<'_>,
+    ) -> Self {
+        let is_of_this = |it: &&OutOfMemory| it.cause == Cause::Fragmentation;
+        let refusal = refusals
+            .iter()
+            .find(is_of_this)
+            .or_else(|| refusals.first());
+        // The event of a refusal changes nothing: the state before it is that of the request.
+        let place = refusal.and_then(|it| u32::try_from(it.event).ok());
+        let state = place.unwrap_or(state);
+        let event = place.and_then(|place| device.events.get(place as usize));
+        let own = event.map_or(PoolIndex::DEFAULT, |it| it.pool);
         let filled = moment::at(device, history, state);
         let (mut reserved, mut inactive, mut releasable) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
-        let (foreign, shared): (Vec<&Filled<'_>>, Vec<&Filled<'_>>) = filled
-            .iter()
-            .partition(|it| private::is_foreign(it, PoolIndex::DEFAULT));
+        let (foreign, shared): (Vec<&Filled<'_>>, Vec<&Filled<'_>>) =
+            filled.iter().partition(|it| private::is_foreign(it, own));
         for it in &shared {
             reserved += Bytes(it.region.size);
             inactive += Bytes(it.inactive_bytes());
-            releasable += Bytes(it.releasable_bytes(|_| true));
+            if it.region.pool == PoolIndex::DEFAULT {
+                releasable += Bytes(it.releasable_bytes(|_| true));
+            }
         }
         let in_private: Bytes = foreign.iter().map(|it| Bytes(it.inactive_bytes())).sum();
         let reserved = reserved + foreign.iter().map(|it| Bytes(it.region.size)).sum();
         let mut pinned: Vec<&Filled<'_>> = shared.into_iter().filter(|it| is_pinned(it)).collect();
         pinned.sort_by_key(|it| (std::cmp::Reverse(it.inactive_bytes()), it.address));
         let mut found = Self {
+            refusal_event: refusal.map(|it| it.event),
             inactive_bytes: inactive + in_private,
-            verdict: verdict(reserved, inactive, releasable),
+            verdict: match refusal {
+                Some(it) => verdict_at(it, reserved, inactive),
+                None => verdict(reserved, inactive, releasable),
+            },
             releasable_bytes: releasable,
             pinned_bytes: pinned.iter().map(|it| Bytes(it.inactive_bytes())).sum(),
             pinned_segment_count: pinned.len() as u64,
@@ -121,15 +149,10 @@ impl Fragmentation {
                 .take(MAX_PINNED)
                 .map(|it| told(it, judge))
                 .collect(),
-            private_pools: private::inactive(
-                &filled,
-                &judge.snapshot.pools,
-                PoolIndex::DEFAULT,
-                |_| true,
-            ),
+            private_pools: private::inactive(&filled, &judge.snapshot.pools, own, |_| true),
             summary: String::new(),
         };
-        found.summary = found.sentence(reserved) + &private::clause(&found.private_pools);
+        found.summary = found.sentence(reserved, refusal) + &private::clause(&found.private_pools);
         found
     }
 
@@ -142,30 +165,52 @@ impl Fragmentation {
         }
     }
 
-    fn sentence(&self, reserved: Bytes) -> String {
-        let inactive = self.inactive_bytes - private::total(&self.private_pools);
-        match self.verdict {
-            Verdict::Negligible => {
-                format!(
-                    "fragmentation does not matter: {inactive} of {reserved} reserved are in no block"
-                )
-            }
-            Verdict::Cached => format!(
-                "{inactive} of {reserved} reserved are in no block, but {} of them are cache that the \
+    fn sentence(&self, reserved: Bytes, refusal: Option<&OutOfMemory>) -> String {
+        let shared = self.inactive_bytes - private::total(&self.private_pools);
+        let stuck = shared - self.releasable_bytes;
+        let place = if self.private_pools.is_empty() {
+            "in no block"
+        } else {
+            "in no block outside private pools"
+        };
+        let refused = refusal.map(|it| {
+            let need = it.requested_bytes;
+            format!("why {need} were refused at event {}", it.event)
+        });
+        match (self.verdict, refused) {
+            (Verdict::Fragmented, Some(refused)) => format!(
+                "fragmentation is {refused}: {shared} of {reserved} reserved are {place}{}",
+                self.pinning()
+            ),
+            (_, Some(refused)) => format!(
+                "fragmentation is not {refused}: {shared} of {reserved} reserved are {place}"
+            ),
+            (Verdict::Cached, None) if self.releasable_bytes > Bytes::ZERO => format!(
+                "{shared} of {reserved} reserved are {place}, but {} of them are cache that the \
                  allocator gives back when it must",
                 self.releasable_bytes
             ),
-            Verdict::Fragmented => format!(
-                "fragmentation matters: {} of {reserved} reserved are stuck between blocks; blocks of {} \
-                 in all keep {} in {} segments from going back",
-                inactive - self.releasable_bytes,
-                self.pinning_bytes,
-                self.pinned_bytes,
-                self.pinned_segment_count
+            (Verdict::Fragmented, None) => format!(
+                "fragmentation matters: {stuck} of {reserved} reserved are stuck between blocks{}",
+                self.pinning()
             ),
-            // `unjudged` has its own sentence.
-            Verdict::Unknown => String::new(),
+            _ => format!(
+                "fragmentation does not matter: {shared} of {reserved} reserved are {place}"
+            ),
         }
+    }
+
+    /// A clause on the blocks that pin segments; empty where none does.
+    fn pinning(&self) -> String {
+        let segments = match self.pinned_segment_count {
+            0 => return String::new(),
+            1 => "1 segment".to_owned(),
+            count => format!("{count} segments"),
+        };
+        format!(
+            "; blocks of {} in all keep {} in {segments} from going back",
+            self.pinning_bytes, self.pinned_bytes
+        )
     }
 }
 
@@ -174,6 +219,14 @@ fn is_pinned(filled: &Filled<'_>) -> bool {
         .inactive_bytes()
         .saturating_sub(filled.releasable_bytes(|_| true));
     !filled.blocks.is_empty() && stuck > filled.region.size / 2
+}
+
+fn verdict_at(refusal: &OutOfMemory, reserved: Bytes, inactive: Bytes) -> Verdict {
+    match (refusal.cause, verdict(reserved, inactive, Bytes::ZERO)) {
+        (Cause::Fragmentation, _) => Verdict::Fragmented,
+        (_, Verdict::Negligible) => Verdict::Negligible,
+        _ => Verdict::NotTheCause,
+    }
 }
 
 fn verdict(reserved: Bytes, inactive: Bytes, releasable: Bytes) -> Verdict {

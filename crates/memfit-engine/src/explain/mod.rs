@@ -168,7 +168,8 @@ impl Subject<'_> {
         } else {
             counterfactual::Replayed::default()
         };
-        let fragmentation = Fragmentation::of(device, history, state, judge);
+        let judged_at = if has_history { &refusals[..] } else { &[] };
+        let fragmentation = Fragmentation::of((device, history), state, judged_at, judge);
         DeviceExplanation {
             index: device.index,
             has_history,

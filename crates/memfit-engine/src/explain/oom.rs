@@ -307,8 +307,13 @@ fn sentence(cause: Cause, parts: &Parts, need: Bytes, device_free: Bytes) -> Str
     match cause {
         Cause::LiveSet | Cause::PrivatePools => format!(
             "tensors hold {live}, and {need} more are not there: {device_free} are free on the device and \
-             {} in no block",
-            parts.fragmentation
+             {} in no block{}",
+            parts.fragmentation,
+            if parts.private_pools > Bytes::ZERO {
+                " outside private pools"
+            } else {
+                ""
+            }
         ),
         Cause::Fragmentation => format!(
             "{need} would have fitted into the {} reserved but unused and the {device_free} free on the \

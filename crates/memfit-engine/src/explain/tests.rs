@@ -675,6 +675,84 @@ fn a_block_that_comes_free_during_the_refusal_was_pending() {
     );
 }
 
+/// What is said of fragmentation at a refusal of `need` MiB with nothing free and `besides` MiB held elsewhere.
+/// Since the peak 160 of 200 MiB were let go that survivors pin, or 100 of 300 that stay half used.
+fn fragmentation_at_a_refusal(pins: bool, besides: u64, need: u64) -> super::Fragmentation {
+    let mut machine = Machine::new();
+    let stack = machine.stack(&["a.py:1 f"]);
+    machine.malloc(besides * MIB, 0, stack);
+    let mut take = |mib: u64| machine.malloc(mib * MIB, 0, stack);
+    let inactive = if pins {
+        let blocks: Vec<[u64; 3]> = (0..10).map(|_| [take(8), take(4), take(8)]).collect();
+        for [before, _, after] in blocks {
+            machine.free(before, false);
+            machine.free(after, false);
+        }
+        160
+    } else {
+        let blocks: Vec<u64> = (0..5).map(|_| take(60)).collect();
+        for block in blocks {
+            machine.free(block, false);
+        }
+        for _ in 0..5 {
+            machine.malloc(40 * MIB, 0, stack);
+        }
+        100
+    };
+    machine.record(Action::OutOfMemory, 0, need * MIB, stack);
+    let device = machine.explained(0);
+    let found = device.fragmentation;
+    assert!(device.peak.event < Some(device.oom[0].event));
+    assert_eq!(found.refusal_event, Some(device.oom[0].event));
+    assert_eq!(found.inactive_bytes, Bytes(inactive * MIB));
+    assert_eq!(
+        device.oom[0].cause == Cause::Fragmentation,
+        found.verdict == Verdict::Fragmented
+    );
+    found
+}
+
+/// The peak, where all blocks were held, says nothing of a refusal after it.
+#[test]
+fn fragmentation_is_judged_where_a_request_was_refused_and_as_its_cause() {
+    for (pins, besides, need, verdict, said) in [
+        (
+            true,
+            100,
+            90,
+            Verdict::Fragmented,
+            "fragmentation is why 90.0 MiB were refused: 160.0 MiB of 300.0 MiB reserved are in no block; \
+             blocks of 40.0 MiB in all keep 160.0 MiB in 10 segments from going back",
+        ),
+        (
+            false,
+            100,
+            90,
+            Verdict::Fragmented,
+            "fragmentation is why 90.0 MiB were refused: 100.0 MiB of 400.0 MiB reserved are in no block",
+        ),
+        (
+            true,
+            100,
+            700,
+            Verdict::NotTheCause,
+            "fragmentation is not why 700.0 MiB were refused: 160.0 MiB of 300.0 MiB reserved are in no block",
+        ),
+        (
+            true,
+            5_920,
+            700,
+            Verdict::Negligible,
+            "fragmentation is not why 700.0 MiB were refused: 160.0 MiB of 5.98 GiB reserved are in no block",
+        ),
+    ] {
+        let found = fragmentation_at_a_refusal(pins, besides, need);
+        let event = format!(" at event {}", found.refusal_event.unwrap());
+        let summary = found.summary.replace(&event, "");
+        assert_eq!((found.verdict, summary.as_str()), (verdict, said));
+    }
+}
+
 /// A graph's pool of six blocks that are free between its replays, and 4 GiB of tensors; older versions do not
 /// name the pool of an event.
 fn with_a_graph(hides_pools: bool) -> (Machine, StackIndex) {
@@ -721,7 +799,7 @@ fn a_private_pool_is_named_and_neither_cache_nor_fragmentation() {
             refusal.summary,
             format!(
                 "tensors hold 4.00 GiB, and 700.0 MiB more are not there: 584.0 MiB are free on the device \
-                 and 0 B in no block{NAMED}"
+                 and 0 B in no block outside private pools{NAMED}"
             )
         );
 

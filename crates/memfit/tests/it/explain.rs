@@ -260,7 +260,7 @@ fn the_json_keeps_its_contract() {
     insta::assert_snapshot!(keys(device), @"counterfactual_summary counterfactuals end fragmentation growth growth_summary has_history index last live_before_recording_bytes oom owners peak replayed_reserved_bytes steps uncertain_bytes");
     insta::assert_snapshot!(keys(&device["peak"]), @"active_bytes active_event after_us allocated_bytes event reserved_bytes reserved_event");
     insta::assert_snapshot!(keys(&device["owners"][0]), @"bytes category count evidence module stack");
-    insta::assert_snapshot!(keys(&device["fragmentation"]), @"inactive_bytes pinned_bytes pinned_segment_count pinned_segments pinning_bytes private_pools releasable_bytes summary verdict");
+    insta::assert_snapshot!(keys(&device["fragmentation"]), @"inactive_bytes pinned_bytes pinned_segment_count pinned_segments pinning_bytes private_pools refusal_event releasable_bytes summary verdict");
     insta::assert_snapshot!(keys(&device["end"]), @"private_pools releasable_bytes stuck_bytes summary");
     insta::assert_snapshot!(keys(&device["oom"][0]), @"cause device_free_bytes event largest_gap_bytes parts requested_bytes stack summary");
     insta::assert_snapshot!(keys(&device["oom"][0]["parts"]), @"cap fragmentation live_set non_torch pending private_pools");

@@ -7,7 +7,7 @@ function showFindings(view, explanation) {
   const sections = found
     ? [
         section("Refused requests", (found.oom ?? []).map((oom) => refusal(view, oom))),
-        section("Fragmentation at the peak", fragmentation(found.fragmentation)),
+        section(fragmentationTitle(found.fragmentation), fragmentation(found.fragmentation)),
         section("Growth from step to step", growth(found)),
         section("Other allocator settings, replayed", counterfactuals(found)),
       ]
@@ -37,6 +37,9 @@ function refusal(view, oom) {
   const text = oom.summary ?? `${bytes(oom.requested_bytes)} refused: ${words(oom.cause)}`;
   return element("li", {}, button, ` ${text}`);
 }
+
+const fragmentationTitle = (found) =>
+  found?.refusal_event === null ? "Fragmentation at the peak" : "Fragmentation when a request was refused";
 
 function fragmentation(found) {
   if (!found) return [];
