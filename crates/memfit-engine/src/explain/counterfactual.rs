@@ -108,7 +108,7 @@ pub(super) fn replay(
     } else if refused.is_empty() {
         saving(best, baseline.peak_reserved_bytes)
     } else {
-        rescue(best)
+        rescue(best, refused.len())
     };
     let counterfactuals = outcomes.iter().map(|(settings, outcome)| Counterfactual {
         settings: settings.clone(),
@@ -156,14 +156,33 @@ fn saving(best: Option<&(String, Outcome)>, as_recorded: u64) -> String {
     }
 }
 
-/// What to say where something was refused.
-fn rescue(best: Option<&(String, Outcome)>) -> String {
+/// What to say where so many requests were refused. What the program would have asked for next is not
+/// recorded: a model larger than the device is refused further on.
+fn rescue(best: Option<&(String, Outcome)>, refused: usize) -> String {
+    let last = if refused > 1 { "last " } else { "" };
     match best {
         Some((settings, outcome)) => format!(
-            "`PYTORCH_CUDA_ALLOC_CONF={settings}` would have served every request, with at most {} \
-             reserved (replayed)",
+            "`PYTORCH_CUDA_ALLOC_CONF={settings}` would have served every request up to the {last}refused one, with at most {} reserved \
+             (replayed)",
             Bytes(outcome.peak_reserved_bytes)
         ),
         None => "no setting that was replayed avoids the OOM".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::explain::{Request, explain};
+    use crate::snapshot::read_bytes;
+
+    #[test]
+    fn advice_reaches_up_to_the_refused_request() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/snapshots");
+        let bytes = std::fs::read(format!("{folder}/oom_fragmentation.pickle")).unwrap();
+        let explanation = explain(&read_bytes(&bytes).unwrap(), &Request::default());
+        let said = explanation.devices[0].counterfactual_summary.as_deref();
+        let expected = "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` would have served every \
+                        request up to the refused one, with at most 460.0 MiB reserved (replayed)";
+        assert_eq!(said, Some(expected));
     }
 }

@@ -38,7 +38,7 @@ fn settings_are_ranked_and_only_what_a_replay_proved_is_advised() {
       460.0 MiB             8        1  large_segment_size_mb:64    OOM
       488.0 MiB             8        1  roundup_power2_divisions:4  OOM
 
-    With `expandable_segments:True` every request is served: the OOM would not have happened
+    With `expandable_segments:True` every request up to the refused one is served: that OOM would not have happened
     ");
 }
 

@@ -91,8 +91,13 @@ fn answer(ranked: &[ReplayedSettings]) -> String {
     };
     let (least, as_recorded) = (best.peak_reserved_bytes, own.peak_reserved_bytes);
     if own.is_refused && !best.is_refused {
+        // What would have come after a recorded refusal is not known.
+        let reach = match best.oom_avoided {
+            Some(_) => "every request up to the refused one",
+            None => "every recorded request",
+        };
         return format!(
-            "With `{}` every request is served: the OOM would not have happened",
+            "With `{}` {reach} is served: that OOM would not have happened",
             best.settings
         );
     }
