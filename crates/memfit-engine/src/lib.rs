@@ -9,6 +9,7 @@ pub mod cost;
 pub mod explain;
 pub mod file;
 pub mod largest;
+pub mod oom_message;
 pub mod placement;
 pub mod plan;
 pub mod predict;

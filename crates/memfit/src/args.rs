@@ -255,7 +255,8 @@ Examples:
   memfit show plan.memfit --format json")]
     Show(ShowArguments),
 
-    /// Say what happened in a CUDA memory snapshot: the peak, who owns it, fragmentation, OOM, leaks
+    /// Say what happened in a CUDA memory snapshot: the peak, who owns it, fragmentation, OOM, leaks; or
+    /// what an OOM message in a log decides
     #[command(after_help = "\
 Examples:
   memfit explain snapshot.pickle                       why the peak, and who owns it
@@ -263,8 +264,10 @@ Examples:
   memfit explain before.pickle after.pickle --steps 100
                                                        what grew between the two, for each step
   memfit explain snapshot.pickle --format json
+  memfit explain train.log                             what the OOM messages in a log decide
+  python train.py 2>&1 | memfit explain -
 
-Record one with:
+Record a snapshot with:
   torch.cuda.memory._record_memory_history()
   ...                                                  the steps to look at, three or more for leaks
   torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")
@@ -548,8 +551,9 @@ pub(crate) struct ShowArguments {
 
 #[derive(Debug, Args)]
 pub(crate) struct ExplainArguments {
-    /// A file that `torch.cuda.memory._dump_snapshot` wrote, gzip'ed or not
-    #[arg(value_name = "SNAPSHOT.pickle")]
+    /// A file that `torch.cuda.memory._dump_snapshot` wrote, gzip'ed or not; or a text with an OOM message of
+    /// PyTorch; `-` for standard input
+    #[arg(value_name = "SNAPSHOT.pickle|LOG")]
     pub(crate) snapshot: PathBuf,
 
     /// A later snapshot of the same program: explain this one, and what grew since the first

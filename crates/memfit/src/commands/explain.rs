@@ -1,4 +1,4 @@
-//! `memfit explain`: what happened in a CUDA memory snapshot.
+//! `memfit explain`: what happened in a CUDA memory snapshot; what an OOM message decides ([`super::oom_message`]).
 //!
 //! Responsible for reading the files and for the exit code. Not responsible for what is found in them.
 
@@ -10,6 +10,7 @@ use memfit_engine::bytes::{Budget, Bytes};
 use memfit_engine::explain::{self, Explanation, Request};
 use memfit_engine::snapshot::{self, ReadOptions, Snapshot, SnapshotError};
 
+use super::oom_message::{self, Input};
 use crate::args::{ExplainArguments, Format};
 use crate::error::Failure;
 use crate::exit::Exit;
@@ -24,7 +25,11 @@ pub(crate) fn run(
 ) -> Result<Exit, Failure> {
     let page = arguments.html.as_deref().map(PendingFile::create);
     let page = page.transpose()?;
-    let (snapshot, explanation) = load(arguments, session)?;
+    let first = match oom_message::read(&arguments.snapshot, session)? {
+        Input::Text(messages) => return oom_message::report(&messages, arguments, session),
+        Input::Snapshot(snapshot) => snapshot,
+    };
+    let (snapshot, explanation) = load(first, arguments, session)?;
     if let Some(page) = page {
         write(page, snapshot, &explanation, session)?;
     }
@@ -50,8 +55,9 @@ fn write(
     page.commit(html.as_bytes())
 }
 
-/// Reads what was asked for and explains it: the snapshot, the later one of two, with its explanation.
+/// Explains what was asked for: the snapshot, the later one of two, with its explanation.
 fn load(
+    first: Arc<Snapshot>,
     arguments: &ExplainArguments,
     session: &mut Session<'_>,
 ) -> Result<(Arc<Snapshot>, Arc<Explanation>), Failure> {
@@ -60,7 +66,6 @@ fn load(
         .as_deref()
         .map(device_memory)
         .transpose()?;
-    let first = read(&arguments.snapshot, session)?;
     let (path, subject, before) = match &arguments.later {
         None => (&arguments.snapshot, first, None),
         Some(later) => {
