@@ -675,12 +675,21 @@ class End:
         stuck_bytes: Held by no tensor, yet not given back: segments of it hold tensors too.
         private_pools: Held by no tensor, in private pools, which give nothing back while they are
             in use.
+        owners: Who holds the allocated bytes; they sum to them. The largest first.
+        pinned_segments: The segments that keep ``stuck_bytes``, those with the most first; at most
+            50.
+        pinned_segment_count: Number of them, those not told included.
+        pinning_bytes: Bytes of the blocks in them.
         summary: The same in a sentence.
     """
 
     releasable_bytes: int
     stuck_bytes: int
     private_pools: tuple[PrivatePool, ...]
+    owners: tuple[Owner, ...]
+    pinned_segments: tuple[PinnedSegment, ...]
+    pinned_segment_count: int
+    pinning_bytes: int
     summary: str
 
 
@@ -1220,7 +1229,8 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedSegment:
-    """A segment of which more than half is inactive although blocks are in it.
+    """A segment with inactive bytes that the blocks in it keep from going back: where a moment of
+    the past is judged more than half of it, at the end any.
 
     Attributes:
         address: Where it starts.

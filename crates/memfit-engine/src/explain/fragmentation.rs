@@ -27,7 +27,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Pinned segments told; the others are counted.
-const MAX_PINNED: usize = 50;
+pub(super) const MAX_PINNED: usize = 50;
 /// Blocks told of a pinned segment; the others are counted.
 const MAX_BLOCKS: usize = 8;
 
@@ -60,7 +60,8 @@ pub struct PinningBlock {
     pub stack: String,
 }
 
-/// A segment of which more than half is inactive although blocks are in it.
+/// A segment with inactive bytes that the blocks in it keep from going back: where a moment of the past is
+/// judged more than half of it, at the end any.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct PinnedSegment {
     /// Where it starts.
@@ -147,7 +148,7 @@ impl Fragmentation {
             pinned_segments: pinned
                 .iter()
                 .take(MAX_PINNED)
-                .map(|it| told(it, judge))
+                .map(|it| told(it, judge, |_| true))
                 .collect(),
             private_pools: private::inactive(&filled, &judge.snapshot.pools, own, |_| true),
             summary: String::new(),
@@ -242,13 +243,20 @@ fn verdict(reserved: Bytes, inactive: Bytes, releasable: Bytes) -> Verdict {
     }
 }
 
-fn told(filled: &Filled<'_>, judge: &Judge<'_>) -> PinnedSegment {
-    let mut blocks: Vec<&Allocation> = filled.blocks.clone();
+/// A segment with the largest of its blocks for which `counts` holds.
+pub(super) fn told(
+    filled: &Filled<'_>,
+    judge: &Judge<'_>,
+    counts: impl Fn(&Allocation) -> bool,
+) -> PinnedSegment {
+    let all = filled.blocks.iter().copied();
+    let mut blocks: Vec<&Allocation> = all.filter(|block| counts(block)).collect();
     blocks.sort_by_key(|block| (std::cmp::Reverse(block.size), block.address));
+    let gaps = filled.gaps(counts);
     PinnedSegment {
         address: filled.address,
         bytes: Bytes(filled.region.size),
-        inactive_bytes: Bytes(filled.inactive_bytes()),
+        inactive_bytes: gaps.iter().map(|(start, end)| Bytes(end - start)).sum(),
         block_count: blocks.len() as u64,
         blocks: blocks
             .into_iter()

@@ -200,7 +200,7 @@ impl Subject<'_> {
                 active_bytes: peaks.last.active_bytes,
                 reserved_bytes: peaks.last.reserved_bytes,
             },
-            end: End::of(device, history, peaks.last, &judge.snapshot.pools),
+            end: End::of(history, peaks.last, judge),
             uncertain_bytes: Bytes(history.uncertain_bytes),
         }
     }

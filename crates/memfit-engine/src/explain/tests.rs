@@ -863,6 +863,54 @@ fn nothing_is_explained_of_nothing() {
     assert_eq!(device.owners, []);
 }
 
+/// After `del` of a model half the memory stays reserved. A block that waits for another stream holds nothing
+/// back: `empty_cache()` waits for it.
+#[test]
+fn what_the_end_gives_back_and_who_keeps_the_rest_is_told() {
+    let mut machine = Machine::new();
+    let (model, kept) = (
+        machine.stack(&["a.py:1 load"]),
+        machine.stack(&["a.py:2 keep"]),
+    );
+    let weights: Vec<u64> = (0..4).map(|_| machine.malloc(30 * MIB, 0, model)).collect();
+    let (before, after) = (
+        machine.malloc(8 * MIB, 0, model),
+        machine.malloc(2 * MIB, 0, kept),
+    );
+    let waits = machine.malloc(50 * MIB, 7, model);
+    machine.malloc(60 * MIB, 0, kept);
+    for block in weights {
+        machine.free(block, false);
+    }
+    machine.free(before, false);
+    machine.free(waits, true);
+    let device = machine.explained(0);
+    let end = device.end;
+    assert!(device.has_history);
+    assert_eq!(end.releasable_bytes, Bytes(170 * MIB));
+    assert_eq!(end.stuck_bytes, Bytes(18 * MIB));
+    assert_eq!(
+        (end.pinned_segment_count, end.pinning_bytes),
+        (1, Bytes(2 * MIB))
+    );
+    let [segment] = &end.pinned_segments[..] else {
+        panic!("{:?}", end.pinned_segments)
+    };
+    assert_eq!(
+        (segment.bytes, segment.inactive_bytes),
+        (Bytes(20 * MIB), Bytes(18 * MIB))
+    );
+    assert_eq!(segment.blocks[0].stack, "a.py:2 keep");
+    let owners: Vec<_> = end.owners.iter().map(|it| (it.bytes, &*it.stack)).collect();
+    assert_eq!(owners, [(Bytes(62 * MIB), "a.py:2 keep")]);
+    assert_eq!(
+        end.summary,
+        "tensors hold 62.0 MiB of 250.0 MiB reserved; `torch.cuda.empty_cache()` gives 170.0 MiB back now, \
+         but not 18.0 MiB that blocks of 2.0 MiB keep in 1 segment"
+    );
+    assert_ne!(after, before);
+}
+
 /// A cache of 40 MiB and a segment that a survivor keeps, known without any event, or by the last one alone.
 #[test]
 fn without_a_history_nothing_is_judged_but_what_the_segments_show() {
@@ -892,7 +940,7 @@ fn without_a_history_nothing_is_judged_but_what_the_segments_show() {
         assert_eq!(
             device.end.summary,
             "tensors hold 4.0 MiB of 60.0 MiB reserved; `torch.cuda.empty_cache()` gives 40.0 MiB back \
-             now, but not 16.0 MiB that are unused in segments with tensors"
+             now, but not 16.0 MiB that blocks of 4.0 MiB keep in 1 segment"
         );
     }
     let device = machine.explained(0);

@@ -100,6 +100,12 @@ fn a_healthy_run_is_explained_and_exits_with_0() {
     Growth
       No stack holds more after every step; 3 steps looked at, by the optimizer's stacks
 
+    At the end
+      Tensors hold 60.0 MiB of 60.0 MiB reserved; `torch.cuda.empty_cache()` gives nothing back
+
+    Held at the end
+      60.0 MiB  100.0 %  1 block  optimizer state  user/project/train.py:33 main
+
     Under other settings
       No other setting can save more than 0 B, so none was replayed
     ");
@@ -112,7 +118,7 @@ fn a_leak_is_told_with_its_line_and_exits_with_1() {
     let outcome = explain(folder.path(), "explain @/snapshot.pickle");
     assert_eq!((outcome.code, outcome.stderr.as_str()), (1, ""));
     let growth = outcome.stdout.split("Growth\n").nth(1).unwrap();
-    let growth = growth.split("\nUnder other").next().unwrap();
+    let growth = growth.split("\nAt the end").next().unwrap();
     insta::assert_snapshot!(growth, @"
     10.0 MiB more stay after every step
     each step    in all  what  asked for by
@@ -160,7 +166,7 @@ fn caches_made_ahead_are_no_leak_and_that_none_was_looked_for_is_said() {
     let outcome = explain(folder.path(), "explain @/snapshot.pickle");
     assert_eq!(outcome.code, 0);
     let growth = outcome.stdout.split("Growth\n").nth(1).unwrap();
-    let growth = growth.split("\nUnder other").next().unwrap();
+    let growth = growth.split("\nAt the end").next().unwrap();
     assert_eq!(
         growth,
         "  No steps found: leaks not looked for; give two snapshots \
@@ -228,7 +234,7 @@ fn two_snapshots_are_compared() {
         outcome.stdout
     );
     let growth = outcome.stdout.split("Growth\n").nth(1).unwrap();
-    let growth = growth.split("\nUnder other").next().unwrap();
+    let growth = growth.split("\nAt the end").next().unwrap();
     insta::assert_snapshot!(growth, @"
     50.0 MiB more are held over 5 steps
     each step    in all  what  asked for by
@@ -261,7 +267,7 @@ fn the_json_keeps_its_contract() {
     insta::assert_snapshot!(keys(&device["peak"]), @"active_bytes active_event after_us allocated_bytes event reserved_bytes reserved_event");
     insta::assert_snapshot!(keys(&device["owners"][0]), @"bytes category count evidence module stack");
     insta::assert_snapshot!(keys(&device["fragmentation"]), @"inactive_bytes pinned_bytes pinned_segment_count pinned_segments pinning_bytes private_pools refusal_event releasable_bytes summary verdict");
-    insta::assert_snapshot!(keys(&device["end"]), @"private_pools releasable_bytes stuck_bytes summary");
+    insta::assert_snapshot!(keys(&device["end"]), @"owners pinned_segment_count pinned_segments pinning_bytes private_pools releasable_bytes stuck_bytes summary");
     insta::assert_snapshot!(keys(&device["oom"][0]), @"cause device_free_bytes event largest_gap_bytes parts requested_bytes stack summary");
     insta::assert_snapshot!(keys(&device["oom"][0]["parts"]), @"cap fragmentation live_set non_torch pending private_pools");
     insta::assert_snapshot!(keys(&device["growth"][0]), @"bytes bytes_per_step category pattern stack steps");

@@ -87,11 +87,12 @@ fn headline(device: &DeviceExplanation) -> String {
 fn sentences(device: &DeviceExplanation) -> Vec<String> {
     let mut sentences: Vec<String> = Vec::new();
     sentences.extend(device.oom.first().map(|oom| oom.summary.clone()));
-    if device.has_history {
-        sentences.push(device.fragmentation.summary.clone());
+    sentences.push(if device.has_history {
+        device.fragmentation.summary.clone()
     } else {
-        sentences.extend([NO_HISTORY.to_owned(), device.end.summary.clone()]);
-    }
+        NO_HISTORY.to_owned()
+    });
+    sentences.push(device.end.summary.clone());
     sentences.extend(device.growth_summary.clone());
     sentences.extend(device.counterfactuals.first().map(|best| {
         format!(

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::explain::{
-    BEFORE_RECORDING, Category, Cause, DeviceExplanation, Explanation, Fragmentation, Growth,
-    OutOfMemory, Owner, Pattern, StepSource,
+    BEFORE_RECORDING, Category, Cause, DeviceExplanation, End, Explanation, Fragmentation, Growth,
+    OutOfMemory, Owner, Pattern, PinnedSegment, StepSource,
 };
 
 use super::{indented, section};
@@ -57,7 +57,7 @@ fn without_history(device: &DeviceExplanation, palette: Palette) -> String {
     lines.row(at_last(device));
     text.push_str(&lines.render(0, Palette::PLAIN));
     let mut part = |heading: &str, body: &str| section(&mut text, heading, body, palette);
-    part("At the end", &indented(&[capitalized(&device.end.summary)]));
+    part("At the end", &end(&device.end, palette));
     let held = device.last.allocated_bytes;
     // Blocks have stacks where the history was switched on with a small ring; without any there is one owner.
     let is_told = |owner: &Owner| owner.stack != BEFORE_RECORDING;
@@ -99,6 +99,8 @@ fn one_device(device: &DeviceExplanation, palette: Palette) -> String {
     );
     part("Out of memory", &refusals(&device.oom, palette));
     part("Growth", &growth(device, palette));
+    part("At the end", &end(&device.end, palette));
+    part("Held at the end", &holders(device));
     part("Under other settings", &counterfactuals(device, palette));
     text
 }
@@ -288,8 +290,17 @@ fn first_line(stack: &str) -> String {
 }
 
 fn fragmentation(found: &Fragmentation, palette: Palette) -> String {
-    let mut text = indented(&[capitalized(&found.summary)]);
-    let told = found.pinned_segments.iter().take(SEGMENT_ROWS);
+    let title = "Segments of which blocks keep more than half unused:";
+    indented(&[capitalized(&found.summary)])
+        + &pinned(
+            title,
+            (&found.pinned_segments, found.pinned_segment_count),
+            palette,
+        )
+}
+
+/// Segments that blocks keep, under a title; nothing where there are none.
+fn pinned(title: &str, (segments, count): (&[PinnedSegment], u64), palette: Palette) -> String {
     let mut table = Table::new(&[
         Align::Right,
         Align::Right,
@@ -298,7 +309,7 @@ fn fragmentation(found: &Fragmentation, palette: Palette) -> String {
         Align::Left,
     ])
     .header(["segment", "unused", "blocks", "largest", "asked for by"]);
-    for segment in told {
+    for segment in segments.iter().take(SEGMENT_ROWS) {
         let largest = segment.blocks.first();
         table.row([
             segment.bytes.to_string(),
@@ -313,14 +324,50 @@ fn fragmentation(found: &Fragmentation, palette: Palette) -> String {
         ]);
     }
     if table.is_empty() {
-        return text;
+        return String::new();
     }
-    text.push_str("\n  Segments of which blocks keep more than half unused:\n");
-    text.push_str(&table.render(2, palette));
-    let shown = found.pinned_segments.len().min(SEGMENT_ROWS) as u64;
-    if found.pinned_segment_count > shown {
-        let more = format!("  ({} more)\n", found.pinned_segment_count - shown);
+    let mut text = format!("\n  {title}\n{}", table.render(2, palette));
+    let shown = segments.len().min(SEGMENT_ROWS) as u64;
+    if count > shown {
+        let more = format!("  ({} more)\n", count - shown);
         text.push_str(&more);
+    }
+    text
+}
+
+/// What becomes of the memory when the snapshot was taken.
+fn end(end: &End, palette: Palette) -> String {
+    let title = "Segments that blocks keep:";
+    indented(&[capitalized(&end.summary)])
+        + &pinned(
+            title,
+            (&end.pinned_segments, end.pinned_segment_count),
+            palette,
+        )
+}
+
+/// Who holds memory at the end, a line for each.
+fn holders(device: &DeviceExplanation) -> String {
+    let mut table = Table::new(&[
+        Align::Right,
+        Align::Right,
+        Align::Right,
+        Align::Left,
+        Align::Left,
+    ]);
+    let owners = &device.end.owners;
+    for owner in owners.iter().take(STACK_ROWS) {
+        table.row([
+            owner.bytes.to_string(),
+            words::share(owner.bytes, device.last.allocated_bytes),
+            words::counted(owner.count, "block"),
+            category_words(owner.category),
+            nearest(&owner.stack),
+        ]);
+    }
+    let mut text = table.render(2, Palette::PLAIN);
+    if owners.len() > STACK_ROWS {
+        text.push_str(&more(owners.len() - STACK_ROWS));
     }
     text
 }
