@@ -1462,11 +1462,16 @@ class Remat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """``memfit replay --format json``."""
+    """``memfit replay --format json``.
+
+    Attributes:
+        notes: What was asked for and can change nothing, in sentences.
+    """
 
     schema_version: int
     source: str
     devices: tuple[ReplayedDevice, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use memfit_engine::allocator::replay::{self, ranking};
-use memfit_engine::allocator::{Device, Settings};
+use memfit_engine::allocator::{Backend, Device, Settings};
 use memfit_engine::bytes::Bytes;
 use memfit_engine::snapshot::{Action, DeviceRecord, Snapshot};
 
@@ -65,7 +65,14 @@ pub(crate) fn document(
     asked: &str,
     memory: Option<Bytes>,
 ) -> Result<ReplayDocument, String> {
-    Settings::parse(asked).map_err(|error| error.to_string())?;
+    let parsed = Settings::parse(asked).map_err(|error| error.to_string())?;
+    if parsed.backend == Backend::CudaMallocAsync {
+        return Err(
+            "`backend:cudaMallocAsync` is the allocator of CUDA's driver, which memfit does not simulate: \
+             replay settings of the native allocator"
+                .to_owned(),
+        );
+    }
     let devices = snapshot.devices.iter();
     Ok(ReplayDocument {
         schema_version: SCHEMA_VERSION,
@@ -73,7 +80,27 @@ pub(crate) fn document(
         devices: devices
             .map(|device| one_device(snapshot, device, asked, memory))
             .collect(),
+        notes: notes(snapshot, asked),
     })
+}
+
+/// What was asked for and can change nothing.
+fn notes(snapshot: &Snapshot, asked: &str) -> Vec<String> {
+    let text = ranking::on_top_of(&ranking::recorded_text(snapshot), asked);
+    // What cannot be read together with the recording's own settings is not replayed either.
+    let Ok(settings) = Settings::parse(&text) else {
+        return Vec::new();
+    };
+    // From 1 on there is no limit, as in PyTorch (`setMemoryFraction`).
+    if settings.garbage_collection_threshold > 0.0 && settings.per_process_memory_fraction >= 1.0 {
+        vec![
+            "`garbage_collection_threshold` changes nothing without `per_process_memory_fraction` below 1: \
+             it is a share of that limit"
+                .to_owned(),
+        ]
+    } else {
+        Vec::new()
+    }
 }
 
 fn one_device(

@@ -315,6 +315,8 @@ pub(crate) struct ReplayDocument {
     pub(crate) schema_version: u32,
     pub(crate) source: String,
     pub(crate) devices: Vec<ReplayedDevice>,
+    /// What was asked for and can change nothing, in sentences.
+    pub(crate) notes: Vec<String>,
 }
 
 /// One device's requests, replayed.

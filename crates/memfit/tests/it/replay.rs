@@ -103,10 +103,44 @@ fn settings_are_refused_in_the_words_of_pytorch() {
         ),
         ("max_split_size_mb=7", "max_split_size_mb too small"),
         ("expandable_segments", "write `name=value`"),
+        (
+            "backend=cudaMallocAsync",
+            "`backend:cudaMallocAsync` is the allocator of CUDA's driver, which memfit does not simulate",
+        ),
     ] {
         let outcome = replay(&format!("replay @/streams.pickle --set {set}"));
         assert_eq!(outcome.code, 2, "{set}");
         assert!(outcome.stderr.contains(message), "{}", outcome.stderr);
         assert_eq!(outcome.stdout, "");
     }
+}
+
+#[test]
+fn a_setting_that_changes_nothing_is_said_to() {
+    const NOTE: &str = "`garbage_collection_threshold` changes nothing without \
+                        `per_process_memory_fraction` below 1: it is a share of that limit";
+    let alone = "replay @/streams.pickle --set garbage_collection_threshold=0.8";
+    let outcome = replay(alone);
+    assert_eq!(outcome.code, 0);
+    assert!(
+        outcome.stdout.ends_with(&format!("\n\n{NOTE}\n")),
+        "{}",
+        outcome.stdout
+    );
+    let document: Value =
+        serde_json::from_str(&replay(&format!("{alone} --format json")).stdout).unwrap();
+    assert_eq!(document["notes"], serde_json::json!([NOTE]));
+    let limited = replay(&format!(
+        "{alone} --set per_process_memory_fraction=0.5 --device-memory 2GiB"
+    ));
+    assert!(
+        !limited.stdout.contains("changes nothing"),
+        "{}",
+        limited.stdout
+    );
+    assert!(
+        !replay("replay @/streams.pickle")
+            .stdout
+            .contains("changes nothing")
+    );
 }

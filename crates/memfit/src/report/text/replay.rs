@@ -24,6 +24,9 @@ pub(crate) fn replay(document: &ReplayDocument, palette: Palette) -> String {
         section(&mut text, "Under these settings", &body, palette);
         text.extend(["\n", &answer(&device.replays), "\n"]);
     }
+    for note in &document.notes {
+        text.extend(["\n", note, "\n"]);
+    }
     text
 }
 
