@@ -1229,8 +1229,9 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedSegment:
-    """A segment with inactive bytes that the blocks in it keep from going back: where a moment of
-    the past is judged more than half of it, at the end any.
+    """A segment with inactive bytes that the blocks in it keep from going back.
+
+    At the peak and at a refusal, more than half of its bytes; at the end, any.
 
     Attributes:
         address: Where it starts.

@@ -60,8 +60,9 @@ pub struct PinningBlock {
     pub stack: String,
 }
 
-/// A segment with inactive bytes that the blocks in it keep from going back: where a moment of the past is
-/// judged more than half of it, at the end any.
+/// A segment with inactive bytes that the blocks in it keep from going back.
+///
+/// At the peak and at a refusal, more than half of its bytes; at the end, any.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct PinnedSegment {
     /// Where it starts.
