@@ -1566,6 +1566,7 @@ SnapshotCategory = Literal[
     "workspace",
     "input",
     "kv_cache",
+    "checkpoint",
     "communication",
     "unknown",
 ]
@@ -1579,6 +1580,7 @@ SnapshotCategory = Literal[
 - ``workspace``: Scratch of a library.
 - ``input``: A batch.
 - ``kv_cache``: Keys and values kept for generation.
+- ``checkpoint``: Read from a file of weights.
 - ``communication``: A collective's.
 - ``unknown``: Nothing tells.
 """

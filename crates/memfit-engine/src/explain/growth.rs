@@ -234,8 +234,10 @@ impl Series {
     /// Whether it is what a program fills once: parameters, a cache, the pool of a graph. What is replaced
     /// by something larger each time, as a growing cache is, stays as many blocks.
     fn is_filled(&self) -> bool {
-        matches!(self.category, Category::Parameter | Category::KvCache)
-            || self.is_private
+        matches!(
+            self.category,
+            Category::Parameter | Category::KvCache | Category::Checkpoint
+        ) || self.is_private
             || !rises(&self.counts)
     }
 

@@ -17,7 +17,8 @@
 //! | 7 | gradient | `AccumulateGrad` |
 //! | 8 | temporary | frames of autograd's engine, dies within backward |
 //! | 9 | gradient | frames of autograd's engine, outlives backward |
-//! | 10 | KV cache | `transformers/cache_utils.py` |
+//! | 10 | KV cache | `transformers/cache_utils.py`, or a function with `kv_cache` in its name |
+//! | 10 | checkpoint | `torch.load`, `safetensors`, or transformers' own loading reads it |
 //! | 11 | parameter | a module is built, loaded, or moved (`__init__`, `_apply`, `load_state_dict`) |
 //! | 12 | activation | a module's `forward`, or `torch.nn.functional` |
 //! | 13 | activation | let go by backward |
@@ -63,6 +64,8 @@ pub enum Category {
     Input,
     /// Keys and values kept for generation.
     KvCache,
+    /// Read from a file of weights.
+    Checkpoint,
     /// A collective's.
     Communication,
     /// Nothing tells.
@@ -82,6 +85,7 @@ impl Category {
             Self::Workspace => "workspace",
             Self::Input => "input",
             Self::KvCache => "kv_cache",
+            Self::Checkpoint => "checkpoint",
             Self::Communication => "communication",
             Self::Unknown => "unknown",
         }
@@ -269,6 +273,7 @@ impl Judge<'_> {
             Phase::Backward if dies_within => (Category::Temporary, Evidence::StackAndLife),
             Phase::Backward => (Category::Gradient, Evidence::StackAndLife),
             Phase::Forward if site.is_kv_cache() => stack(Category::KvCache),
+            Phase::Forward if site.is_checkpoint() => stack(Category::Checkpoint),
             Phase::Forward if site.is_module_setup() => stack(Category::Parameter),
             Phase::Forward if site.is_in_forward() => stack(Category::Activation),
             Phase::Forward => match self.category_by_end(allocation) {

@@ -49,6 +49,8 @@ mod mark {
     pub(super) const DISTRIBUTED_FILE: u32 = 1 << 14;
     /// Gradients are dropped or set to zero.
     pub(super) const ZERO_GRAD: u32 = 1 << 15;
+    /// A file of weights is read.
+    pub(super) const CHECKPOINT: u32 = 1 << 16;
 }
 
 /// Part of a step that a stack belongs to.
@@ -92,6 +94,8 @@ impl Site {
         is_input: INPUT;
         /// Whether a cache of keys and values asked for it.
         is_kv_cache: KV_CACHE;
+        /// Whether a file of weights is read.
+        is_checkpoint: CHECKPOINT;
         /// Whether it is an activation computed again in backward.
         is_recomputed: RECOMPUTED;
         /// Whether gradients are being dropped.
@@ -310,12 +314,15 @@ impl Reader {
 
 /// What a file's name says.
 fn file_marks(file: &str) -> u32 {
-    const PARTS: [(&str, u32); 13] = [
+    const PARTS: [(&str, u32); 16] = [
         ("torch/nn/functional.py", mark::FORWARD),
         ("torch/nn/parameter.py", mark::PARAMETER),
         ("torch/nn/init.py", mark::PARAMETER),
         ("torch/utils/data/", mark::INPUT),
         ("transformers/cache_utils.py", mark::KV_CACHE),
+        ("torch/serialization.py", mark::CHECKPOINT),
+        ("safetensors/", mark::CHECKPOINT),
+        ("transformers/core_model_loading.py", mark::CHECKPOINT),
         ("CublasHandlePool", mark::WORKSPACE),
         ("torch/nn/modules/", mark::MODULE_FILE),
         ("torch/optim/", mark::OPTIMIZER_FILE),
@@ -356,6 +363,9 @@ struct FunctionMarks {
     is_node: bool,
 }
 
+/// What functions that make caches of keys and values are called: nobody has them in one file.
+const KV_CACHES: [&str; 3] = ["kv_cache", "kvcache", "key_value_cache"];
+
 impl FunctionMarks {
     fn of(function: &str) -> Self {
         let python = match function {
@@ -375,6 +385,9 @@ impl FunctionMarks {
         };
         // Python's names have no `::`, and most of C++'s do.
         if !function.contains("::") {
+            if KV_CACHES.iter().any(|name| function.contains(name)) {
+                found.marks |= mark::KV_CACHE;
+            }
             return found;
         }
         let has = |part: &str| function.contains(part);

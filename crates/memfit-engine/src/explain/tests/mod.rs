@@ -10,6 +10,7 @@ use super::{
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, Annotation, Snapshot, StackIndex};
 
+mod purposes;
 mod refusals;
 
 const MIB: u64 = 1 << 20;
