@@ -88,8 +88,10 @@ def _measured(call: Call) -> tuple[int, tuple[int, ...]]:
     with torch.device("cuda"), torch.enable_grad():
         args, kwargs = call.build()
     window = Window()
-    result: Any = call.func(*args, **kwargs)
-    seen = window.close()[torch.cuda.current_device()]
+    try:
+        result: Any = call.func(*args, **kwargs)
+    finally:
+        seen = window.close()[torch.cuda.current_device()]
     kept = max(seen.before["allocated"], seen.current["allocated"])
     return max(seen.peak["allocated"] - kept, 0), storage_sizes(result)
 
