@@ -20,6 +20,7 @@ def run(parameters, compute):
     spill = SpillFile()
     stash = GradientStash(spill)
     stash.watch(parameters)
+    stash.begin()
     handles = [p.register_post_accumulate_grad_hook(stash.complete) for p in parameters]
     compute().backward()
     away = len(stash._away)
@@ -167,3 +168,14 @@ def test_nothing_is_taken_that_nobody_watches(pair):
     pair[0].grad = torch.ones(SIZE)
     stash.complete(pair[0])
     assert pair[0].grad.untyped_storage().nbytes() == 4 * SIZE
+
+
+def test_looks_are_seen_in_backward_alone(pair):
+    stash = GradientStash(SpillFile())
+    stash.watch(pair)
+    assert "grad" not in vars(nn.Parameter)
+    stash.begin()
+    assert "grad" in vars(nn.Parameter)
+    stash.bring_back()
+    assert "grad" not in vars(nn.Parameter)
+    stash.close()

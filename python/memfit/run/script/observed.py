@@ -263,6 +263,7 @@ class StepRecording:
                 self._forward.close()
             self._recorder.modules.recording = False
         self._recorder.phase = BACKWARD
+        self._gradients.begin()
 
     def backward_ended(self) -> None:
         """What comes next belongs to the optimizer, unless another backward comes."""

@@ -43,6 +43,7 @@ class GradientStash:
         self._looks.on_look = lambda parameter: self._watched.discard(id(parameter))  # may be kept
         self._away: dict[int, tuple[torch.UntypedStorage, InFile]] = {}
         self._watched: set[int] = set()
+        self._is_on = False
         self._earlier: dict[int, weakref.ref[Any]] = {}
         self._hooks = contextlib.ExitStack()
 
@@ -52,8 +53,6 @@ class GradientStash:
         Args:
             parameters: Parameters of the model.
         """
-        self._looks.install()
-        self._hooks.callback(self._looks.remove)
         for parameter in parameters:
             if type(parameter) is not nn.Parameter or not parameter.requires_grad:
                 continue
@@ -64,13 +63,19 @@ class GradientStash:
             if gradient is not None and type(gradient) is Tensor and _is_plain(gradient):
                 self._earlier[id(parameter)] = weakref.ref(gradient.untyped_storage())
 
+    def begin(self) -> None:
+        """Backward begins; until it is over, looks at gradients are seen."""
+        if self._watched:
+            self._is_on = True
+            self._looks.install()
+
     def complete(self, parameter: Tensor) -> None:
         """A gradient is complete for now.
 
         Args:
             parameter: Its parameter.
         """
-        if id(parameter) not in self._watched:
+        if not self._is_on or id(parameter) not in self._watched:
             return
         gradient = gradient_of(parameter)
         if gradient is None or type(gradient) is not Tensor or not _is_plain(gradient):
@@ -90,9 +95,11 @@ class GradientStash:
                 storage.resize_(0)
 
     def bring_back(self) -> None:
-        """Give all back."""
+        """Give all back: backward is over, or one inside another."""
+        self._is_on = False
         for key in list(self._away):
             self._back(key)
+        self._looks.remove()
 
     def close(self) -> None:
         """Give all back, and take no more."""
