@@ -45,7 +45,7 @@ def proved(model: nn.Module, *args: Any) -> ItemsApart:
         (lambda x: torch.cat([x[1:], x[:1]]), "statistic over the batch"),
         (lambda x: (x.view(2, -1, 4) - x.view(2, -1, 4).mean(0)).view(-1, 4), "statistic over"),
         (lambda x: torch.cat([x, x.std().expand(len(x), 1)], 1), "statistic over the batch"),
-        (lambda x: torch.stack(list(x.unbind(0))[::-1]), "runs other ops at batch"),
+        (lambda x: torch.stack(list(x.unbind(0))[::-1]), "makes other tensors at batch"),
         (lambda x: x + torch.randperm(len(x))[:, None], "cannot be drawn for the whole batch"),
         (lambda x: iter([x]), "it returns a `list_iterator`"),
         (lambda x: (x, len(x)), "of another kind for another batch size"),

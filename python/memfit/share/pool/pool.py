@@ -90,7 +90,7 @@ class _Entry:
 
 _TOLERATED = 20
 _TOLERATED_BYTES = 1 << 20
-"""A use may take so small a part more than it counted, or so little, before it is told of."""
+"""A use may take so small a part more than it counted, or so little, before anything follows."""
 
 _Refused = tuple[str, int, int]
 
@@ -425,15 +425,17 @@ class Pool:
 
     def _expected(self, entry: _Entry) -> int:
         """What a call counts with: what calls took, where that is more and the budget has room."""
-        room = self.budget_bytes - entry.parked.nbytes
-        return max(entry.activations, min(self._measured.get(entry.number, 0), room))
+        measured = self._measured.get(entry.number, 0)
+        if measured <= _tolerated(entry.activations):
+            return entry.activations
+        return max(entry.activations, min(measured, self.budget_bytes - entry.parked.nbytes))
 
     def _compare(self, entry: _Entry, counted: int, took: int | None, pool_counted: int) -> None:
         """Hold what a use took against what it counted with, of all that the pool counted."""
         if took is None or took <= self._measured.get(entry.number, 0):
             return
         self._measured[entry.number] = took
-        if took <= counted + max(counted // _TOLERATED, _TOLERATED_BYTES):
+        if took <= _tolerated(counted):
             return
         text, held = _native.bytes_text, pool_counted - counted + took
         kept = "within" if held <= self.budget_bytes else "of"
@@ -649,6 +651,11 @@ class Pool:
         if name in self._entries:
             message = f"the pool has a model `{name}` already"
             raise PoolError(message, "name_taken")
+
+
+def _tolerated(counted: int) -> int:
+    """The most that a use may take before anything follows."""
+    return counted + max(counted // _TOLERATED, _TOLERATED_BYTES)
 
 
 def _now() -> int:
