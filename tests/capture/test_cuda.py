@@ -14,6 +14,7 @@ from memfit.capture.record.step import StepRunner
 from memfit.capture.stage import cublas
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.errors import CaptureError
+from memfit.tensors.operators import operator_of
 from memfit.torch_versions import flop_formulas
 from memfit.workload import Workload
 
@@ -235,3 +236,9 @@ def test_workspaces_of_cublas_are_in_the_peak(hopper):
     assert with_workspaces - predicted_peak(record(workload, device="cuda", probe=False)) == (
         65 << 20
     )
+
+
+def test_an_op_with_random_numbers_of_its_own_is_not_run_again():
+    # Its dropout draws from a state on the GPU: run again, it would give other numbers.
+    assert not operator_of(torch.ops.aten._cudnn_rnn.default).repeatable
+    assert operator_of(torch.ops.aten.native_dropout.default).repeatable

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from memfit.capture import record_pair
+from memfit.capture.stage.fake import preserved_random_state
 from memfit.workload import Workload
 
 
@@ -76,3 +77,13 @@ def test_capture_leaves_no_trace(branches, fails):
     assert not module_hooks._global_forward_hooks
     assert not module_hooks._global_forward_pre_hooks
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_the_random_states_of_gpus_in_use_are_put_back(monkeypatch):
+    put_back = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["first", "second"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", put_back.append)
+    with pytest.raises(ZeroDivisionError), preserved_random_state():
+        raise ZeroDivisionError
+    assert put_back == [["first", "second"]]

@@ -168,3 +168,10 @@ def test_a_script_on_a_gpu_keeps_its_budget_and_its_numbers(tmp_path: Path):
     assert done.stdout.splitlines()[:6] == plain[:6]
     assert "kept: " in done.stderr, done.stderr
     assert "unplanned      0" in done.stderr, done.stderr
+
+
+def test_a_real_step_leaves_the_random_state_of_the_gpu():
+    work = workload("lstm")
+    before = torch.cuda.get_rng_state()
+    assert record(work)["meta"]["captured"] == "real"
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -179,3 +179,19 @@ def test_looks_are_seen_in_backward_alone(pair):
     stash.bring_back()
     assert "grad" not in vars(nn.Parameter)
     stash.close()
+
+
+def test_a_gradient_that_cannot_be_read_again_is_an_error(pair):
+    spill = SpillFile()
+    stash = GradientStash(spill)
+    stash.watch(pair)
+    stash.begin()
+    handle = pair[0].register_post_accumulate_grad_hook(stash.complete)
+    (pair[0] * pair[0]).sum().backward()
+    spill._file.truncate(0)
+    with pytest.raises(OSError, match="cut off"):
+        _ = pair[0].grad
+    with pytest.raises(OSError, match="cut off"):
+        stash.bring_back()
+    handle.remove()
+    spill._file.close()

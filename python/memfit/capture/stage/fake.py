@@ -159,8 +159,10 @@ def _never(_tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Put the random states of torch, Python and numpy back on leaving."""
+    """Put the random states of torch, of GPUs in use, Python and numpy back on leaving."""
     state = torch.get_rng_state()
+    # A real step draws on the GPU. What is pretended draws nowhere, and asking would start CUDA.
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy is not None else None
@@ -168,6 +170,8 @@ def preserved_random_state() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(array)
