@@ -195,3 +195,26 @@ def test_a_gradient_that_cannot_be_read_again_is_an_error(pair):
         stash.bring_back()
     handle.remove()
     spill._file.close()
+
+
+def test_state_that_the_second_recorded_step_has_no_room_for_is_elsewhere(tmp_path: Path):
+    # Gradients live on into the next forward, so that two steps are recorded.
+    code = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(6):
+        loss = model(torch.randn(2048, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()), repr(sum(p.double().sum().item() for p in model.parameters())))
+    """
+    folder = tmp_path / "offloaded"
+    folder.mkdir()
+    (loop,) = inline(tmp_path, "31MiB", code, offload=str(folder)).loops
+    assert loop["observed"]["steps"] == 2
+    assert loop["observed"]["peak_bytes"] <= 31 << 20  # with the state in memory it takes 42 MiB
