@@ -1,7 +1,7 @@
 """What calls of a pool's models really take, beside what was said of them.
 
-Responsible for the peak of torch's tensors during one use, where no other use ran at the same time:
-then all of it is that use's, or the thread's own. Not responsible for what follows
+Responsible for the peak of torch's tensors during one use. It is measured where no other use ran and
+no model was moved at the same time, and is then of the process: another thread's tensors count. Not responsible for what follows
 (:mod:`memfit.share.pool.pool`).
 """
 
@@ -41,7 +41,7 @@ class UseMeter:
         self._running = 0
         self._window: cpu.Window | cuda.Window | None = None
         self._before = 0
-        self._problem: str | None = None
+        self._counts: bool | None = None
 
     def begin(self) -> None:
         """A use begins, its model awake."""
@@ -49,8 +49,9 @@ class UseMeter:
         if self._running > 1:
             self.disturbed()
         elif self._device == HOST:
-            self._problem = cpu.start()
-            if self._problem is None:
+            if self._counts is None:  # once: trying whether it counts takes longer than a use
+                self._counts = cpu.start() is None
+            if self._counts:
                 window = cpu.Window()
                 reading = window.read()
                 self._before = reading.current_bytes if reading is not None else 0
