@@ -1,8 +1,8 @@
 """What calls of a pool's models really take, beside what was said of them.
 
-Responsible for the peak of torch's tensors during one use. It is measured where no other use ran and
-no model was moved at the same time, and is then of the process: another thread's tensors count. Not responsible for what follows
-(:mod:`memfit.share.pool.pool`).
+Responsible for the peak of torch's tensors during one use, where no other use ran and no model was
+moved at the same time. It is of the process: what another thread computes meanwhile counts too. Not
+responsible for what follows (:mod:`memfit.share.pool.pool`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit import _native
 from memfit.share.pool.device import HOST
 from memfit.track import cpu, cuda
 
@@ -39,9 +40,11 @@ class UseMeter:
         """
         self._device = device
         self._running = 0
-        self._window: cpu.Window | cuda.Window | None = None
+        self._is_on = False
         self._before = 0
+        self._count: _native.AllocationWindow | None = None
         self._counts: bool | None = None
+        self._on_gpu: cuda.Window | None = None
 
     def begin(self) -> None:
         """A use begins, its model awake."""
@@ -51,13 +54,12 @@ class UseMeter:
         elif self._device == HOST:
             if self._counts is None:  # once: trying whether it counts takes longer than a use
                 self._counts = cpu.start() is None
-            if self._counts:
-                window = cpu.Window()
-                reading = window.read()
-                self._before = reading.current_bytes if reading is not None else 0
-                self._window = window
+                self._count = _native.AllocationWindow() if self._counts else None
+            if self._count is not None:
+                self._count.restart()
+                self._before, self._is_on = _native.counted_bytes(), True
         elif cuda.in_use():
-            self._window = cuda.Window()
+            self._on_gpu = cuda.Window()
 
     def end(self) -> int | None:
         """A use ends.
@@ -67,10 +69,10 @@ class UseMeter:
             or nothing can be counted.
         """
         self._running -= 1
-        window, self._window = self._window, None
-        if isinstance(window, cpu.Window):
-            reading = window.close()
-            return None if reading is None else reading.peak_bytes - self._before
+        if self._is_on and self._count is not None:
+            self._is_on = False
+            return max(self._count.peak()[0] - self._before, 0)
+        window, self._on_gpu = self._on_gpu, None
         if window is not None:
             seen = window.close().get(torch.device(self._device).index or 0)
             return None if seen is None else seen.peak["allocated"] - seen.before["allocated"]
@@ -78,6 +80,7 @@ class UseMeter:
 
     def disturbed(self) -> None:
         """A model is moved: what that takes is no use's."""
-        window, self._window = self._window, None
+        self._is_on = False
+        window, self._on_gpu = self._on_gpu, None
         if window is not None:
             window.close()

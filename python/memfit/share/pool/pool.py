@@ -440,8 +440,8 @@ class Pool:
         text, held = _native.bytes_text, pool_counted - counted + took
         kept = "within" if held <= self.budget_bytes else "of"
         warnings.warn(
-            f"a use of `{entry.name}` took {text(took)} beside the model and counted with "
-            f"{text(counted)}: the pool held {text(held)} {kept} its budget of "
+            f"tensors took {text(took)} beside the model while `{entry.name}` was used, which "
+            f"counted with {text(counted)}: the pool held {text(held)} {kept} its budget of "
             f"{text(self.budget_bytes)}\n"
             "hint: add it with an example as large as inputs come, or say what a call takes: "
             f'`pool.use("{entry.name}", activation_bytes=...)`',
