@@ -41,7 +41,7 @@ class Ended:
     Attributes:
         exit_code: Its exit code.
         output: What it wrote to its standard output.
-        said: The last of what it wrote besides.
+        said: The last lines that it wrote to its standard error.
         measured: Peaks and seconds.
     """
 

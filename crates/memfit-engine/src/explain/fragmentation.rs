@@ -10,8 +10,8 @@
 //! - *stuck*: the other inactive bytes. They serve requests that fit into a gap and nothing else;
 //! - *private*: inactive bytes of private pools (`private.rs`), which are neither.
 //!
-//! Where a request was refused, that is the moment to judge, and its cause is the verdict: the first refusal
-//! of fragmentation, else the first of all. Elsewhere it is the peak, and shares decide.
+//! Where requests were refused, one of them is judged, and its cause is the verdict: the first that failed for
+//! fragmentation, or else the first. Where none was, the peak is judged, by the shares of these bytes.
 //!
 //! A segment is *pinned* when more than half of it is inactive although blocks are in it.
 

@@ -263,7 +263,7 @@ fn has_history(device: &DeviceRecord) -> bool {
     told.take(MIN_EVENTS).count() == MIN_EVENTS
 }
 
-/// What is held when the snapshot was taken, in place of a peak that nobody recorded.
+/// What was held when the snapshot was taken: it stands in for the peak where no events were recorded.
 const fn held_at_end(peaks: &Peaks) -> Peak {
     Peak {
         allocated_bytes: peaks.last.allocated_bytes,

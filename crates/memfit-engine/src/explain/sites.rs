@@ -363,7 +363,8 @@ struct FunctionMarks {
     is_node: bool,
 }
 
-/// What functions that make caches of keys and values are called: nobody has them in one file.
+/// Parts of the names of functions that fill KV caches. They are known by name, since every library keeps
+/// them in files of its own.
 const KV_CACHES: [&str; 3] = ["kv_cache", "kvcache", "key_value_cache"];
 
 impl FunctionMarks {

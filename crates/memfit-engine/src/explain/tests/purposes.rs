@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A checkpoint beside the model that it is for, and caches of keys and values that nobody has in one file.
+/// A checkpoint that is loaded next to its model, and KV caches, which libraries fill in different files.
 #[test]
 fn what_is_read_from_a_file_and_what_is_a_cache_is_told_by_the_stack() {
     for (frames, wanted) in [

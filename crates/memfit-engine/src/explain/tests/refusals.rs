@@ -160,16 +160,13 @@ fn a_block_that_comes_free_during_the_refusal_was_pending() {
     );
 }
 
-/// What is said of fragmentation at a refusal of `need` MiB with nothing free and `besides` MiB held elsewhere.
-/// Since the peak 160 of 200 MiB were let go that survivors pin, or 100 of 300 that stay half used.
-fn fragmentation_at_a_refusal(
-    pins: bool,
-    besides: u64,
-    need: u64,
-) -> crate::explain::Fragmentation {
+/// The fragmentation found where `need` MiB are refused with nothing free. `other` MiB are held throughout; of
+/// the rest, 160 of 200 MiB were freed since the peak but are pinned by survivors, or 100 of 300 in segments
+/// that stay half used.
+fn fragmentation_at_a_refusal(pins: bool, other: u64, need: u64) -> crate::explain::Fragmentation {
     let mut machine = Machine::new();
     let stack = machine.stack(&["a.py:1 f"]);
-    machine.malloc(besides * MIB, 0, stack);
+    machine.malloc(other * MIB, 0, stack);
     let mut take = |mib: u64| machine.malloc(mib * MIB, 0, stack);
     let inactive = if pins {
         let blocks: Vec<[u64; 3]> = (0..10).map(|_| [take(8), take(4), take(8)]).collect();
@@ -204,7 +201,7 @@ fn fragmentation_at_a_refusal(
 /// The peak, where all blocks were held, says nothing of a refusal after it.
 #[test]
 fn fragmentation_is_judged_where_a_request_was_refused_and_as_its_cause() {
-    for (pins, besides, need, verdict, said) in [
+    for (pins, other, need, verdict, said) in [
         (
             true,
             100,
@@ -235,7 +232,7 @@ fn fragmentation_is_judged_where_a_request_was_refused_and_as_its_cause() {
             "fragmentation is not why 700.0 MiB were refused: 160.0 MiB of 5.98 GiB reserved are in no block",
         ),
     ] {
-        let found = fragmentation_at_a_refusal(pins, besides, need);
+        let found = fragmentation_at_a_refusal(pins, other, need);
         let event = format!(" at event {}", found.refusal_event.unwrap());
         let summary = found.summary.replace(&event, "");
         assert_eq!((found.verdict, summary.as_str()), (verdict, said));
