@@ -53,6 +53,15 @@ def test_half_of_what_is_free_stays_free(file, monkeypatch):
     assert [set(one.storage.tolist()) for one in kept] == [{value} for value in range(8)]
 
 
+def test_nothing_is_copied_for_one_who_wants_the_file_or_nothing(file, monkeypatch):
+    kept = file.away(storage(1))
+    assert type(kept) is InFile
+    monkeypatch.setattr(spill, "_free_bytes", lambda _: 0)
+    monkeypatch.setattr(spill, "InMemory", lambda _: pytest.fail("copied in memory"))
+    assert file.away(storage(2)) is None
+    assert "half of what was free" in file.problem
+
+
 def test_a_write_that_fails_takes_no_room(file, monkeypatch):
 
     def fails(*_):

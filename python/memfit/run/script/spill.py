@@ -137,8 +137,13 @@ class SpillFile:
         size = storage.nbytes()
         if storage.device.type == "cuda" and size >= SMALLEST and self._has_room_on_host(size):
             return OnHost(storage)
+        return self.away(storage) or InMemory(storage)
+
+    def away(self, storage: torch.UntypedStorage) -> InFile | None:
+        """Keep contents in the file alone; none, and nothing copied, where it has no room."""
+        size = storage.nbytes()
         if size < SMALLEST or self.problem or storage.device.type not in ("cpu", "cuda"):
-            return InMemory(storage)
+            return None
         try:
             if self._file is None:
                 # Closed when the last contents go, which may be long after the step.
@@ -149,19 +154,14 @@ class SpillFile:
                 return InFile(self._file, free.pop(), storage, self._free)
             if _free_bytes(self._file) - size < _kept_free(self._file):
                 self.problem = f"half of what was free in `{tempfile.gettempdir()}` is in use"
-                return InMemory(storage)
+                return None
             kept = InFile(self._file, self.bytes, storage, self._free)
         except OSError as error:
             folder = tempfile.gettempdir()
             self.problem = f"cannot write to `{folder}`: {error.strerror or error}"
-            return InMemory(storage)
+            return None
         self.bytes += size
         return kept
-
-    def away(self, storage: torch.UntypedStorage) -> InFile | None:
-        """Keep the contents of a storage of the CPU elsewhere, whose memory is about to go."""
-        kept = self.keep(storage)
-        return kept if isinstance(kept, InFile) else None
 
     def _has_room_on_host(self, size: int) -> bool:
         """Whether half of what was free in the host's memory stays so."""
