@@ -64,13 +64,14 @@ impl Amount {
         } else {
             u128::from(decimals.parse::<u64>().ok()?)
         };
-        // Below 2^64 * 10^9 * 2^30 * 2, far from the end of a `u128`.
+        // Below 2^64 * 10^9 * 2; times a TiB it may exceed a `u128`, and then a `u64` by far.
         let twice = (digits * scale + fraction) * 2;
         let unit = u128::from(unit);
         // A whole number of bytes is exact; every other is rounded to its last digit.
         let slack = u128::from(unit > 1);
-        let low = (twice.saturating_sub(slack) * unit).div_ceil(2 * scale);
-        let high = (twice + slack) * unit / (2 * scale);
+        let low = twice.saturating_sub(slack).checked_mul(unit)?;
+        let high = (twice + slack).checked_mul(unit)? / (2 * scale);
+        let low = low.div_ceil(2 * scale);
         let low = u64::try_from(low).ok()?;
         Some(Self {
             low_bytes: Bytes(low),
@@ -162,6 +163,10 @@ mod tests {
         }
         assert_eq!(Amount::parse("17179869184.00", GIB), None);
         assert_eq!(Amount::parse("99999999999999999999999", 1), None);
+        assert_eq!(
+            Amount::parse("18446744073709551615.123456789", 1 << 40),
+            None
+        );
     }
 
     #[test]
