@@ -24,6 +24,13 @@ def _heap_of_its_own():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_on_torch():
+    """No test file leaves looks at gradients behind for those that run after it."""
+    yield
+    assert "grad" not in vars(torch.nn.Parameter)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _end_of_what_forks():
     yield

@@ -193,8 +193,32 @@ def test_a_gradient_that_cannot_be_read_again_is_an_error(pair):
         _ = pair[0].grad
     with pytest.raises(OSError, match="cut off"):
         stash.bring_back()
+    with pytest.raises(OSError, match="cut off"):  # still told: no memory is behind it
+        _ = pair[0].grad
     handle.remove()
-    spill._file.close()
+    stash._away.clear()
+    stash.close()
+    assert "grad" not in vars(nn.Parameter)
+
+
+def test_a_parameter_where_another_was_that_has_gone_is_nobodys():
+    spill = SpillFile()
+    stash = GradientStash(spill)
+    gone = nn.Parameter(torch.ones(SIZE))
+    stash.watch([gone])
+    stash.begin()
+    gone.register_post_accumulate_grad_hook(stash.complete)
+    (gone * gone).sum().backward()
+    ((key, away),) = stash._away.items()
+    other = nn.Parameter(torch.ones(SIZE))
+    other.grad = torch.full((SIZE,), 3.0)
+    stash._away = {id(other): away}  # as where `other` has the address of `gone`
+    assert torch.equal(other.grad, torch.full((SIZE,), 3.0))
+    assert away[0].nbytes() == 0
+    stash._away = {key: away}
+    assert torch.equal(gone.grad, torch.full((SIZE,), 2.0))
+    stash.close()
+    assert "grad" not in vars(nn.Parameter)
 
 
 def test_state_that_the_second_recorded_step_has_no_room_for_is_elsewhere(tmp_path: Path):

@@ -39,7 +39,7 @@ class GradientStash:
         """
         self._spill = spill
         self._looks = GradientLooks()
-        self._looks.on_read = lambda parameter: self._back(id(parameter))
+        self._looks.on_read = self._is_read
         self._looks.on_look = lambda parameter: self._watched.discard(id(parameter))  # may be kept
         self._away: dict[int, tuple[torch.UntypedStorage, InFile]] = {}
         self._watched: set[int] = set()
@@ -95,7 +95,12 @@ class GradientStash:
                 storage.resize_(0)
 
     def bring_back(self) -> None:
-        """Give all back: backward is over, or one inside another."""
+        """Give all back: backward is over, or one inside another.
+
+        Raises:
+            OSError: One cannot be read. Looks stay seen: no memory is behind that gradient, and
+                whoever asks for it is told so too.
+        """
         self._is_on = False
         for key in list(self._away):
             self._back(key)
@@ -112,6 +117,17 @@ class GradientStash:
             self._back(key)
 
         return adds
+
+    def _is_read(self, parameter: Tensor) -> None:
+        away = self._away.get(id(parameter))
+        if away is None:
+            return
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            with torch._C._DisableTorchDispatch():
+                is_away = gradient.untyped_storage() is away[0]
+            if is_away:  # else another parameter has come where one was that has gone
+                self._back(id(parameter))
 
     def _back(self, key: int) -> None:
         away = self._away.get(key)
