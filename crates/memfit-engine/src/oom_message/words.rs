@@ -120,7 +120,8 @@ pub(super) fn open(cause: OomCause, numbers: &Numbers) -> String {
             numbers.request
         )
     } else {
-        "the numbers are rounded to two decimals, and the difference is smaller than that".to_owned()
+        "the numbers are rounded to two decimals, and the difference is smaller than that"
+            .to_owned()
     };
     format!("{what} cannot be told: {why}")
 }
