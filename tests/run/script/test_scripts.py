@@ -86,7 +86,9 @@ def test_a_disk_takes_what_cannot_be_computed_again(tmp_path: Path):
     without, offloaded, refused, in_memory = found
     assert not without["plan"]["fits"]
     assert_within_budget(offloaded)
-    assert "offload" in [action["kind"] for action in offloaded["plan"]["actions"]]
+    # Which of them is fastest is a matter of the disk.
+    kinds = {action["kind"] for action in offloaded["plan"]["actions"]}
+    assert kinds & {"offload", "offload_optimizer", "offload_parameters"}
     assert list((tmp_path / "disk").iterdir()) == []
     note = "nothing is offloaded: the step runs in the host's memory"
     assert refused["notes"][0].startswith(note)

@@ -198,6 +198,7 @@ def test_a_gradient_that_cannot_be_read_again_is_an_error(pair):
     handle.remove()
     stash._away.clear()
     stash.close()
+    spill._file.close()
     assert "grad" not in vars(nn.Parameter)
 
 
@@ -218,6 +219,7 @@ def test_a_parameter_where_another_was_that_has_gone_is_nobodys():
     stash._away = {key: away}
     assert torch.equal(gone.grad, torch.full((SIZE,), 2.0))
     stash.close()
+    spill._file.close()
     assert "grad" not in vars(nn.Parameter)
 
 
