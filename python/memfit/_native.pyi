@@ -32,6 +32,7 @@ __all__ = [
     "effect",
     "encode_plan",
     "evaluate",
+    "expand_numbers",
     "explanation_text",
     "file_kind",
     "forget_refusal",
@@ -64,6 +65,7 @@ __all__ = [
     "schema",
     "seed_blocks",
     "set_alarm",
+    "shrink_numbers",
     "survivors",
     "switch_alarm_off",
     "taken_bytes",
@@ -723,6 +725,30 @@ class StoredBlock:
 
     def forget(self) -> None:
         """Wait for the transfer under way, and give the block's room in the file back."""
+
+def shrink_numbers(wide: tuple[int, int], narrow: tuple[int, int], threads: int) -> None:
+    """Write 32-bit floating-point numbers in 8 bits.
+
+    Args:
+        wide: Address of the numbers and their bytes.
+        narrow: Where they go, with the bytes that they take there.
+        threads: Most threads to use.
+
+    Raises:
+        UsageError: There is no memory, or the lengths do not go together.
+    """
+
+def expand_numbers(narrow: tuple[int, int], wide: tuple[int, int], threads: int) -> None:
+    """Write numbers of 8 bits in 32; as :func:`shrink_numbers`.
+
+    Args:
+        narrow: Address of the numbers and their bytes.
+        wide: Where they go, likewise.
+        threads: Most threads to use.
+
+    Raises:
+        UsageError: As :func:`shrink_numbers`.
+    """
 
 def predict(trace: Trace, request: Mapping[str, Any]) -> dict[str, Any]:
     """Predict a step.

@@ -17,6 +17,9 @@ from typing import Self, TypedDict, Unpack, get_args
 from memfit.errors import UsageError
 from memfit.schema import Kind, Promise
 
+Allowance = Promise | Kind
+"""What a person allows: all techniques of a promise, or one by name."""
+
 HOST = "host"
 """The name of the host's memory where a folder could be meant; ``./host`` is a folder."""
 
@@ -45,7 +48,7 @@ def place_of(place: str) -> str:
 class OptionKeywords(TypedDict, total=False):
     """The fields of :class:`Options` as keywords."""
 
-    allow: Promise
+    allow: Allowance | Sequence[Allowance]
     own_loop: bool
     forbid: Sequence[Kind]
     offload: str | PathLike[str] | None
@@ -60,7 +63,8 @@ class Options:
     """How a step may be planned.
 
     Attributes:
-        allow: Loosest promise to consider even where a stricter plan fits.
+        allow: Loosest promise to consider even where a stricter plan fits; or a technique that
+            changes numbers by its own name (``"shrink"``); or several of both.
         own_loop: Only plan what works inside the caller's own loop.
         forbid: Techniques to leave out.
         offload: Where activations, optimizer state and parameters may be offloaded to: a folder for
@@ -73,7 +77,7 @@ class Options:
             search stops by its own count, so that equal inputs give equal plans.
     """
 
-    allow: Promise = "exact"
+    allow: Allowance | Sequence[Allowance] = "exact"
     own_loop: bool = False
     forbid: Sequence[Kind] = ()
     offload: str | PathLike[str] | None = None
@@ -88,7 +92,8 @@ class Options:
         Raises:
             UsageError: Always with the option's name and what it may be.
         """
-        _one_of("allow", self.allow, get_args(Promise))
+        for allowed in self._allowances:
+            _one_of("allow", allowed, (*get_args(Promise), *get_args(Kind)))
         if isinstance(self.forbid, str):
             raise UsageError(f"`forbid` is a list of techniques: write `forbid=[{self.forbid!r}]`")
         for kind in self.forbid:
@@ -119,6 +124,23 @@ class Options:
             kind = type(options).__name__
             raise UsageError(f"expected a `memfit.Options`, got `{kind}`: name the option")
         return replace(options, **keywords)
+
+    @property
+    def _allowances(self) -> Sequence[str]:
+        return (self.allow,) if isinstance(self.allow, str) else self.allow
+
+    @property
+    def promise(self) -> Promise:
+        """Loosest promise to consider even where a stricter plan fits."""
+        promises: tuple[Promise, ...] = get_args(Promise)
+        named = [promise for promise in promises if promise in self._allowances]
+        return named[-1] if named else "exact"
+
+    @property
+    def allow_kinds(self) -> list[Kind]:
+        """Techniques that are allowed by name, whatever their promise."""
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        return [kind for kind in kinds if kind in self._allowances]
 
     @property
     def place(self) -> str | None:

@@ -154,6 +154,27 @@ class OffloadAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShrinkAction:
+    """Hold saved activations in fewer bits until backward.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
+            offloaded state, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        shrink: What the executor needs.
+    """
+
+    kind: Literal["shrink"]
+    promise: Promise
+    count: int
+    bytes: int
+    shrink: Shrink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptimizerAction:
     """Offload the optimizer's state, and fetch it for one parameter at a time.
 
@@ -224,6 +245,7 @@ Action: TypeAlias = (
     | MicroBatchAction
     | AllocatorSettingsAction
     | OffloadAction
+    | ShrinkAction
     | OffloadOptimizerAction
     | OffloadParametersAction
     | ChunkAction
@@ -275,6 +297,35 @@ Agreement = Literal["bitwise", "equivalent", "different"]
 - ``equivalent``: The same up to rounding.
 - ``different``: Not the same.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approximation:
+    """What approximate gradients are beside the unplanned ones.
+
+    Lengths are Euclidean, over all parameters.
+
+    Attributes:
+        gradient_error: Length of the difference over the length of the unplanned gradients; absent
+            when it is not a number.
+        cosine: Cosine of the angle between the two; absent when it is not a number.
+        worst_parameter: The parameter whose gradient is farthest off, among those with a thousandth
+            of the whole length or more.
+        worst_error: How far, as a part of the length of its own gradient.
+        batch_noise: What other examples would change the gradients by, as a part of their length:
+            half the difference of the gradients of the batch's halves. Absent where the batch has
+            no halves.
+        not_finite: Numbers in gradients that are finite unplanned, and not planned.
+        max_error: The bound, as a part of the batch's noise.
+    """
+
+    gradient_error: float | None
+    cosine: float | None
+    worst_parameter: str
+    worst_error: float | None
+    batch_noise: float | None
+    not_finite: int
+    max_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -917,6 +968,7 @@ Kind = Literal[
     "micro_batch",
     "allocator_settings",
     "offload",
+    "shrink",
     "offload_optimizer",
     "offload_parameters",
     "chunk",
@@ -931,6 +983,7 @@ Kind = Literal[
 - ``allocator_settings``: Set up the caching allocator against fragmentation, as in
     ``PYTORCH_CUDA_ALLOC_CONF``.
 - ``offload``: Offload saved activations in forward and fetch them in backward.
+- ``shrink``: Hold saved activations in fewer bits until backward.
 - ``offload_optimizer``: Offload the optimizer's state, and fetch it for one parameter at a time.
 - ``offload_parameters``: Offload parameters, with a bounded part of them resident.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
@@ -1557,6 +1610,25 @@ class Share:
     count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrink:
+    """What to shrink, addressed like ``Remat``.
+
+    Attributes:
+        half: The allocations held in ``bfloat16``, by creating op, ascending.
+        eight_bit: The allocations held in 8 bits, likewise.
+        active: As in ``Remat.active``.
+        names: As in ``Remat.names``.
+        forward: As in ``Remat.forward``.
+    """
+
+    half: tuple[Dropped, ...]
+    eight_bit: tuple[Dropped, ...]
+    active: tuple[ActiveRegion, ...]
+    names: tuple[str, ...]
+    forward: tuple[int, ...]
+
+
 SnapshotCategory = Literal[
     "parameter",
     "gradient",
@@ -1764,6 +1836,8 @@ class Verification:
         gradients: Absent when nothing ran.
         loss: Absent when nothing ran.
         plan: The eager plan; ``null`` where the step ran compiled.
+        approximation: How far gradients are off; absent for a plan that does not change them, and
+            when nothing ran.
         compiled: With ``--compile``, where the step ran so.
         not_compiled: With ``--compile``, why the step ran eager.
     """
@@ -1781,6 +1855,7 @@ class Verification:
     plan: PlanSummary | None
     capture_seconds: float
     plan_seconds: float
+    approximation: Approximation | None = None
     compiled: CompiledFacts | None = None
     not_compiled: str | None = None
 

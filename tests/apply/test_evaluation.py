@@ -89,6 +89,44 @@ def test_everything_stored(recorded, tmp_path):
     assert measured == evaluation["peak_bytes"] < unplanned["peak_bytes"]
 
 
+@pytest.mark.parametrize("form", ["halves", "eighths"])
+def test_everything_shrunk(recorded, tmp_path, form):
+    load, trace, unplanned = recorded
+    treated = Treated(trace, **{form: dict.fromkeys(unplanned["shrinkable"])})
+    evaluation = treated.evaluate()
+    assert evaluation["is_valid"]
+    measured, report = measure(load, treated, tmp_path)
+    assert report.shrunk_tensors == len(unplanned["shrinkable"]) > 20
+    assert measured == evaluation["peak_bytes"] < unplanned["peak_bytes"]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_drops_stores_shrinks_and_homes(recorded, tmp_path, seed):
+    load, trace, unplanned = recorded
+    chance = random.Random(f"{seed} shrunk")
+    for _ in range(80):
+        treated = Treated(trace, window_bytes=chance.choice([0, 20_000, 10**6]))
+        ways = [treated.drops, treated.stores, treated.halves, treated.eighths, {}]
+        for allocation in sorted({*unplanned["droppable"], *unplanned["storable"]}):
+            homes = allocation in unplanned["may_have_home"] and chance.random() < 0.5
+            allowed = [
+                way
+                for way, kind in zip(
+                    ways, ("droppable", "storable", "shrinkable", "shrinkable", ""), strict=True
+                )
+                if not kind or allocation in unplanned[kind]
+            ]
+            chance.choice(allowed)[allocation] = chance.randrange(1, 120) if homes else None
+        evaluation = treated.evaluate()
+        if evaluation["is_valid"]:
+            break
+    else:
+        pytest.skip("no valid treatments found")
+    measured, report = measure(load, treated, tmp_path)
+    assert report.replayed_ops == evaluation["replayed"]
+    assert measured == evaluation["peak_bytes"]
+
+
 @pytest.mark.parametrize("window_bytes", [0, 20_000, 50_000, 10**6])
 @pytest.mark.parametrize("seed", range(8))
 def test_any_drops_stores_and_homes(recorded, tmp_path, seed, window_bytes):

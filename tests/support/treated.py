@@ -16,6 +16,8 @@ class Treated:
     trace: Trace
     drops: dict[int, int | None] = field(default_factory=dict)
     stores: dict[int, int | None] = field(default_factory=dict)
+    halves: dict[int, int | None] = field(default_factory=dict)
+    eighths: dict[int, int | None] = field(default_factory=dict)
     window_bytes: int = 0
 
     def evaluate(self) -> dict[str, Any]:
@@ -23,6 +25,8 @@ class Treated:
         request = {
             "drops": list(self.drops.items()),
             "stores": list(self.stores.items()),
+            "halves": list(self.halves.items()),
+            "eighths": list(self.eighths.items()),
             "window_bytes": self.window_bytes,
         }
         return _native.evaluate(self.trace.native, request)
@@ -38,8 +42,11 @@ class Treated:
             "names": distinct,
             "forward": [distinct.index(name) for name in names],
         }
-        drops = [self._entry(recorded, *treated) for treated in self.drops.items()]
-        stores = [self._entry(recorded, *treated) for treated in self.stores.items()]
+
+        def entries(treated: dict[int, int | None]) -> list[dict[str, Any]]:
+            return [self._entry(recorded, *it) for it in treated.items()]
+
+        drops, stores = entries(self.drops), entries(self.stores)
         places = {allocation: place for place, allocation in enumerate(self.stores)}
         offload = {
             "tier": "disk",
@@ -48,12 +55,15 @@ class Treated:
             "order": [places[a] for a in self.evaluate()["fetch_order"]],
             **watched,
         }
+        shrink = {"half": entries(self.halves), "eight_bit": entries(self.eighths), **watched}
         action = {"promise": "exact", "count": 1, "bytes": 0}
         actions = []
         if drops:
             actions.append({"kind": "remat", **action, "remat": {"drops": drops, **watched}})
         if stores:
             actions.append({"kind": "offload", **action, "offload": offload})
+        if self.halves or self.eighths:
+            actions.append({"kind": "shrink", **action, "shrink": shrink})
         return {"actions": actions}
 
     @staticmethod

@@ -14,6 +14,7 @@ mod counting;
 mod host;
 mod leases;
 mod looking;
+mod narrow;
 mod offload;
 mod parameters;
 mod parking;
@@ -84,6 +85,8 @@ mod _native {
     use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
     #[pymodule_export]
     use super::looking::{alarm_event, on_alarm, set_alarm, switch_alarm_off};
+    #[pymodule_export]
+    use super::narrow::{expand_numbers, shrink_numbers};
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
     #[pymodule_export]

@@ -11,12 +11,14 @@ mod sharing;
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use memfit_engine::plan::{ActionKind, Class};
+use memfit_engine::plan::ActionKind;
 
-use kinds::KindParser;
+pub(crate) use kinds::{Allowance, kinds_of, loosest};
+use kinds::{AllowanceParser, KindParser};
 pub(crate) use run::{RunArguments, RunLeaseArguments};
 pub(crate) use sharing::{BrokerArguments, DevicesArguments, PsArguments, TopArguments};
 
@@ -318,8 +320,10 @@ pub(crate) struct TargetArguments {
 #[derive(Debug, Args)]
 pub(crate) struct PlanChoiceArguments {
     /// Loosest class of action to consider even where a stricter one fits
-    #[arg(long, value_enum, default_value_t = ClassChoice::Exact, value_name = "CLASS")]
-    pub(crate) allow: ClassChoice,
+    ///
+    /// Or what changes numbers by its own name (`--allow equivalent,shrink`).
+    #[arg(long, value_parser = AllowanceParser, value_delimiter = ',', default_value = "exact", value_name = "CLASS|KIND")]
+    pub(crate) allow: Vec<Allowance>,
 
     /// Leave a kind of action out (repeatable)
     #[arg(long, value_parser = KindParser, value_name = "KIND")]
@@ -354,25 +358,22 @@ pub(crate) struct PlanChoiceArguments {
     pub(crate) gpu: Option<String>,
 }
 
-/// Classes of actions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ClassChoice {
-    /// Loss and every gradient stay bitwise equal
-    Exact,
-    /// Same mathematics; rounding may differ
-    Equivalent,
-    /// Numerics may change
-    Approximate,
-}
+/// A part of something: `10%` or `0.1`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Part(pub(crate) f64);
 
-impl ClassChoice {
-    /// The engine's word for it.
-    pub(crate) const fn class(self) -> Class {
-        match self {
-            Self::Exact => Class::Exact,
-            Self::Equivalent => Class::Equivalent,
-            Self::Approximate => Class::Approximate,
-        }
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (number, whole) = match text.trim().strip_suffix('%') {
+            Some(number) => (number, 100.0),
+            None => (text, 1.0),
+        };
+        let part = number.trim().parse::<f64>().ok().map(|part| part / whole);
+        part.filter(|part| part.is_finite() && *part > 0.0)
+            .map(Self)
+            .ok_or_else(|| "a part is written `10%` or `0.1`, and is above zero".to_owned())
     }
 }
 
@@ -468,6 +469,10 @@ pub(crate) struct VerifyArguments {
     /// verified, and the reason printed.
     #[arg(long, conflicts_with = "own_loop")]
     pub(crate) compile: bool,
+
+    /// Most that an approximate plan may change gradients by, in parts of what other examples would change: 10%, 0.1 [default: 10%]
+    #[arg(long, value_name = "PART")]
+    pub(crate) max_error: Option<Part>,
 
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,

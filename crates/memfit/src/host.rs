@@ -36,6 +36,8 @@ pub struct ScriptFitting {
     pub budget: String,
     /// Loosest class of action.
     pub allow: Class,
+    /// Techniques that are allowed by name, whatever their class.
+    pub allow_kinds: Vec<ActionKind>,
     /// Techniques to leave out.
     pub forbid: Vec<ActionKind>,
     /// Folder, or `host`, where to offload to; absent for one that memfit chooses, if it may.

@@ -27,9 +27,6 @@ impl Session<'_> {
         recorded: &mut Recorded,
         choice: &PlanChoice,
     ) -> Result<Planned, Failure> {
-        for note in &choice.notes {
-            self.printer.note(&format!("note: {note}"))?;
-        }
         let mut planning = PlanSession::new(choice.request.clone(), choice.offload.clone());
         let mut answers = Answers::new(self, target, recorded, choice);
         loop {

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 
 use memfit_engine::bytes::Budget;
 use memfit_engine::cost::devices::{self, Device};
-use memfit_engine::plan::{Class, PlanRequest};
+use memfit_engine::plan::PlanRequest;
 
-use crate::args::{DeviceChoice, PlanChoiceArguments, TargetArguments};
+use crate::args::{DeviceChoice, PlanChoiceArguments, TargetArguments, kinds_of, loosest};
 use crate::error::Failure;
 
 /// What a command works on.
@@ -107,22 +107,14 @@ pub(crate) struct PlanChoice {
     pub(crate) offload: Option<String>,
     /// A GPU whose datasheet gives the costs.
     pub(crate) gpu: Option<&'static Device>,
-    /// Things to tell the user about the choice itself.
-    pub(crate) notes: Vec<&'static str>,
 }
 
 impl PlanChoice {
     pub(crate) fn parse(arguments: &PlanChoiceArguments, budget: Budget) -> Result<Self, Failure> {
-        let mut notes = Vec::new();
-        let allow = arguments.allow.class();
-        if allow == Class::Approximate {
-            notes.push(
-                "no approximate action exists yet: `--allow approximate` plans as `--allow equivalent` does",
-            );
-        }
         let request = PlanRequest {
             budget,
-            allow,
+            allow: loosest(&arguments.allow),
+            allow_kinds: kinds_of(&arguments.allow),
             own_loop: arguments.own_loop,
             forbid: arguments.forbid.clone(),
             offload: None,
@@ -139,7 +131,6 @@ impl PlanChoice {
             time_limit: time_limit(arguments.time_limit)?,
             offload: arguments.offload.clone(),
             gpu,
-            notes,
         })
     }
 }

@@ -30,6 +30,7 @@ def verify(
     plan: Plan | None = None,
     compile: bool = False,  # noqa: A002 - as in `memfit.fit`
     steps: int = 3,
+    max_error: float = 0.1,
     **keywords: Unpack[OptionKeywords],
 ) -> Verification:
     """Run real steps with and without a plan, and compare peaks, times and numbers.
@@ -43,6 +44,8 @@ def verify(
         compile: Compare with a compiled plan and with ``torch.compile`` alone, where the step
             compiles; ``not_compiled`` says why it does not.
         steps: Steps of each that are timed.
+        max_error: Most that an approximate plan may change gradients by, as a part of what other
+            examples would change.
         **keywords: As in :func:`memfit.plan`.
 
     Returns:
@@ -59,6 +62,8 @@ def verify(
         raise UsageError("give a `budget`, or a `plan` of eager steps to verify")
     if steps < 1:
         raise UsageError(f"`steps={steps}`: at least one step is timed")
+    if not 0 < max_error < float("inf"):
+        raise UsageError(f"`max_error={max_error}` is no part of anything: write `0.1` for 10 %")
     chosen = Options.of(options, **keywords)
     within = "" if budget is None else step_budget(budget)
     if callable(subject) and not isinstance(subject, nn.Module):
@@ -71,7 +76,9 @@ def verify(
     made = plan or plan_trace(recorded, op_times, within, chosen, workload)
     seconds = (captured - began, time.perf_counter() - captured)
     with _as_before(workload):
-        document, text = _ran(workload, recorded, made, chosen, op_times, steps, seconds, compile)
+        document, text = _ran(
+            workload, recorded, made, chosen, op_times, (steps, max_error), seconds, compile
+        )
     return Verification.told(document, text)
 
 
@@ -99,12 +106,13 @@ def _ran(
     made: Plan,
     options: Options,
     op_times: Mapping[str, Any],
-    steps: int,
+    wanted: tuple[int, float],
     seconds: tuple[float, float],
     compile: bool,  # noqa: A002, FBT001
 ) -> tuple[dict[str, Any], str]:
     """The document and the text of what real steps gave."""
     plan = made.as_dict()
+    steps, max_error = wanted
     if compile:
         measured = _measured_compiled(workload, recorded, made, options, op_times, steps)
         document, text = _native.verification(plan, measured, True, *seconds)  # noqa: FBT003
@@ -117,6 +125,8 @@ def _ran(
         found = eager.verify(
             lambda: workload, plan, steps=steps, loss_reduction=made.loss_reduction
         )
+        if "approximation" in found:
+            found["approximation"]["max_error"] = max_error
         document, text = _native.verification(plan, found, False, *seconds)  # noqa: FBT003
     if compile:
         document["not_compiled"] = not_compiled

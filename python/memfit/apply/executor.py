@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Actions = Mapping[str, Mapping[str, Any]]
 """The actions of a plan by their kinds."""
 
-_OF_ACTIVATIONS = ("remat", "unneeded_saves", "offload")
+_OF_ACTIVATIONS = ("remat", "unneeded_saves", "offload", "shrink")
 BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 """Kinds of action that keep something elsewhere between steps."""
 
@@ -115,7 +115,7 @@ def _state(subject: Subject, actions: Actions) -> Part | None:
 
 
 def _activations(subject: Subject, actions: Actions) -> Part:
-    """Dropped and offloaded activations, which one part watches for."""
+    """Dropped, offloaded and shrunk activations, which one part watches for."""
     offload = _said(actions, "offload")
     tier: Tier | None = None
     if offload is not None:
@@ -123,7 +123,13 @@ def _activations(subject: Subject, actions: Actions) -> Part:
         tier = open_tier(str(offload.get("tier")), int(offload.get("window_bytes", 0)), folder)
     remat, unneeded = _said(actions, "remat"), _said(actions, "unneeded_saves")
     return Rematerialiser(
-        subject.model, remat, offload, tier, unneeded_saves=unneeded, warn=subject.warn
+        subject.model,
+        remat,
+        offload,
+        tier,
+        unneeded_saves=unneeded,
+        shrink=_said(actions, "shrink"),
+        warn=subject.warn,
     )
 
 
@@ -169,6 +175,7 @@ TECHNIQUES = {
     "remat": Technique(_activations),
     "unneeded_saves": Technique(_activations),
     "offload": Technique(_activations),
+    "shrink": Technique(_activations),
     "chunk": Technique(_slices),
 }
 """How each kind of action is carried out, in the order in which parts are made and asked."""
@@ -185,7 +192,7 @@ class Executor:
         one_by_one: Makes the updates after backward one by one; ``None`` where it does not matter.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
-        remat: Drops and offloads activations; ``None`` without either.
+        remat: Drops, offloads and shrinks activations; ``None`` without any.
     """
 
     def __init__(

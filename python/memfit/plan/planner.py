@@ -46,7 +46,8 @@ def plan_trace(
     workload: Workload | None,
 ) -> Plan:
     """Plan, and record the step in slices only where a plan may need that."""
-    request = {"budget": str(budget), "allow": options.allow, **_limits(options)}
+    allowed = {"allow": options.promise, "allow_kinds": options.allow_kinds}
+    request = {"budget": str(budget), **allowed, **_limits(options)}
     planning = _native.PlanSession(request, options.place)
     while (made := _answered(planning, recorded, costs, workload)) is None:
         planning.search(options.time_limit)

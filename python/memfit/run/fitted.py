@@ -54,6 +54,7 @@ class Report:
         dropped_saves: Tensors dropped in the last forward.
         replayed_ops: Ops run again for it.
         offloaded_tensors: Tensors kept elsewhere in the last forward.
+        shrunk_tensors: Tensors held in fewer bits in the last forward.
         offloaded_bytes_written: Bytes that went elsewhere in all steps by the running plan,
             optimizer state and parameters included.
         offloaded_bytes_read: Bytes that came back.
@@ -81,6 +82,7 @@ class Report:
     not_compiled: str = ""
     refused_attempts: int = 0
     recovered_steps: int = 0
+    shrunk_tensors: int = 0
 
 
 class Fitted:
@@ -456,6 +458,7 @@ class Fitted:
             not_compiled=self._not_compiled,
             refused_attempts=counts.refused_attempts if counts else 0,
             recovered_steps=counts.recovered_steps if counts else 0,
+            shrunk_tensors=outcome.shrunk if outcome else 0,
         )
 
     def _between_steps(self) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
 from memfit.run.fitted import Fitted
+from memfit.verify.approximation import approximation, batch_noise
 from memfit.workload import Workload
 
 EQUIVALENT = 1e-5
@@ -116,6 +117,7 @@ def verify(
         ``loss``, ``gradients``, ``parameters`` and ``buffers``, each with ``agreement``
         (``bitwise``, ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``,
         where the model left the plan, empty if it did not; ``kept_drops``, drops not carried out.
+        For an approximate plan also ``approximation``, how far gradients are off.
     """
     with random_state_kept():
         seed()
@@ -123,12 +125,15 @@ def verify(
         ordinary = Fitted(workload, {"actions": []})
         workload = replace(workload, optimizer=ordinary.optimizer)
         planned = Fitted(workload, plan, loss_reduction=loss_reduction)
-        compared = _compare(workload, ordinary, planned)
+        is_approximate = plan.get("promise") == "approximate" and workload.loss is not None
+        compared = _compare(workload, ordinary, planned, is_approximate=is_approximate)
         gc.collect()
         return {**measure(workload, {"unplanned": ordinary, "planned": planned}, steps), **compared}
 
 
-def _compare(workload: Workload, ordinary: Fitted, planned: Fitted) -> dict[str, Any]:
+def _compare(
+    workload: Workload, ordinary: Fitted, planned: Fitted, *, is_approximate: bool
+) -> dict[str, Any]:
     """One step each from the same state, compared."""
     state = State.of(workload)
     expected = observe(workload, ordinary)
@@ -136,8 +141,13 @@ def _compare(workload: Workload, ordinary: Fitted, planned: Fitted) -> dict[str,
     got = observe(workload, planned)
     state.restore(workload)
     report = planned.report()
+    found = compare(expected, got)
+    if is_approximate:
+        noise = batch_noise(workload)
+        state.restore(workload)
+        found["approximation"] = approximation(expected.gradients, got.gradients, noise)
     return {
-        **compare(expected, got),
+        **found,
         "divergence": report.divergence,
         "kept_drops": list(report.kept_drops),
     }

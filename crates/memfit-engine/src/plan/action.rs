@@ -120,7 +120,7 @@ mod tests {
     use crate::plan::TECHNIQUES;
 
     /// An action of each kind as plans write it.
-    const KEPT: [&str; 10] = [
+    const KEPT: [&str; 11] = [
         r#"{"kind":"remat","promise":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"unneeded_saves","promise":"exact","count":1,"bytes":64,"unneeded_saves":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b"}],"active":[],"names":[],"forward":[]}}"#,
         r#"{"kind":"fuse_optimizer","promise":"exact","count":12,"bytes":99840}"#,
@@ -128,6 +128,7 @@ mod tests {
         r#"{"kind":"micro_batch","promise":"equivalent","count":4,"bytes":18446744073709551615,"micro_batch":{"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"allocator_settings","promise":"exact","count":1,"bytes":0,"settings":"expandable_segments:True"}"#,
         r#"{"kind":"offload","promise":"exact","count":1,"bytes":64,"offload":{"tier":"disk","folder":"/scratch","window_bytes":128,"stores":[{"op":3,"output":1,"shape":[],"bytes":64,"module":""}],"order":[0],"active":[],"names":[],"forward":[]}}"#,
+        r#"{"kind":"shrink","promise":"approximate","count":2,"bytes":64,"shrink":{"half":[{"op":3,"output":0,"shape":[],"bytes":64,"module":""}],"eight_bit":[{"op":4,"output":0,"shape":[],"bytes":64,"module":""}],"active":[],"names":[],"forward":[]}}"#,
         r#"{"kind":"offload_optimizer","promise":"exact","count":1,"bytes":64,"offload_optimizer":{"tier":"host","folder":"","window_bytes":0,"least_bytes":4096,"order":["head.weight"]}}"#,
         r#"{"kind":"offload_parameters","promise":"exact","count":1,"bytes":64,"offload_parameters":{"tier":"disk","folder":"/scratch","room_bytes":32,"ahead_bytes":16,"names":["head.weight"],"order":[0,0]}}"#,
         r#"{"kind":"chunk","promise":"equivalent","count":8,"bytes":64,"chunk":{"loss":{"slices":8,"weight":"head.weight","rows":4,"classes":8,"logit_bytes":128}}}"#,
@@ -228,6 +229,7 @@ mod tests {
                 "the batch in 4 pieces",
                 "free memory is not lost to fragmentation",
                 "1 tensor offloaded until backward",
+                "2 tensors held in fewer bits until backward",
                 "optimizer state of 1 parameter offloaded between updates",
                 "1 parameter offloaded; at most 32 B resident",
                 "computed in up to 8 slices",

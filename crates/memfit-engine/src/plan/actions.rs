@@ -43,7 +43,7 @@ impl Planner<'_> {
             predicted_step_seconds: seconds,
         };
         plan.predicted_step_ratio = seconds / self.costs.step_seconds().max(f64::MIN_POSITIVE);
-        plan.promise = outcome.class();
+        plan.promise = outcome.class_of(candidate);
         plan.arena = arena::arena(&outcome.trace, outcome.variant, treatments);
         let chosen = Chosen {
             planner: self,

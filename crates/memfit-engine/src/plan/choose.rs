@@ -10,6 +10,7 @@ use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::chunk::alternatives;
+use super::technique::shrink;
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
     TECHNIQUES, Verdict, actions, arena,
@@ -61,6 +62,7 @@ pub fn plan_within(
                 target,
                 cap,
                 unplanned_peak,
+                may_shrink: false,
                 share: Share::within(limit, clock),
             };
             let mut plan = planner.empty_plan(budget, margin);
@@ -160,6 +162,11 @@ impl Planner<'_> {
         if needed {
             outcomes.append(&mut next);
         }
+        if shrink::refusal(self.trace, self.request).is_none()
+            && self.request.asks_for(ActionKind::Shrink)
+        {
+            outcomes.extend(self.approximate(&outcomes));
+        }
         plan.evaluations = outcomes
             .iter()
             .chain(&next)
@@ -248,6 +255,24 @@ impl Planner<'_> {
             let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
             let best = best_seconds.min(best.unwrap_or(f64::INFINITY));
             outcomes.extend(self.micro_batches(share.part(1, kinds), best));
+        }
+        outcomes
+    }
+
+    /// The combinations of all classes once more, with activations in narrower forms. Each is searched for what is
+    /// faster than the best so far, so that leave to change numbers never makes a plan slower.
+    fn approximate(&self, others: &[Outcome]) -> Vec<Outcome> {
+        let best = fastest(others).map(|(outcome, best)| outcome.seconds(best));
+        let best = best.unwrap_or(f64::INFINITY);
+        let shrinking = Self {
+            may_shrink: true,
+            ..*self
+        };
+        let mut outcomes = shrinking.whole_batch(self.share, best);
+        let faster = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
+        let best = best.min(faster.unwrap_or(f64::INFINITY));
+        if best.is_infinite() {
+            outcomes.extend(shrinking.equivalent(self.share, best));
         }
         outcomes
     }

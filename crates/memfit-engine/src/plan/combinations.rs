@@ -11,7 +11,9 @@ use super::search::limits::Share;
 use super::search::problem::Allowed;
 use super::search::transfers::{Offer, Schedule};
 use super::technique::offload_optimizer::LEAST_STATE;
-use super::technique::{fuse_optimizer, micro_batch, offload, offload_optimizer, one_by_one};
+use super::technique::{
+    fuse_optimizer, micro_batch, offload, offload_optimizer, one_by_one, shrink,
+};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::step::{Passes, StateAway, StepModel, Variant};
@@ -155,6 +157,7 @@ impl Planner<'_> {
             remat: !self.request.forbid.contains(&ActionKind::Remat),
             unneeded_saves: !self.request.forbid.contains(&ActionKind::UnneededSaves),
             offer: self.offer(),
+            shrink: self.may_shrink.then_some(shrink::LEAST_BYTES),
         }
     }
 

@@ -45,8 +45,11 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    pub(super) fn class(&self) -> Class {
-        if self.pieces > 1 || self.sliced.is_some() {
+    /// The promise of one of its plans.
+    pub(super) fn class_of(&self, candidate: &Candidate) -> Class {
+        if candidate.treatments.iter().any(|it| it.is_shrink()) {
+            Class::Approximate
+        } else if self.pieces > 1 || self.sliced.is_some() {
             Class::Equivalent
         } else {
             Class::Exact
@@ -87,6 +90,8 @@ pub(super) struct Planner<'t> {
     /// What the device gives, at least `target`.
     pub(super) cap: Bytes,
     pub(super) unplanned_peak: Bytes,
+    /// Activations may be held in narrower forms.
+    pub(super) may_shrink: bool,
     pub(super) share: Share<'t>,
 }
 

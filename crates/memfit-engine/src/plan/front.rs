@@ -278,6 +278,7 @@ impl Fronts<'_> {
         PlanRequest {
             budget: Budget::Absolute((cap + self.margin).max(Bytes(1))),
             allow,
+            allow_kinds: Vec::new(),
             own_loop: self.request.own_loop,
             forbid: self.request.forbid.clone(),
             offload: self.request.offload.clone(),
@@ -372,10 +373,11 @@ impl Fronts<'_> {
     }
 }
 
-/// The techniques that are not exact.
+/// The techniques that are equivalent. Fronts have none that change numbers: what those are worth is no matter of bytes
+/// and time alone.
 fn looser() -> impl Iterator<Item = &'static Technique> {
     let all = TECHNIQUES.iter().copied();
-    all.filter(|technique| technique.promise > Class::Exact)
+    all.filter(|technique| technique.promise == Class::Equivalent)
 }
 
 /// Caps in the middle of the rectangles worth a plan, the largest rectangle first.

@@ -33,6 +33,7 @@ pub use technique::offload::Offload;
 pub use technique::offload_optimizer::OffloadOptimizer;
 pub use technique::offload_parameters::OffloadParameters;
 pub use technique::remat::Remat;
+pub use technique::shrink::Shrink;
 pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};
 pub use validate::InvalidPlan;
 
@@ -51,6 +52,8 @@ pub struct PlanRequest {
     pub budget: Budget,
     /// The widest class the user allows beyond what is needed.
     pub allow: Class,
+    /// Kinds of action that the user allows by name, whatever their class.
+    pub allow_kinds: Vec<ActionKind>,
     /// The user drives forward, backward and optimizer: only actions that live in forward.
     pub own_loop: bool,
     /// Kinds of action the user forbids.
@@ -64,10 +67,19 @@ impl Default for PlanRequest {
         Self {
             budget: Budget::Percent(100.0),
             allow: Class::Exact,
+            allow_kinds: Vec::new(),
             own_loop: false,
             forbid: Vec::new(),
             offload: None,
         }
+    }
+}
+
+impl PlanRequest {
+    /// Does the user want actions of a kind that changes numbers?
+    #[must_use]
+    pub fn asks_for(&self, kind: ActionKind) -> bool {
+        self.allow >= kind.technique().promise || self.allow_kinds.contains(&kind)
     }
 }
 

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Evaluator, StepModel, Treatment, Variant};
+use super::{Evaluator, Narrow, StepModel, Treatment, Variant};
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, OpIndex, Trace};
 
@@ -13,13 +13,19 @@ use crate::trace::{AllocationId, OpIndex, Trace};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Treated(pub u32, pub Option<OpIndex>);
 
-/// What is dropped and what is stored.
+/// What is dropped, stored and shrunk.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct EvaluationRequest {
     /// Allocations that are dropped and computed again.
     pub drops: Vec<Treated>,
     /// Allocations that are written out and fetched.
     pub stores: Vec<Treated>,
+    /// Allocations that are held in 16 bits.
+    #[serde(default)]
+    pub halves: Vec<Treated>,
+    /// Allocations that are held in 8 bits.
+    #[serde(default)]
+    pub eighths: Vec<Treated>,
     /// Most bytes on their way at a time.
     pub window_bytes: Bytes,
 }
@@ -39,6 +45,8 @@ pub struct EvaluationByHand {
     pub droppable: Vec<AllocationId>,
     /// Allocations that may be stored.
     pub storable: Vec<AllocationId>,
+    /// Allocations that may be held in fewer bits.
+    pub shrinkable: Vec<AllocationId>,
     /// Allocations that may have a home.
     pub may_have_home: Vec<AllocationId>,
 }
@@ -66,6 +74,8 @@ pub fn evaluate_by_hand(
     for (treated, treatment) in [
         (&request.drops, Treatment::DROP),
         (&request.stores, Treatment::STORE),
+        (&request.halves, Treatment::shrunk(Narrow::Half)),
+        (&request.eighths, Treatment::shrunk(Narrow::EightBit)),
     ] {
         for &Treated(allocation, home) in treated {
             let place = treatments.get_mut(allocation as usize);
@@ -86,6 +96,7 @@ pub fn evaluate_by_hand(
         fetch_order: model.fetch_order(&treatments).collect(),
         droppable: of(&|id| model.is_droppable(id)),
         storable: of(&|id| model.is_storable(id)),
+        shrinkable: of(&|id| model.is_shrinkable(id)),
         may_have_home: of(&|id| model.may_have_home(id)),
     })
 }

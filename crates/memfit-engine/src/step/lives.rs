@@ -49,6 +49,8 @@ enum Key {
     Accumulated(usize),
     /// A version that a replay made.
     Version(usize),
+    /// The narrower form of a version.
+    Narrow(usize),
     /// Optimizer state that an update brings.
     State {
         update: usize,
@@ -260,6 +262,9 @@ impl Script<'_> {
                     let name = named.remove(&slot).unwrap_or(slot);
                     self.turn(position, rank, Key::Version(name), false, bytes);
                 }
+                Change::Narrow {
+                    slot, bytes, comes, ..
+                } => self.turn(position, rank, Key::Narrow(slot), comes, bytes),
                 Change::Scratch { bytes, .. } => self.scratch(position, rank, bytes),
             }
         }
@@ -285,7 +290,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
                 Key::Original(allocation)
                 | Key::Accumulated(allocation)
                 | Key::State { allocation, .. } => Some(id(allocation)),
-                Key::Version(_) | Key::Room | Key::Scratch(_) => None,
+                Key::Version(_) | Key::Narrow(_) | Key::Room | Key::Scratch(_) => None,
             },
             bytes: Bytes(turn.bytes),
             start: time,
@@ -295,7 +300,7 @@ fn join(trace: &Trace, turns: &[Turn]) -> Vec<Life> {
                     turn.position == 0 && trace.allocations[allocation].producer.is_none()
                 }
                 Key::Accumulated(_) | Key::Room => true,
-                Key::Version(_) | Key::State { .. } | Key::Scratch(_) => false,
+                Key::Version(_) | Key::Narrow(_) | Key::State { .. } | Key::Scratch(_) => false,
             },
         });
     }

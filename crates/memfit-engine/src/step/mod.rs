@@ -19,7 +19,7 @@ mod variant;
 
 pub use by_hand::{EvaluationByHand, EvaluationRequest, NoAllocation, Treated, evaluate_by_hand};
 pub use layout::model::{StepModel, Undroppable};
-pub use layout::treatment::{Treatment, Unstorable};
+pub use layout::treatment::{Narrow, Treatment, Unstorable};
 pub use offload::parameters::Passes;
 pub use offload::updates::{UpdateTurn, update_turns};
 pub use sweep::change::{Moment, Replay};

@@ -7,6 +7,7 @@
 //! Quadratic: a step of some thousand ops takes a fraction of a second. What cannot be alive for hundreds of
 //! ops around is not asked about there; that is all the cleverness.
 
+mod shrunk;
 mod stored;
 mod updated;
 
@@ -30,7 +31,7 @@ struct Version {
 struct Record {
     op: usize,
     reads_versions: Vec<usize>,
-    /// Stored allocations that it reads.
+    /// Stored and shrunk allocations that it reads.
     reads_stored: Vec<usize>,
     pins: Vec<usize>,
     /// The versions it makes.
@@ -53,10 +54,12 @@ pub struct NaiveEvaluation {
     pub transfers: Vec<Transfer>,
 }
 
-/// What there is of the stored allocations; per allocation.
+/// What there is of the stored and the shrunk allocations; per allocation.
 #[derive(Debug, Default)]
 struct Stored {
     any: bool,
+    /// Its narrower form was made.
+    shrunk: Vec<bool>,
     /// In the order of their writes; those up to `settled` are no longer on their way out.
     sent: Vec<usize>,
     settled: usize,
@@ -78,7 +81,7 @@ enum Errand {
 struct Reach {
     versions: Vec<bool>,
     records: Vec<bool>,
-    /// Stored allocations to which something refers.
+    /// Stored and shrunk allocations to which something refers.
     stored: Vec<bool>,
 }
 
@@ -279,7 +282,7 @@ impl Twin<'_> {
             }
         ];
         let near = self.near[p / STRETCH].iter().copied();
-        for a in near.clone().filter(|&a| self.is_stored(a)) {
+        for a in near.clone().filter(|&a| self.comes_back(a)) {
             let token = self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
             stored[a] = token || self.backward_ranges(a, p, running).next().is_some();
         }
@@ -362,9 +365,9 @@ impl Twin<'_> {
             count(a);
         }
         for &a in &self.near[p / STRETCH] {
-            let kept = !self.is_dropped(a) && !self.is_stored(a);
+            let kept = !self.is_dropped(a) && !self.comes_back(a);
             let saved = kept && self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
-            let forward_only = self.is_stored(a) || self.is_dropped(a) && self.latest(a).is_some();
+            let forward_only = self.comes_back(a) || self.is_dropped(a) && self.latest(a).is_some();
             if saved || self.natural(a, p, running, forward_only) {
                 count(a);
             }
@@ -375,13 +378,16 @@ impl Twin<'_> {
                 total += self.bytes(version.allocation);
             }
         }
-        for &a in &self.stored.sent {
+        if !self.stored.any {
+            return total;
+        }
+        for a in (0..self.treatments.len()).filter(|&a| self.comes_back(a)) {
             let stays = self.stored.fetched[a] && reach.stored[a];
             if stays || self.passing_stored.contains(&a) {
                 total += self.bytes(a);
             }
         }
-        total
+        total + self.narrow_bytes(&reach, p, running)
     }
 
     fn bytes(&self, a: usize) -> u64 {
@@ -420,7 +426,7 @@ impl Twin<'_> {
             match self.version_of(a, value.version) {
                 Some(version) if self.is_dropped(a) => reads_versions.push(version),
                 _ => {
-                    if self.is_stored(a) {
+                    if self.comes_back(a) {
                         reads_stored.push(a);
                     } else {
                         pins.push(a);

@@ -7,8 +7,8 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestCaseError, TestRunner};
 
 use super::{
-    Evaluator, IncrementalEvaluator, ParametersAway, StateAway, StepModel, Transfer, Treatment,
-    UpdateTurn, Variant, lives, naive, update_turns,
+    Evaluator, IncrementalEvaluator, Narrow, ParametersAway, StateAway, StepModel, Transfer,
+    Treatment, UpdateTurn, Variant, lives, naive, update_turns,
 };
 use crate::bytes::Bytes;
 use crate::trace::sample::Builder;
@@ -232,6 +232,9 @@ fn treatments(trace: &Trace, model: &StepModel, kinds: &[(u8, u8)]) -> Vec<Treat
         } else {
             store.or(drop)
         };
+        let narrow = [Narrow::Half, Narrow::EightBit][usize::from(home & 1)];
+        let shrunk = model.is_shrinkable(id).then_some(Treatment::shrunk(narrow));
+        let either = shrunk.filter(|_| kind & 0x30 == 0).or(either);
         let chosen = either.filter(|_| kind < 220).unwrap_or_default();
         // Most often soon after the op that makes it, where more requests are far.
         let after = trace.allocations[id.index()]
@@ -329,7 +332,7 @@ fn walk(
         for step in 0..=usize::from(kind >> 5) {
             let index = (usize::from(place) * 7 + step * (1 + usize::from(kind & 3))) % count;
             let other = others[index];
-            let may = stores || !other.is_store();
+            let may = stores || !other.is_fetched();
             next[index] = if may && next[index].is_keep() {
                 other
             } else {
@@ -397,16 +400,23 @@ proptest! {
         (recipe, _, _) in recipes(),
         (kinds, (flags, window)) in choices(),
     ) {
-        let trace = build(&recipe);
+        let mut trace = build(&recipe);
+        for (number, value) in trace.values.iter_mut().enumerate() {
+            if kinds[number % kinds.len()].0 >= 240 {
+                value.dtype = 0;
+            }
+        }
         let variant = variant(flags, window);
         let model = StepModel::new(&trace, variant);
         // One allocation at a time is treated as it may be or not.
         for id in allocations(&trace) {
             let (kind, home) = kinds[id.index() % kinds.len()];
             let home = OpIndex(u32::from(home % 16));
-            let chosen = match kind % 3 {
+            let chosen = match kind % 5 {
                 0 => Treatment::STORE,
                 1 => Treatment::Store { home },
+                2 => Treatment::shrunk(Narrow::Half),
+                3 => Treatment::shrunk(Narrow::EightBit).with_home(home),
                 _ if model.is_droppable(id) => Treatment::Drop { home },
                 _ => Treatment::Keep,
             };
@@ -416,6 +426,9 @@ proptest! {
             if chosen == Treatment::STORE {
                 prop_assert_eq!(valid, model.is_storable(id));
             }
+            if chosen == Treatment::shrunk(Narrow::Half) {
+                prop_assert_eq!(valid, model.is_shrinkable(id));
+            }
         }
     }
 }
@@ -424,7 +437,7 @@ proptest! {
 #[test]
 fn random_treatments_reach_every_kind_of_transfer_and_runs_of_one_op_again() {
     let mut runner = TestRunner::deterministic();
-    let mut met = [0; 7];
+    let mut met = [0; 9];
     let mut moved = [0; 6];
     for _ in 0..2000 {
         let (recipe, _, _) = recipes().new_tree(&mut runner).unwrap().current();
@@ -463,6 +476,8 @@ fn random_treatments_reach_every_kind_of_transfer_and_runs_of_one_op_again() {
                 }
                 Transfer::Ahead { .. } => 4,
                 Transfer::Asked { .. } => 5,
+                Transfer::Shrunk { .. } => 7,
+                Transfer::Expanded { .. } => 8,
             };
             met[kind] += 1;
         }

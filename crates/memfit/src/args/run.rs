@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use clap::Args;
 use memfit_engine::plan::ActionKind;
 
-use super::ClassChoice;
 use super::kinds::KindParser;
+use super::kinds::{Allowance, AllowanceParser};
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArguments {
@@ -23,9 +23,9 @@ pub(crate) struct RunArguments {
     /// Loosest class of action to consider even where a stricter one fits
     ///
     /// With `equivalent`, where no exact plan fits, the model runs on one piece of its batch after the other, if it
-    /// treats the items of the batch apart.
-    #[arg(long, value_enum, default_value_t = ClassChoice::Exact, value_name = "CLASS", requires = "budget")]
-    pub(crate) allow: ClassChoice,
+    /// treats the items of the batch apart. What changes numbers may be allowed by its own name (`--allow shrink`).
+    #[arg(long, value_parser = AllowanceParser, value_delimiter = ',', default_value = "exact", value_name = "CLASS|KIND", requires = "budget")]
+    pub(crate) allow: Vec<Allowance>,
 
     /// Leave a kind of action out (repeatable)
     #[arg(long, value_parser = KindParser, value_name = "KIND", requires = "budget")]

@@ -153,6 +153,7 @@ fn choice() -> PlanChoice {
         request: PlanRequest {
             budget: BUDGET,
             allow: Class::Exact,
+            allow_kinds: Vec::new(),
             own_loop: false,
             forbid: Vec::new(),
             offload: None,
@@ -162,7 +163,6 @@ fn choice() -> PlanChoice {
         time_limit: None,
         offload: None,
         gpu: None,
-        notes: Vec::new(),
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use memfit_engine::bytes::Budget;
 
-use crate::args::{Format, RunArguments, RunLeaseArguments};
+use crate::args::{Format, RunArguments, RunLeaseArguments, kinds_of, loosest};
 use crate::error::Failure;
 use crate::exit::Exit;
 use crate::host::{Script, ScriptFitting, ScriptLease};
@@ -65,7 +65,8 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
 fn fitting(arguments: &RunArguments) -> Option<ScriptFitting> {
     Some(ScriptFitting {
         budget: arguments.budget.clone()?,
-        allow: arguments.allow.class(),
+        allow: loosest(&arguments.allow),
+        allow_kinds: kinds_of(&arguments.allow),
         forbid: arguments.forbid.clone(),
         offload: arguments.offload.clone(),
         may_choose_folder: !arguments.no_offload,

@@ -47,7 +47,10 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
         return Ok(Exit::No);
     }
 
-    let measured = session.measure(&live, &planned.plan)?;
+    let mut measured = session.measure(&live, &planned.plan)?;
+    if let (Some(found), Some(most)) = (&mut measured.approximation, arguments.max_error) {
+        found.max_error = most.0;
+    }
     take_in(&mut document, &measured);
     print(&document, session)?;
     session.tell_notes(&planned.plan.notes)?;
@@ -84,6 +87,7 @@ pub(crate) fn take_in(document: &mut VerifyDocument, measured: &Measurement) {
     document.planned = with_measurement(document.planned, measured.planned);
     document.gradients = Some(measured.gradients);
     document.loss = Some(measured.loss);
+    document.approximation.clone_from(&measured.approximation);
     if measured.planned.measured_peak_bytes > document.budget_bytes {
         document.verdict = Verdict::DoesNotFit;
     }
@@ -131,6 +135,7 @@ pub(crate) fn document(plan: &Plan, capture_seconds: f64, plan_seconds: f64) -> 
         minimum_peak_bytes: plan.minimum_peak_bytes,
         gradients: None,
         loss: None,
+        approximation: None,
         plan: Some(PlanSummary::of(plan)),
         compiled: None,
         not_compiled: None,

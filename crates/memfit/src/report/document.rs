@@ -16,6 +16,7 @@ use memfit_engine::trace::{Category, Coupling, Phase, Trace};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::approximation::Approximation;
 use super::compiled::CompiledFacts;
 use super::measured::Comparison;
 
@@ -195,6 +196,9 @@ pub(crate) struct VerifyDocument {
     pub(crate) gradients: Option<Comparison>,
     /// Absent when nothing ran.
     pub(crate) loss: Option<Comparison>,
+    /// How far gradients are off; absent for a plan that does not change them, and when nothing ran.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) approximation: Option<Approximation>,
     /// The eager plan; `null` where the step ran compiled.
     pub(crate) plan: Option<PlanSummary>,
     /// With `--compile`, where the step ran so.
@@ -223,7 +227,12 @@ impl VerifyDocument {
         let kept = |comparison: &Option<Comparison>| {
             comparison.is_some_and(|comparison| comparison.keeps(self.class()))
         };
-        self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss)
+        let is_near = self.class() != Class::Approximate
+            || self
+                .approximation
+                .as_ref()
+                .is_some_and(Approximation::holds);
+        self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss) && is_near
     }
 
     /// What was promised; compiled code promises that numbers are equal up to rounding.

@@ -8,6 +8,8 @@ use memfit_engine::plan::Class;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::approximation::Approximation;
+
 /// The host's answer to `verify`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(crate) struct Measurement {
@@ -18,6 +20,9 @@ pub(crate) struct Measurement {
     /// Module buffers after the step: running statistics must not move twice.
     #[serde(default)]
     pub(crate) buffers: Option<Comparison>,
+    /// How far gradients are off, for a plan that changes them.
+    #[serde(default)]
+    pub(crate) approximation: Option<Approximation>,
     /// Where the running model left the plan; empty when it did not.
     #[serde(default)]
     pub(crate) divergence: String,

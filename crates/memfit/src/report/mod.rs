@@ -4,6 +4,7 @@
 //! from the engine's own types, never the other way round. `measured.rs` holds what the host measured, `tracked.rs` those of counted code, `compiled.rs` those of
 //! compiled steps, `doctor.rs` those of `memfit doctor`.
 
+pub(crate) mod approximation;
 pub(crate) mod calibration;
 pub(crate) mod compiled;
 pub(crate) mod doctor;

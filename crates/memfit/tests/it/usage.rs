@@ -128,14 +128,20 @@ fn every_kind_of_host_failure_has_its_exit_code() {
 }
 
 #[test]
-fn approximate_is_accepted_and_says_that_nothing_is_there_yet() {
-    let outcome = run("plan model.py:build --budget 90% --allow approximate");
-    assert_eq!(outcome.code, 0);
-    assert!(
-        outcome.stderr.contains("no approximate action exists yet"),
-        "{}",
-        outcome.stderr
-    );
-    let quiet = run("plan model.py:build --budget 90% --allow approximate --quiet");
-    assert_eq!((quiet.code, quiet.stderr.as_str()), (0, ""));
+fn what_changes_numbers_needs_leave() {
+    let planned = |options: &str| {
+        let line = format!("plan model.py:build --budget 90% --format json{options}");
+        let outcome = run(&line);
+        assert_eq!((outcome.code, outcome.stderr.as_str()), (0, ""), "{line}");
+        outcome.stdout
+    };
+    for leave in ["approximate", "shrink", "equivalent,shrink"] {
+        let made = planned(&format!(" --allow {leave}"));
+        assert!(made.contains(r#""promise": "approximate""#), "{made}");
+        assert!(made.contains(r#""kind": "shrink""#), "{made}");
+    }
+    assert!(!planned("").contains("shrink"));
+    let forbidden = planned(" --allow approximate --forbid shrink");
+    assert!(!forbidden.contains(r#""promise": "approximate""#));
+    assert!(forbidden.contains("forbidden by the request"));
 }

@@ -1,4 +1,4 @@
-"""A plan's ``remat``, ``unneeded_saves`` and ``offload`` actions, read and checked.
+"""A plan's ``remat``, ``unneeded_saves``, ``offload`` and ``shrink`` actions, read and checked.
 
 Responsible for what they say to the executor. Not responsible for doing it
 (:mod:`memfit.apply.remat.remat`).
@@ -9,14 +9,20 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.apply.remat.records import NO_HOME
+from memfit.apply.remat.records import NO_HOME, Goal
 from memfit.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+_LISTS: Mapping[str, Mapping[Goal | None, str]] = {
+    "remat": {None: "drops"},
+    "unneeded_saves": {None: "drops"},
+    "offload": {"offload": "stores"},
+    "shrink": {"half": "half", "eight_bit": "eight_bit"},
+}
+"""By kind of action and by where outputs go, the name of their list."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,12 +49,13 @@ class Planned:
     Attributes:
         elements: Elements planned.
         home: Forward op from which on requests let it pass.
-        is_stored: Whether it is stored; dropped otherwise.
+        goes_to: Where it goes, to come back from there: ``offload``, or a form it is held in,
+            ``half`` or ``eight_bit``; ``None`` where it is dropped.
     """
 
     elements: int
     home: int
-    is_stored: bool
+    goes_to: Goal | None
 
 
 @dataclass(slots=True)
@@ -75,8 +82,8 @@ class Directions:
         """Read what the plan's actions say of activations.
 
         Args:
-            given: By kind (``remat``, ``unneeded_saves``, ``offload``), what the executor needs of
-                it, as parsed JSON; one of them at least.
+            given: By kind (``remat``, ``unneeded_saves``, ``offload``, ``shrink``), what the
+                executor needs of it, as parsed JSON; one of them at least.
 
         Raises:
             UsageError: They are no such things, contradict each other, or watch different forwards.
@@ -117,16 +124,16 @@ def _planned(given: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[int, Plan
     """What happens to outputs of ops, by op and position."""
     planned: dict[int, dict[int, Planned]] = {}
     for kind, part in given.items():
-        stored = kind == "offload"
-        for entry in part["stores" if stored else "drops"]:
-            home = entry.get("home")
-            outputs = planned.setdefault(entry["op"], {})
-            if entry["output"] in outputs:
-                message = f"the plan names output {entry['output']} of op {entry['op']} twice"
-                raise UsageError(message)
-            outputs[entry["output"]] = Planned(
-                math.prod(entry["shape"]), NO_HOME if home is None else int(home), stored
-            )
+        for goal, name in _LISTS[kind].items():
+            for entry in part[name]:
+                home = entry.get("home")
+                outputs = planned.setdefault(entry["op"], {})
+                if entry["output"] in outputs:
+                    message = f"the plan names output {entry['output']} of op {entry['op']} twice"
+                    raise UsageError(message)
+                outputs[entry["output"]] = Planned(
+                    math.prod(entry["shape"]), NO_HOME if home is None else int(home), goal
+                )
     return planned
 
 

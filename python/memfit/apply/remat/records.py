@@ -24,7 +24,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from memfit.tensors.operators import Operator
     from memfit.tensors.shape_saves import ShapeSave
 
+
+Narrow = Literal["half", "eight_bit"]
+"""A form of fewer bits."""
+Goal = Literal["offload", Narrow]
+"""Where an output goes that comes back without an op that runs again."""
 
 NO_HOME = sys.maxsize
 """A home behind every op of forward: what has none stays once it is there."""
@@ -235,9 +240,10 @@ class Record:
 
 
 class Fetch:
-    """How a stored allocation comes back.
+    """How a stored or shrunk allocation comes back.
 
     Attributes:
+        goal: Where it goes.
         ordinal: Position among the tensors that the op returned.
         size_bytes: Size of its storage.
         device: Where it was and will be.
@@ -254,6 +260,7 @@ class Fetch:
 
     __slots__ = (
         "device",
+        "goal",
         "home",
         "is_ahead",
         "is_coming",
@@ -267,8 +274,11 @@ class Fetch:
         "written_to",
     )
 
-    def __init__(self, ordinal: int, size_bytes: int, device: torch.device, home: int) -> None:
+    def __init__(
+        self, goal: Goal, ordinal: int, size_bytes: int, device: torch.device, home: int
+    ) -> None:
         """Create one for an allocation that has not gone anywhere."""
+        self.goal = goal
         self.ordinal = ordinal
         self.size_bytes = size_bytes
         self.device = device

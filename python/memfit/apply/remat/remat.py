@@ -21,6 +21,7 @@ from torch import nn
 
 from memfit.apply.offload.activations import MOST_FORWARDS, Stay, Transit
 from memfit.apply.part import Part
+from memfit.apply.precision.narrow import NarrowTier
 from memfit.apply.remat.directions import Directions, Region
 from memfit.apply.remat.replay import Replayer
 from memfit.apply.remat.watch import Observations, Watch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from memfit.apply.offload.tiers import Tier
+    from memfit.apply.remat.records import Goal, Narrow
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,11 +42,13 @@ class Outcome:
         observations: What was seen in forward.
         replayed_ops: Ops run again so far.
         offloaded: Allocations that went elsewhere.
+        shrunk: Allocations that were held in fewer bits.
     """
 
     observations: Observations
     replayed_ops: int
     offloaded: int
+    shrunk: int
 
 
 class Rematerialiser(Part):
@@ -64,6 +68,7 @@ class Rematerialiser(Part):
         tier: Tier | None = None,
         *,
         unneeded_saves: Mapping[str, Any] | None = None,
+        shrink: Mapping[str, Any] | None = None,
         warn: bool = True,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
@@ -74,6 +79,7 @@ class Rematerialiser(Part):
             offload: ``Offload`` of the plan, likewise.
             tier: Where stored tensors go; needed with ``offload``.
             unneeded_saves: What else is dropped, as ``remat``.
+            shrink: ``Shrink`` of the plan as parsed JSON; ``None`` without that action.
             warn: Whether to warn, once, when the model leaves the plan.
 
         Raises:
@@ -81,7 +87,14 @@ class Rematerialiser(Part):
         """
         self._diverged = False
         self.tier = tier
-        parts = {"remat": remat, "unneeded_saves": unneeded_saves, "offload": offload}
+        parts = {
+            "remat": remat,
+            "unneeded_saves": unneeded_saves,
+            "offload": offload,
+            "shrink": shrink,
+        }
+        forms: tuple[Narrow, ...] = ("half", "eight_bit") if shrink is not None else ()
+        self._narrow = {form: NarrowTier(form) for form in forms}
         given = {kind: part for kind, part in parts.items() if part is not None}
         self._directions = Directions.read(given)
         self._warned = not warn
@@ -124,7 +137,7 @@ class Rematerialiser(Part):
         if self._active is not None:
             raise UsageError("a planned forward is already running: they do not nest")
         self._diverged = False
-        running = _Forward(self._directions, self._on_divergence, self._transit())
+        running = _Forward(self._directions, self._on_divergence, self._transits())
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
         completed = False
@@ -145,8 +158,10 @@ class Rematerialiser(Part):
         if self._last is None:
             return None
         last = self._last
-        sent = last.transit.outgoing.sent if last.transit is not None else 0
-        return Outcome(last.watch.observations, last.replayer.replayed, sent)
+        sent = {goal: transit.outgoing.sent for goal, transit in last.transits.items()}
+        offloaded = sent.pop("offload", 0)
+        observations, replayed = last.watch.observations, last.replayer.replayed
+        return Outcome(observations, replayed, offloaded, sum(sent.values()))
 
     def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
         regions = self._calls[module]
@@ -169,21 +184,29 @@ class Rematerialiser(Part):
             module.register_forward_hook(after, prepend=True, always_call=True),
         ]
 
-    def _transit(self) -> Transit | None:
-        """What a forward's stored tensors share, within the number of forwards that may store."""
-        if self.tier is None:
-            return None
+    def _transits(self) -> dict[Goal, Transit]:
+        """What a forward's stored tensors share, and its shrunk ones, by where they go."""
+        transits: dict[Goal, Transit] = {
+            form: Transit(tier, 0, ()) for form, tier in self._narrow.items()
+        }
+        if self.tier is not None:
+            transits["offload"] = self._transit(self.tier)
+        return transits
+
+    def _transit(self, tier: Tier) -> Transit:
+        """What stored tensors share, within the number of forwards that may store."""
         self._stays = [reference for reference in self._stays if reference() is not None]
         is_full = len(self._stays) >= MOST_FORWARDS
         directions = self._directions
-        transit = Transit(self.tier, directions.window_bytes, directions.order, is_full=is_full)
+        transit = Transit(tier, directions.window_bytes, directions.order, is_full=is_full)
         assert transit.stay is not None, "it is let go of when forward ends"
         self._stays.append(weakref.ref(transit.stay))
         return transit
 
     def _say_overflow(self, ended: _Forward) -> None:
         """Say, once, that a forward kept what the plan would offload."""
-        if self.overflow or ended.transit is None or not ended.transit.was_full:
+        transit = ended.transits.get("offload")
+        if self.overflow or transit is None or not transit.was_full:
             return
         self.overflow = (
             f"{MOST_FORWARDS} forwards whose backward has not run have tensors offloaded; others "
@@ -232,13 +255,16 @@ class _Forward:
     Attributes:
         watch: Watches the ops.
         replayer: Computes again, and fetches.
-        transit: What is stored; ``None`` when nothing is.
+        transits: What is stored or shrunk, by where it goes.
     """
 
-    def __init__(self, directions: Directions, on_divergence: Any, transit: Transit | None) -> None:
-        self.transit = transit
-        self.watch = Watch(directions, on_divergence, transit)
-        self.replayer = Replayer(transit.ahead if transit is not None else None)
+    def __init__(
+        self, directions: Directions, on_divergence: Any, transits: dict[Goal, Transit]
+    ) -> None:
+        self.transits = transits
+        self.watch = Watch(directions, on_divergence, transits)
+        stored = transits.get("offload")
+        self.replayer = Replayer(stored.ahead if stored is not None else None)
         self._open: list[contextlib.ExitStack | None] = []
 
     def enter(self, region: Region | None) -> None:
@@ -272,11 +298,10 @@ class _Forward:
         while self._open:
             self.leave(complete=complete)
         self.watch.close()
-        if self.transit is None:
-            return
-        try:
-            if complete:
-                self.transit.outgoing.settle()
-        finally:
-            self.transit.outgoing.abandon()
-            self.transit.stay = None
+        for transit in self.transits.values():
+            try:
+                if complete:
+                    transit.outgoing.settle()
+            finally:
+                transit.outgoing.abandon()
+                transit.stay = None

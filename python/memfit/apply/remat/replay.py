@@ -151,7 +151,7 @@ class _Request:
             state = stack.pop()
             producer = state.producer
             if isinstance(producer, Fetch):
-                self.asked = True
+                self.asked |= producer.goal == "offload"
                 ask_for(state, producer)
                 if state.anchor is None and state not in found:
                     found.add(state)

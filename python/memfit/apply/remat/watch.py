@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from memfit.apply.offload.activations import Transit
     from memfit.apply.remat.directions import Directions, Planned
+    from memfit.apply.remat.records import Goal
 
 
 LANDMARK_OPS = 6
@@ -98,13 +99,16 @@ class Observations:
         recorded_ops: Ops recorded.
         dropped_saves: Tensors for which autograd got a token.
         offloaded_saves: Tensors for which autograd got a token on a stored allocation.
-        kept_drops: Drops and stores of the plan that could not be carried out, with the reason.
+        shrunk_saves: Tensors for which autograd got a token on a shrunk allocation.
+        kept_drops: What of the plan's drops, stores and shrinks could not be carried out, with the
+            reason.
         divergence: Where the running model left the plan; empty while it follows it.
     """
 
     recorded_ops: int = 0
     dropped_saves: int = 0
     offloaded_saves: int = 0
+    shrunk_saves: int = 0
     kept_drops: list[str] = field(default_factory=list)
     divergence: str = ""
 
@@ -121,14 +125,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         directions: Directions,
         on_divergence: Callable[[str], None],
-        transit: Transit | None = None,
+        transits: Mapping[Goal, Transit] | None = None,
     ) -> None:
         """Create a watch for one forward.
 
         Args:
             directions: What to drop and to store, and the ops to expect.
             on_divergence: Told once, with a sentence, when the model leaves the plan.
-            transit: Takes what is stored; ``None`` to keep it.
+            transits: By where it goes, what takes what is stored or shrunk; what has none is kept.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = Observations()
@@ -138,7 +142,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lately: deque[str] | None = None
         self._directions = directions
         self._on_divergence = on_divergence
-        self._transit = transit
+        self._transits = transits or {}
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         self._shape_saves = ShapeSaves()
@@ -261,7 +265,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refusal = operator.refusal or _unfit(types, args, kwargs)
         self._before_writes(operator, args, kwargs, forget=True)
         record = None
-        if not all(output.is_stored for output in planned.values()):
+        if any(output.goes_to is None for output in planned.values()):
             if refusal is None:
                 record = self._record(index, operator, args, kwargs)
                 self.observations.recorded_ops += 1
@@ -288,8 +292,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"of {output.elements}"
                 )
                 self._on_divergence(self.observations.divergence)
-            if output.is_stored:
-                self._store(index, ordinal, output, operator, made)
+            if output.goes_to is not None:
+                self._store(index, ordinal, output.goes_to, output.home, operator, made)
             elif record is not None:
                 state = State(record, index)
                 record.makes(Output(ordinal, weakref.ref(state), Geometry.of(made)), output.home)
@@ -297,18 +301,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _store(
-        self, index: int, ordinal: int, output: Planned, operator: Operator, made: Tensor
+        self, index: int, ordinal: int, goal: Goal, home: int, operator: Operator, made: Tensor
     ) -> None:
-        """Note that an output goes elsewhere when autograd saves it."""
+        """Note that an output goes elsewhere, or gets fewer bits, when autograd saves it."""
         size = made.untyped_storage().nbytes()
-        refusal = self._transit.refusal(made.device) if self._transit is not None else "has no tier"
+        transit = self._transits.get(goal)
+        refusal = transit.refusal(made.device) if transit is not None else "has no tier"
+        if refusal is None and goal != "offload" and made.dtype is not torch.float32:
+            refusal = f"has numbers of another type than float32: {made.dtype}"
         if refusal is not None:
             self._keep(index, operator, refusal)
-        elif size > 0 and self._transit is not None:
-            fetch = Fetch(ordinal, size, made.device, output.home)
-            fetch.stay = self._transit.stay
+        elif size > 0 and transit is not None:
+            fetch = Fetch(goal, ordinal, size, made.device, home)
+            fetch.stay = transit.stay
             state = State(fetch, index)
-            self._transit.ahead.expect((index, ordinal), state)
+            transit.ahead.expect((index, ordinal), state)
             self._track(made, state)
 
     def _write(
@@ -414,8 +421,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tracked = self._tracked.get(key)
             if tracked is None:
                 continue
-            if self._transit is not None and isinstance(tracked.state.producer, Fetch):
-                self._transit.preserve(tracked.state.producer)
+            fetch = tracked.state.producer
+            if isinstance(fetch, Fetch):
+                self._transits[fetch.goal].preserve(fetch)
             if forget:
                 del self._tracked[key]
 
@@ -487,6 +495,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._tracked[key]
             self._diverge("it wrote to a dropped tensor outside the ops that the plan watches")
             return None
+        if tracked is not None and tensor.dtype is not torch.float32:
+            fetch = tracked.state.producer
+            if isinstance(fetch, Fetch) and fetch.goal != "offload":
+                return None  # its bits mean something else here
         return tracked
 
     # Saved tensors
@@ -505,11 +517,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(fetch, Fetch):
                 self.observations.dropped_saves += 1
                 return token
-            if not fetch.is_sent and self._transit is not None:
+            if not fetch.is_sent:
                 source = _detached(tensor)
                 with torch._C._DisableTorchDispatch(), torch.no_grad():
-                    self._transit.outgoing.send(fetch, source)
-            self.observations.offloaded_saves += 1
+                    self._transits[fetch.goal].outgoing.send(fetch, source)
+            if fetch.goal == "offload":
+                self.observations.offloaded_saves += 1
+            else:
+                self.observations.shrunk_saves += 1
             return token
         if self._following and self.index >= self._end and _is_input(tensor):
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")

@@ -59,7 +59,7 @@ class PiecesOfBatch:
         """
         self.refusal = ""
         options = request.options
-        self._is_asked = options.allow != "exact" and "micro_batch" not in options.forbid
+        self._is_asked = options.promise != "exact" and "micro_batch" not in options.forbid
         self.evaluations = 0
         self._is_code_known = False
         self._evaluated: dict[Key, InPieces | None] = {}

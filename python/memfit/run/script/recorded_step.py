@@ -204,7 +204,8 @@ class RecordedStep:
     ) -> Plan:
         request: dict[str, Any] = {
             "budget": str(budget),
-            "allow": asked.options.allow,
+            "allow": asked.options.promise,
+            "allow_kinds": asked.options.allow_kinds,
             "forbid": [*self._forbidden, *asked.options.forbid],
             "offload": offered,
         }

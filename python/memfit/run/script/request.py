@@ -49,7 +49,7 @@ class FitRequest:
         said = json.loads(text)
         offload = said["offload"]
         options = Options(
-            allow=said["allow"],
+            allow=(said["allow"], *said["allow_kinds"]),
             forbid=tuple(said["forbid"]),
             # The script may change the working folder.
             offload=None if offload is None else place_of(offload),
@@ -61,8 +61,8 @@ class FitRequest:
         """Options that were not given, each with the request that has it."""
         found = []
         options = self.options
-        if options.allow == "exact":
-            wider = replace(options, allow="equivalent")
+        if options.promise == "exact":
+            wider = replace(options, allow=("equivalent", *options.allow_kinds))
             found.append((EQUIVALENT, replace(self, options=wider)))
         if options.offload is None and not self.may_choose_place:
             found.append(("without --no-offload", replace(self, may_choose_place=True)))

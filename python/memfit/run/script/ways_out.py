@@ -60,6 +60,6 @@ def offers(
         for option, plan in ways_out(request, planned, budget, outside_bytes, but=EQUIVALENT)
     ]
     options = request.options
-    if options.allow == "exact" and "micro_batch" not in options.forbid:
+    if options.promise == "exact" and "micro_batch" not in options.forbid:
         found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
     return found

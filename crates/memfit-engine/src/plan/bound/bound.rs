@@ -3,7 +3,8 @@
 //! Responsible for a lower bound on the time that a plan adds under a budget, and on the peak itself. Both come from
 //! looking at one moment at a time: at op `i` the unplanned step holds `live(i)`; a plan within the budget
 //! must free the excess from what only autograd holds there and backward has not asked for yet. Freeing
-//! an allocation takes at least one run of the op that made it, or moving it out and back. So the fractional knapsack at each `i`
+//! an allocation takes at least one run of the op that made it, or moving it out and back, or shrinking it, of which the
+//! narrower form that stays is left out. So the fractional knapsack at each `i`
 //! bounds the time from below, and the worst `i` is the bound. Pins, replay temporaries and the replays
 //! that a replay needs are ignored, which only lowers it.
 
@@ -140,7 +141,7 @@ fn freeable(problem: &Problem<'_>) -> Vec<Freeable> {
             let sharers = f64::from(sharers.get(op.index()).copied().unwrap_or(1).max(1));
             problem.op_seconds.get(op.index()).copied().unwrap_or(0.0) / sharers
         };
-        let mut seconds = problem.least_store_seconds(id);
+        let (_, mut seconds) = problem.least_elsewhere(id);
         if problem.may_drop(id) {
             seconds = seconds.min(problem.needed_makers(id).map(share).sum());
         }

@@ -3,7 +3,7 @@
 //! Responsible for a relaxation of the inner problem that looks at one op only. Everything that autograd
 //! alone holds during that op and that backward asks for later is either held there, or its makers run
 //! again later; then each input of those ops is held there in turn, or is computed again itself. Instead of being
-//! held, what may be stored may also be moved out and back, for its least cost. Not
+//! held, what may be stored may also be moved out and back, and what may be shrunk be so, for the least cost of either. Not
 //! responsible for the moments worth looking at (`bound.rs`) nor for what to do with the answer
 //! (`search.rs`).
 //!
@@ -229,7 +229,7 @@ impl<'p> Relaxation<'p> {
     fn at_price(&mut self, price: f64, room: f64, relaxed: &mut Relaxed) -> Option<Choice> {
         for (id, value) in &self.values {
             let bytes = self.problem.model.bytes(*id).as_f64();
-            let seconds = (bytes * price).min(self.problem.least_store_seconds(*id));
+            let seconds = (bytes * price).min(self.problem.least_elsewhere(*id).1);
             let units = (seconds * self.units_per_second).min(UNITS * 1.1);
             self.network.set(value.held, whole(units));
         }
@@ -250,12 +250,12 @@ impl<'p> Relaxation<'p> {
         };
         for (&id, value) in &self.values {
             let bytes = self.problem.model.bytes(id).as_f64();
-            let store_seconds = self.problem.least_store_seconds(id);
+            let (elsewhere, elsewhere_seconds) = self.problem.least_elsewhere(id);
             if chosen(value.again) {
                 choice.treatments.push((id, Treatment::DROP));
-            } else if chosen(value.node) && store_seconds < bytes * price {
-                choice.treatments.push((id, Treatment::STORE));
-                choice.seconds += store_seconds;
+            } else if chosen(value.node) && elsewhere_seconds < bytes * price {
+                choice.treatments.push((id, elsewhere));
+                choice.seconds += elsewhere_seconds;
             } else if chosen(value.node) {
                 choice.held += bytes;
             }

@@ -116,7 +116,7 @@ impl Search<'_> {
         at
     }
 
-    /// What is kept becomes dropped, or stored where it may not be; what is not becomes kept.
+    /// What is kept becomes dropped, or stored or shrunk where it may not be; what is not becomes kept.
     pub(super) fn flipped(
         &self,
         at: &Candidate,
@@ -129,7 +129,7 @@ impl Search<'_> {
         ids.iter().map(flip).collect()
     }
 
-    /// Ways to treat some allocations otherwise at once: all where there is a place to store and the problem is
+    /// Ways to treat some allocations otherwise at once: all where they may be stored or shrunk and the problem is
     /// small, else the flip.
     pub(in crate::plan) fn ways(
         &self,
@@ -142,7 +142,8 @@ impl Search<'_> {
         } else {
             SMALL_PROBLEM
         };
-        if problem.schedule.is_none() || problem.candidates.len() > most {
+        let only_drops = problem.schedule.is_none() && !problem.may_shrink();
+        if only_drops || problem.candidates.len() > most {
             return vec![self.flipped(at, ids)];
         }
         let mut ways = vec![Vec::new()];

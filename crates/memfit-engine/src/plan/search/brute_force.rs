@@ -344,6 +344,7 @@ fn the_search_finds_the_optimum_of_small_cases_with_stores() {
             remat: cases % 5 != 0,
             unneeded_saves: cases % 7 != 0,
             offer: Some(&offer),
+            shrink: None,
         };
         let problem = Problem::new(&trace, variant, &costs, allowed);
         if problem.candidates.len() < 2 || problem.candidates.len() > 7 {
@@ -381,4 +382,53 @@ fn the_search_finds_the_optimum_of_small_cases_with_stores() {
     );
     assert!(off <= 0.02, "{off} of the step time above the optimum");
     assert!(stored > 30, "stored in {stored} only");
+}
+
+#[test]
+fn the_search_finds_the_optimum_of_small_cases_with_fewer_bits() {
+    let mut runner = TestRunner::deterministic();
+    let (mut cases, mut optimal, mut lowest_found, mut shrunk) = (0, 0, 0, 0);
+    while cases < 120 {
+        let (recipe, _, _) = random::recipes().new_tree(&mut runner).unwrap().current();
+        let trace = random::build(&recipe);
+        let costs = costs(&trace);
+        let variant = Variant {
+            fuse_optimizer: cases % 2 == 1,
+            ..Variant::default()
+        };
+        let allowed = Allowed {
+            remat: cases % 5 != 0,
+            unneeded_saves: true,
+            offer: None,
+            shrink: Some(Bytes(8)),
+        };
+        let problem = Problem::new(&trace, variant, &costs, allowed);
+        if problem.candidates.len() < 2 || problem.candidates.len() > 5 {
+            continue;
+        }
+        let nothing = vec![Treatment::Keep; trace.allocations.len()];
+        let peak = Scorer::new(&problem).peek(&nothing).0.peak_bytes;
+        let (_, bottom) = optimum_of_all(&problem, Bytes::ZERO);
+        if bottom >= peak {
+            continue;
+        }
+        cases += 1;
+        let target = Bytes(u64::midpoint(bottom.0, peak.0));
+        let fastest = optimum_of_all(&problem, target).0.unwrap();
+        let least = bound(&problem, target);
+        assert!(least.peak_bytes <= bottom);
+        assert!(least.added_seconds <= fastest + 1e-9, "{least:?} {fastest}");
+        let found = search(&problem, target, &least, f64::INFINITY, Share::FULL);
+        assert!(found.lowest.evaluation.peak_bytes >= bottom);
+        lowest_found += u32::from(found.lowest.evaluation.peak_bytes == bottom);
+        let best = found.best.expect("something fits");
+        assert!(best.evaluation.peak_bytes <= target);
+        assert!(best.added_seconds >= fastest - 1e-9);
+        let near = problem.op_seconds.iter().sum::<f64>() * 1e-3;
+        optimal += u32::from(best.added_seconds <= fastest + near);
+        shrunk += u32::from(best.treatments.iter().any(|it| it.is_shrink()));
+    }
+    assert!(optimal >= 114, "optimal in {optimal} of {cases}");
+    assert!(lowest_found >= 114, "lowest in {lowest_found} of {cases}");
+    assert!(shrunk > 30, "shrunk in {shrunk} only");
 }

@@ -74,7 +74,11 @@ impl Search<'_> {
         let inputs = self.problem.inputs[id.index()].iter();
         let pinned = inputs.filter(|input| treatments[input.index()].is_keep());
         let pinned: Bytes = pinned.map(|&input| model.bytes(input)).sum();
-        top.unwrap_or(Bytes::ZERO) + model.bytes(id) <= target + pinned
+        let narrow = match treatments[id.index()] {
+            shrunk @ Treatment::Shrink { .. } => self.problem.held_bytes(id, shrunk),
+            _ => Bytes::ZERO,
+        };
+        top.unwrap_or(Bytes::ZERO) + model.bytes(id) <= target + pinned + narrow
     }
 
     /// Treats one allocation otherwise at a time, then flips pairs and, in small problems, threes, as long as that
@@ -120,6 +124,28 @@ impl Search<'_> {
                     at = self.quicken(at, &changes, target);
                 }
             }
+        }
+        at
+    }
+
+    /// Rounds less where the target allows it at no cost in time: the wider form first for the largest of what is shrunk.
+    pub(super) fn widen(&mut self, mut at: Candidate, target: Bytes) -> Candidate {
+        let problem = self.problem;
+        if !problem.may_shrink() {
+            return at;
+        }
+        let mut order = self.treated(&at);
+        order.sort_by_key(|&id| (std::cmp::Reverse(problem.model.bytes(id)), id));
+        for id in order {
+            let now = at.treatments[id.index()];
+            let wider = problem.shrunk(id).next();
+            let Some(wider) = wider.filter(|_| now.is_shrink()) else {
+                continue;
+            };
+            let wider = [(id, wider.with_home(now.home()))];
+            at = self.change_if(at, &wider, target, |new, seconds| {
+                new.added_seconds <= seconds
+            });
         }
         at
     }

@@ -109,8 +109,11 @@ impl Search<'_> {
             if tabu == Some(id) {
                 continue;
             }
-            if !at.treatments[id.index()].is_keep() {
+            let treatment = at.treatments[id.index()];
+            if !treatment.is_keep() {
                 moves.extend(self.letting_pass(holding, at, position));
+            }
+            if !treatment.is_keep() && !treatment.is_shrink() {
                 continue;
             }
             let away = self.problem.first_unpack[id.index()] >= position;
@@ -120,6 +123,7 @@ impl Search<'_> {
             if self.problem.may_store(id) {
                 moves.push(self.storing(id, crowded));
             }
+            moves.extend(self.shrinking(id, treatment));
             if self.problem.may_drop(id) {
                 moves.extend(self.dropping(id, at, &present, tabu));
             }
@@ -143,6 +147,20 @@ impl Search<'_> {
             bytes: bytes.as_f64(),
             bytes_per_second: bytes.as_f64() / seconds.max(1e-9),
         }
+    }
+
+    /// To hold an allocation in each form that is narrower than now.
+    fn shrinking(&self, id: AllocationId, now: Treatment) -> impl Iterator<Item = Move> {
+        let held = self.problem.held_bytes(id, now).as_f64();
+        self.problem.shrunk(id).filter_map(move |treatment| {
+            let bytes = held - self.problem.held_bytes(id, treatment).as_f64();
+            let seconds = self.problem.treatment_seconds(id, treatment);
+            (bytes > 0.0).then(|| Move {
+                changes: vec![(id, treatment)],
+                bytes,
+                bytes_per_second: bytes / seconds.max(1e-9),
+            })
+        })
     }
 
     /// Is as much stored as can be transferred while the step computes?
@@ -256,7 +274,10 @@ impl Search<'_> {
         for &id in adds {
             let presence = present[id.index()];
             if presence.there && !presence.natural {
-                gained += model.bytes(id).as_f64();
+                gained += self
+                    .problem
+                    .held_bytes(id, at.treatments[id.index()])
+                    .as_f64();
             }
             seconds += self.drop_seconds(id);
             for &input in &self.problem.inputs[id.index()] {

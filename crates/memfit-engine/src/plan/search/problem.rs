@@ -7,7 +7,10 @@ use super::blocks::{self, Blocks};
 use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
-use crate::step::{Evaluation, IncrementalEvaluator, StepModel, Treatment, Variant};
+use crate::plan::technique::shrink::{self, Speed};
+use crate::step::{
+    Evaluation, IncrementalEvaluator, Narrow, StepModel, Transfer, Treatment, Variant,
+};
 use crate::trace::{AllocationId, Meta, Op, OpIndex, Trace};
 
 /// Which treatments the request allows.
@@ -19,12 +22,14 @@ pub(in crate::plan) struct Allowed<'r> {
     pub(in crate::plan) unneeded_saves: bool,
     /// Storing, and where.
     pub(in crate::plan) offer: Option<&'r Offer>,
+    /// Holding in fewer bits, from so many bytes on.
+    pub(in crate::plan) shrink: Option<Bytes>,
 }
 
 impl Allowed<'_> {
     /// Any at all?
     pub(in crate::plan) const fn any(&self) -> bool {
-        self.remat || self.unneeded_saves || self.offer.is_some()
+        self.remat || self.unneeded_saves || self.offer.is_some() || self.shrink.is_some()
     }
 
     /// Computing again only.
@@ -33,6 +38,7 @@ impl Allowed<'_> {
         remat: true,
         unneeded_saves: true,
         offer: None,
+        shrink: None,
     };
 }
 
@@ -70,6 +76,10 @@ pub(in crate::plan) struct Problem<'t> {
     may_let_go: bool,
     /// Transfers in time; absent where nothing may be stored.
     pub(in crate::plan) schedule: Option<Schedule>,
+    /// The narrowest form that each allocation may have; empty where none may be shrunk.
+    forms: Vec<Option<Narrow>>,
+    /// How long shrinking takes.
+    speed: Speed,
     /// Repeated blocks, the coarsest kind first.
     pub(super) blocks: Vec<Blocks>,
     /// Per position: the op of forward whose value backward asked for last.
@@ -107,6 +117,9 @@ impl<'t> Problem<'t> {
         let schedule = allowed
             .offer
             .map(|offer| Schedule::new(trace, offer.clone(), costs));
+        let forms = allowed
+            .shrink
+            .map(|least| shrink::forms(trace, &model, least));
         let mut problem = Self {
             trace,
             model,
@@ -119,6 +132,8 @@ impl<'t> Problem<'t> {
             may_remat: allowed.remat,
             may_let_go: allowed.unneeded_saves,
             schedule,
+            forms: forms.unwrap_or_default(),
+            speed: Speed::new(trace, costs),
             blocks: Vec::new(),
             askers: askers(trace),
         };
@@ -145,7 +160,7 @@ impl<'t> Problem<'t> {
         }
         let ids = (0..trace.allocations.len()).map(allocation_id);
         ids.filter(|&id| {
-            let may = self.may_drop(id) || self.may_store(id);
+            let may = self.may_drop(id) || self.may_store(id) || self.form(id).is_some();
             wanted[id.index()] && may && self.model.bytes(id) > Bytes::ZERO
         })
         .collect()
@@ -176,14 +191,41 @@ impl<'t> Problem<'t> {
         self.schedule.is_some() && self.model.is_storable(id)
     }
 
-    /// Dropped, or stored where it may not be, or kept where neither may be.
+    /// The narrowest form it may have; `None` where it has to stay as it is.
+    pub(super) fn form(&self, id: AllocationId) -> Option<Narrow> {
+        self.forms.get(id.index()).copied().flatten()
+    }
+
+    /// May anything be shrunk?
+    pub(super) fn may_shrink(&self) -> bool {
+        !self.forms.is_empty()
+    }
+
+    /// The forms it may have, the widest first.
+    pub(super) fn shrunk(&self, id: AllocationId) -> impl Iterator<Item = Treatment> + use<> {
+        let narrowest = self.form(id);
+        let forms = [Narrow::Half, Narrow::EightBit].into_iter();
+        let forms = forms.filter(move |&form| narrowest.is_some_and(|most| form <= most));
+        forms.map(Treatment::shrunk)
+    }
+
+    /// Bytes that are there of an allocation that only autograd holds.
+    pub(super) fn held_bytes(&self, id: AllocationId, treatment: Treatment) -> Bytes {
+        let bytes = self.model.bytes(id);
+        match treatment {
+            Treatment::Shrink { to, .. } => Bytes(to.bytes(bytes.0)),
+            _ => bytes,
+        }
+    }
+
+    /// Dropped, or stored where it may not be, or else shrunk, or kept where nothing may be done.
     pub(super) fn away_from_memory(&self, id: AllocationId) -> Treatment {
         if self.may_drop(id) {
             Treatment::DROP
         } else if self.may_store(id) {
             Treatment::STORE
         } else {
-            Treatment::Keep
+            self.form(id).map_or(Treatment::Keep, Treatment::shrunk)
         }
     }
 
@@ -210,9 +252,8 @@ impl<'t> Problem<'t> {
         let drop = self.may_drop(id).then_some(Treatment::DROP);
         let store = self.may_store(id).then_some(Treatment::STORE);
         let passing = drop.and_then(|drop| Some(drop.with_home(home?)));
-        [Some(Treatment::Keep), drop, store, passing]
-            .into_iter()
-            .flatten()
+        let others = [Some(Treatment::Keep), drop, store, passing];
+        others.into_iter().flatten().chain(self.shrunk(id))
     }
 
     /// The op of forward whose value backward asked for last at a position.
@@ -273,18 +314,31 @@ impl<'t> Problem<'t> {
         makers.map(|op| nominal_seconds(&ops[op.index()])).sum()
     }
 
-    /// Seconds that storing one allocation costs however well it hides; infinite where it may not be stored.
-    pub(in crate::plan) fn least_store_seconds(&self, id: AllocationId) -> f64 {
-        match &self.schedule {
+    /// What frees an allocation, or most of it, without an op that runs again for the fewest seconds, and those seconds:
+    /// storing it, however well that hides, or shrinking it. Infinite where neither may be.
+    pub(in crate::plan) fn least_elsewhere(&self, id: AllocationId) -> (Treatment, f64) {
+        let store = match &self.schedule {
             Some(schedule) if self.may_store(id) => schedule.least_seconds(self.model.bytes(id)),
             _ => f64::INFINITY,
-        }
+        };
+        let shrunk = self
+            .shrunk(id)
+            .map(|it| (it, self.treatment_seconds(id, it)));
+        shrunk.fold((Treatment::STORE, store), |least, next| {
+            if next.1 < least.1 { next } else { least }
+        })
+    }
+
+    /// Seconds to shrink an allocation or to expand it.
+    pub(super) fn shrink_seconds(&self, id: AllocationId) -> f64 {
+        self.speed.seconds(self.model.bytes(id))
     }
 
     /// Seconds that one treatment costs, about.
     pub(super) fn treatment_seconds(&self, id: AllocationId, treatment: Treatment) -> f64 {
         match (treatment, &self.schedule) {
             (Treatment::Drop { .. }, _) => self.drop_seconds(id),
+            (Treatment::Shrink { .. }, _) => 2.0 * self.shrink_seconds(id),
             (Treatment::Store { .. }, Some(schedule)) => {
                 schedule.most_seconds(self.model.bytes(id))
             }
@@ -395,6 +449,15 @@ impl<'p> Scorer<'p> {
         }
         self.evaluations += 1;
         self.events += self.evaluator.swept() as u64 + replays + 1;
+        if self.problem.may_shrink() {
+            for &transfer in self.evaluator.transfers() {
+                if let Transfer::Shrunk { allocation, .. } | Transfer::Expanded { allocation, .. } =
+                    transfer
+                {
+                    seconds += self.problem.shrink_seconds(allocation);
+                }
+            }
+        }
         if let Some(schedule) = &mut self.schedule {
             let model = &self.problem.model;
             seconds += schedule.seconds(self.evaluator.transfers(), |id| model.bytes(id));

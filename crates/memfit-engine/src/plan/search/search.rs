@@ -17,6 +17,7 @@
 //! 3. *Prune*: keep again whatever the target allows, most seconds first.
 //! 4. *Exchange*: forbid one expensive choice at a time, descend and prune again, accept what is faster.
 //! 5. *Polish*: change one or a few at once, accept what is faster.
+//! 6. *Widen*: of what is shrunk, give the largest the wider form where that costs nothing.
 //!
 //! The search ends early where the bound leaves next to nothing to gain.
 //!
@@ -181,12 +182,13 @@ impl<'p> Search<'p> {
             }
             if best.as_ref().is_some_and(|best| self.is_near(best, least)) {
                 self.allow(1.0);
-                return best;
+                return best.map(|best| self.widen(best, target));
             }
         }
         self.allow(1.0);
         let best = best.map(|best| self.exchange(best, target));
-        best.map(|best| self.polish(best, target))
+        let best = best.map(|best| self.polish(best, target));
+        best.map(|best| self.widen(best, target))
     }
 
     /// What the relaxations chose, as far as it can be done.
@@ -231,6 +233,7 @@ impl<'p> Search<'p> {
         }
         let mut sets = vec![self.nothing(), cheap, everything];
         sets.extend(self.stores());
+        sets.extend(self.shrinks());
         for (number, blocks) in problem.blocks.iter().enumerate() {
             sets.extend(block_starts::starts(problem, blocks, false));
             // One kind of block is enough to be at home in.
@@ -276,6 +279,31 @@ impl<'p> Search<'p> {
             sets[2][id.index()] = match sets[1][id.index()] {
                 Treatment::Keep => problem.away_from_memory(id),
                 stored => stored,
+            };
+        }
+        sets
+    }
+
+    /// All in the widest form that is narrower; all in the narrowest; and that with the rest dropped, or with everything
+    /// dropped that takes no floating-point work.
+    fn shrinks(&self) -> Vec<Vec<Treatment>> {
+        let problem = self.problem;
+        if !problem.may_shrink() {
+            return Vec::new();
+        }
+        let mut sets = vec![self.nothing(); 4];
+        for &id in &problem.candidates {
+            let (widest, narrowest) = (problem.shrunk(id).next(), problem.shrunk(id).last());
+            let mut makers = problem.model.makers(id);
+            let no_flops = makers.all(|op| problem.trace.ops[op.index()].flops == 0);
+            let is_cheap = no_flops && problem.may_drop(id);
+            sets[0][id.index()] = widest.unwrap_or_default();
+            sets[1][id.index()] = narrowest.unwrap_or_default();
+            sets[2][id.index()] = narrowest.unwrap_or_else(|| problem.away_from_memory(id));
+            sets[3][id.index()] = if is_cheap {
+                Treatment::DROP
+            } else {
+                narrowest.unwrap_or_default()
             };
         }
         sets

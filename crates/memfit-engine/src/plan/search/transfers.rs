@@ -134,7 +134,9 @@ impl Schedule {
         // The channel is free from here on; computing waited so long in all; copies took so long.
         let (mut free, mut waited, mut copied) = (0.0_f64, 0.0_f64, 0.0_f64);
         for (begin, transfer) in transfers {
-            let (position, id) = parts(transfer);
+            let Some((position, id)) = parts(transfer) else {
+                continue;
+            };
             let now = begin + self.at(position.index()) + waited;
             let bytes = bytes_of(id).as_f64();
             let rate = match transfer {
@@ -142,7 +144,7 @@ impl Schedule {
                 Transfer::Fetch { .. } | Transfer::Ahead { .. } => {
                     Some(self.offer.read_bytes_per_second)
                 }
-                Transfer::Settled { .. } | Transfer::Asked { .. } => None,
+                _ => None,
             };
             if let Some(rate) = rate {
                 free = free.max(now) + bytes / rate;
@@ -240,13 +242,15 @@ impl Schedule {
     }
 }
 
-const fn parts(transfer: Transfer) -> (OpIndex, AllocationId) {
+/// Where, and of what; `None` for what goes nowhere.
+const fn parts(transfer: Transfer) -> Option<(OpIndex, AllocationId)> {
     match transfer {
         Transfer::Out { at, allocation }
         | Transfer::Settled { at, allocation }
         | Transfer::Fetch { at, allocation }
         | Transfer::Ahead { at, allocation }
-        | Transfer::Asked { at, allocation } => (at, allocation),
+        | Transfer::Asked { at, allocation } => Some((at, allocation)),
+        Transfer::Shrunk { .. } | Transfer::Expanded { .. } => None,
     }
 }
 

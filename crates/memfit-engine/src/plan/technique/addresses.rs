@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use super::unneeded_saves;
 use crate::plan::search::problem::Problem;
 use crate::plan::search::transfers::Offer;
-use crate::plan::{ActiveRegion, Dropped, Offload, Remat};
-use crate::step::Treatment;
+use crate::plan::{ActiveRegion, Dropped, Offload, Remat, Shrink};
+use crate::step::{Narrow, Treatment};
 use crate::trace::{AllocationId, OpIndex, Trace};
 
 /// What the executor needs for a set of treatments.
@@ -21,6 +21,8 @@ pub(in crate::plan) struct Directions {
     pub(in crate::plan) unneeded_saves: Option<Remat>,
     /// To offload; absent where nothing is.
     pub(in crate::plan) offload: Option<Offload>,
+    /// To hold in fewer bits; absent where nothing is.
+    pub(in crate::plan) shrink: Option<Shrink>,
 }
 
 /// The directions for `treatments`.
@@ -34,6 +36,12 @@ pub(in crate::plan) fn directions(
     let (unneeded, drops): (Vec<_>, Vec<_>) =
         drops.into_iter().partition(|(id, _)| unneeded[id.index()]);
     let stores = addressed(problem, treatments, Treatment::is_store);
+    let narrowed = |narrow| {
+        let is_meant = move |it| matches!(it, Treatment::Shrink { to, .. } if to == narrow);
+        let found = addressed(problem, treatments, is_meant).into_iter();
+        found.map(|(_, shrunk)| shrunk).collect::<Vec<_>>()
+    };
+    let (half, eight_bit) = (narrowed(Narrow::Half), narrowed(Narrow::EightBit));
     let watch = Watch::new(problem, treatments);
     let dropping = |drops: Vec<(AllocationId, Dropped)>| {
         (!drops.is_empty()).then(|| Remat {
@@ -45,6 +53,13 @@ pub(in crate::plan) fn directions(
     };
     let remat = dropping(drops);
     let unneeded_saves = dropping(unneeded);
+    let shrink = (!half.is_empty() || !eight_bit.is_empty()).then(|| Shrink {
+        half,
+        eight_bit,
+        active: watch.active.clone(),
+        names: watch.names.clone(),
+        forward: watch.forward.clone(),
+    });
     let offload = offer.filter(|_| !stores.is_empty()).map(|offer| {
         let place = |id| stores.iter().position(|&(stored, _)| stored == id);
         let order = problem.model.fetch_order(treatments).filter_map(place);
@@ -65,6 +80,7 @@ pub(in crate::plan) fn directions(
         remat,
         unneeded_saves,
         offload,
+        shrink,
     }
 }
 

@@ -20,6 +20,7 @@ pub(super) mod offload_optimizer;
 pub(super) mod offload_parameters;
 pub(super) mod one_by_one;
 pub(super) mod remat;
+pub(super) mod shrink;
 pub(super) mod unneeded_saves;
 
 use schemars::JsonSchema;
@@ -150,6 +151,8 @@ techniques! {
     AllocatorSettings { settings: String } in allocator_settings;
     /// Offload saved activations in forward and fetch them in backward.
     Offload { offload: offload::Offload } in offload;
+    /// Hold saved activations in fewer bits until backward.
+    Shrink { shrink: shrink::Shrink } in shrink;
     /// Offload the optimizer's state, and fetch it for one parameter at a time.
     OffloadOptimizer { offload_optimizer: offload_optimizer::OffloadOptimizer } in offload_optimizer;
     /// Offload parameters, with a bounded part of them resident.

@@ -34,7 +34,7 @@ impl Event {
     pub(in crate::step) const fn looks(self) -> bool {
         matches!(
             self,
-            Self::Update { .. } | Self::Unpack(_) | Self::Run { .. }
+            Self::Pack(_) | Self::Update { .. } | Self::Unpack(_) | Self::Run { .. }
         )
     }
 

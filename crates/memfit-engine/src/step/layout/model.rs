@@ -58,6 +58,8 @@ pub struct StepModel {
     pub(in crate::step) bytes: Vec<u64>,
     pub(super) undroppable: Vec<Option<Undroppable>>,
     pub(super) unstorable: Vec<Option<Unstorable>>,
+    /// Holds 32-bit floating-point numbers and nothing else.
+    pub(super) is_float32: Vec<bool>,
     /// Storable allocations in the order in which backward first asks for them.
     pub(in crate::step) fetch_order: Vec<usize>,
     pub(in crate::step) slots: Vec<Slot>,
@@ -93,6 +95,7 @@ impl StepModel {
             bytes: trace.allocations.iter().map(|a| a.bytes.0).collect(),
             undroppable: vec![None; trace.allocations.len()],
             unstorable: vec![None; trace.allocations.len()],
+            is_float32: Vec::new(),
             fetch_order: Vec::new(),
             slots: Vec::new(),
             slots_of: vec![(0, 0); trace.allocations.len()],
@@ -112,6 +115,7 @@ impl StepModel {
         model.lay_out_records(trace);
         model.find_undroppable(trace);
         model.find_unstorable(trace);
+        model.find_float32(trace);
         model.find_mobile(trace);
         model.lay_out_events(trace);
         model

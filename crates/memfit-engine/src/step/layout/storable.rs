@@ -21,6 +21,13 @@ impl StepModel {
         self.unstorable[allocation.index()]
     }
 
+    /// May this allocation be held in a narrower form, as far as it alone is concerned? It may be stored, and all of it
+    /// is 32-bit floating-point numbers.
+    #[must_use]
+    pub fn is_shrinkable(&self, allocation: AllocationId) -> bool {
+        self.is_storable(allocation) && self.is_float32[allocation.index()]
+    }
+
     /// May this allocation, dropped or stored, have a home? It must never be written in place.
     #[must_use]
     pub fn may_have_home(&self, allocation: AllocationId) -> bool {
@@ -46,6 +53,9 @@ impl StepModel {
             Treatment::Keep => return true,
             Treatment::Drop { .. } => self.undroppable[allocation].is_some(),
             Treatment::Store { .. } => self.unstorable[allocation].is_some(),
+            Treatment::Shrink { .. } => {
+                self.unstorable[allocation].is_some() || !self.is_float32[allocation]
+            }
         };
         !refused && self.allows_home(allocation, treatment.home())
     }
@@ -100,6 +110,14 @@ impl StepModel {
             };
         }
         self.find_fetch_order(trace);
+    }
+
+    /// Allocations that nothing looks at but as whole 32-bit floating-point numbers.
+    pub(super) fn find_float32(&mut self, trace: &Trace) {
+        self.is_float32 = self.bytes.iter().map(|bytes| bytes % 4 == 0).collect();
+        for value in &trace.values {
+            self.is_float32[value.allocation.index()] &= trace.string(value.dtype) == "float32";
+        }
     }
 
     /// Storable allocations by their first own unpack.

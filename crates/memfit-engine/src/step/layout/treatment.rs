@@ -21,6 +21,37 @@ pub enum Treatment {
         /// As for a drop.
         home: OpIndex,
     },
+    /// It stays in a narrower form, and is expanded.
+    Shrink {
+        /// Which form.
+        to: Narrow,
+        /// As for a drop.
+        home: OpIndex,
+    },
+}
+
+/// A narrower form of 32-bit numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Narrow {
+    /// `bfloat16`: the range of the 32-bit type, 8 bits of precision.
+    Half,
+    /// Whole numbers of 8 bits, in blocks with a scale of their own.
+    EightBit,
+}
+
+impl Narrow {
+    /// Numbers that share a scale. The kernel has the same (`memfit-memory/src/narrow.rs`).
+    pub const BLOCK: u64 = 256;
+
+    /// Bytes that so many bytes of 32-bit numbers take in this form.
+    #[must_use]
+    pub const fn bytes(self, full: u64) -> u64 {
+        let count = full / 4;
+        match self {
+            Self::Half => count * 2,
+            Self::EightBit => count + 4 * count.div_ceil(Self::BLOCK),
+        }
+    }
 }
 
 impl Treatment {
@@ -34,6 +65,13 @@ impl Treatment {
     pub const STORE: Self = Self::Store {
         home: Self::NO_HOME,
     };
+
+    /// Held in a narrower form, and expanded at most once.
+    #[must_use]
+    pub const fn shrunk(to: Narrow) -> Self {
+        let home = Self::NO_HOME;
+        Self::Shrink { to, home }
+    }
 
     /// Does it stay?
     #[must_use]
@@ -53,12 +91,24 @@ impl Treatment {
         matches!(self, Self::Store { .. })
     }
 
+    /// Is it held in a narrower form?
+    #[must_use]
+    pub const fn is_shrink(self) -> bool {
+        matches!(self, Self::Shrink { .. })
+    }
+
+    /// Does it come back without an op that runs again?
+    #[must_use]
+    pub const fn is_fetched(self) -> bool {
+        self.is_store() || self.is_shrink()
+    }
+
     /// Its home; [`Treatment::NO_HOME`] when it has none or stays.
     #[must_use]
     pub const fn home(self) -> OpIndex {
         match self {
             Self::Keep => Self::NO_HOME,
-            Self::Drop { home } | Self::Store { home } => home,
+            Self::Drop { home } | Self::Store { home } | Self::Shrink { home, .. } => home,
         }
     }
 
@@ -69,6 +119,7 @@ impl Treatment {
             Self::Keep => Self::Keep,
             Self::Drop { .. } => Self::Drop { home },
             Self::Store { .. } => Self::Store { home },
+            Self::Shrink { to, .. } => Self::Shrink { to, home },
         }
     }
 

@@ -1,6 +1,6 @@
 //! Stored allocations and homes, for the slow twin.
 //!
-//! Responsible for what may be stored or have a home, for writes in forward, and for what a request runs
+//! Responsible for what may be stored, shrunk or have a home, for writes in forward, and for what a request runs
 //! and in which order. Like the rest of the twin it counts nothing along: it asks anew.
 
 use super::super::{Transfer, Treatment};
@@ -43,7 +43,7 @@ impl Twin<'_> {
             }
         }
         for a in 0..self.treatments.len() {
-            if self.is_stored(a) {
+            if self.comes_back(a) {
                 self.stored.any = true;
             }
             if !self.may_be_treated_so(a) {
@@ -52,6 +52,7 @@ impl Twin<'_> {
         }
         self.stored.fetched = vec![false; self.treatments.len()];
         self.stored.unasked = vec![false; self.treatments.len()];
+        self.stored.shrunk = vec![false; self.treatments.len()];
         let mut unpacks: Vec<(usize, usize)> = (0..trace.saved.len())
             .filter_map(|i| Some((trace.saved[i].unpack?.index(), i)))
             .collect();
@@ -74,11 +75,13 @@ impl Twin<'_> {
         };
         let home = match self.treatments[a] {
             Treatment::Keep => return true,
-            Treatment::Drop { home } | Treatment::Store { home } => home.index(),
+            Treatment::Drop { home }
+            | Treatment::Store { home }
+            | Treatment::Shrink { home, .. } => home.index(),
         };
         let home_is_right = home >= self.forward_end
             || self.makers[a].first().is_some_and(|&maker| maker < home) && !writes(0);
-        if !self.is_stored(a) {
+        if !self.comes_back(a) {
             return home_is_right;
         }
         let saves = || self.saved_of[a].iter().map(|&i| &trace.saved[i]);
@@ -96,9 +99,10 @@ impl Twin<'_> {
             && in_forward
             && natural.is_none_or(|&(_, end)| end < trace.end())
             && !writes(first)
+            && (!self.is_shrunk(a) || self.is_float32(a))
     }
 
-    /// Autograd packs: what is stored goes out.
+    /// Autograd packs: what is stored goes out, what is shrunk becomes narrower.
     pub(super) fn packs_at(&mut self, p: usize) {
         if !self.stored.any || p > self.forward_end {
             return;
@@ -106,6 +110,9 @@ impl Twin<'_> {
         let window = self.variant.window_bytes.0;
         for saved in self.trace.saved.iter().filter(|s| s.pack.index() == p) {
             let a = self.trace.allocation_of(saved.value).index();
+            if self.is_shrunk(a) {
+                self.shrink(a, p);
+            }
             if !self.is_stored(a) || self.stored.sent.contains(&a) {
                 continue;
             }
@@ -142,10 +149,12 @@ impl Twin<'_> {
         let a = value.allocation.index();
         let maker = self.makers[a].get(value.version as usize);
         let Some(&maker) = maker else { return };
-        if self.is_stored(a) {
+        if self.comes_back(a) {
             if self.reach(p, false, None).stored[a] {
                 self.fetch(a, maker, p);
-                self.fetch_ahead(p);
+                if self.is_stored(a) {
+                    self.fetch_ahead(p);
+                }
             }
         } else if self.is_dropped(a)
             && let Some(version) = self.version_of(a, value.version)
@@ -158,7 +167,8 @@ impl Twin<'_> {
                 }
                 self.let_pass(&errands[n + 1..]);
             }
-            if errands.iter().any(|e| matches!(e, Errand::Fetch(_))) {
+            let is_stored = |e: &Errand| matches!(e, Errand::Fetch(a) if self.is_stored(*a));
+            if errands.iter().any(is_stored) {
                 self.fetch_ahead(p);
             }
         }
@@ -197,7 +207,9 @@ impl Twin<'_> {
     pub(super) fn is_far(&self, a: usize, asker: usize) -> bool {
         match self.treatments[a] {
             Treatment::Keep => false,
-            Treatment::Drop { home } | Treatment::Store { home } => asker >= home.index(),
+            Treatment::Drop { home }
+            | Treatment::Store { home }
+            | Treatment::Shrink { home, .. } => asker >= home.index(),
         }
     }
 
@@ -227,9 +239,11 @@ impl Twin<'_> {
         if p < self.forward_end {
             self.result.stale = Some(at);
         }
-        self.result
-            .transfers
-            .push(Transfer::Fetch { at, allocation });
+        self.result.transfers.push(if self.is_shrunk(a) {
+            Transfer::Expanded { at, allocation }
+        } else {
+            Transfer::Fetch { at, allocation }
+        });
         let height = self.height(p, false, self.bytes(a));
         self.see(height);
         if self.is_far(a, asker) {

@@ -44,6 +44,13 @@ pub(in crate::step) enum Change {
         slot: usize,
         bytes: u64,
     },
+    /// A narrower form of a version came, or went.
+    Narrow {
+        at: (usize, u8),
+        slot: usize,
+        bytes: u64,
+        comes: bool,
+    },
     /// A replay's outputs that nothing waits for, and its workspace.
     Scratch { at: (usize, u8), bytes: u64 },
 }
@@ -57,6 +64,7 @@ impl Change {
             | Self::Made { at, .. }
             | Self::Passed { at, .. }
             | Self::Gone { at, .. }
+            | Self::Narrow { at, .. }
             | Self::Scratch { at, .. } => at,
         }
     }

@@ -10,6 +10,7 @@
 //! the model's ground is added at each look. Checked against `naive.rs` on random traces.
 
 use super::change::{Change, Moment, Replay};
+use super::narrow::narrow_bytes;
 use super::state::{Doing, Hold, State, reset};
 use super::traffic::Transfer;
 use crate::bytes::Bytes;
@@ -35,7 +36,7 @@ pub struct Evaluation {
 pub struct Holding {
     /// The allocation.
     pub allocation: AllocationId,
-    /// Its bytes there; a dropped or stored allocation may be there more than once.
+    /// Its bytes there; a dropped or stored allocation may be there more than once, a shrunk one in its narrower form.
     pub bytes: Bytes,
     /// Number of natural ranges that hold it.
     pub natural: u32,
@@ -141,16 +142,25 @@ impl<'m> Evaluator<'m> {
         for (i, &bytes) in model.bytes.iter().enumerate() {
             let occupied = |&slot: &usize| !treatments[i].is_keep() && state.occupies(slot);
             let copies = model.slots_of(i).filter(occupied).count() as u64;
+            let narrow = model.slots_of(i).map(|slot| {
+                let is_there = state.slots.peek(slot).is_shrunk;
+                u64::from(is_there) * narrow_bytes(model, treatments[i], slot)
+            });
+            let narrow: u64 = narrow.sum();
             let fixed = |&(start, stop): &(usize, usize)| {
                 start < position + usize::from(doing == Doing::Op) && position < stop
             };
             let grounded = model.fixed_ranges[i].iter().any(fixed);
             let holders = *state.holders.peek(i);
             let original = u64::from(holders.any() || grounded);
-            if copies + original > 0 && bytes > 0 {
+            if copies + original + narrow > 0 && bytes > 0 {
                 holdings.push(Holding {
                     allocation: AllocationId(u32::try_from(i).unwrap_or(u32::MAX)),
-                    bytes: Bytes(bytes.saturating_mul(copies + original)),
+                    bytes: Bytes(
+                        bytes
+                            .saturating_mul(copies + original)
+                            .saturating_add(narrow),
+                    ),
                     natural: holders.natural + u32::from(grounded),
                     saved: holders.saved,
                     pins: holders.pins,
@@ -280,8 +290,12 @@ impl<'m> Evaluator<'m> {
             Event::Pack(saved) => match model.saved[saved] {
                 (allocation, Some(slot)) if !state.treatment(treatments, allocation).is_keep() => {
                     state.refer(model, treatments[allocation], slot);
-                    if treatments[allocation].is_store() {
-                        state.go_out(model, allocation, position);
+                    match treatments[allocation] {
+                        Treatment::Store { .. } => state.go_out(model, allocation, position),
+                        shrink @ Treatment::Shrink { .. } => {
+                            state.shrink(model, shrink, slot, position);
+                        }
+                        Treatment::Keep | Treatment::Drop { .. } => {}
                     }
                 }
                 (allocation, _) => state.hold(model, allocation, Hold::Saved),
@@ -311,8 +325,9 @@ impl<'m> Evaluator<'m> {
                 }
                 _ => {
                     state.let_go(model, allocation, Hold::Natural);
-                    if state.holders.at(allocation).natural == 0 && treatments[allocation].is_drop()
-                    {
+                    let refers =
+                        treatments[allocation].is_drop() || treatments[allocation].is_shrink();
+                    if state.holders.at(allocation).natural == 0 && refers {
                         state.forget_original(model, treatments, allocation);
                     }
                 }
@@ -336,12 +351,13 @@ impl<'m> Evaluator<'m> {
             allocation,
             maker: asker,
         } = model.slots[slot];
-        if state.treatment(treatments, allocation).is_store() {
+        let treatment = state.treatment(treatments, allocation);
+        if treatment.is_fetched() {
             if state.slots.at(slot).refs == 0 {
                 return;
             }
             state.closure.clear();
-            state.want(slot);
+            state.want(slot, treatment);
         } else if state.records.at(asker).pending {
             state.collect_closure(model, treatments, asker);
         } else {

@@ -286,13 +286,13 @@ impl<'m> IncrementalEvaluator<'m> {
             Event::Update { height } => u128::from(height),
             _ => 0,
         });
-        // A version of an allocation is there once as it was and once computed again.
+        // A version of an allocation is there once as it was, once computed again, and once narrower.
         let versions: u128 = model
             .slots
             .iter()
             .map(|slot| u128::from(model.bytes[slot.allocation]))
             .sum();
-        let most = sizes.sum::<u128>() + 2 * versions + workspaces.sum::<u128>() + ground;
+        let most = sizes.sum::<u128>() + 3 * versions + workspaces.sum::<u128>() + ground;
         let most = most + updates.max().unwrap_or(0);
         Self {
             evaluator: Evaluator::new(model),

@@ -2,7 +2,7 @@
 //!
 //! Responsible for counting what holds each allocation and each version, for what goes when the last
 //! reference does, and for replays. Part of the sweep: `evaluate.rs` says when, this file what happens;
-//! `transfers.rs` does the same for stored allocations.
+//! `transfers.rs` does the same for stored allocations, `narrow.rs` for shrunk ones.
 
 use super::change::Change;
 use super::column::Column;
@@ -55,6 +55,8 @@ pub(in crate::step) struct SlotState {
     pub(super) original: bool,
     /// It was fetched ahead, and nothing asked for it yet.
     pub(super) is_ahead: bool,
+    /// A narrower form of it is there.
+    pub(super) is_shrunk: bool,
     /// The request at hand must fetch it or wait for it.
     pub(super) is_wanted: bool,
 }
@@ -259,7 +261,7 @@ impl State {
             let outdated = model.last_write[allocation].is_some_and(|write| write > op);
             match (self.treatment(treatments, allocation), slot) {
                 (Treatment::Drop { .. }, Some(slot)) => self.add_ref(model, slot),
-                (Treatment::Store { .. }, Some(slot)) => {
+                (Treatment::Store { .. } | Treatment::Shrink { .. }, Some(slot)) => {
                     self.valid &= !outdated && model.last_slot(allocation) == Some(slot);
                     self.slots.at(slot).refs += 1;
                 }
@@ -332,7 +334,8 @@ impl State {
                 }
                 continue;
             }
-            if self.treatment(treatments, allocation).is_store() {
+            if self.treatment(treatments, allocation).is_fetched() {
+                self.leave_narrow(model, treatments[allocation], slot);
                 continue;
             }
             let record = self.records.at(maker);
@@ -384,10 +387,10 @@ impl State {
                             }
                         }
                     }
-                    Treatment::Store { .. } => {
+                    fetched @ (Treatment::Store { .. } | Treatment::Shrink { .. }) => {
                         let there = self.slots.at(slot).materialised;
-                        self.want(slot);
-                        if !there && treatments[allocation].passes(asker) {
+                        self.want(slot, fetched);
+                        if !there && fetched.passes(asker) {
                             self.slots.at(slot).readers += 1;
                         }
                     }

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use crate::step::layout::model::StepModel;
 use crate::trace::{AllocationId, OpIndex};
 
-/// One thing that happened to a stored allocation, at a position.
+/// One thing that happened to a stored or shrunk allocation, at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transfer {
     /// Its write began.
@@ -44,6 +44,20 @@ pub enum Transfer {
         /// Position.
         at: OpIndex,
         /// What was fetched.
+        allocation: AllocationId,
+    },
+    /// A narrower form of it is made.
+    Shrunk {
+        /// Position.
+        at: OpIndex,
+        /// What is shrunk.
+        allocation: AllocationId,
+    },
+    /// It is made from its narrower form.
+    Expanded {
+        /// Position.
+        at: OpIndex,
+        /// What was shrunk.
         allocation: AllocationId,
     },
 }

@@ -11,9 +11,9 @@ use crate::step::layout::treatment::Treatment;
 use crate::trace::op_index;
 
 impl State {
-    /// A request needs this slot: by its token, or by a record that runs for it.
-    pub(super) fn want(&mut self, slot: usize) {
-        self.traffic.asked = true;
+    /// A request needs this slot, which is stored or shrunk: by its token, or by a record that runs for it.
+    pub(super) fn want(&mut self, slot: usize, treatment: Treatment) {
+        self.traffic.asked |= treatment.is_store();
         let state = self.slots.at(slot);
         let waits = !state.materialised || state.is_ahead;
         if waits && !std::mem::replace(&mut state.is_wanted, true) {
@@ -90,6 +90,10 @@ impl State {
         let allocation_id = id(allocation);
         let state = self.slots.at(slot);
         state.is_wanted = false;
+        if let Treatment::Shrink { .. } = treatments[allocation] {
+            self.expand(model, treatments[allocation], slot, asker, position);
+            return;
+        }
         if state.materialised {
             self.forget(slot, bytes);
             self.traffic.transfers.push(Transfer::Asked {
@@ -151,7 +155,7 @@ impl State {
     }
 
     /// The bytes of a slot arrive.
-    fn bring(&mut self, model: &StepModel, slot: usize, position: usize) {
+    pub(super) fn bring(&mut self, model: &StepModel, slot: usize, position: usize) {
         let bytes = model.bytes[model.slots[slot].allocation];
         self.live = self.live.saturating_add(bytes);
         self.note(|at| Change::Made { at, slot, bytes });

@@ -40,8 +40,17 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
     }
     let mut agreement = Table::new(&[Align::Left, Align::Left]);
     for (name, comparison) in [("loss", &document.loss), ("gradients", &document.gradients)] {
-        if let Some(comparison) = comparison {
-            agreement.row([name.to_owned(), agreement_words(*comparison)]);
+        let Some(comparison) = comparison else {
+            continue;
+        };
+        let changed = document.approximation.as_ref();
+        let changed = changed.filter(|_| name == "gradients");
+        agreement.row(match changed {
+            Some(changed) => [name.to_owned(), changed.words()],
+            None => [name.to_owned(), agreement_words(*comparison)],
+        });
+        if let Some(changed) = changed {
+            agreement.row([String::new(), changed.yardstick()]);
         }
     }
     let reference = document
@@ -280,8 +289,14 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             .into_iter()
             .flatten()
             .all(|comparison| comparison.agreement == Agreement::Bitwise);
+        let is_exact =
+            |it: Option<Comparison>| it.is_some_and(|it| it.agreement == Agreement::Bitwise);
         let numbers = if bitwise {
             "loss and gradients bitwise equal"
+        } else if document.approximation.is_some() && is_exact(document.loss) {
+            "loss bitwise equal, gradients as near as is allowed"
+        } else if document.approximation.is_some() {
+            "loss and gradients as near as is allowed"
         } else {
             "loss and gradients equal up to rounding, as the plan said"
         };
@@ -348,6 +363,7 @@ mod tests {
             minimum_peak_bytes: Bytes(2600 << 20),
             gradients: Some(bitwise),
             loss: Some(bitwise),
+            approximation: None,
             plan: Some(PlanSummary {
                 promise: Class::Exact,
                 actions: vec![ActionSummary::new(ActionKind::Remat, 96, Bytes(3300 << 20))],

@@ -243,6 +243,7 @@ mod tests {
             target: Bytes::ZERO,
             cap: Bytes::ZERO,
             unplanned_peak: Bytes::ZERO,
+            may_shrink: false,
             share: Share::FULL,
         };
         let once = Passes {

@@ -1,0 +1,177 @@
+//! How far an approximate plan changes gradients, in units that a person can judge.
+//!
+//! Responsible for the shape of the host's answer, for the bound, and for what keeps it. The yardstick is the noise of the
+//! batch: what the same gradients change by when other examples make up the batch. A change that is small beside it is
+//! small beside what training lives with anyway; nothing is said of accuracy after training.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Most that a plan may change gradients by, as a part of the batch's noise, unless another bound is given.
+pub(crate) const MOST_OF_NOISE: f64 = 0.1;
+/// Most as a part of the gradients themselves, where the noise is not known.
+const MOST_OF_GRADIENTS: f64 = 0.05;
+
+/// What approximate gradients are beside the unplanned ones. Lengths are Euclidean, over all parameters.
+#[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
+pub(crate) struct Approximation {
+    /// Length of the difference over the length of the unplanned gradients; absent when it is not a number.
+    pub(crate) gradient_error: Option<f64>,
+    /// Cosine of the angle between the two; absent when it is not a number.
+    pub(crate) cosine: Option<f64>,
+    /// The parameter whose gradient is farthest off, among those with a thousandth of the whole length or more.
+    pub(crate) worst_parameter: String,
+    /// How far, as a part of the length of its own gradient.
+    pub(crate) worst_error: Option<f64>,
+    /// What other examples would change the gradients by, as a part of their length: half the difference of the
+    /// gradients of the batch's halves. Absent where the batch has no halves.
+    pub(crate) batch_noise: Option<f64>,
+    /// Numbers in gradients that are finite unplanned, and not planned.
+    pub(crate) not_finite: u64,
+    /// The bound, as a part of the batch's noise.
+    #[serde(default = "most_of_noise")]
+    pub(crate) max_error: f64,
+}
+
+const fn most_of_noise() -> f64 {
+    MOST_OF_NOISE
+}
+
+impl Approximation {
+    /// The change as a part of the batch's noise, where that is known.
+    pub(crate) fn part_of_noise(&self) -> Option<f64> {
+        let noise = self.batch_noise.filter(|&noise| noise > 0.0)?;
+        Some(self.gradient_error? / noise)
+    }
+
+    /// Is it within the bound? What is not a number never is.
+    pub(crate) fn holds(&self) -> bool {
+        let is_near = match (self.part_of_noise(), self.gradient_error) {
+            (Some(part), _) => part <= self.max_error,
+            (None, Some(error)) => error <= MOST_OF_GRADIENTS,
+            (None, None) => false,
+        };
+        is_near && self.not_finite == 0
+    }
+
+    /// What the gradients are, in words.
+    pub(crate) fn words(&self) -> String {
+        let Some(error) = self.gradient_error else {
+            return "NOT A NUMBER".to_owned();
+        };
+        let cosine = self.cosine.map(|cosine| format!(", cosine {cosine:.5}"));
+        let named = self
+            .worst_error
+            .filter(|_| !self.worst_parameter.is_empty());
+        let worst =
+            named.map(|worst| format!("; most `{}`, by {}", self.worst_parameter, percent(worst)));
+        let broken =
+            (self.not_finite > 0).then(|| format!("; {} NUMBERS NOT FINITE", self.not_finite));
+        [
+            Some(format!("off by {} of their length", percent(error))),
+            cosine,
+            worst,
+            broken,
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+
+    /// What that is beside the batch's noise, in words.
+    pub(crate) fn yardstick(&self) -> String {
+        match (self.part_of_noise(), self.batch_noise) {
+            (Some(part), Some(noise)) => format!(
+                "other examples would change them by {}; this is {} of that, and at most {} is allowed",
+                percent(noise),
+                percent(part),
+                percent(self.max_error)
+            ),
+            _ => format!(
+                "what other examples would change is not known: at most {} of their length is allowed",
+                percent(MOST_OF_GRADIENTS)
+            ),
+        }
+    }
+}
+
+/// `0.94 %`, with two digits that say something.
+fn percent(part: f64) -> String {
+    let percent = 100.0 * part;
+    let digits = if percent >= 10.0 {
+        0
+    } else if percent >= 1.0 {
+        1
+    } else {
+        2
+    };
+    if percent > 0.0 && percent < 0.005 {
+        return format!("{percent:.1e} %");
+    }
+    format!("{percent:.digits$} %")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn approximation() -> Approximation {
+        Approximation {
+            gradient_error: Some(0.0094),
+            cosine: Some(0.99996),
+            worst_parameter: "h.3.mlp.weight".to_owned(),
+            worst_error: Some(0.021),
+            batch_noise: Some(0.78),
+            not_finite: 0,
+            max_error: MOST_OF_NOISE,
+        }
+    }
+
+    #[test]
+    fn it_is_told_in_parts_of_what_other_examples_would_change() {
+        let said = approximation();
+        insta::assert_snapshot!(said.words(), @"off by 0.94 % of their length, cosine 0.99996; most `h.3.mlp.weight`, by 2.1 %");
+        insta::assert_snapshot!(said.yardstick(), @"other examples would change them by 78 %; this is 1.2 % of that, and at most 10 % is allowed");
+        assert!(said.holds());
+    }
+
+    #[test]
+    fn more_than_the_bound_and_what_is_not_a_number_do_not_hold() {
+        let cases = [
+            Approximation {
+                gradient_error: Some(0.08),
+                ..approximation()
+            },
+            Approximation {
+                max_error: 0.01,
+                ..approximation()
+            },
+            Approximation {
+                not_finite: 1,
+                ..approximation()
+            },
+            Approximation {
+                gradient_error: None,
+                ..approximation()
+            },
+            Approximation {
+                gradient_error: Some(f64::NAN),
+                ..approximation()
+            },
+            Approximation {
+                gradient_error: Some(0.06),
+                batch_noise: None,
+                ..approximation()
+            },
+        ];
+        for case in cases {
+            assert!(!case.holds(), "{case:?}");
+        }
+        let unknown = Approximation {
+            batch_noise: None,
+            ..approximation()
+        };
+        assert!(unknown.holds());
+        assert!(unknown.yardstick().contains("is not known: at most 5.0 %"));
+    }
+}

@@ -1,0 +1,113 @@
+"""How far an approximate plan changes gradients, beside what other examples would change.
+
+Responsible for the numbers; the program says what they mean and what is too far
+(``crates/memfit/src/report/approximation.rs``). Lengths are Euclidean, over all parameters, in 64
+bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.apply.micro_batch import cut
+from memfit.errors import MemfitError
+from memfit.workload import Workload
+
+Gradients = Mapping[str, Tensor]
+
+LEAST_OF_LENGTH = 1e-3
+"""Part of the whole length below which one parameter's gradient is not judged by itself."""
+
+
+def approximation(expected: Gradients, got: Gradients, noise: float | None) -> dict[str, Any]:
+    """What approximate gradients are beside the unplanned ones, in the words of the JSON contract.
+
+    Args:
+        expected: Unplanned gradients by name of the parameter.
+        got: Planned ones.
+        noise: As :func:`batch_noise`.
+    """
+    squares = {name: _square(gradient) for name, gradient in expected.items()}
+    zero = torch.zeros(())
+    off = {name: _square(got.get(name, zero) - expected[name]) for name in expected}
+    length = math.sqrt(math.fsum(squares.values()))
+    products = [_product(expected[name], got.get(name, zero)) for name in expected]
+    other = math.sqrt(math.fsum(_square(gradient) for gradient in got.values()))
+    judged = [name for name in expected if math.sqrt(squares[name]) >= LEAST_OF_LENGTH * length > 0]
+    parts = {name: math.sqrt(off[name] / squares[name]) for name in judged}
+    worst = max(parts, key=parts.__getitem__, default="")
+    finite = (
+        int((gradient.isfinite() & ~got[name].isfinite()).sum())
+        for name, gradient in expected.items()
+        if name in got
+    )
+    return {
+        "gradient_error": _ratio(math.sqrt(math.fsum(off.values())), length),
+        "cosine": _ratio(math.fsum(products), length * other),
+        "worst_parameter": worst,
+        "worst_error": parts.get(worst),
+        "batch_noise": noise,
+        "not_finite": sum(finite),
+    }
+
+
+def batch_noise(workload: Workload) -> float | None:
+    """What other examples would change the gradients by, as a part of their length.
+
+    Gradients of a mean over ``n`` examples vary by the spread of one example over the root of
+    ``n``. So half of the difference between the gradients of a batch's halves varies as those of
+    the whole batch do.
+
+    Args:
+        workload: The step; its gradients are gone afterwards.
+
+    Returns:
+        It; ``None`` where the batch has no halves that the model takes.
+    """
+    assert workload.loss is not None, "only what trains has gradients"
+    try:
+        halves = cut(workload.batch, 2, workload.batch_dim)
+        if len(halves) < 2:  # noqa: PLR2004
+            return None
+        first, second = (_gradients(workload, half.batch) for half in halves)
+    except (MemfitError, RuntimeError, ValueError, IndexError, TypeError):
+        return None  # the model does not take a half: nothing is known
+    finally:
+        workload.model.zero_grad()
+    zero = torch.zeros(())
+    names = first.keys() | second.keys()
+    pairs = [(first.get(name, zero), second.get(name, zero)) for name in names]
+    difference = math.sqrt(math.fsum(_square(a - b) for a, b in pairs))
+    return _ratio(difference, math.sqrt(math.fsum(_square(a + b) for a, b in pairs)))
+
+
+def _gradients(workload: Workload, batch: Any) -> Gradients:
+    model = workload.model
+    model.zero_grad()
+    assert workload.loss is not None
+    autocast = workload.autocast
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    with torch.autocast(device, autocast, enabled=autocast is not None):
+        loss = workload.loss(model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    named = ((name, p.grad) for name, p in model.named_parameters())
+    return {name: grad.detach().clone().to_dense() for name, grad in named if grad is not None}
+
+
+def _square(tensor: Tensor) -> float:
+    return _product(tensor, tensor)
+
+
+def _product(a: Tensor, b: Tensor) -> float:
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    return float((a * b.conj()).sum().real)
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b > 0 and math.isfinite(a) and math.isfinite(b) else None
