@@ -456,6 +456,9 @@ class PoolMachine:
     def ask(self, model: int, activations: int, client: int, now: int) -> int:
         """Ask for a use; returns its ticket. The answer is among the answers, now or later."""
 
+    def grow(self, running: int, by: int, now: int) -> int:
+        """Ask for more activations of a use; returns a ticket, whose answer comes as for one."""
+
     def cancel(self, ticket: int) -> None:
         """Give up a request that has no answer."""
 
@@ -521,16 +524,17 @@ class Trace:
         """
 
     def at_sizes(
-        self, first: Trace, sizes: tuple[Sequence[int], Sequence[int], Sequence[int]]
+        self, others: Sequence[Trace], sizes: Sequence[Sequence[int]], wanted: Sequence[int]
     ) -> Trace:
         """The step at other sizes of its input.
 
         Args:
-            first: An earlier recording of the same ops at other sizes.
-            sizes: Those of the input in ``first``, in this, and wanted.
+            others: Other recordings of the same ops at other sizes.
+            sizes: Those of the input in each of them and, last, in this.
+            wanted: The sizes wanted.
 
         Raises:
-            UsageError: They are no two sizes of one step, or no law explains how it grows.
+            UsageError: They are not of one step at several sizes, or no law explains how it grows.
         """
 
     def mixed_items(self) -> str | None:

@@ -149,10 +149,18 @@ mod _native {
             py.detach(|| to_json(&*self.0))
         }
 
-        /// The step at other sizes of its input, learnt from an earlier recording at sizes of its own.
-        fn at_sizes(&self, py: Python<'_>, first: &Self, sizes: [Vec<u64>; 3]) -> PyResult<Self> {
-            let [earlier, own, wanted] = &sizes;
-            let found = py.detach(|| self.0.at_sizes(&first.0, [earlier, own, wanted]));
+        /// The step at other sizes of its input, learnt from other recordings: `sizes` are those of each of them and,
+        /// last, of this.
+        fn at_sizes(
+            &self,
+            py: Python<'_>,
+            others: Vec<PyRef<'_, Self>>,
+            sizes: Vec<Vec<u64>>,
+            wanted: Vec<u64>,
+        ) -> PyResult<Self> {
+            let others: Vec<&trace::Trace> = others.iter().map(|other| &*other.0).collect();
+            let sizes: Vec<&[u64]> = sizes.iter().map(Vec::as_slice).collect();
+            let found = py.detach(|| self.0.at_sizes(&others, &sizes, &wanted));
             found.map(Self::from).map_err(usage)
         }
 

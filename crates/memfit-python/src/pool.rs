@@ -87,6 +87,12 @@ impl PoolMachine {
         ticket.0
     }
 
+    /// Asks for more activations of a use that runs; returns the ticket of its answer.
+    fn grow(&self, running: u64, by: u64, now: u64) -> u64 {
+        let grown = self.lock().grow(Ticket(running), Bytes(by), Micros(now));
+        grown.0
+    }
+
     /// Gives up a request that has no answer.
     fn cancel(&self, ticket: u64) {
         self.lock().cancel(Ticket(ticket));

@@ -421,7 +421,7 @@ def _grows(pool, name, rows):
 def test_a_use_that_takes_more_than_it_counts_with_is_told_of_at_once(tmp_path):
     pool = memfit.Pool("12MiB", spill=tmp_path, allow_memory=True)
     for name in "ab":
-        pool.add(name, linear(0), example=torch.ones(2, 1024))
+        pool.add(name, linear(0), activation_bytes="16KiB")
     _grows(pool, "a", 2)
     said = pool.activations("a")
     assert 0 < said.measured_bytes <= 1.05 * said.declared_bytes

@@ -136,7 +136,9 @@ class RecordedStep:
             MemfitError: The two are no two sizes of one step, or no law explains how it grows.
         """
         there = copy(self)
-        grown = _native_trace(self._json).at_sizes(_native_trace(first._json), sizes)
+        *recorded, wanted = sizes
+        others = [_native_trace(first._json)]
+        grown = _native_trace(self._json).at_sizes(others, recorded, wanted)
         there._json = json.loads(grown.json())
         seconds = self._costs.get("op_seconds")
         if seconds is not None:

@@ -23,10 +23,12 @@ class Activations:
     Attributes:
         declared_bytes: What the pool was told, or predicted from the example.
         measured_bytes: The most that a use took; 0 before one ran alone.
+        unforeseen: Why larger calls are not foreseen; empty where they are.
     """
 
     declared_bytes: int
     measured_bytes: int
+    unforeseen: str
 
 
 class UseMeter:
@@ -51,7 +53,17 @@ class UseMeter:
         self._running += 1
         if self._running > 1:
             self.disturbed()
-        elif self._device == HOST:
+        else:
+            self._start()
+
+    def resume(self) -> None:
+        """Room was made within a use: models may have been moved, and it computes from here on."""
+        if self._running == 1:
+            self.disturbed()
+            self._start()
+
+    def _start(self) -> None:
+        if self._device == HOST:
             if self._counts is None:  # once: trying whether it counts takes longer than a use
                 self._counts = cpu.start() is None
                 self._count = _native.AllocationWindow() if self._counts else None

@@ -31,44 +31,14 @@ from memfit.guard import overhead
 from memfit.share.idle import look_after
 from memfit.share.lease import Lease
 from memfit.share.park.parked import ParkedModel
-from memfit.share.pool.activations import activation_bytes as predicted
+from memfit.share.pool.calls import Calls, Use
 from memfit.share.pool.device import HOST, check, device_of
+from memfit.share.pool.law import CallLaw
 from memfit.share.pool.leased import GROW_EVERY, LeasedBudget
 from memfit.share.pool.measured import Activations, UseMeter
+from memfit.share.pool.refusals import Refused, refusal, refused_call
+from memfit.share.pool.statistics import PoolStatistics
 from memfit.sizes import Size, in_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """What a pool did so far.
-
-    Attributes:
-        uses: Uses granted.
-        hits: Uses whose model was awake when it was asked for.
-        waits: Uses that were not granted at once.
-        wakes: Models woken.
-        parks: Models parked.
-        bytes_woken: Bytes read by waking.
-        bytes_written: Bytes written by parking: to the disk, and on a GPU to the host's memory.
-        waited_seconds: What uses waited, together.
-        peak_bytes: Most bytes of models and activations at a time.
-        spills: Copies moved on from the host's memory to the disk (on a GPU).
-        host_peak_bytes: Most bytes of copies in the host's memory at a time (on a GPU).
-        releases: Times that torch's free blocks were given back for room (on a GPU).
-    """
-
-    uses: int
-    hits: int
-    waits: int
-    wakes: int
-    parks: int
-    bytes_woken: int
-    bytes_written: int
-    waited_seconds: float
-    peak_bytes: int
-    spills: int
-    host_peak_bytes: int
-    releases: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +50,21 @@ class _Entry:
         number: The engine's number for it.
         parked: The model.
         activations: Bytes that a call takes, where it says nothing else.
+        law: What it takes at other sizes, where there is an example.
+        calls: Sees its calls, where the law says anything.
     """
 
     name: str
     number: int
     parked: ParkedModel
     activations: int
+    law: CallLaw | None
+    calls: Calls | None
 
 
 _TOLERATED = 20
 _TOLERATED_BYTES = 1 << 20
 """A use may take so small a part more than it counted, or so little, before anything follows."""
-
-_Refused = tuple[str, int, int]
 
 _Job = tuple[str, int, int]
 
@@ -164,10 +136,11 @@ class Pool:
         )
         self._entries: dict[str, _Entry] = {}
         self._numbers: dict[int, _Entry] = {}
-        self._answers: dict[int, _Refused | None] = {}
+        self._answers: dict[int, Refused | None] = {}
         self._failures: dict[int, MemfitError] = {}
         self._seconds: dict[int, float] = {}
         self._measured: dict[int, int] = {}
+        self._exceeded: dict[int, int] = {}
         self._meter = UseMeter(self.device)
         self._changed = threading.Condition(threading.Lock())
         self._process = os.getpid()
@@ -205,8 +178,9 @@ class Pool:
                 there, uncounted.
             pinned: Never park it once it is awake.
             activation_bytes: What a call takes besides the model.
-            example: Inputs as large as they come, to predict that from, on a GPU what torch's
-                allocator reserves of it; without either, calls count nothing.
+            example: Inputs as large as they mostly come, to predict that from, on a GPU what
+                torch's allocator reserves of it. Larger calls are foreseen from it: they have more
+                set aside before they run, or are refused. Without either, calls count nothing.
             source: Safetensors file that the model was loaded from; not on a GPU.
             leave: Names of parameters and module buffers to leave where they are, uncounted.
 
@@ -223,15 +197,16 @@ class Pool:
         check(name, model, leave, self.device)
         with self._changed:
             self._check_name_is_free(name)
-        activations = in_bytes(activation_bytes or 0, "count")
+        activations, law = in_bytes(activation_bytes or 0, "count"), None
         if example is not None:
-            activations = predicted(model, example, self.device)
+            law = CallLaw(model, example, self.device)
+            activations = law.declared_bytes
         parked = ParkedModel(
             model, self._spill, source=source, leave=leave, allow_memory=self._allow_memory
         )
         try:
             with self._changed:
-                self._add(name, parked, activations, pinned=pinned)
+                self._add(name, parked, activations, law, pinned=pinned)
         except BaseException:
             parked.close()
             raise
@@ -256,6 +231,9 @@ class Pool:
             del self._entries[name], self._numbers[entry.number]
             self._seconds.pop(entry.number, None)
             self._measured.pop(entry.number, None)
+            self._exceeded.pop(entry.number, None)
+            if entry.calls is not None:
+                entry.calls.end()
             self._collect()
             return entry.parked
 
@@ -284,7 +262,7 @@ class Pool:
                 wake failed (``not_woken``), or what is in its way cannot be parked (``stuck``);
                 the last two with the reason as ``__cause__``.
         """
-        entry, ticket, counted = self._acquire(name, wait, activation_bytes)
+        entry, use = self._acquire(name, wait, activation_bytes)
         took, pool_counted = None, 0
         try:
             yield entry.parked.model
@@ -293,10 +271,12 @@ class Pool:
                 # From a GPU all of it is copied whenever it is parked.
                 unsaved = entry.parked.unsaved_bytes if self.device == HOST else 0
                 with self._changed:
+                    if entry.calls is not None:
+                        entry.calls.end_use(use)
                     took, pool_counted = self._meter.end(), self._machine.counted()
-                    self._machine.end(ticket, unsaved, _now())
+                    self._machine.end(use.ticket, unsaved, _now())
                     self._collect()
-        self._compare(entry, counted, took, pool_counted)
+        self._compare(entry, use, took, pool_counted)
 
     def activations(self, name: str) -> Activations:
         """What calls of a model take beside it: as said, and as measured.
@@ -309,7 +289,8 @@ class Pool:
         """
         with self._changed:
             entry = self._entry(name)
-            return Activations(entry.activations, self._measured.get(entry.number, 0))
+            refusal = "it was added without an example" if entry.law is None else entry.law.refusal
+            return Activations(entry.activations, self._measured.get(entry.number, 0), refusal)
 
     def shrink(self, to: Size = 0) -> int:
         """Park models that nobody uses or waits for, until no more than so many bytes count.
@@ -378,7 +359,15 @@ class Pool:
             said = f"on {self.device}, {said}, copies in {copies} of {share} of the host"
         return f"<memfit.Pool {said}>"
 
-    def _add(self, name: str, parked: ParkedModel, activations: int, *, pinned: bool) -> None:
+    def _add(
+        self,
+        name: str,
+        parked: ParkedModel,
+        activations: int,
+        law: CallLaw | None,
+        *,
+        pinned: bool,
+    ) -> None:
         """Add what can be parked; the lock is held."""
         self._check_name_is_free(name)
         added, refused = self._machine.add(parked.nbytes, activations, pinned, _now())
@@ -392,13 +381,17 @@ class Pool:
                 self._machine.remove(number)
                 raise
             self._machine.copied(number, parked.host_bytes)
-        entry = _Entry(name, number, parked, activations)
+        calls = None
+        if law is not None and not law.refusal:
+            calls = Calls(law, weakref.WeakMethod(self._make_room_for))
+            calls.watch(parked.model)
+        entry = _Entry(name, number, parked, activations, law, calls)
         self._entries[name] = self._numbers[number] = entry
 
     def _acquire(
         self, name: str, wait: float | None, activation_bytes: Size | None
-    ) -> tuple[_Entry, int, int]:
-        """Wait for a use; returns its ticket, and what it counts with besides the model."""
+    ) -> tuple[_Entry, Use]:
+        """Wait for a use."""
         deadline = None if wait is None else time.monotonic() + wait
         if self._process != os.getpid():
             message = "the pool belongs to the process that this one is a fork of"
@@ -418,38 +411,63 @@ class Pool:
                 self._give_up(ticket)
                 raise
             if refused is None:
+                use = Use(ticket, entry.number, activations, wait)
+                if entry.calls is not None:
+                    entry.calls.begin_use(use)
                 self._meter.begin()
-                return entry, ticket, activations
+                return entry, use
             error = self._refusal(name, refused)
+            raise error from self._cause(entry, refused)
+
+    def _make_room_for(self, use: Use, takes: int, call: str) -> None:
+        """Set more aside for a call of a use that is about to begin."""
+        if self._process != os.getpid():
+            return
+        deadline = None if use.wait_seconds is None else time.monotonic() + use.wait_seconds
+        with self._changed:
+            ticket = self._machine.grow(use.ticket, takes - use.counted_bytes, _now())
+            try:
+                refused = self._wait(ticket, deadline)
+            except BaseException:
+                self._give_up(ticket)
+                raise
+            if refused is None:
+                use.counted_bytes = takes
+                self._meter.resume()
+                return
+            entry = self._numbers[use.model]
+            budget, counted = self._whole, use.counted_bytes
+            error = refused_call(entry.name, call, takes, refused, counted, budget, self.device)
             raise error from self._cause(entry, refused)
 
     def _expected(self, entry: _Entry) -> int:
         """What a call counts with: what calls took, where that is more and the budget has room."""
-        measured = self._measured.get(entry.number, 0)
-        if measured <= _tolerated(entry.activations):
-            return entry.activations
-        return max(entry.activations, min(measured, self.budget_bytes - entry.parked.nbytes))
+        exceeded = self._exceeded.get(entry.number, 0)
+        return max(entry.activations, min(exceeded, self.budget_bytes - entry.parked.nbytes))
 
-    def _compare(self, entry: _Entry, counted: int, took: int | None, pool_counted: int) -> None:
+    def _compare(self, entry: _Entry, use: Use, took: int | None, pool_counted: int) -> None:
         """Hold what a use took against what it counted with, of all that the pool counted."""
-        if took is None or took <= self._measured.get(entry.number, 0):
+        number, counted = entry.number, use.counted_bytes
+        if took is None:
             return
-        self._measured[entry.number] = took
-        if took <= _tolerated(counted):
+        self._measured[number] = max(took, self._measured.get(number, 0))
+        if took <= max(_tolerated(counted), self._exceeded.get(number, 0)):
             return
+        self._exceeded[number] = took
+        why = f"; it was not foreseen, as {use.unforeseen}" if use.unforeseen else ""
         text, held = _native.bytes_text, pool_counted - counted + took
         kept = "within" if held <= self.budget_bytes else "of"
         warnings.warn(
             f"tensors took {text(took)} beside the model while `{entry.name}` was used, which "
             f"counted with {text(counted)}: the pool held {text(held)} {kept} its budget of "
-            f"{text(self.budget_bytes)}\n"
+            f"{text(self.budget_bytes)}{why}\n"
             "hint: add it with an example as large as inputs come, or say what a call takes: "
             f'`pool.use("{entry.name}", activation_bytes=...)`',
             PoolWarning,
             stacklevel=4,
         )
 
-    def _wait(self, ticket: int, deadline: float | None) -> _Refused | None:
+    def _wait(self, ticket: int, deadline: float | None) -> Refused | None:
         """Do what is due until the ticket is answered; the lock is held, but for the doing."""
         while True:
             self._collect()
@@ -625,11 +643,11 @@ class Pool:
             )
         return 0
 
-    def _refusal(self, name: str, refused: _Refused) -> PoolError:
+    def _refusal(self, name: str, refused: Refused) -> PoolError:
         """The error for a request that the engine refused."""
-        return _refusal(name, refused, self._whole, self.device)
+        return refusal(name, refused, self._whole, self.device)
 
-    def _cause(self, entry: _Entry, refused: _Refused) -> MemfitError | None:
+    def _cause(self, entry: _Entry, refused: Refused) -> MemfitError | None:
         """What went wrong with a model, where that is why a use was refused."""
         if refused[0] == "not_woken":
             return self._failures.get(entry.number)
@@ -667,25 +685,3 @@ def _written(parked: ParkedModel) -> int:
     """Bytes that a model's parking has written so far, to the disk and to the host's memory."""
     statistics = parked.statistics
     return statistics.bytes_written + statistics.bytes_to_host
-
-
-def _refusal(name: str, refused: _Refused, budget: int, device: str) -> PoolError:
-    """The error for a request that the engine refused."""
-    reason, wanted, available = refused
-    sizes = [_native.bytes_text(size) for size in (wanted, available, budget)]
-    where = "" if device == HOST else f" of `{device}`"
-    messages = {
-        "too_large": (
-            f"`{name}` can never fit: it takes {sizes[0]} ({wanted} bytes) with its activations, "
-            f"and pinned models and this thread's own uses leave {sizes[1]} ({available} bytes) of "
-            f"the pool's {sizes[2]}{where}\nhint: raise the budget, or pin fewer models"
-        ),
-        "contended": (
-            f"`{name}` has no room{where} now, and another thread that uses a model waits for one "
-            "already: they could wait for each other\nhint: leave the first model's block before"
-        ),
-        "not_woken": f"`{name}` could not be woken; it is parked, and whole",
-        "stuck": f"no room{where} for `{name}`: what is awake and not used cannot be parked",
-    }
-    message = messages.get(reason, f"`{name}` was refused: {reason}")
-    return PoolError(message, reason, wanted or None, available if wanted else None)

@@ -21,6 +21,8 @@ pub(super) struct World {
     pub(super) jobs: Vec<Job>,
     pub(super) waiting: BTreeMap<Ticket, (ModelId, u64, Client)>,
     pub(super) uses: BTreeMap<Ticket, (ModelId, u64, Client)>,
+    /// The use that a request asks more activations for.
+    growing: BTreeMap<Ticket, Ticket>,
     /// On a device, the host's share for copies.
     host: Option<u64>,
     /// What each model's copy has, or may have once it is made, of the host's memory.
@@ -60,6 +62,7 @@ impl World {
             jobs: Vec::new(),
             waiting: BTreeMap::new(),
             uses: BTreeMap::new(),
+            growing: BTreeMap::new(),
             overtaken: BTreeMap::new(),
             budget: BUDGET,
             target: BUDGET,
@@ -123,7 +126,11 @@ impl World {
                         self.resident[granted.0.0],
                         "granted a model that is not there"
                     );
-                    self.uses.insert(ticket, granted);
+                    if let Some(grown) = self.growing.remove(&ticket) {
+                        self.uses.get_mut(&grown).unwrap().1 += granted.1;
+                    } else {
+                        self.uses.insert(ticket, granted);
+                    }
                     self.take_blocks();
                     for (_, count) in self.overtaken.range_mut(..ticket) {
                         *count += 1;
@@ -132,6 +139,7 @@ impl World {
                 }
                 Answer::Refused(ticket, refusal) => {
                     let (model, bytes, client) = self.waiting.remove(&ticket).unwrap();
+                    self.growing.remove(&ticket);
                     self.overtaken.remove(&ticket);
                     self.judge_refusal(model, bytes, client, refusal);
                 }
@@ -183,6 +191,20 @@ impl World {
         let now = Micros(self.now);
         let ticket = self.machine.ask(model, Bytes(bytes), client, now);
         self.waiting.insert(ticket, (model, bytes, client));
+        self.overtaken.insert(ticket, 0);
+        self.judge();
+    }
+
+    pub(super) fn grow(&mut self, running: Ticket, bytes: u64) {
+        let (model, _, client) = self.uses[&running];
+        let waits = self.waiting.values().any(|(_, _, other)| *other == client);
+        if waits {
+            return;
+        }
+        let now = Micros(self.now);
+        let ticket = self.machine.grow(running, Bytes(bytes), now);
+        self.waiting.insert(ticket, (model, bytes, client));
+        self.growing.insert(ticket, running);
         self.overtaken.insert(ticket, 0);
         self.judge();
     }
@@ -280,6 +302,13 @@ impl World {
     }
 
     pub(super) fn end(&mut self, ticket: Ticket) {
+        let (_, _, client) = self.uses[&ticket];
+        // A client's use does not end while it waits for more of it.
+        let grows = |asked: &Ticket| self.growing.get(asked) == Some(&ticket);
+        let waits = |asked: &Ticket| self.waiting[asked].2 == client && grows(asked);
+        if self.waiting.keys().any(waits) {
+            return;
+        }
         self.uses.remove(&ticket);
         self.machine.end(ticket, Bytes::ZERO, Micros(self.now));
         self.judge();
@@ -316,7 +345,7 @@ proptest! {
     fn no_history_exceeds_the_budget_or_leaves_anybody_waiting(
         host in prop::option::of(0_u64..90),
         models in prop::collection::vec((1_u64..60, prop::bool::weighted(0.15), any::<bool>()), 1..7),
-        steps in prop::collection::vec((0_u8..13, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
+        steps in prop::collection::vec((0_u8..15, any::<prop::sample::Index>(), 0_u64..30, 0_u64..5), 0..120),
     ) {
         let mut world = World::of(host, &models);
         prop_assume!(!world.sizes.is_empty());
@@ -342,6 +371,7 @@ proptest! {
                     let place = which.index(world.waiting.len());
                     let ticket = *world.waiting.keys().nth(place).unwrap();
                     world.waiting.remove(&ticket);
+                    world.growing.remove(&ticket);
                     world.overtaken.remove(&ticket);
                     world.machine.cancel(ticket);
                     world.judge();
@@ -352,6 +382,11 @@ proptest! {
                 11 | 12 => {
                     world.aim(bytes * 4);
                     world.shed(bytes * 4);
+                }
+                13 | 14 if !world.uses.is_empty() => {
+                    let place = which.index(world.uses.len());
+                    let ticket = *world.uses.keys().nth(place).unwrap();
+                    world.grow(ticket, bytes);
                 }
                 _ => {}
             }
@@ -501,6 +536,24 @@ fn a_wake_that_fails_is_told_to_its_request_and_its_room_is_free_again() {
     world.finish(0, false);
     assert!(world.waiting.is_empty());
     assert_eq!(world.machine.counted(), Bytes::ZERO);
+}
+
+#[test]
+fn a_use_that_grows_has_others_parked_or_is_refused_and_counts_until_it_ends() {
+    let mut world = World::new(&[(30, false, true), (40, false, true)]);
+    world.ask(ModelId(0), 5, Client(0));
+    let running = *world.uses.keys().next().unwrap();
+    world.grow(running, 20);
+    assert_eq!(world.machine.counted(), Bytes(95), "there was room");
+    world.grow(running, 30);
+    world.drain();
+    assert_eq!(world.resident, [true, false]);
+    assert_eq!(world.machine.counted(), Bytes(85));
+    world.grow(running, 16);
+    assert!(world.waiting.is_empty(), "refused at once");
+    assert_eq!(world.machine.statistics().uses, 1);
+    world.end(running);
+    assert_eq!(world.machine.counted(), Bytes(30));
 }
 
 #[test]

@@ -62,6 +62,8 @@ struct Request {
     client: Client,
     model: ModelId,
     activations: Bytes,
+    /// The use that it asks more activations for.
+    grows: Option<Ticket>,
     asked: Micros,
     overtaken: u32,
     /// Its room is set aside, and its model is being woken for it.
@@ -211,8 +213,7 @@ impl Machine {
         now: Micros,
     ) -> Ticket {
         self.pass(now);
-        let ticket = Ticket(self.next_ticket);
-        self.next_ticket += 1;
+        let ticket = self.ticket();
         let Some(asked) = self.models.get_mut(model.0).filter(|model| !model.is_gone) else {
             let refusal = Refusal::NotWoken;
             self.answers.push(Answer::Refused(ticket, refusal));
@@ -220,21 +221,60 @@ impl Machine {
         };
         self.tick.0 += 1;
         asked.arrivals.arrived(self.tick);
-        let request = Request {
+        let was_awake = asked.state == State::Awake;
+        self.enqueue(Request {
             ticket,
             client,
             model,
             activations,
+            grows: None,
             asked: self.now,
             overtaken: 0,
             has_room: false,
-            was_awake: asked.state == State::Awake,
+            was_awake,
             has_waited: false,
+        });
+        ticket
+    }
+
+    /// Asks for more activations of a use that runs, which it then has until it ends. The answer is among
+    /// [`Self::answers`] at once or later, under a ticket of its own; its client waits as any that holds a use.
+    pub fn grow(&mut self, running: Ticket, by: Bytes, now: Micros) -> Ticket {
+        self.pass(now);
+        let ticket = self.ticket();
+        let Some(found) = self.uses.iter().find(|one| one.ticket == running) else {
+            let refusal = Refusal::NotWoken;
+            self.answers.push(Answer::Refused(ticket, refusal));
+            return ticket;
         };
-        let wanted = asked.bytes + activations;
+        self.enqueue(Request {
+            ticket,
+            client: found.client,
+            model: found.model,
+            activations: by,
+            grows: Some(running),
+            asked: self.now,
+            overtaken: 0,
+            has_room: false,
+            was_awake: true,
+            has_waited: false,
+        });
+        ticket
+    }
+
+    fn ticket(&mut self) -> Ticket {
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        ticket
+    }
+
+    /// Grants or refuses a request at once, or lets it wait.
+    fn enqueue(&mut self, request: Request) {
+        let (ticket, client, model) = (request.ticket, request.client, request.model);
+        let wanted = self.models[model.0].bytes + request.activations;
         let available = self.whole - self.pinned_beside(Some(model)) - self.held_by(client, model);
         let holds = |client| self.uses.iter().any(|one: &Use| one.client == client);
-        let is_hit = request.was_awake && self.more(model, activations) <= self.free();
+        let is_hit = request.was_awake && self.more(model, request.activations) <= self.free();
         if wanted > available {
             let refusal = Refusal::TooLarge { wanted, available };
             self.answers.push(Answer::Refused(ticket, refusal));
@@ -252,7 +292,6 @@ impl Machine {
         for request in &mut self.queue {
             request.has_waited |= request.ticket == ticket;
         }
-        ticket
     }
 
     /// Gives a request up that has not been answered; room set aside for it is free again.
@@ -489,18 +528,25 @@ impl Machine {
     }
 
     fn grant(&mut self, request: &Request) {
-        self.models[request.model.0].uses += 1;
-        self.statistics.uses += 1;
-        self.statistics.hits += u64::from(request.was_awake);
-        self.statistics.waits += u64::from(request.has_waited);
         self.statistics.waited.0 += self.now.0.saturating_sub(request.asked.0);
         self.answers.push(Answer::Granted(request.ticket));
-        self.uses.push(Use {
-            ticket: request.ticket,
-            client: request.client,
-            model: request.model,
-            activations: request.activations,
-        });
+        if let Some(running) = request.grows {
+            let mut uses = self.uses.iter_mut();
+            if let Some(grown) = uses.find(|one| one.ticket == running) {
+                grown.activations += request.activations;
+            }
+        } else {
+            self.models[request.model.0].uses += 1;
+            self.statistics.uses += 1;
+            self.statistics.hits += u64::from(request.was_awake);
+            self.statistics.waits += u64::from(request.has_waited);
+            self.uses.push(Use {
+                ticket: request.ticket,
+                client: request.client,
+                model: request.model,
+                activations: request.activations,
+            });
+        }
         let calls = self.uses.iter().filter(|one| one.model == request.model);
         let together = calls.map(|one| one.activations).sum();
         if let Some(device) = &mut self.device {

@@ -13,7 +13,8 @@
 //!
 //! A model counts in full from the moment its wake begins until its parking has ended, and each use
 //! counts its activations from the moment they are granted until it ends. The sum never exceeds the
-//! budget: bytes are set aside first and taken after.
+//! budget: bytes are set aside first and taken after. A use may ask for more ([`Machine::grow`]), as a
+//! holder does (below).
 //!
 //! The budget may come down and grow again up to what it was at first ([`Machine::aim`]): what nobody uses is
 //! parked by the caller's wish ([`Machine::shed`]), and what is in use comes down when it ends. What can never fit
