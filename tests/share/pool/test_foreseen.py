@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.errors import PoolError
+from memfit.errors import PoolError, UsageError
 from memfit.share.pool.activations import inputs_of
 from memfit.share.pool.law import CallLaw, Unforeseen
-from memfit.share.pool.measured import UseMeter
+from memfit.share.pool.measured import UseMeter, tolerated
 
 MIB = 1 << 20
 
@@ -200,6 +200,50 @@ def test_a_call_that_the_law_is_not_of_is_measured_and_the_warning_says_why(make
         model(words(1024), scale=0.5)
     assert pool.activations("attention").unforeseen == ""
     assert pool.activations("other").unforeseen == "it was added without an example"
+
+
+def test_a_guard_holds_what_was_not_foreseen(make):
+    pool = make("24MiB", guard=True)
+    x = words(1024)
+    counted = tolerated(pool.activations("attention").declared_bytes)
+    meter = UseMeter("host")
+    for _ in range(2):
+        meter.begin()
+        with (
+            pytest.raises(memfit.OutOfBudget),
+            pool.use("attention") as model,
+            torch.no_grad(),
+        ):
+            model(x, scale=0.5)
+        assert meter.end() <= counted
+        with pool.use("attention") as model, torch.no_grad():
+            model(x)  # has room made, and runs in it
+    assert pool.counted_bytes == 4 * MIB
+    torch.ones(8 << 20)  # outside uses nothing is held
+    with pytest.raises(UsageError, match="needs `example` or `activation_bytes`"):
+        pool.add("unsaid", nn.Linear(2, 2))
+
+
+def test_guarded_uses_in_threads_do_not_take_each_others_room(make):
+    pool = make("64MiB", guard=True)
+    failures = []
+
+    def call(x):
+        try:
+            for _ in range(5):
+                with pool.use("attention") as model, torch.no_grad():
+                    model(x)
+        except memfit.MemfitError as error:
+            failures.append(error)
+
+    inputs = [words(length) for length in (64, 512, 1024)]
+    threads = [threading.Thread(target=call, args=(x,)) for x in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert pool.statistics.peak_bytes <= 64 * MIB
 
 
 def test_sizes_that_cannot_vary_and_other_forms_are_unforeseen():

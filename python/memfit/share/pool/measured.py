@@ -31,6 +31,20 @@ class Activations:
     unforeseen: str
 
 
+_TOLERATED = 20
+_TOLERATED_BYTES = 1 << 20
+"""A use may take so small a part more than it counted, or so little, before anything follows."""
+
+
+def tolerated(counted: int) -> int:
+    """The most that a use may take before anything follows.
+
+    Args:
+        counted: Bytes that it counted with.
+    """
+    return counted + max(counted // _TOLERATED, _TOLERATED_BYTES)
+
+
 class UseMeter:
     """Measures uses, one at a time; each call is made with the pool's lock held."""
 

@@ -26,17 +26,18 @@ import torch
 from torch import nn
 
 from memfit import _native
-from memfit.errors import MemfitError, PoolError, PoolWarning, UsageError
+from memfit.errors import MemfitError, PoolError, UsageError
 from memfit.guard import overhead
 from memfit.share.idle import look_after
 from memfit.share.lease import Lease
 from memfit.share.park.parked import ParkedModel
 from memfit.share.pool.calls import Calls, Use
 from memfit.share.pool.device import HOST, check, device_of
+from memfit.share.pool.held import HeldUses
 from memfit.share.pool.law import CallLaw
 from memfit.share.pool.leased import GROW_EVERY, LeasedBudget
-from memfit.share.pool.measured import Activations, UseMeter
-from memfit.share.pool.refusals import Refused, refusal, refused_call
+from memfit.share.pool.measured import Activations, UseMeter, tolerated
+from memfit.share.pool.refusals import Refused, excess, refusal, refused_call
 from memfit.share.pool.statistics import PoolStatistics
 from memfit.sizes import Size, in_bytes
 
@@ -62,10 +63,6 @@ class _Entry:
     calls: Calls | None
 
 
-_TOLERATED = 20
-_TOLERATED_BYTES = 1 << 20
-"""A use may take so small a part more than it counted, or so little, before anything follows."""
-
 _Job = tuple[str, int, int]
 
 
@@ -86,6 +83,7 @@ class Pool:
         device: str | torch.device | None = None,
         host: Size | None = None,
         stream: bool = False,
+        guard: bool = False,
         allow_memory: bool = False,
     ) -> None:
         """Create a pool without models.
@@ -104,13 +102,16 @@ class Pool:
             stream: Let a use begin while its model is still read: each tensor is waited for, and
                 compared with what was parked, when an op first needs it
                 (:meth:`memfit.ParkedModel.wake`). Not for a pool on a GPU.
+            guard: Refuse what tensors of the process would take beyond what was set aside, and a
+                little, while models are used: an :class:`~memfit.errors.OutOfBudget` where it
+                leaves the block. Each model needs ``example`` or ``activation_bytes``.
             allow_memory: Accept a folder whose files are kept in memory.
 
         Raises:
             BudgetError: The budget cannot be read.
             UsageError: It is no size; both or none of ``budget`` and ``lease``; no ``spill``; the
                 lease leaves nothing; there is no such device; ``host`` for a pool on the host, or
-                ``stream`` for one on a GPU.
+                ``stream`` or ``guard`` for one on a GPU.
         """
         if (budget is None) == (lease is None):
             raise UsageError("give a `budget`, or a `lease` to live in")
@@ -129,6 +130,12 @@ class Pool:
             message = "`stream` is for models on the host\nhint: leave it out for a GPU's"
             raise UsageError(message)
         self._stream = stream
+        if guard and self.device != HOST:
+            message = (
+                "`guard` is for models on the host\nhint: `memfit.guard` around it for a GPU's"
+            )
+            raise UsageError(message)
+        self._held = HeldUses() if guard else None
         with suppress(OSError):  # adding the first model says what is wrong with it
             os.makedirs(spill, exist_ok=True)  # noqa: PTH103 - takes every kind of path
         self._machine = _native.PoolMachine(
@@ -197,6 +204,8 @@ class Pool:
         check(name, model, leave, self.device)
         with self._changed:
             self._check_name_is_free(name)
+        if self._held is not None and activation_bytes is None and example is None:
+            raise UsageError("a pool with `guard` needs `example` or `activation_bytes`")
         activations, law = in_bytes(activation_bytes or 0, "count"), None
         if example is not None:
             law = CallLaw(model, example, self.device)
@@ -266,6 +275,11 @@ class Pool:
         took, pool_counted = None, 0
         try:
             yield entry.parked.model
+        except RuntimeError as error:
+            refused = None if self._held is None else self._held.refused(error)
+            if refused is None:
+                raise
+            raise refused from error
         finally:
             if self._process == os.getpid():
                 # From a GPU all of it is copied whenever it is parked.
@@ -274,6 +288,8 @@ class Pool:
                     if entry.calls is not None:
                         entry.calls.end_use(use)
                     took, pool_counted = self._meter.end(), self._machine.counted()
+                    if self._held is not None:
+                        self._held.end(use.counted_bytes)
                     self._machine.end(use.ticket, unsaved, _now())
                     self._collect()
         self._compare(entry, use, took, pool_counted)
@@ -403,6 +419,8 @@ class Pool:
             activations = self._expected(entry)
             if activation_bytes is not None:
                 activations = in_bytes(activation_bytes, "count")
+            if self._held is not None:
+                activations = tolerated(activations)
             client = threading.get_ident()
             ticket = self._machine.ask(entry.number, activations, client, _now())
             try:
@@ -414,6 +432,8 @@ class Pool:
                 use = Use(ticket, entry.number, activations, wait)
                 if entry.calls is not None:
                     entry.calls.begin_use(use)
+                if self._held is not None:
+                    self._held.begin(activations)
                 self._meter.begin()
                 return entry, use
             error = self._refusal(name, refused)
@@ -424,6 +444,8 @@ class Pool:
         if self._process != os.getpid():
             return
         deadline = None if use.wait_seconds is None else time.monotonic() + use.wait_seconds
+        if self._held is not None:
+            takes = tolerated(takes)
         with self._changed:
             ticket = self._machine.grow(use.ticket, takes - use.counted_bytes, _now())
             try:
@@ -432,6 +454,8 @@ class Pool:
                 self._give_up(ticket)
                 raise
             if refused is None:
+                if self._held is not None:
+                    self._held.grow(takes - use.counted_bytes)
                 use.counted_bytes = takes
                 self._meter.resume()
                 return
@@ -451,21 +475,12 @@ class Pool:
         if took is None:
             return
         self._measured[number] = max(took, self._measured.get(number, 0))
-        if took <= max(_tolerated(counted), self._exceeded.get(number, 0)):
+        if took <= max(tolerated(counted), self._exceeded.get(number, 0)):
             return
         self._exceeded[number] = took
-        why = f"; it was not foreseen, as {use.unforeseen}" if use.unforeseen else ""
-        text, held = _native.bytes_text, pool_counted - counted + took
-        kept = "within" if held <= self.budget_bytes else "of"
-        warnings.warn(
-            f"tensors took {text(took)} beside the model while `{entry.name}` was used, which "
-            f"counted with {text(counted)}: the pool held {text(held)} {kept} its budget of "
-            f"{text(self.budget_bytes)}{why}\n"
-            "hint: add it with an example as large as inputs come, or say what a call takes: "
-            f'`pool.use("{entry.name}", activation_bytes=...)`',
-            PoolWarning,
-            stacklevel=4,
-        )
+        held, budget = pool_counted - counted + took, self.budget_bytes
+        said = excess(entry.name, took, counted, held, budget, use.unforeseen)
+        warnings.warn(said, stacklevel=4)
 
     def _wait(self, ticket: int, deadline: float | None) -> Refused | None:
         """Do what is due until the ticket is answered; the lock is held, but for the doing."""
@@ -669,11 +684,6 @@ class Pool:
         if name in self._entries:
             message = f"the pool has a model `{name}` already"
             raise PoolError(message, "name_taken")
-
-
-def _tolerated(counted: int) -> int:
-    """The most that a use may take before anything follows."""
-    return counted + max(counted // _TOLERATED, _TOLERATED_BYTES)
 
 
 def _now() -> int:

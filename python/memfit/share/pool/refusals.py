@@ -6,7 +6,7 @@ Responsible for the errors of requests that the engine refused. Not responsible 
 from __future__ import annotations
 
 from memfit import _native
-from memfit.errors import PoolError
+from memfit.errors import PoolError, PoolWarning
 from memfit.share.pool.device import HOST
 
 Refused = tuple[str, int, int]
@@ -33,6 +33,28 @@ def refusal(name: str, refused: Refused, budget: int, device: str) -> PoolError:
     }
     message = messages.get(reason, f"`{name}` was refused: {reason}")
     return PoolError(message, reason, wanted or None, available if wanted else None)
+
+
+def excess(name: str, took: int, counted: int, held: int, budget: int, why: str) -> PoolWarning:
+    """The warning of a use that took more than it counted with.
+
+    Args:
+        name: The model.
+        took: Bytes that tensors took beside the model.
+        counted: Bytes that it counted with.
+        held: Bytes that the pool held then.
+        budget: The pool's, in bytes.
+        why: Why that was not foreseen; may be empty.
+    """
+    text = _native.bytes_text
+    kept = "within" if held <= budget else "of"
+    limit = text(budget) + (f"; it was not foreseen, as {why}" if why else "")
+    return PoolWarning(
+        f"tensors took {text(took)} beside the model while `{name}` was used, which counted with "
+        f"{text(counted)}: the pool held {text(held)} {kept} its budget of {limit}\n"
+        "hint: add it with an example as large as inputs come, or say what a call takes: "
+        f'`pool.use("{name}", activation_bytes=...)`'
+    )
 
 
 def refused_call(
