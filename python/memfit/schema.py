@@ -664,7 +664,7 @@ class DeviceFit:
     Attributes:
         device: The device.
         memory_bytes: Its memory.
-        fits: Peak plus the CUDA context is within it.
+        fits: Peak plus the CUDA context is within what a process finds there.
     """
 
     device: str
@@ -922,6 +922,29 @@ FrontStop = Literal["resolved", "plan_limit"]
 - ``resolved``: What is left between neighbours is too small to see.
 - ``plan_limit``: The limit on the number of plans was reached.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFit:
+    """Does the step fit on the GPU that was asked about?
+
+    Attributes:
+        gpu: Its name in the table.
+        memory_bytes: Its memory, as the datasheet says.
+        capacity_bytes: What PyTorch finds of it: the total capacity of its OOM messages.
+        context_bytes: What the CUDA context and kernels are counted with.
+        room_bytes: What is left for the step.
+        allocated_fits: Whether the peak of allocated bytes is within the room.
+        fits: Whether the peak of reserved bytes is, which decides.
+    """
+
+    gpu: str
+    memory_bytes: int
+    capacity_bytes: int
+    context_bytes: int
+    room_bytes: int
+    allocated_fits: bool
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1430,6 +1453,7 @@ class Prediction:
         largest_batch: Largest batch within the budget, when one was given and the law is known; 0
             when none fits.
         devices: Which devices of the table it fits on, unplanned.
+        gpu: Whether it fits on the GPU that was asked about, when one was.
         notes: What the capture had to say.
     """
 
@@ -1449,6 +1473,7 @@ class Prediction:
     phases: tuple[tuple[Phase, int], ...]
     largest_batch: int | None
     devices: tuple[DeviceFit, ...]
+    gpu: GpuFit | None
     notes: tuple[str, ...]
 
 

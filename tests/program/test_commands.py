@@ -245,3 +245,30 @@ def test_a_verdict_within_the_uncertainty_of_a_prediction_says_so():
     assert near.stdout.splitlines()[-1].startswith("FITS: 2.0 MiB predicted, ")
     assert "; the peak may be " in near.stdout.splitlines()[-1]
     assert "may be" not in far.stdout.splitlines()[-1]
+
+
+def test_a_gpu_is_asked_about_by_name(tmp_path: Path):
+    step = tmp_path / "step.memfit"
+    fits = run("predict", MLP, "--gpu", "rtx4090", "--format", "json", "--save", str(step)).json
+    gpu = fits["gpu"]
+    assert (gpu["gpu"], gpu["fits"], fits["verdict"]) == ("RTX 4090", True, "fits")
+    assert fits["device_kind"] == "cuda"
+    assert gpu["room_bytes"] == fits["budget_bytes"] < gpu["capacity_bytes"] < gpu["memory_bytes"]
+    large = run("predict", str(step), "--batch", str(fits["largest_batch"] * 2), "--gpu", "4090")
+    assert large.code == 1
+    verdict = next(line for line in large.stdout.splitlines() if line.startswith("DOES NOT FIT"))
+    assert "on RTX 4090:" in verdict
+    assert "memfit plan --device cuda --budget 23484MiB" in verdict
+
+
+def test_what_a_gpu_cannot_be_asked_about(saved: Path):
+    for arguments, words in (
+        ((str(saved), "--gpu", "h100"), "runs on `cpu`"),
+        ((MLP, "--gpu", "h100", "--device", "cpu"), "`--device cpu` is none"),
+        ((MLP, "--gpu", "mi300x"), "mi300x"),
+        ((MLP, "--gpu", "h100", "--budget", "1GiB"), "--budget"),
+        ((MLP, "--largest", "batch"), "`--budget 3GiB` or `--gpu rtx4090`"),
+    ):
+        refused = run("predict", *arguments)
+        assert (refused.code, refused.stdout) == (2, "")
+        assert words in refused.stderr

@@ -35,6 +35,21 @@ def test_a_prediction_has_the_fields_of_the_engine(trace: memfit.Trace):
         _ = prediction.peek
 
 
+def test_a_gpu_takes_the_place_of_a_budget(trace: memfit.Trace):
+    found = memfit.predict(workloads.mlp(), gpu="rtx4090")
+    assert found.device_kind == "cuda"
+    assert found.gpu is not None
+    assert found.gpu.fits
+    assert found.largest_batch is not None
+    assert "FITS on RTX 4090: " in str(found)
+    for wrong, words in (
+        ({"gpu": "mi300x"}, "mi300x"),
+        ({"gpu": "t4", "budget": "1GiB"}, "not both"),
+    ):
+        with pytest.raises(memfit.UsageError, match=words):
+            memfit.predict(trace, **wrong)  # type: ignore[arg-type]
+
+
 def test_a_trace_and_a_plan_survive_their_files(trace: memfit.Trace, tmp_path: Path):
     trace.save(tmp_path / "step.memfit")
     again = memfit.load(tmp_path / "step.memfit")

@@ -122,6 +122,7 @@ Examples:
   memfit predict examples/gpt2.py:build
   memfit predict examples/gpt2.py:build --set batch=8 --set sequence=1024
   memfit predict examples/gpt2.py:build --budget 6GiB      exit code 1 when it does not fit
+  memfit predict examples/gpt2.py:build --gpu rtx4090      does it run on one? none is needed
   memfit predict my_project.train:workload --save step.memfit
   memfit predict step.memfit --batch 32                    the same step with another batch")]
     Predict(PredictArguments),
@@ -395,10 +396,16 @@ pub(crate) struct PredictArguments {
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) budget: Option<String>,
 
+    /// Say whether the step fits this GPU (h100, rtx4090, a100-80gb), which need not be here
+    ///
+    /// Implies `--device cuda`. What the caching allocator holds at the peak has to fit what PyTorch finds of such a card beside the CUDA context.
+    #[arg(long, value_name = "NAME", conflicts_with = "budget")]
+    pub(crate) gpu: Option<String>,
+
     /// Find the largest value of this argument of the target that the unplanned step fits with
     ///
-    /// An integer: `batch`, `sequence`. Each trial captures the step; the answer fits, and one more does not.
-    #[arg(long, value_name = "NAME", requires = "budget", conflicts_with_all = ["batch", "save"])]
+    /// An integer: `batch`, `sequence`. Each trial captures the step; the answer fits, and one more does not. Needs `--budget` or `--gpu`.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["batch", "save"])]
     pub(crate) largest: Option<String>,
 
     /// Predict for another batch size

@@ -10,7 +10,9 @@ use memfit_engine::bytes::Budget;
 use memfit_engine::cost::devices::{self, Device};
 use memfit_engine::plan::PlanRequest;
 
-use crate::args::{DeviceChoice, PlanChoiceArguments, TargetArguments, kinds_of, loosest};
+use crate::args::{
+    DeviceChoice, PlanChoiceArguments, PredictArguments, TargetArguments, kinds_of, loosest,
+};
 use crate::error::Failure;
 
 /// What a command works on.
@@ -132,6 +134,42 @@ impl PlanChoice {
             offload: arguments.offload.clone(),
             gpu,
         })
+    }
+}
+
+/// What a prediction is held against, read before any model is built.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Limit {
+    /// No more than this.
+    Budget(Budget),
+    /// What a process finds on a GPU.
+    Gpu(&'static Device),
+}
+
+impl Limit {
+    /// The limit of the command line, where it has one.
+    pub(crate) fn parse(arguments: &PredictArguments) -> Result<Option<Self>, Failure> {
+        if let Some(name) = &arguments.gpu {
+            if arguments.device == Some(DeviceChoice::Cpu) {
+                let message = format!("`--gpu {name}` names a GPU, and `--device cpu` is none");
+                return Err(Failure::usage(message).hint("`--gpu` alone implies `--device cuda`"));
+            }
+            let device = devices::find(name).map_err(|error| {
+                Failure::usage(error.to_string())
+                    .hint("of any other, say what it has: `--device cuda --budget 22GiB`")
+            })?;
+            return Ok(Some(Self::Gpu(device)));
+        }
+        let budget = arguments.budget.as_deref().map(Budget::of_step);
+        Ok(budget.transpose()?.map(Self::Budget))
+    }
+
+    /// The same in bytes, or in a part of the peak.
+    pub(crate) fn budget(self) -> Budget {
+        match self {
+            Self::Budget(budget) => budget,
+            Self::Gpu(device) => Budget::Absolute(device.room_bytes()),
+        }
     }
 }
 

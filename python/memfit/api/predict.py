@@ -42,7 +42,11 @@ def trace(
 
 
 def predict(
-    subject: Workload | Trace, *, budget: str | int | None = None, batch: int | None = None
+    subject: Workload | Trace,
+    *,
+    budget: str | int | None = None,
+    batch: int | None = None,
+    gpu: str | None = None,
 ) -> Prediction:
     """Say how much memory a step takes, and what takes it.
 
@@ -50,17 +54,28 @@ def predict(
         subject: The step, or a trace of it.
         budget: ``"3GiB"``, ``"60%"`` or bytes: asks for the largest batch that fits.
         batch: Another batch size than the captured one.
+        gpu: A GPU that need not be here (``"rtx4090"``), instead of a budget: ``prediction.gpu``
+            says whether the step fits on it. A workload is captured for CUDA then.
 
     Returns:
         The prediction; ``print`` shows the report.
 
     Raises:
         BudgetError: The budget cannot be read.
-        UsageError: The trace cannot be scaled to the batch.
+        UsageError: The trace cannot be scaled to the batch; no such GPU is known, or the trace is
+            of a step on a CPU; both a GPU and a budget are given.
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    request = {"batch": batch, "budget": None if budget is None else step_budget(budget)}
+    request = {
+        "batch": batch,
+        "budget": None if budget is None else step_budget(budget),
+        "gpu": gpu,
+    }
+    if gpu is not None:
+        _native.gpu_profile(gpu)  # an unknown name is refused before the step is captured
+        if not isinstance(subject, Trace):
+            subject = trace(subject, device="cuda")
     return Prediction.of(_native.predict(traced(subject).native, request))
 
 

@@ -1,7 +1,9 @@
 //! Common GPUs: how much memory each has, and how fast its datasheet says it is.
 //!
 //! Responsible for the table behind "what fits where" and behind plans for a GPU that is not here. Memory
-//! as the vendors' datasheets state it, read as GiB, which is what the cards report within one per cent.
+//! as the vendors' datasheets state it, read as GiB. Processes find less, by one to nine per cent: error correction
+//! takes a sixteenth of GDDR6, and the driver keeps some. So each card also has the least total capacity found in
+//! public OOM messages of PyTorch on Linux, of this card or one of its kind with as much memory.
 //! Not responsible for devices that are present: the program asks and measures those themselves.
 //!
 //! Rates are peaks, dense (no structured sparsity); real steps reach a part of them. A plan needs their
@@ -20,6 +22,8 @@ pub struct Device {
     pub name: &'static str,
     /// Its memory.
     pub memory_bytes: Bytes,
+    /// What PyTorch finds of it, its total capacity; at least that much, whatever the driver.
+    pub capacity_bytes: Bytes,
     /// How fast it is.
     pub speed: Speed,
     /// The document the figures are from.
@@ -54,10 +58,18 @@ pub const STAND_IN: &str = "A100 80 GB";
 /// CUDA kernel launch; it keeps tiny ops from being free and decides nothing else.
 const LAUNCH_SECONDS: f64 = 5e-6;
 
-const fn device(name: &'static str, gib: u64, speed: Speed, datasheet: &'static str) -> Device {
+/// `capacity` is in hundredths of GiB, as OOM messages have it.
+const fn device(
+    name: &'static str,
+    gib: u64,
+    capacity: u64,
+    speed: Speed,
+    datasheet: &'static str,
+) -> Device {
     Device {
         name,
         memory_bytes: Bytes(gib << 30),
+        capacity_bytes: Bytes((capacity << 30) / 100),
         speed,
         datasheet,
     }
@@ -87,78 +99,91 @@ pub const TABLE: [Device; 13] = [
     device(
         "RTX 4060",
         8,
+        760,
         speed(272.0, None, 15.1, NONE),
         "NVIDIA GeForce RTX 4060 specifications",
     ),
     device(
         "RTX 3060",
         12,
+        1175,
         speed(360.0, None, 12.7, NONE),
         "NVIDIA GeForce RTX 3060 specifications",
     ),
     device(
         "T4",
         16,
+        1456,
         speed(300.0, PCIE3, 8.1, [None, Some(65.0), None]),
         "NVIDIA T4 Tensor Core GPU datasheet",
     ),
     device(
         "V100",
         16,
+        1577,
         speed(900.0, PCIE3, 14.0, [None, Some(112.0), None]),
         "NVIDIA Tesla V100 GPU Accelerator datasheet, PCIe",
     ),
     device(
         "A10",
         24,
+        2196,
         speed(600.0, PCIE4, 31.2, [Some(62.5), Some(125.0), Some(125.0)]),
         "NVIDIA A10 Tensor Core GPU datasheet",
     ),
     device(
         "L4",
         24,
+        2196,
         speed(300.0, PCIE4, 30.3, [Some(60.0), Some(121.0), Some(121.0)]),
         "NVIDIA L4 Tensor Core GPU datasheet",
     ),
     device(
         "RTX 4090",
         24,
+        2352,
         speed(1008.0, PCIE4, 82.6, [Some(82.6), Some(165.2), Some(165.2)]),
         "NVIDIA Ada GPU Architecture whitepaper, appendix A",
     ),
     device(
         "RTX 5090",
         32,
+        3136,
         speed(1792.0, PCIE5, 104.8, NONE),
         "NVIDIA RTX Blackwell GPU Architecture whitepaper",
     ),
     device(
         "A100 40 GB",
         40,
+        3938,
         speed(1555.0, PCIE4, 19.5, A100),
         "NVIDIA A100 Tensor Core GPU datasheet",
     ),
     device(
         "L40S",
         48,
+        4440,
         speed(864.0, PCIE4, 91.6, [Some(183.0), Some(362.0), Some(362.0)]),
         "NVIDIA L40S datasheet",
     ),
     device(
         "A100 80 GB",
         80,
+        7910,
         speed(1935.0, PCIE4, 19.5, A100),
         "NVIDIA A100 Tensor Core GPU datasheet, 80GB PCIe",
     ),
     device(
         "H100",
         80,
+        7910,
         speed(3350.0, PCIE5, 66.9, HOPPER),
         "NVIDIA H100 Tensor Core GPU datasheet, SXM",
     ),
     device(
         "H200",
         141,
+        13971,
         speed(4800.0, PCIE5, 66.9, HOPPER),
         "NVIDIA H200 Tensor Core GPU datasheet, SXM",
     ),
@@ -233,6 +258,12 @@ pub fn stand_in() -> DeviceProfile {
 }
 
 impl Device {
+    /// What a process has there for tensors: what PyTorch finds without the CUDA context.
+    #[must_use]
+    pub fn room_bytes(&self) -> Bytes {
+        self.capacity_bytes - CONTEXT_BYTES
+    }
+
     /// Its datasheet as a device profile: peak rates, so times are the least that are possible.
     #[must_use]
     pub fn profile(&self) -> DeviceProfile {
@@ -270,6 +301,15 @@ mod tests {
     #[test]
     fn the_table_ascends() {
         assert!(TABLE.is_sorted_by_key(|device| device.memory_bytes));
+    }
+
+    #[test]
+    fn cards_offer_nearly_what_their_datasheets_say() {
+        for device in &TABLE {
+            let part = device.capacity_bytes.as_f64() / device.memory_bytes.as_f64();
+            assert!((0.9..1.0).contains(&part), "{}: {part}", device.name);
+            assert!(device.room_bytes() > Bytes(6 << 30), "{}", device.name);
+        }
     }
 
     #[test]

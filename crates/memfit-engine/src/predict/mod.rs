@@ -1,8 +1,9 @@
 //! What an unplanned step takes, and who takes it.
 //!
-//! Responsible for the peak and its interval, the breakdown at the peak, the timeline, the largest batch
-//! and the devices it fits on. Pure: a trace in, a [`Prediction`] out.
+//! Responsible for the peak and its interval, the breakdown at the peak, the timeline and the largest batch.
+//! Pure: a trace in, a [`Prediction`] out. Not responsible for the devices it fits on (`gpu.rs`).
 
+mod gpu;
 pub mod reserved;
 mod unneeded;
 
@@ -11,11 +12,12 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use gpu::{DeviceFit, GpuFit};
 pub use unneeded::UnneededSaves;
 
 use crate::allocator::Settings;
 use crate::bytes::{Budget, Bytes};
-use crate::cost::devices;
+use crate::cost::devices::{Device, UnknownGpu};
 use crate::predict::reserved::{Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{Evaluator, Holding, StepModel, Treatment, Variant};
@@ -29,6 +31,8 @@ pub struct PredictRequest {
     pub batch: Option<u64>,
     /// A budget, to answer which batch is the largest that fits.
     pub budget: Option<Budget>,
+    /// A GPU of the table as people write its name; what it has room for takes the place of the budget.
+    pub gpu: Option<String>,
 }
 
 /// Why there is no prediction.
@@ -37,6 +41,22 @@ pub enum PredictError {
     /// The trace cannot be scaled to the batch asked for.
     #[error("cannot predict another batch size: {0}")]
     Batch(#[from] BatchError),
+    /// The table has no such GPU.
+    #[error(transparent)]
+    Gpu(#[from] UnknownGpu),
+    /// The step was recorded for another kind of device.
+    #[error(
+        "`{gpu}` is a GPU and the step runs on `{device_kind}`: record it for `cuda`, which needs no GPU"
+    )]
+    NotOnGpu {
+        /// The GPU.
+        gpu: &'static str,
+        /// The trace's device kind.
+        device_kind: String,
+    },
+    /// A GPU says what the step may take, and so does a budget.
+    #[error("a GPU is a budget of its own: give a GPU or a budget, not both")]
+    TwoBudgets,
 }
 
 /// What a prediction says. One struct: the text report, the JSON and Python read the same fields.
@@ -77,6 +97,9 @@ pub struct Prediction {
     pub largest_batch: Option<u64>,
     /// Which devices of the table it fits on, unplanned.
     pub devices: Vec<DeviceFit>,
+    /// Whether it fits on the GPU that was asked about, when one was.
+    #[serde(default)]
+    pub gpu: Option<GpuFit>,
     /// What the capture had to say.
     pub notes: Vec<String>,
 }
@@ -148,17 +171,6 @@ pub struct TimelinePoint {
     pub bytes: Bytes,
 }
 
-/// Does the step fit on a device?
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
-pub struct DeviceFit {
-    /// The device.
-    pub device: String,
-    /// Its memory.
-    pub memory_bytes: Bytes,
-    /// Peak plus the CUDA context is within it.
-    pub fits: bool,
-}
-
 impl Prediction {
     /// What the device must have for the step: on CUDA whole segments, elsewhere what is allocated.
     #[must_use]
@@ -178,8 +190,14 @@ const LARGEST_BATCH: u64 = 1 << 24;
 ///
 /// # Errors
 ///
-/// Another batch than the trace can be scaled to.
+/// Another batch than the trace can be scaled to, a GPU that is not known or not the step's kind of device, or a GPU
+/// and a budget.
 pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, PredictError> {
+    let gpu = match &request.gpu {
+        Some(_) if request.budget.is_some() => return Err(PredictError::TwoBudgets),
+        Some(name) => Some(gpu::asked(name, &trace.meta.device_kind)?),
+        None => None,
+    };
     let scaled;
     let at = match request.batch {
         Some(batch) if batch != trace.meta.batch => {
@@ -201,7 +219,11 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         .map_or(Bytes::ZERO, |op| op.workspace_bytes);
     let heights = evaluator.timeline(&none);
     let reserved = reserved(at, &model);
+    let needed_bytes = reserved
+        .as_ref()
+        .map_or(peak_bytes, |it| it.peak_reserved_bytes);
     let budget = request.budget.map(|budget| budget.resolve(peak_bytes));
+    let budget = budget.or_else(|| gpu.map(Device::room_bytes));
     let largest_batch = budget.and_then(|budget| largest_batch(trace, budget));
     let (interval_bytes, uncertainty) = interval(at, peak_bytes);
     Ok(Prediction {
@@ -212,7 +234,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         predicted_peak_bytes: peak_bytes,
         interval_bytes,
         uncertainty,
-        reserved: reserved.clone(),
+        reserved,
         peak: peak_point(at, position),
         breakdown: breakdown(at, &holdings, workspace, position),
         top: holdings
@@ -224,7 +246,8 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         timeline: thin(&heights),
         phases: phase_peaks(at, &heights),
         largest_batch,
-        devices: device_fits(reserved.map_or(peak_bytes, |r| r.peak_reserved_bytes)),
+        devices: gpu::device_fits(needed_bytes),
+        gpu: gpu.map(|device| GpuFit::new(device, peak_bytes, needed_bytes)),
         notes: at.meta.notes.clone(),
     })
 }
@@ -481,15 +504,6 @@ fn largest_batch(trace: &Trace, budget: Bytes) -> Option<u64> {
         }
     }
     Some(low)
-}
-
-fn device_fits(peak: Bytes) -> Vec<DeviceFit> {
-    let fit = |device: &devices::Device| DeviceFit {
-        device: device.name.to_owned(),
-        memory_bytes: device.memory_bytes,
-        fits: peak + devices::CONTEXT_BYTES <= device.memory_bytes,
-    };
-    devices::TABLE.iter().map(fit).collect()
 }
 
 impl Category {

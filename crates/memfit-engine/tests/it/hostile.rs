@@ -203,7 +203,7 @@ proptest! {
     #[test]
     fn nonsense_that_passes_the_check_panics_nowhere(trace in traces(), percent in 1_u32..120) {
         prop_assume!(trace.check().is_ok());
-        let request = PredictRequest { batch: Some(7), budget: Some(Budget::Absolute(Bytes(1000))) };
+        let request = PredictRequest { batch: Some(7), budget: Some(Budget::Absolute(Bytes(1000))), gpu: None };
         let _ = predict(&trace, &request);
         let prediction = predict(&trace, &PredictRequest::default()).unwrap();
         prop_assert!(prediction.interval_bytes.0 <= prediction.interval_bytes.1);

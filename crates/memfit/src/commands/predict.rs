@@ -1,6 +1,5 @@
 //! `memfit predict`: how much memory a step takes, and what takes it.
 
-use memfit_engine::bytes::Budget;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::PredictRequest;
 
@@ -10,7 +9,7 @@ use crate::error::Failure;
 use crate::exit::Exit;
 use crate::report::document::{PredictDocument, PredictedPeak};
 use crate::report::{json, text};
-use crate::request::Target;
+use crate::request::{Limit, Target};
 use crate::save::PendingFile;
 use crate::session::Session;
 
@@ -19,14 +18,18 @@ pub(crate) fn run(
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
-    let budget = arguments
-        .budget
-        .as_deref()
-        .map(Budget::of_step)
-        .transpose()?;
-    if let (Some(name), Some(budget)) = (&arguments.largest, budget) {
-        let device = arguments.device.map(DeviceChoice::name);
-        return largest::predict(&target, name, budget, device, session);
+    let limit = Limit::parse(arguments)?;
+    let device = match (limit, &target) {
+        // A saved trace is of one kind; where that is another, predicting says so.
+        (Some(Limit::Gpu(_)), Target::Live(_)) => Some("cuda"),
+        _ => arguments.device.map(DeviceChoice::name),
+    };
+    if let Some(name) = &arguments.largest {
+        let Some(limit) = limit else {
+            let message = format!("`--largest {name}` needs to know what the step may take");
+            return Err(Failure::usage(message).hint("give `--budget 3GiB` or `--gpu rtx4090`"));
+        };
+        return largest::predict(&target, name, limit.budget(), device, session);
     }
     let save = arguments
         .save
@@ -34,10 +37,20 @@ pub(crate) fn run(
         .map(PendingFile::create)
         .transpose()?;
 
-    let mut recorded = session.record(&target, arguments.device.map(DeviceChoice::name))?;
+    let mut recorded = session.record(&target, device)?;
     let request = PredictRequest {
         batch: arguments.batch,
-        budget,
+        ..match limit {
+            None => PredictRequest::default(),
+            Some(Limit::Budget(budget)) => PredictRequest {
+                budget: Some(budget),
+                ..PredictRequest::default()
+            },
+            Some(Limit::Gpu(gpu)) => PredictRequest {
+                gpu: Some(gpu.name.to_owned()),
+                ..PredictRequest::default()
+            },
+        }
     };
     let prediction = session.predict(&recorded.trace, request)?;
     if let Some(file) = save {
@@ -47,8 +60,8 @@ pub(crate) fn run(
     }
 
     let peak = prediction.predicted_peak_bytes;
-    let answer = budget.map(|budget| {
-        let budget = budget.resolve(peak);
+    let answer = limit.map(|limit| {
+        let budget = limit.budget().resolve(peak);
         (
             budget,
             if prediction.needed_bytes() <= budget {

@@ -29,7 +29,7 @@ pub(crate) struct PredictDocument {
     /// Everything the engine says, `schema_version` and `target` first.
     #[serde(flatten)]
     pub(crate) prediction: Prediction,
-    /// The budget, when one was given.
+    /// The budget, when one was given; what the GPU has room for, when one was named.
     pub(crate) budget_bytes: Option<Bytes>,
     /// Whether the unplanned step fits it.
     pub(crate) verdict: Option<Verdict>,

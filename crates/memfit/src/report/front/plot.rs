@@ -220,17 +220,19 @@ impl<'f> Paper<'f> {
         );
     }
 
-    /// What common GPUs leave for tensors.
+    /// What common GPUs leave for tensors; of those with as much memory, the least.
     fn devices(&self, svg: &mut String) {
-        let mut sizes: Vec<(Bytes, Vec<&str>)> = Vec::new();
+        let mut sizes: Vec<(Bytes, Vec<&str>, Bytes)> = Vec::new();
         for device in &devices::TABLE {
             match sizes.last_mut() {
-                Some((bytes, names)) if *bytes == device.memory_bytes => names.push(device.name),
-                _ => sizes.push((device.memory_bytes, vec![device.name])),
+                Some((bytes, names, least)) if *bytes == device.memory_bytes => {
+                    names.push(device.name);
+                    *least = device.room_bytes().min(*least);
+                }
+                _ => sizes.push((device.memory_bytes, vec![device.name], device.room_bytes())),
             }
         }
-        for (memory, names) in sizes {
-            let usable = memory - devices::CONTEXT_BYTES;
+        for (memory, names, usable) in sizes {
             if !self.x.contains(usable.as_f64() / self.unit.1) {
                 continue;
             }

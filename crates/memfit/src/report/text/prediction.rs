@@ -2,7 +2,7 @@
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::Verdict;
-use memfit_engine::predict::{Prediction, Share};
+use memfit_engine::predict::{GpuFit, Prediction, Share};
 
 use super::{indented, section};
 use crate::printer::Palette;
@@ -77,7 +77,10 @@ pub(crate) fn prediction(
     section(&mut text, "Not certain", &sure, palette);
     let notes = indented(&prediction.notes);
     section(&mut text, "Notes", &notes, palette);
-    if let Some((budget, verdict)) = budget {
+    if let Some(gpu) = &prediction.gpu {
+        text.push('\n');
+        text.push_str(&on_gpu(prediction, gpu, palette));
+    } else if let Some((budget, verdict)) = budget {
         text.push('\n');
         text.push_str(&answer(prediction, budget, verdict, palette));
     }
@@ -299,33 +302,69 @@ fn devices(prediction: &Prediction, palette: Palette) -> String {
     table.render(2, palette)
 }
 
+/// What is nearer to the limit than the prediction is sure of may come out otherwise.
+fn or_else(prediction: &Prediction, needed: Bytes, limit: Bytes) -> String {
+    let peak = prediction.predicted_peak_bytes;
+    let (low, high) = prediction.interval_bytes;
+    let (distance, uncertain, way) = if needed <= limit {
+        (limit - needed, high - peak, "higher")
+    } else {
+        (needed - limit, peak - low, "lower")
+    };
+    if distance < uncertain {
+        format!("; the peak may be {uncertain} {way}")
+    } else {
+        String::new()
+    }
+}
+
 fn answer(prediction: &Prediction, budget: Bytes, verdict: Verdict, palette: Palette) -> String {
     let peak = prediction.needed_bytes();
-    let (low, high) = prediction.interval_bytes;
-    let (below, above) = (
-        prediction.predicted_peak_bytes - low,
-        high - prediction.predicted_peak_bytes,
-    );
-    // What is nearer to the budget than the prediction is sure of may come out otherwise.
-    let or_else = |distance: Bytes, uncertain: Bytes, way: &str| {
-        if distance < uncertain {
-            format!("; the peak may be {uncertain} {way}")
-        } else {
-            String::new()
-        }
-    };
+    let unsure = or_else(prediction, peak, budget);
     match verdict {
         Verdict::Fits => format!(
-            "{} {peak} predicted, {} under the budget of {budget}{}\n",
+            "{} {peak} predicted, {} under the budget of {budget}{unsure}\n",
             palette.good("FITS:"),
             budget - peak,
-            or_else(budget - peak, above, "higher")
         ),
         Verdict::DoesNotFit => format!(
-            "{} {peak} predicted, {} over the budget of {budget}{}; `memfit plan` looks for a way\n",
+            "{} {peak} predicted, {} over the budget of {budget}{unsure}; `memfit plan` looks for a way\n",
             palette.bad("DOES NOT FIT:"),
             peak - budget,
-            or_else(peak - budget, below, "lower")
         ),
     }
+}
+
+/// Whether the step fits on the GPU that was asked about, and what is counted.
+fn on_gpu(prediction: &Prediction, gpu: &GpuFit, palette: Palette) -> String {
+    let reserved = prediction.needed_bytes();
+    let (room, name) = (gpu.room_bytes, &gpu.gpu);
+    let takes = format!(
+        "{reserved} reserved, {} of it allocated",
+        prediction.predicted_peak_bytes
+    );
+    let unsure = or_else(prediction, reserved, room);
+    let answer = if gpu.fits {
+        let verdict = palette.good(&format!("FITS on {name}:"));
+        format!(
+            "{verdict} {takes}, {} under {room}{unsure}",
+            room - reserved
+        )
+    } else {
+        let verdict = palette.bad(&format!("DOES NOT FIT on {name}:"));
+        let way = if gpu.allocated_fits {
+            "the tensors alone would: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` leaves fewer pieces".to_owned()
+        } else {
+            let budget = room.0 >> 20;
+            format!("`memfit plan --device cuda --budget {budget}MiB` looks for a way")
+        };
+        format!(
+            "{verdict} {takes}, {} over {room}{unsure}; {way}",
+            reserved - room
+        )
+    };
+    format!(
+        "{answer}\n  {name}: {}, of which PyTorch finds {}, less {} for the CUDA context\n",
+        gpu.memory_bytes, gpu.capacity_bytes, gpu.context_bytes
+    )
 }
