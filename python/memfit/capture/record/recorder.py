@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
 from memfit.capture.probe.gpu_scratch import takes_gpu_scratch
 from memfit.capture.probe.scratch_ops import takes_scratch
+from memfit.capture.record.decoding import NOTE, asks_for_end, may_ask_for_end, none_ends
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.loss_reduction import reduction_of
 from memfit.capture.record.module_calls import ModuleCalls
@@ -284,6 +285,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.shadows.own(allocation, args[0])
             elif fresh or written:
                 self.shadows.follow(func, operator, args, kwargs, read, written, fresh, returned)
+                if may_ask_for_end(operator):
+                    self._go_on_decoding(fresh)
         if self.phase is FORWARD:
             reduction = reduction_of(operator, args, kwargs)
             if reduction:
@@ -314,6 +317,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ),
             )
         )
+
+    def _go_on_decoding(self, fresh: list[tuple[int, Tensor]]) -> None:
+        """Answer whether a token that the model chose ends its sequence: it does not."""
+        if not asks_for_end(self.sources.current()):
+            return
+        for allocation, answer in fresh:
+            if not self.shadows.knows([allocation]):
+                self.shadows.own(allocation, none_ends(answer))
+                self.notes[NOTE] = None
 
     def _note_writes(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
