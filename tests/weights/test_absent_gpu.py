@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from memfit import Trace, _native, predict
-from memfit.errors import WorkloadError
+from memfit.errors import CaptureError, WorkloadError
 from memfit.program.host import Host
+from memfit.weights.one_device import SeveralDevicesError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -57,6 +58,23 @@ def accelerated():
     device = torch.accelerator.current_accelerator() if there else "cpu"
     return workload(net().to(device), torch.randn(16, 64).to(device))
 
+def two():
+    return workload(nn.Sequential(net().cuda(0), net().to("cuda:1")), torch.randn(16, 64).cuda())
+
+def second():
+    return workload(net().to(1), torch.randn(16, 64).to("cuda:1"))
+
+def spread():
+    model = net()
+    model.hf_device_map = {"0": 0, "2": 1}
+    return workload(model, torch.randn(16, 64))
+
+def moves():
+    return workload(net(), torch.randn(16, 64), lambda m, b: m(b).to("cuda:1").square().mean())
+
+def streams():
+    torch.cuda.Stream()
+
 def fails():
     net().cuda()
     raise ValueError("of its own")
@@ -94,6 +112,37 @@ def test_a_guard_follows_the_device_that_is_asked_for(captured):
         "cpu",
         "cuda",
     ]
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize("name", ["two", "spread"])
+def test_several_gpus_are_refused_by_name(captured, name, device):
+    with pytest.raises(
+        SeveralDevicesError, match=r"one device today.*`cuda:0`, `cuda:1`"
+    ) as refused:
+        captured(name, device)
+    assert "--device cuda" in refused.value.__notes__[0]
+
+
+def test_one_gpu_may_have_any_index(captured):
+    assert captured("second", None) == captured("plain", "cuda")
+
+
+def test_a_step_that_moves_on_is_refused(captured):
+    with pytest.raises(SeveralDevicesError, match="the step asks for `cuda:0`, `cuda:1`"):
+        captured("moves", "cuda")
+    with pytest.raises(CaptureError, match="on the CPU and makes tensors on `cuda:1`") as refused:
+        captured("moves", None)
+    assert "`--device cuda`" in refused.value.__notes__[0]
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_what_only_a_gpu_has_is_explained(captured, device):
+    with pytest.raises(WorkloadError) as failed:
+        captured("streams", device)
+    (hint,) = failed.value.__notes__
+    assert hint.startswith("there is no GPU here")
+    assert "`--device cuda`" in hint
 
 
 def test_nothing_of_it_stays(captured):

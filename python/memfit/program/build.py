@@ -7,20 +7,28 @@ Responsible for trying without weights and without a GPU. Not responsible for fi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from memfit._native import bytes_text
 from memfit.capture.probe.workspace import available_bytes
-from memfit.errors import UsageError, first_line
+from memfit.errors import CaptureError, UsageError, WorkloadError, first_line
 from memfit.program.target import Settings, workload_factory
-from memfit.weights.absent_gpu import AbsentGpu, pretended_gpu
+from memfit.weights.absent_gpu import AbsentGpu, is_pretended, pretended_gpu
+from memfit.weights.one_device import SeveralDevicesError
 from memfit.weights.weightless import Registered, weightless
 from memfit.workload import Workload
 
 _OF_NO_GPU = ("cuda", "nvidia")
 """What errors of torch speak of where code asks for a GPU and there is none."""
+
+_NO_GPU = (
+    "there is no GPU here: let it be built as on the CPU, without `device_map`, streams and "
+    "events, and give `--device cuda`, which predicts it for one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +69,16 @@ def lightest(target: str, settings: Settings, device: str | None) -> Built:
     try:
         with weightless(registered):
             return Built(workload_factory(target, settings)(), device)
+    except SeveralDevicesError:
+        raise
     except Exception as error:  # noqa: BLE001 - the build below says it better
         wants_gpu = not has_gpu and _speaks_of_gpu(error)
         why = _failed(error)
     if wants_gpu:
         return _without_gpu(target, settings, device or "cuda")
     _require_room(registered.bytes, why, "at least ")
-    workload = workload_factory(target, settings)()
+    with no_gpu_explained():
+        workload = workload_factory(target, settings)()
     return Built(workload, device, _notes(workload, why))
 
 
@@ -99,12 +110,26 @@ def _without_gpu(target: str, settings: Settings, device: str) -> Built:
     try:
         with pretended_gpu(), weightless(registered), AbsentGpu():
             return Built(workload_factory(target, settings)(), device)
+    except SeveralDevicesError:
+        raise
     except Exception as error:  # noqa: BLE001 - the build below says it better
         why = _failed(error)
     _require_room(registered.bytes, why, "at least ")
-    with pretended_gpu(), AbsentGpu():
+    with pretended_gpu(), AbsentGpu(), no_gpu_explained():
         workload = workload_factory(target, settings)()
     return Built(workload, device, _notes(workload, why))
+
+
+@contextlib.contextmanager
+def no_gpu_explained() -> Iterator[None]:
+    """Say what to do to errors that come of a GPU that is not there."""
+    try:
+        yield
+    except (WorkloadError, CaptureError) as error:
+        is_explained = bool(getattr(error, "__notes__", ()))
+        if is_pretended() and not is_explained and _speaks_of_gpu(error):
+            error.add_note(_NO_GPU)
+        raise
 
 
 def _failed(error: Exception) -> str:

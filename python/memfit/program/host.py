@@ -382,8 +382,10 @@ _KINDS: tuple[tuple[type[MemfitError], str], ...] = (
 
 def _captured(built: Built, target: str) -> bytes:
     from memfit.capture import capture
+    from memfit.program.build import no_gpu_explained
 
-    return capture(built.workload, target=target, device=built.device, notes=built.notes)
+    with no_gpu_explained():
+        return capture(built.workload, target=target, device=built.device, notes=built.notes)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from memfit.weights.one_device import AskedGpus
+
 _CUDA = re.compile(r"cuda(:\d+)?")
 _DEVICE = torch.device("cuda", 0)
 
@@ -74,7 +76,12 @@ def pretended_gpu() -> Iterator[None]:
 
 
 class AbsentGpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on CUDA, while it is entered."""
+    """Makes on the CPU what is asked for on CUDA, while it is entered; a second GPU is refused."""
+
+    def __init__(self) -> None:
+        """Begin with no GPU asked for."""
+        super().__init__()
+        self._asked = AskedGpus("the target")
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -83,19 +90,33 @@ class AbsentGpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device:  # a name, which the step may use on the fake GPU
             return func(*args, **kwargs)
-        if func in {Tensor.cuda, Tensor.pin_memory}:
+        if func is Tensor.pin_memory:
             return args[0]
-        args = tuple(_here(value, may_be_index=func is Tensor.to) for value in args)
+        if func is Tensor.cuda:
+            place = kwargs.get("device", args[1] if len(args) > 1 else None)
+            self._here(place, may_be_index=True)
+            return args[0]
+        args = tuple(self._here(value, may_be_index=func is Tensor.to) for value in args)
         if "device" in kwargs:
-            kwargs["device"] = _here(kwargs["device"], may_be_index=True)
+            kwargs["device"] = self._here(kwargs["device"], may_be_index=True)
         return func(*args, **kwargs)
 
+    def _here(self, value: Any, *, may_be_index: bool) -> Any:
+        """The CPU in place of a device that is CUDA; other values as they are."""
+        asked = _gpu(value, may_be_index=may_be_index)
+        if asked is None:
+            return value
+        self._asked.ask(asked)
+        return torch.device("cpu")
 
-def _here(value: Any, *, may_be_index: bool) -> Any:
-    """The CPU in place of a device that is CUDA; other values as they are."""
-    is_cuda = (
-        (isinstance(value, torch.device) and value.type == "cuda")
-        or (isinstance(value, str) and _CUDA.fullmatch(value) is not None)
-        or (may_be_index and isinstance(value, int) and not isinstance(value, bool))
-    )
-    return torch.device("cpu") if is_cuda else value
+
+def _gpu(value: Any, *, may_be_index: bool) -> torch.device | None:
+    """The GPU that a value names; ``None`` where it names none."""
+    if isinstance(value, torch.device):
+        return value if value.type == "cuda" else None
+    if isinstance(value, str):
+        named = _CUDA.fullmatch(value)
+        return torch.device("cuda", int((named[1] or ":0")[1:])) if named else None
+    if may_be_index and isinstance(value, int) and not isinstance(value, bool):
+        return torch.device("cuda", value)
+    return None

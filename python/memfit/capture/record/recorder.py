@@ -52,6 +52,7 @@ from memfit.errors import CaptureError
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
 from memfit.tensors.storage import is_wrapper
 from memfit.torch_versions import group_norm_laid_out
+from memfit.weights.one_device import AskedGpus
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -162,6 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._view_replays = ViewReplays()
         self._fake_mode = fake_mode
         self._on_gpu = on_gpu
+        self._gpus = AskedGpus("the step")
         self._originals = originals
         self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_sequence = torch._C._autograd._get_sequence_nr() - 1
@@ -361,9 +363,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_storageless(operator)
                 continue
             if allocation >= next_new:
+                if tensor.device.type == "cuda":
+                    self._note_gpu(tensor.device)
                 fresh.append((allocation, tensor))
                 next_new = allocation + 1
         return outputs, fresh
+
+    def _note_gpu(self, device: torch.device) -> None:
+        """Refuse a GPU beside another, or beside the processor that the step is recorded for."""
+        if not self._on_gpu:
+            message = f"the step is on the CPU and makes tensors on `{device}`"
+            error = CaptureError(message)
+            error.add_note("predict it for a GPU, which need not be here: `--device cuda`")
+            raise error
+        self._gpus.ask(device)
 
     def _where(self) -> tuple[str, str, int | None]:
         """Module path, source line and node of the op that just ran."""

@@ -33,6 +33,7 @@ from memfit.capture.stage.stage import (
     resize_batch,
 )
 from memfit.errors import MemfitError, WorkloadError
+from memfit.weights.one_device import refuse_several
 from memfit.weights.weightless import fake_mode_of
 from memfit.workload import Workload, batch_size
 
@@ -49,8 +50,10 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
 
     Raises:
         RealStepNeeded: The model cannot be copied.
+        SeveralDevicesError: The model lies on several GPUs.
         WorkloadError: The optimizer cannot be built.
     """
+    refuse_several(workload.model)
     mode = fake_mode_of(workload.model) or FakeTensorMode()
     try:
         with FakeCopyMode(mode):
