@@ -263,6 +263,29 @@ def test_the_error_names_numbers_holders_and_the_next_step():
     assert "DefaultCPUAllocator: can't allocate memory" in words
 
 
+@pytest.mark.parametrize("way", ["no_grad", "graph", "training"])
+def test_the_next_step_is_that_of_what_runs(way):
+    found = alone(f"""
+        import contextlib
+        from torch import nn
+
+        model = nn.Linear(512, 64 * 1024, bias=False)
+        optimizer = torch.optim.SGD(model.parameters()) if "{way}" == "training" else None
+        kept = []
+        mode = torch.no_grad() if "{way}" == "no_grad" else contextlib.nullcontext()
+        try:
+            with memfit.guard(_native.taken_bytes() + 40 * MIB), mode:
+                for _ in range(40):
+                    kept.append(model(torch.ones(16, 512)).tanh().square())
+        except memfit.OutOfBudget as error:
+            answer(hints=[line for line in str(error).splitlines() if line.startswith("hint: ")])
+    """)
+    hints = " ".join(found["hints"])
+    assert ("--largest batch" in hints) == (way == "no_grad")
+    assert ("torch.no_grad()" in hints) == (way == "graph")
+    assert ("the training steps" in hints) == (way != "no_grad")
+
+
 def test_code_that_catches_torchs_error_inside_goes_on_as_before():
     with room(8 * MIB):
         with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.errors import Holder, OutOfBudget
 from memfit.guard.holders import Block, holders_of
+from memfit.track.owners import instances
 
 LISTED = 10
 """Holders that a message names."""
 
 _TORCH = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes")
+_TRAINED = frozenset({"gradient", "optimizer_state"})
+"""Categories that only training has."""
+
 _WORKER = "in DataLoader worker process"
 
 
@@ -95,8 +101,9 @@ def error_of(
     """
     trace = error.__traceback__ if error is not None else None
     holders, by_category = holders_of(refusal.blocks, list(traceback.walk_tb(trace)))
+    hints = _hints(refusal.budget_bytes, by_category)
     return kind(
-        _message(refusal, said, where, holders[:LISTED]),
+        _message(refusal, said, where, holders[:LISTED], hints),
         device=device,
         budget_bytes=refusal.budget_bytes,
         in_use_bytes=refusal.in_use_bytes,
@@ -106,7 +113,9 @@ def error_of(
     )
 
 
-def _message(refusal: Refusal, said: str, where: str, holders: Sequence[Holder]) -> str:
+def _message(
+    refusal: Refusal, said: str, where: str, holders: Sequence[Holder], hints: Sequence[str]
+) -> str:
     who = "the system, not the budget, refused" if refusal.is_by_system else "out of budget"
     requested, in_use = _exact(refusal.requested_bytes), _exact(refusal.in_use_bytes)
     budget = _exact(refusal.budget_bytes)
@@ -114,14 +123,28 @@ def _message(refusal: Refusal, said: str, where: str, holders: Sequence[Holder])
     if holders:
         lines.append("largest holders of what was in use:")
         lines += [_line(holder) for holder in holders]
-    asked = f"--budget {refusal.budget_bytes}"
-    lines += [
-        f"hint: `memfit plan FILE.py:FUNCTION {asked}` finds a way to run a step within it",
-        f"hint: `memfit run {asked} SCRIPT.py` plans the training steps of a script",
-        # Programs that halve their batch on this error know it by torch's words.
-        f"torch: {said}",
-    ]
+    lines += [f"hint: {hint}" for hint in hints]
+    # Programs that halve their batch on this error know it by torch's words.
+    lines.append(f"torch: {said}")
     return "\n".join(lines)
+
+
+def _hints(budget_bytes: int, by_category: Mapping[str, int]) -> list[str]:
+    """What to do next: of training where something trains, else of inference."""
+    asked = f"--budget {budget_bytes}"
+    training = [
+        f"`memfit plan FILE.py:FUNCTION {asked}` finds a way to run a step within it",
+        f"`memfit run {asked} SCRIPT.py` plans the training steps of a script",
+    ]
+    if not _TRAINED.isdisjoint(by_category) or instances(Optimizer):
+        return training
+    kept_bytes = by_category.get("activation", 0)
+    if kept_bytes:
+        kept = f"{_native.bytes_text(kept_bytes)} of it are kept for a backward"
+        kept = f"{kept}; where none follows, `torch.no_grad()` round the forward keeps none"
+        return [kept, *training]
+    largest = f"`memfit predict FILE.py:FUNCTION {asked} --largest batch`"
+    return [f"{largest} finds the largest batch whose forward fits"]
 
 
 def _line(holder: Holder) -> str:

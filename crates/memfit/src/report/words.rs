@@ -5,7 +5,7 @@
 
 use memfit_engine::bytes::Bytes;
 pub(crate) use memfit_engine::plan::counted;
-use memfit_engine::plan::{Class, StopReason};
+use memfit_engine::plan::{Class, Refusal, StopReason};
 use memfit_engine::predict::reserved::Reserved;
 use memfit_engine::trace::{Category, Phase};
 
@@ -108,6 +108,28 @@ pub(crate) fn seconds(seconds: f64) -> String {
     }
 }
 
+/// Why techniques are not used: the first one's name, and the reason. What has the same reason is named in its row.
+pub(crate) fn refusals(refusals: &[Refusal]) -> Vec<(&'static str, String)> {
+    let mut causes: Vec<(&str, &'static str, Vec<&'static str>)> = Vec::new();
+    for refusal in refusals {
+        let title = refusal.kind.technique().title;
+        let mut known = causes.iter_mut();
+        match known.find(|(reason, _, _)| *reason == refusal.reason) {
+            Some((_, _, others)) => others.push(title),
+            None => causes.push((&refusal.reason, title, Vec::new())),
+        }
+    }
+    let rows = causes.into_iter().map(|(reason, first, others)| {
+        let same = if others.is_empty() {
+            String::new()
+        } else {
+            format!("; the same for {}", others.join(", "))
+        };
+        (first, format!("{reason}{same}"))
+    });
+    rows.collect()
+}
+
 /// At most `width` characters, cut at the front: the end of a path says more.
 pub(crate) fn tail(text: &str, width: usize) -> String {
     let length = text.chars().count();
@@ -159,6 +181,8 @@ pub(crate) fn inert(text: &str, width: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use memfit_engine::plan::ActionKind;
+
     use super::*;
 
     #[test]
@@ -173,6 +197,28 @@ mod tests {
             "torch/nn/linear.py:12"
         );
         assert_eq!(source("train.py:3"), "train.py:3");
+    }
+
+    #[test]
+    fn one_cause_is_told_once() {
+        let refusal = |kind, reason: &str| Refusal {
+            kind,
+            reason: reason.to_owned(),
+        };
+        let told = refusals(&[
+            refusal(ActionKind::MicroBatch, "the step does not train"),
+            refusal(ActionKind::FuseOptimizer, "there is no optimizer"),
+            refusal(ActionKind::Chunk, "the step does not train"),
+        ]);
+        let same = "the step does not train; the same for chunking";
+        let expected = [
+            ("micro-batches", same.to_owned()),
+            (
+                "optimizer step in backward",
+                "there is no optimizer".to_owned(),
+            ),
+        ];
+        assert_eq!(told, expected);
     }
 
     #[test]

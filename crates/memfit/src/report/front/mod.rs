@@ -113,14 +113,8 @@ fn notes(front: &Front) -> String {
             front.margin_bytes
         ));
     }
-    let refusals = front.refusals.iter();
-    lines.extend(refusals.map(|refusal| {
-        format!(
-            "Not used: {}: {}.",
-            refusal.kind.technique().title,
-            refusal.reason
-        )
-    }));
+    let refusals = words::refusals(&front.refusals).into_iter();
+    lines.extend(refusals.map(|(title, reason)| format!("Not used: {title}: {reason}.")));
     lines.extend(front.notes.iter().cloned());
     lines.iter().fold(String::new(), |mut html, line| {
         let _infallible = write!(html, "<li>{}</li>", escaped(line, MAX_LINE));

@@ -23,10 +23,9 @@ pub(crate) fn front(front: &Front, palette: Palette) -> String {
     search.row(["Costs".to_owned(), front.cost_source.clone()]);
     text.push('\n');
     text.push_str(&search.render(0, palette));
-    let refusals: Vec<String> = front
-        .refusals
-        .iter()
-        .map(|refusal| format!("{}: {}", refusal.kind.technique().title, refusal.reason))
+    let refusals: Vec<String> = words::refusals(&front.refusals)
+        .into_iter()
+        .map(|(title, reason)| format!("{title}: {reason}"))
         .collect();
     section(&mut text, "Not possible", &indented(&refusals), palette);
     section(&mut text, "Notes", &indented(&front.notes), palette);

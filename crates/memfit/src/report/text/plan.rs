@@ -143,9 +143,8 @@ pub(crate) fn actions(actions: &[ActionSummary], palette: Palette) -> String {
 
 fn refusals(document: &PlanDocument, palette: Palette) -> String {
     let mut table = Table::new(&[Align::Left, Align::Left]);
-    for refusal in &document.refusals {
-        let title = refusal.kind.technique().title;
-        table.row([title.to_owned(), refusal.reason.clone()]);
+    for (title, reason) in words::refusals(&document.refusals) {
+        table.row([title.to_owned(), reason]);
     }
     table.render(2, palette)
 }
