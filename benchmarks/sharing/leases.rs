@@ -365,6 +365,9 @@ fn no<T>() -> Result<T, HostError> {
 }
 
 impl Host for NoHost {
+    fn insist_on_weights(&mut self) -> Result<(), HostError> {
+        no()
+    }
     fn build(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<(), HostError> {
         no()
     }

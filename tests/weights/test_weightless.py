@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memfit
+from memfit import _native
 from memfit.capture import record
 from memfit.errors import UsageError
 from memfit.program import build
+from memfit.program.host import Host
 from memfit.weights.weightless import WeightsNeededError
 from memfit.workload import Workload
 
@@ -194,5 +197,22 @@ def test_weights_that_have_to_be_built_are_told_of(tmp_path, monkeypatch):
     (note,) = built.notes
     assert note.startswith("the weights were built, 65.0 KiB of them: building without them failed")
     monkeypatch.setattr(build, "available_bytes", lambda: 60_000)
-    with pytest.raises(UsageError, match=r"take at least 65\.0 KiB, and 58\.6 KiB are free"):
+    with pytest.raises(UsageError, match=r"take at least 65\.0 KiB, and 58\.6 KiB are free") as no:
         build.lightest(f"{target}:build", [], None)
+    assert "`--real-weights` builds them all the same" in str(no.value)
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_who_insists_has_the_weights_built(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(build, "available_bytes", lambda: 0)
+    file = tmp_path / "plain.py"
+    file.write_text(TARGET)
+    host, target = Host(), f"{file}:build"
+    with pytest.raises(UsageError, match="are free"):
+        host.build(target, [], device)
+    host.insist_on_weights()
+    host.build(target, [], device)
+    (note,) = json.loads(_native.Trace.decode(host.capture(target, [], device)).json())["meta"][
+        "notes"
+    ]
+    assert note == "the weights were built, 65.0 KiB of them: `--real-weights` asks for them"

@@ -59,6 +59,10 @@ fn explain(host: &Bound<'_, PyAny>, error: &PyErr) -> HostError {
 }
 
 impl Host for PythonHost {
+    fn insist_on_weights(&mut self) -> Result<(), HostError> {
+        self.ask::<Py<PyAny>>("insist_on_weights", ()).map(drop)
+    }
+
     fn build(
         &mut self,
         target: &str,

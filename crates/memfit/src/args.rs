@@ -416,6 +416,12 @@ pub(crate) struct PredictArguments {
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceChoice>,
 
+    /// Build the weights for real, also where this machine seems to have no memory for them
+    ///
+    /// By default models are built without weights, or with them where that fails and they fit what is free. What does not fit is swapped, or ends the process.
+    #[arg(long)]
+    pub(crate) real_weights: bool,
+
     /// Save the trace, for `memfit plan`, `predict` and `show`
     #[arg(long, value_name = "FILE.memfit")]
     pub(crate) save: Option<PathBuf>,
@@ -441,6 +447,12 @@ pub(crate) struct PlanArguments {
     /// Kind of device to plan for [default: the one the workload is on]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceChoice>,
+
+    /// Build the weights for real, also where this machine seems to have no memory for them
+    ///
+    /// By default models are built without weights, or with them where that fails and they fit what is free. What does not fit is swapped, or ends the process.
+    #[arg(long)]
+    pub(crate) real_weights: bool,
 
     /// Save the plan, for `memfit.load` and `memfit show`
     #[arg(long, value_name = "FILE.memfit")]

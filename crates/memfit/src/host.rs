@@ -76,6 +76,13 @@ pub struct Calibration {
 
 /// The side that can build a model and run it.
 pub trait Host {
+    /// Has every build from now on make the weights for real, however much memory there is.
+    ///
+    /// # Errors
+    ///
+    /// A bug in memfit.
+    fn insist_on_weights(&mut self) -> Result<(), HostError>;
+
     /// Imports what the target needs and builds its workload for a kind of device, so that neither counts
     /// as capture.
     ///

@@ -75,6 +75,9 @@ mod tests {
     struct User(bool);
 
     impl Host for User {
+        fn insist_on_weights(&mut self) -> Result<(), HostError> {
+            unreachable!()
+        }
         fn build(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<(), HostError> {
             unreachable!()
         }

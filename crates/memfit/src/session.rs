@@ -12,7 +12,7 @@ use memfit_engine::plan::{self, Class, Plan, PlanRequest};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::Trace;
 
-use crate::args::Format;
+use crate::args::{Format, TargetArguments};
 use crate::error::Failure;
 use crate::host::Host;
 use crate::interrupt::interruptible;
@@ -66,6 +66,15 @@ impl Session<'_> {
         self.printer
             .detail(&format!("{what}: {}", words::seconds(seconds)))?;
         Ok((value, seconds))
+    }
+
+    /// Has the target built with its weights, where the command line asks for that.
+    pub(crate) fn insist_on_weights(&mut self, arguments: &TargetArguments) -> Result<(), Failure> {
+        if let Target::Saved(_) = Target::parse(arguments)? {
+            let message = "`--real-weights` builds the model, and a saved trace has none";
+            return Err(Failure::usage(message).hint("leave it out"));
+        }
+        Ok(self.host.insist_on_weights()?)
     }
 
     /// Captures a live target or reads a saved trace.

@@ -22,6 +22,9 @@ from memfit.weights.one_device import SeveralDevicesError
 from memfit.weights.weightless import Registered, weightless
 from memfit.workload import Workload
 
+_FLAG = "--real-weights"
+"""What builds weights that memory is said to be too small for."""
+
 _OF_NO_GPU = ("cuda", "nvidia")
 """What errors of torch speak of where code asks for a GPU and there is none."""
 
@@ -82,6 +85,36 @@ def lightest(target: str, settings: Settings, device: str | None) -> Built:
     return Built(workload, device, _notes(workload, why))
 
 
+def for_real(target: str, settings: Settings, device: str | None) -> Built:
+    """Build a target with its weights, however much memory there is.
+
+    Args:
+        target: As for :func:`lightest`.
+        settings: As for :func:`lightest`.
+        device: As for :func:`lightest`.
+
+    Raises:
+        UsageError: The target cannot be found, or the settings do not match its parameters.
+        WorkloadError: It fails by itself.
+    """
+    why = f"`{_FLAG}` asks for them"
+    has_gpu = torch.cuda.is_available()
+    if device != "cuda" or has_gpu:
+        try:
+            workload = workload_factory(target, settings)()
+            return Built(workload, device, _notes(workload, why))
+        except WorkloadError as error:
+            if has_gpu or not _speaks_of_gpu(error):
+                raise
+    return _for_real_without_gpu(target, settings, device or "cuda", why)
+
+
+def _for_real_without_gpu(target: str, settings: Settings, device: str, why: str) -> Built:
+    with pretended_gpu(), AbsentGpu(), no_gpu_explained():
+        workload = workload_factory(target, settings)()
+    return Built(workload, device, _notes(workload, why))
+
+
 def with_weights(target: str, settings: Settings, built: Built, why: str) -> Built:
     """Build a target again, with its weights.
 
@@ -115,9 +148,7 @@ def _without_gpu(target: str, settings: Settings, device: str) -> Built:
     except Exception as error:  # noqa: BLE001 - the build below says it better
         why = _failed(error)
     _require_room(registered.bytes, why, "at least ")
-    with pretended_gpu(), AbsentGpu(), no_gpu_explained():
-        workload = workload_factory(target, settings)()
-    return Built(workload, device, _notes(workload, why))
+    return _for_real_without_gpu(target, settings, device, why)
 
 
 @contextlib.contextmanager
@@ -153,7 +184,8 @@ def _require_room(weights_bytes: int, why: str, about: str) -> None:
         message = (
             f"the weights would have to be built, because {why}; they take {about}"
             f"{bytes_text(weights_bytes)}, and {bytes_text(free_bytes)} are free\n"
-            "hint: build a smaller one with `--set`, or move what reads weights out of the function"
+            f"hint: `{_FLAG}` builds them all the same; `--set` may build a smaller one, and what "
+            "reads weights may move out of the function"
         )
         raise UsageError(message)
 

@@ -49,6 +49,11 @@ class Host:
         self.script_ended: str | None = None
         self._built: tuple[str, Settings, str | None, Built] | None = None
         self._captured: tuple[str, Settings, bytes] | None = None
+        self._insists = False
+
+    def insist_on_weights(self) -> None:
+        """Have every build from now on make the weights, however much memory there is."""
+        self._insists = True
 
     def build(self, target: str, settings: Settings, device: str | None) -> None:
         """Import what a target needs and build its workload for the capture that follows.
@@ -59,19 +64,22 @@ class Host:
             device: As in :meth:`capture`.
         """
         with _torch():
-            from memfit.program.build import lightest
-
             import_module("memfit.capture")  # so that the capture's time holds no imports
-            self._built = (target, settings, device, lightest(target, settings, device))
+            self._built = (target, settings, device, self._lightest(target, settings, device))
+
+    def _lightest(self, target: str, settings: Settings, device: str | None) -> Built:
+        """The workload, built without weights where that is allowed and works."""
+        from memfit.program.build import for_real, lightest
+
+        build = for_real if self._insists else lightest
+        return build(target, settings, device)
 
     def _take(self, target: str, settings: Settings, device: str | None) -> Built:
         """The workload built before, given up; one built afresh when there is none."""
-        from memfit.program.build import lightest
-
         built, self._built = self._built, None
         if built is not None and built[:3] == (target, settings, device):
             return built[3]
-        return lightest(target, settings, device)
+        return self._lightest(target, settings, device)
 
     def capture(self, target: str, settings: Settings, device: str | None) -> bytes:
         """Record one step of a target.
@@ -114,9 +122,8 @@ class Host:
         with _torch():
             from memfit._native import Trace
             from memfit.plan.alternatives import with_alternatives
-            from memfit.program.build import lightest
 
-            built = lightest(target, settings, device)
+            built = self._lightest(target, settings, device)
             alternatives = with_alternatives(
                 built.workload, Trace.decode(trace), device=built.device
             )

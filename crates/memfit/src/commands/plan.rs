@@ -16,6 +16,9 @@ use crate::save::PendingFile;
 use crate::session::Session;
 
 pub(crate) fn run(arguments: &PlanArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
+    if arguments.real_weights {
+        session.insist_on_weights(&arguments.target)?;
+    }
     if let Some(path) = &arguments.pareto {
         return pareto::run(arguments, path, session);
     }

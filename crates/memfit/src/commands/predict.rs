@@ -19,6 +19,9 @@ pub(crate) fn run(
 ) -> Result<Exit, Failure> {
     let target = Target::parse(&arguments.target)?;
     let limit = Limit::parse(arguments)?;
+    if arguments.real_weights {
+        session.insist_on_weights(&arguments.target)?;
+    }
     let device = match (limit, &target) {
         // A saved trace is of one kind; where that is another, predicting says so.
         (Some(Limit::Gpu(_)), Target::Live(_)) => Some("cuda"),

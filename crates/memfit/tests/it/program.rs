@@ -67,6 +67,10 @@ impl Default for FakeHost {
 }
 
 impl Host for FakeHost {
+    fn insist_on_weights(&mut self) -> Result<(), HostError> {
+        Ok(())
+    }
+
     fn build(&mut self, _: &str, _: &Settings, _: Option<&str>) -> Result<(), HostError> {
         Ok(())
     }

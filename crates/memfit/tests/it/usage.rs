@@ -145,3 +145,13 @@ fn what_changes_numbers_needs_leave() {
     assert!(!forbidden.contains(r#""promise": "approximate""#));
     assert!(forbidden.contains("forbidden by the request"));
 }
+
+#[test]
+fn a_saved_trace_has_no_weights_to_build() {
+    for command in ["predict step.memfit", "plan step.memfit --budget 90%"] {
+        let said = refused(&format!("{command} --real-weights"));
+        assert!(said.contains("a saved trace has none"), "{said}");
+    }
+    let built = run("predict model.py:build --real-weights");
+    assert_eq!(built.code, 0, "{}", built.stderr);
+}
