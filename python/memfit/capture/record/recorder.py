@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_storageless(operator)
                 continue
             if allocation >= next_new:
-                if tensor.device.type == "cuda":
+                if self._fake_mode is not None and tensor.device.type == "cuda":
                     self._note_gpu(tensor.device)
                 fresh.append((allocation, tensor))
                 next_new = allocation + 1
