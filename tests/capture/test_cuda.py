@@ -7,15 +7,18 @@ import torch
 from peaks import predicted_peak
 from small_examples import SMALL, small_example
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from memfit.capture import record, record_pair
+from memfit.capture.record.recorder import Recorder
 from memfit.capture.record.step import StepRunner
 from memfit.capture.stage import cublas
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.errors import CaptureError
 from memfit.tensors.operators import operator_of
 from memfit.torch_versions import flop_formulas
+from memfit.weights.absent_gpu import pretended_gpu
 from memfit.workload import Workload
 
 
@@ -242,3 +245,12 @@ def test_an_op_with_random_numbers_of_its_own_is_not_run_again():
     # Its dropout draws from a state on the GPU: run again, it would give other numbers.
     assert not operator_of(torch.ops.aten._cudnn_rnn.default).repeatable
     assert operator_of(torch.ops.aten.native_dropout.default).repeatable
+
+
+def test_a_real_step_may_have_tensors_on_any_gpu():
+    """Scripts are recorded as they run; fakes stand here for a GPU's tensors."""
+    recorder = Recorder(nn.Linear(2, 2), None)
+    with FakeTensorMode(), pretended_gpu(), recorder:
+        torch.empty(3, device="cuda").mul(2)
+        torch.empty(3, device="cuda:1")
+    assert len(recorder.ops) == 3
