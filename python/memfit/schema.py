@@ -468,15 +468,25 @@ Category = Literal[
 - ``workspace``: Scratch inside one op, invisible to the dispatcher.
 """
 
-Cause = Literal["live_set", "fragmentation", "cap", "non_torch", "pending", "private_pools"]
+Cause = Literal[
+    "live_set",
+    "fragmentation",
+    "cap",
+    "non_torch",
+    "pending",
+    "private_pools",
+    "live_set_or_non_torch",
+]
 """What a refusal comes down to.
 
-- ``live_set``: The tensors alive and the request are too much.
+- ``live_set``: The tensors alive and the request are too much, even for the whole device.
 - ``fragmentation``: The bytes were there, not in one piece.
 - ``cap``: A limit below the device's memory refused.
 - ``non_torch``: Other processes, contexts or libraries hold what was missing.
 - ``pending``: Blocks that wait for another stream hold what was missing.
 - ``private_pools``: Unused bytes of private pools, as of CUDA graphs, are what was missing.
+- ``live_set_or_non_torch``: Too much is alive for what is left of the device, or others hold
+  what was missing: which, is not known.
 """
 
 

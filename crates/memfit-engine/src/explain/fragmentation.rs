@@ -10,6 +10,9 @@
 //! - *stuck*: the other inactive bytes. They serve requests that fit into a gap and nothing else;
 //! - *private*: inactive bytes of private pools (`private.rs`), which are neither.
 //!
+//! A block that waits for another stream keeps nothing for long: the allocator waits for it before it gives back what
+//! it can, so what is stuck only until then is not called stuck.
+//!
 //! Where requests were refused, one of them is judged, and its cause is the verdict: the first that failed for
 //! fragmentation, or else the first. Where none was, the peak is judged, by the shares of these bytes.
 //!
@@ -122,6 +125,8 @@ impl Fragmentation {
         let own = event.map_or(PoolIndex::DEFAULT, |it| it.pool);
         let filled = moment::at(device, history, state);
         let (mut reserved, mut inactive, mut releasable) = (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO);
+        let mut stuck_in_the_end = Bytes::ZERO;
+        let is_held = |block: &Allocation| block.is_allocated_at(state);
         let (foreign, shared): (Vec<&Filled<'_>>, Vec<&Filled<'_>>) =
             filled.iter().partition(|it| private::is_foreign(it, own));
         for it in &shared {
@@ -129,6 +134,8 @@ impl Fragmentation {
             inactive += Bytes(it.inactive_bytes());
             if it.region.pool == PoolIndex::DEFAULT {
                 releasable += Bytes(it.releasable_bytes(|_| true));
+                stuck_in_the_end +=
+                    Bytes(it.unheld_bytes(is_held)) - Bytes(it.releasable_bytes(is_held));
             }
         }
         let in_private: Bytes = foreign.iter().map(|it| Bytes(it.inactive_bytes())).sum();
@@ -140,7 +147,11 @@ impl Fragmentation {
             inactive_bytes: inactive + in_private,
             verdict: match refusal {
                 Some(it) => verdict_at(it, reserved, inactive),
-                None => verdict(reserved, inactive, releasable),
+                None => verdict(
+                    reserved,
+                    inactive,
+                    (inactive - releasable).min(stuck_in_the_end),
+                ),
             },
             releasable_bytes: releasable,
             pinned_bytes: pinned.iter().map(|it| Bytes(it.inactive_bytes())).sum(),
@@ -224,20 +235,20 @@ fn is_pinned(filled: &Filled<'_>) -> bool {
 }
 
 fn verdict_at(refusal: &OutOfMemory, reserved: Bytes, inactive: Bytes) -> Verdict {
-    match (refusal.cause, verdict(reserved, inactive, Bytes::ZERO)) {
+    match (refusal.cause, verdict(reserved, inactive, inactive)) {
         (Cause::Fragmentation, _) => Verdict::Fragmented,
         (_, Verdict::Negligible) => Verdict::Negligible,
         _ => Verdict::NotTheCause,
     }
 }
 
-fn verdict(reserved: Bytes, inactive: Bytes, releasable: Bytes) -> Verdict {
+fn verdict(reserved: Bytes, inactive: Bytes, stuck: Bytes) -> Verdict {
     let share = |part: Bytes, percent: u64| {
         u128::from(part.0) * 100 >= u128::from(reserved.0) * u128::from(percent)
     };
     if reserved == Bytes::ZERO || !share(inactive, 5) {
         Verdict::Negligible
-    } else if !share(inactive - releasable, 10) {
+    } else if !share(stuck, 10) {
         Verdict::Cached
     } else {
         Verdict::Fragmented
@@ -253,11 +264,10 @@ pub(super) fn told(
     let all = filled.blocks.iter().copied();
     let mut blocks: Vec<&Allocation> = all.filter(|block| counts(block)).collect();
     blocks.sort_by_key(|block| (std::cmp::Reverse(block.size), block.address));
-    let gaps = filled.gaps(counts);
     PinnedSegment {
         address: filled.address,
         bytes: Bytes(filled.region.size),
-        inactive_bytes: gaps.iter().map(|(start, end)| Bytes(end - start)).sum(),
+        inactive_bytes: Bytes(filled.unheld_bytes(counts)),
         block_count: blocks.len() as u64,
         blocks: blocks
             .into_iter()

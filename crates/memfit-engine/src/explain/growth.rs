@@ -8,9 +8,14 @@
 //! grows when its bytes rise at *every* remaining boundary, at least three times, and are still held when
 //! the snapshot is taken. What rises and falls back is no leak, however much it is.
 //!
-//! A rhythm alone (`steps.rs`) may be that of tokens or of layers that are set up. There parameters and KV
-//! caches do not count, nor private pools, nor what is replaced by something larger each time: all of them
-//! are filled, as they should be.
+//! Some things are filled, as they should be, and do not count: the optimizer's states and parameters' gradients,
+//! which come late where a layer is used late, and what one larger block replaces each time. The latter may be a
+//! cache, a table for the longest input so far, or batches that happened to rise: it counts where it is outside
+//! modules and has risen [`MIN_REPLACED_RISES`] times.
+//!
+//! A rhythm alone (`steps.rs`) may be that of tokens or of layers that are set up. There parameters, KV caches and
+//! private pools do not count either, nor does anything that is replaced. Nor does anything at all where private pools are
+//! filled, as graphs are captured then, or where all that is held does not rise, as layers are replaced then.
 //!
 //! Between two snapshots the same sums are compared at their ends.
 
@@ -34,6 +39,8 @@ const MAX_GROWTH: usize = 100;
 const SCALAR_BYTES: u64 = 8;
 /// Requests of at most so many bytes may be a loss: they get the smallest block.
 const SMALL_BYTES: u64 = 512;
+/// Rises of what is replaced by something larger each time. Sizes that are random rise so often once in 10!.
+const MIN_REPLACED_RISES: usize = 9;
 /// So many stacks of forward that grow together are a graph that is kept, not a list of results. With
 /// something small that is kept beside them, one is enough.
 const GRAPH_STACKS: usize = 3;
@@ -110,19 +117,20 @@ pub(super) fn within(
 ) -> Found {
     let (boundaries, stride) = sample(&steps.boundaries);
     let by_text = series(history, &boundaries, judge);
+    let is_setup = steps.source == StepSource::Rhythm && is_setup(&by_text);
     let looked_at = (boundaries.len() - 1) * stride;
     let mut rising: Vec<(String, Series)> = by_text
         .into_iter()
         .filter(|(_, series)| rises(&series.bytes) && series.is_kept())
         .collect();
     let all: Bytes = rising.iter().map(|(_, it)| Bytes(it.rise())).sum();
-    rising.retain(|(_, it)| steps.source != StepSource::Rhythm || !it.is_filled());
+    rising.retain(|(_, it)| !is_setup && !it.is_filled(steps.source, judge.sites));
     if rising.is_empty() && all > Bytes::ZERO {
         return Found {
             growth: Vec::new(),
             summary: Some(format!(
-                "{all} more are held after {looked_at} steps by parameters and caches that are filled; \
-                 whether they ever stop, two snapshots tell"
+                "{all} more are held after {looked_at} steps, which may be parameters and caches that \
+                 are filled; whether they ever stop, two snapshots tell"
             )),
         };
     }
@@ -145,7 +153,10 @@ pub(super) fn within(
         })
         .collect();
     let mut found = Found {
-        summary: summary(&growth, culprit(device, &rising, judge.sites, steps)),
+        summary: summary(
+            &growth,
+            culprit(device, &rising, judge.sites, steps, keeps_graph),
+        ),
         growth,
     };
     found.growth.truncate(MAX_GROWTH);
@@ -163,30 +174,48 @@ fn sample(boundaries: &[u32]) -> (Vec<u32>, usize) {
     (warm.iter().copied().step_by(stride).collect(), stride)
 }
 
+/// Whether graphs are captured or layers replaced, rather than steps made.
+fn is_setup(by_text: &[(String, Series)]) -> bool {
+    let captures = by_text
+        .iter()
+        .any(|(_, it)| it.is_private && rises(&it.bytes));
+    let mut all: Vec<u64> = Vec::new();
+    for (_, series) in by_text {
+        all.resize(series.bytes.len(), 0);
+        for (sum, bytes) in all.iter_mut().zip(&series.bytes) {
+            *sum = sum.saturating_add(*bytes);
+        }
+    }
+    captures || all.first() >= all.last()
+}
+
 fn rises(bytes: &[u64]) -> bool {
     bytes.len() >= MIN_BOUNDARIES && bytes.windows(2).all(|pair| pair[0] < pair[1])
 }
 
-/// The bytes of every stack that holds any at a boundary.
-fn series(history: &History, boundaries: &[u32], judge: &Judge<'_>) -> BTreeMap<String, Series> {
+/// The bytes of every stack that holds any at a boundary, by its text.
+fn series(history: &History, boundaries: &[u32], judge: &Judge<'_>) -> Vec<(String, Series)> {
     let index = |state: u32| boundaries.partition_point(|&boundary| boundary < state);
-    let mut by_stack: BTreeMap<StackIndex, Vec<&Allocation>> = BTreeMap::new();
+    // What has no stack is told apart by what it is for.
+    let mut by_stack: BTreeMap<(StackIndex, Option<Category>), Vec<&Allocation>> = BTreeMap::new();
     for allocation in &history.allocations {
         if index(allocation.start) < index(allocation.let_go) {
+            let stack = allocation.stack;
+            let purpose = (stack == StackIndex::NONE).then(|| judge.category(allocation).0);
             by_stack
-                .entry(allocation.stack)
+                .entry((stack, purpose))
                 .or_default()
                 .push(allocation);
         }
     }
-    let mut by_text: BTreeMap<String, Series> = BTreeMap::new();
-    for (stack, held) in by_stack {
+    let mut by_text: BTreeMap<(String, Option<Category>), Series> = BTreeMap::new();
+    for ((stack, purpose), held) in by_stack {
         // The last one made stands for the others: the first may be from before recording.
         let Some(last) = held.iter().max_by_key(|it| (it.start, it.address)) else {
             continue;
         };
         let series = by_text
-            .entry(judge.stack_text(last))
+            .entry((judge.stack_text(last), purpose))
             .or_insert_with(|| Series {
                 category: judge.category(last).0,
                 stack,
@@ -212,6 +241,9 @@ fn series(history: &History, boundaries: &[u32], judge: &Judge<'_>) -> BTreeMap<
         }
     }
     by_text
+        .into_iter()
+        .map(|((text, _), series)| (text, series))
+        .collect()
 }
 
 impl Series {
@@ -231,14 +263,20 @@ impl Series {
         }
     }
 
-    /// Whether it is what a program fills once: parameters, a cache, the pool of a graph. What is replaced
-    /// by something larger each time, as a growing cache is, stays as many blocks.
-    fn is_filled(&self) -> bool {
-        matches!(
+    /// Whether it is what a program fills once: parameters, a cache, the pool of a graph.
+    fn is_filled(&self, source: StepSource, sites: &Sites<'_>) -> bool {
+        let site = sites.get(self.stack);
+        // As many blocks, each larger than the one before.
+        let is_replaced = !rises(&self.counts);
+        let may_be_chance = site.is_in_forward() || self.bytes.len() <= MIN_REPLACED_RISES;
+        let is_setup = matches!(
             self.category,
             Category::Parameter | Category::KvCache | Category::Checkpoint
-        ) || self.is_private
-            || !rises(&self.counts)
+        );
+        self.category == Category::OptimizerState
+            || site.accumulates_gradient()
+            || (is_replaced && may_be_chance)
+            || (source == StepSource::Rhythm && (is_setup || self.is_private || is_replaced))
     }
 
     const fn is_small(&self) -> bool {
@@ -256,13 +294,14 @@ impl Series {
     }
 }
 
-/// The user's line that seems to hold a graph: a scalar that stays, or a scalar that is added once a step
-/// outside modules and backward.
+/// The user's line that seems to hold what grows: that of a scalar that stays, or, where it is a graph, of a scalar that
+/// is added once a step outside modules and backward.
 fn culprit(
     device: &DeviceRecord,
     rising: &[(String, Series)],
     sites: &Sites<'_>,
     steps: &Steps,
+    keeps_graph: bool,
 ) -> Option<String> {
     let outside = |stack: StackIndex| {
         let site = sites.get(stack);
@@ -273,6 +312,9 @@ fn culprit(
         .find(|(_, it)| it.is_small() && outside(it.stack));
     if let Some((_, series)) = kept {
         return sites.user_frame(series.stack);
+    }
+    if !keeps_graph {
+        return None;
     }
     let mut additions: BTreeMap<StackIndex, usize> = BTreeMap::new();
     for event in device.events.iter() {

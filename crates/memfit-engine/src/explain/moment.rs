@@ -50,6 +50,12 @@ impl Filled<'_> {
         gaps
     }
 
+    /// Bytes in no block for which `counts` holds.
+    pub(super) fn unheld_bytes(&self, counts: impl Fn(&Allocation) -> bool) -> u64 {
+        let gaps = self.gaps(counts);
+        gaps.iter().map(|(start, end)| end - start).sum()
+    }
+
     /// Bytes that go back to the driver when the cache is emptied and the blocks for which `counts` holds
     /// stay: a segment without such blocks, or the whole pages inside free parts of an expandable one.
     pub(super) fn releasable_bytes(&self, counts: impl Fn(&Allocation) -> bool) -> u64 {

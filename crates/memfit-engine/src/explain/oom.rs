@@ -29,8 +29,9 @@
 //! | fragmentation | `fragmentation > 0` and `need <= fragmentation + device_free`, the latter only when the driver was out | the bytes were there, not in one piece |
 //! | cap | `device_free >= segment` | the driver had room: a limit (`set_per_process_memory_fraction`) refused |
 //! | `private_pools` | `private_pools > 0` and `need <= fragmentation + private_pools + device_free` | other pools keep the bytes |
+//! | `live_set` | `total` is known, and `live_set + need > total` | the tensors alive and the request are too much, even for the whole device |
 //! | `non_torch` | `total` is known, `non_torch > context`, `active + private_pools + need <= total - context` | the device would have been enough, but for others |
-//! | `live_set` | otherwise | the tensors alive and the request are too much |
+//! | `live_set_or_non_torch` | otherwise | the tensors alive and the request are too much for what others leave, which may be this process' context alone |
 //!
 //! `context` is what the process' own CUDA context may take: 1 GiB, on small devices an eighth of `total`.
 //! A block that waited until the refusal is one whose `free_completed` stands between the last allocation
@@ -60,10 +61,12 @@ const LARGE_LINE_BYTES: u64 = 10 * MIB;
 const MAX_CONTEXT_BYTES: Bytes = Bytes(1 << 30);
 
 /// What a refusal comes down to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, JsonSchema, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// The tensors alive and the request are too much.
+    /// The tensors alive and the request are too much, even for the whole device.
     LiveSet,
     /// The bytes were there, not in one piece.
     Fragmentation,
@@ -75,6 +78,8 @@ pub enum Cause {
     Pending,
     /// Unused bytes of private pools, as of CUDA graphs, are what was missing.
     PrivatePools,
+    /// Too much is alive for what is left of the device, or others hold what was missing: which, is not known.
+    LiveSetOrNonTorch,
 }
 
 /// How the device's memory divides.
@@ -127,8 +132,11 @@ struct Refusal<'a> {
     pending: Bytes,
     /// Inactive bytes of private pools other than the request's.
     in_private: Bytes,
-    /// The request's own pool.
+    /// The request's own pool, as far as its event names it.
     pool: PoolIndex,
+    stream: u64,
+    /// No event names a private pool, yet there are some.
+    hides_pools: bool,
 }
 
 /// Explains the refusal of an event; `totals` are those of the state before it.
@@ -148,6 +156,9 @@ pub(super) fn explain(
     let waiting = totals.active_bytes - totals.allocated_bytes;
     let private_pools = private::inactive(&filled, pools, event.pool, |_| true);
     let in_private = private::total(&private_pools);
+    let is_default = |pool| pool == PoolIndex::DEFAULT;
+    let hides_pools = filled.iter().any(|it| !is_default(it.region.pool))
+        && device.events.iter().all(|event| is_default(event.pool));
     let refusal = Refusal {
         filled,
         totals,
@@ -159,6 +170,8 @@ pub(super) fn explain(
         pending: waiting + late,
         in_private,
         pool: event.pool,
+        stream: event.stream,
+        hides_pools,
     };
     let cause = refusal.cause();
     let parts = Parts {
@@ -199,7 +212,7 @@ impl Refusal<'_> {
         if self.only_streams_in_the_way(segment) {
             return Cause::Pending;
         }
-        if inactive > Bytes::ZERO && self.need <= within_reach {
+        if inactive > Bytes::ZERO && self.need <= within_reach && !self.has_another_pool() {
             return Cause::Fragmentation;
         }
         if driver_had_room {
@@ -210,6 +223,9 @@ impl Refusal<'_> {
             return Cause::PrivatePools;
         }
         if let (Some(total), Some(outside)) = (self.device_memory, self.non_torch) {
+            if self.totals.allocated_bytes + self.need > total {
+                return Cause::LiveSet;
+            }
             let context = MAX_CONTEXT_BYTES.min(Bytes(total.0 / 8));
             let kept = self.totals.active_bytes + self.in_private;
             let fits_alone = kept + self.need <= total - context;
@@ -217,7 +233,18 @@ impl Refusal<'_> {
                 return Cause::NonTorch;
             }
         }
-        Cause::LiveSet
+        Cause::LiveSetOrNonTorch
+    }
+
+    /// Whether the request is of a private pool, although its event, of an older version, names none: a gap for it was passed
+    /// over.
+    fn has_another_pool(&self) -> bool {
+        let is_small = self.need <= Bytes(SMALL_REQUEST_BYTES);
+        let gaps = self
+            .usable()
+            .filter(|it| it.region.stream == self.stream && it.region.is_small == is_small)
+            .flat_map(|it| it.gaps(|_| true));
+        self.hides_pools && gaps.map(|(start, end)| Bytes(end - start)).max() >= Some(self.need)
     }
 
     /// Segments that the request may be served from: those of its pool.
@@ -304,17 +331,27 @@ fn segment_bytes(need: Bytes) -> Bytes {
 
 fn sentence(cause: Cause, parts: &Parts, need: Bytes, device_free: Bytes) -> String {
     let live = parts.live_set;
-    match cause {
-        Cause::LiveSet | Cause::PrivatePools => format!(
+    let lacking = || {
+        let place = if parts.private_pools > Bytes::ZERO {
+            " outside private pools"
+        } else {
+            ""
+        };
+        format!(
             "tensors hold {live}, and {need} more are not there: {device_free} are free on the device and \
-             {} in no block{}",
-            parts.fragmentation,
-            if parts.private_pools > Bytes::ZERO {
-                " outside private pools"
-            } else {
-                ""
-            }
-        ),
+             {} in no block{place}",
+            parts.fragmentation
+        )
+    };
+    match cause {
+        Cause::LiveSet | Cause::PrivatePools => lacking(),
+        Cause::LiveSetOrNonTorch => match parts.non_torch {
+            None => lacking() + "; what others hold is not known without the device's memory",
+            Some(outside) => format!(
+                "{}; {outside} are held outside PyTorch, by this process' context or by others",
+                lacking()
+            ),
+        },
         Cause::Fragmentation => format!(
             "{need} would have fitted into the {} reserved but unused and the {device_free} free on the \
              device, but not in one piece",

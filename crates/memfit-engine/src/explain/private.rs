@@ -35,9 +35,7 @@ pub(super) fn inactive(
 ) -> Vec<PrivatePool> {
     let mut by_id: BTreeMap<(u64, u64), Bytes> = BTreeMap::new();
     for it in filled.iter().filter(|it| is_foreign(it, own)) {
-        let gaps = it.gaps(&counts);
-        let bytes: Bytes = gaps.iter().map(|(start, end)| Bytes(end - start)).sum();
-        *by_id.entry(pools.id(it.region.pool)).or_default() += bytes;
+        *by_id.entry(pools.id(it.region.pool)).or_default() += Bytes(it.unheld_bytes(&counts));
     }
     by_id
         .into_iter()

@@ -13,6 +13,8 @@ use crate::snapshot::{Event, PoolIndex, Segment};
 /// Size of a segment of the small pool, and of no segment of the large one (`kSmallBuffer` in
 /// `c10/core/AllocatorConfig.h`).
 const SMALL_SEGMENT_BYTES: u64 = 2 << 20;
+/// Expandable segments of the large pool grow and shrink by no less (`kLargeBuffer`).
+const LEAST_LARGE_RANGE_BYTES: u64 = 20 << 20;
 
 /// One segment, or one contiguous mapped range of an expandable segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,13 +28,17 @@ pub(super) struct Region {
 
 impl Region {
     /// A region as an event tells of it. A trace does not say which pool a segment belongs to, but only
-    /// those of the small one have 2 MiB.
+    /// those of the small one have 2 MiB, or are mapped in pages of so much.
     pub(super) fn of_event(event: &Event, is_expandable: bool) -> Self {
         Self {
             size: event.size,
             stream: event.stream,
             pool: event.pool,
-            is_small: event.size == SMALL_SEGMENT_BYTES && !is_expandable,
+            is_small: if is_expandable {
+                event.size < LEAST_LARGE_RANGE_BYTES
+            } else {
+                event.size == SMALL_SEGMENT_BYTES
+            },
             is_expandable,
         }
     }
@@ -108,12 +114,15 @@ impl Regions {
             .filter(|(left, before)| left + before.size == address && before.continues(&region))
         {
             (start, whole.size) = (left, before.size + region.size);
+            // Many small pages unmapped at once may be as long as a large one.
+            whole.is_small |= before.is_small;
         }
         if let Some(after) = self.regions.get(&end).copied()
             && after.continues(&region)
         {
             self.regions.remove(&end);
             whole.size += after.size;
+            whole.is_small |= after.is_small;
         }
         self.regions.insert(start, whole);
         Ok(())

@@ -10,8 +10,10 @@ use super::{
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, Annotation, Snapshot, StackIndex};
 
+mod leaks;
 mod purposes;
 mod refusals;
+mod truth;
 
 const MIB: u64 = 1 << 20;
 
@@ -486,8 +488,8 @@ fn a_cache_that_fills_while_tokens_come_is_no_leak() {
         assert_eq!(
             device.growth_summary.as_deref(),
             Some(
-                "84.0 MiB more are held after 7 steps by parameters and caches that are filled; whether \
-                 they ever stop, two snapshots tell"
+                "84.0 MiB more are held after 7 steps, which may be parameters and caches that are \
+                 filled; whether they ever stop, two snapshots tell"
             )
         );
     }

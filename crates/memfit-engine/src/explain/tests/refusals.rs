@@ -36,6 +36,49 @@ fn survivors_that_pin_segments_are_named() {
     assert_eq!(first.blocks[0].bytes, Bytes(4 * MIB));
 }
 
+/// A block that another stream still reads keeps its segment only until the allocator waits for it.
+#[test]
+fn what_waits_for_another_stream_is_no_fragmentation() {
+    for waits in [true, false] {
+        let mut machine = Machine::new();
+        let stack = machine.stack(&["a.py:1 big"]);
+        let whole = machine.malloc(100 * MIB, 0, stack);
+        machine.free(whole, false);
+        let pin = machine.malloc(20 * MIB, 0, stack);
+        if waits {
+            machine.free(pin, true);
+        }
+        machine.malloc(200 * MIB, 7, stack);
+        let device = machine.explained(0);
+        let verdict = device.fragmentation.verdict;
+        assert_eq!(verdict == Verdict::Fragmented, !waits, "{verdict:?}");
+    }
+}
+
+/// Expandable segments of the small pool grow by pages of 2 MiB, as a trace shows, and shrink by them.
+#[test]
+fn pages_of_small_blocks_go_back_one_by_one() {
+    let mut machine = Machine::new();
+    machine.is_expandable = true;
+    let stack = machine.stack(&["a.py:1 f"]);
+    let blocks: Vec<u64> = (0..5).map(|_| machine.malloc(MIB, 0, stack)).collect();
+    for &block in &blocks[1..] {
+        machine.free(block, false);
+    }
+    let end = machine.explained(0).end;
+    assert_eq!(
+        (end.releasable_bytes, end.stuck_bytes),
+        (Bytes(4 * MIB), Bytes(MIB))
+    );
+    machine.empty_cache();
+    let device = machine.explained(0);
+    let at_peak = device.fragmentation.inactive_bytes;
+    assert_eq!(
+        (at_peak, device.end.releasable_bytes),
+        (Bytes(MIB), Bytes::ZERO)
+    );
+}
+
 #[test]
 fn a_cache_that_can_go_back_is_no_fragmentation() {
     let mut machine = Machine::new();
@@ -93,6 +136,20 @@ fn refusals_have_one_cause_each() {
     let refusal = refused(&mut machine, 2 * gib, gib / 2, Some(4 * gib));
     assert_eq!(refusal.cause, Cause::LiveSet);
     assert_eq!(refusal.parts.non_torch, Some(Bytes(gib / 2)));
+
+    // The same, on a device that is not known: others may hold most of it.
+    let (mut machine, _) = filled(3072);
+    let refusal = refused(&mut machine, 2 * gib, gib / 2, None);
+    assert_eq!(refusal.cause, Cause::LiveSetOrNonTorch);
+    let end = "in no block; what others hold is not known without the device's memory";
+    assert!(refusal.summary.ends_with(end), "{}", refusal.summary);
+
+    // It would have the room, were not half a GiB of it held by this process' context or by others.
+    let (mut machine, _) = filled(3072);
+    let refusal = refused(&mut machine, 3 * gib / 4, gib / 2, Some(4 * gib));
+    assert_eq!(refusal.cause, Cause::LiveSetOrNonTorch);
+    let end = "; 512.0 MiB are held outside PyTorch, by this process' context or by others";
+    assert!(refusal.summary.ends_with(end), "{}", refusal.summary);
 
     // The same, on a device of 8 GiB of which others hold 4.5.
     let (mut machine, _) = filled(3072);
@@ -294,6 +351,20 @@ fn a_private_pool_is_named_and_neither_cache_nor_fragmentation() {
         let refusal = refused(&mut machine, 5 << 30, 584 * MIB, Some(8 << 30));
         assert_eq!(refusal.cause, Cause::LiveSet);
         assert!(refusal.summary.ends_with(NAMED), "{}", refusal.summary);
+    }
+}
+
+/// A gap that is large enough was passed over: the request is of a pool that older versions do not name.
+#[test]
+fn a_request_that_passes_a_gap_over_is_not_refused_for_fragmentation() {
+    for (hides_pools, cause) in [(true, Cause::Cap), (false, Cause::Fragmentation)] {
+        let (mut machine, stack) = with_a_graph(hides_pools);
+        let whole = machine.malloc(60 * MIB, 0, stack);
+        machine.free(whole, false);
+        machine.malloc(20 * MIB, 0, stack);
+        let refusal = refused(&mut machine, 30 * MIB, 8 << 30, None);
+        assert_eq!(refusal.largest_gap_bytes, Bytes(40 * MIB));
+        assert_eq!(refusal.cause, cause);
     }
 }
 

@@ -529,6 +529,7 @@ const fn cause(cause: Cause) -> &'static str {
         Cause::NonTorch => "others hold the device's memory",
         Cause::Pending => "blocks wait for another stream",
         Cause::PrivatePools => "private pools hold what was missing",
+        Cause::LiveSetOrNonTorch => "too much is alive, or others hold the device's memory",
     }
 }
 
