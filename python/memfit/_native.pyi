@@ -49,6 +49,7 @@ __all__ = [
     "last_refusal",
     "mark_allocations",
     "on_alarm",
+    "oom_messages",
     "parse_budget",
     "place",
     "plan",
@@ -800,6 +801,14 @@ def place(
 
 def prediction_text(prediction: Mapping[str, Any]) -> str:
     """The text of a prediction."""
+
+def oom_messages(text: bytes, source: str) -> tuple[dict[str, Any], str] | None:
+    """What the OOM messages in a text decide: the document and the text; none where it holds none.
+
+    Args:
+        text: A log, or a message alone.
+        source: Its name, for the report.
+    """
 
 def explanation_text(explanation: Mapping[str, Any]) -> str:
     """The text of an explanation."""

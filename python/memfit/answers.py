@@ -279,6 +279,14 @@ class _Told(_Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OomMessages(_Told, schema.OomMessages):
+    """What PyTorch's OOM messages decide; ``print`` shows the report.
+
+    The fields are those of :class:`memfit.schema.OomMessages`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verification(_Told, schema.Verification):
     """A plan beside what real steps took; ``print`` shows the report.
 

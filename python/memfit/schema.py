@@ -300,6 +300,22 @@ Agreement = Literal["bitwise", "equivalent", "different"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """A number of bytes between two bounds, both included.
+
+    Sums and differences are those of the bounds, so what is compared holds for every number that
+    the message may have meant. They saturate as ``Bytes`` do.
+
+    Attributes:
+        low_bytes: It is no less.
+        high_bytes: It is no more.
+    """
+
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Approximation:
     """What approximate gradients are beside the unplanned ones.
 
@@ -485,8 +501,8 @@ Cause = Literal[
 - ``non_torch``: Other processes, contexts or libraries hold what was missing.
 - ``pending``: Blocks that wait for another stream hold what was missing.
 - ``private_pools``: Unused bytes of private pools, as of CUDA graphs, are what was missing.
-- ``live_set_or_non_torch``: Too much is alive for what is left of the device, or others hold
-  what was missing: which, is not known.
+- ``live_set_or_non_torch``: Too much is alive for what is left of the device, or others hold what
+    was missing: which, is not known.
 """
 
 
@@ -1117,6 +1133,19 @@ class NextClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextStep:
+    """A command and what it tells.
+
+    Attributes:
+        command: What to run.
+        tells: What it tells.
+    """
+
+    command: str
+    tells: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """What to offload, addressed like ``Remat``.
 
@@ -1182,6 +1211,128 @@ class OffloadParameters:
     ahead_bytes: int
     names: tuple[str, ...]
     order: tuple[int, ...]
+
+
+OomCause = Literal[
+    "limit",
+    "expandable_reserve",
+    "too_much_alive",
+    "other_processes",
+    "non_pytorch",
+    "private_pools",
+    "fragmentation_possible",
+    "driver_had_room",
+]
+"""A reason for a refusal.
+
+- ``limit``: A limit of this process refused.
+- ``expandable_reserve``: A request larger than an expandable segment can become.
+- ``too_much_alive``: The tensors alive and the request are more than the process could have,
+    however it is arranged.
+- ``other_processes``: Other processes hold what was missing.
+- ``non_pytorch``: This process holds it outside PyTorch.
+- ``private_pools``: Private pools hold it, unused.
+- ``fragmentation_possible``: The bytes were there, but perhaps not in one piece.
+- ``driver_had_room``: The device had room and no limit was reached.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomMessage:
+    """One message and what it decides.
+
+    Attributes:
+        count: How often the text has it.
+        kind: Who wrote it.
+        device: Index of the device, as the process numbers them.
+        requested: What the driver was asked for: the request, rounded up to a segment.
+        total: The device's memory.
+        free: Free on the device when the message was written.
+        allocated: In blocks that tensors hold.
+        unallocated: Reserved by PyTorch in no block, outside private pools.
+        private_unallocated: Reserved by PyTorch in no block, in private pools: only their own
+            graphs can use it.
+        reserved: Taken from the driver by PyTorch.
+        allowed: The limit of this process.
+        this_process: All that this process holds on the device.
+        non_pytorch: Of ``this_process``, what PyTorch did not take: the CUDA context, libraries.
+        other_processes: Other processes that the message names; without ``this_process``, one of
+            them may be this process.
+        is_expandable: Whether the message says that expandable segments were on.
+        expandable_reserve: What an expandable segment could reach, where the message says so.
+        is_cut: Whether the message ends before its last number.
+        causes: What the numbers show.
+        undecided: What they leave open.
+        summary: What it comes down to, in a sentence.
+        next: What would tell the rest.
+    """
+
+    count: int
+    kind: OomMessageKind
+    device: int | None
+    requested: Amount | None
+    total: Amount | None
+    free: Amount | None
+    allocated: Amount | None
+    unallocated: Amount | None
+    private_unallocated: Amount | None
+    reserved: Amount | None
+    allowed: Amount | None
+    this_process: Amount | None
+    non_pytorch: Amount | None
+    other_processes: tuple[OtherProcess, ...]
+    is_expandable: bool
+    expandable_reserve: Amount | None
+    is_cut: bool
+    causes: tuple[ShownCause, ...]
+    undecided: tuple[Undecided, ...]
+    summary: str
+    next: tuple[NextStep, ...]
+
+
+OomMessageKind = Literal["allocator", "rejected", "driver_pool", "driver", "host"]
+"""Who wrote a message.
+
+- ``allocator``: PyTorch's caching allocator.
+- ``rejected``: The same, before it asked the driver (``throw_on_cudamalloc_oom``).
+- ``driver_pool``: PyTorch with ``backend:cudaMallocAsync``.
+- ``driver``: The driver or a library, outside PyTorch's allocator: no numbers.
+- ``host``: PyTorch's allocator of the host's memory.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomMessages:
+    """The OOM messages of a text.
+
+    Attributes:
+        schema_version: Version of this shape.
+        kind: What this document is about: always ``oom_messages``.
+        source: The text, as named by whoever asked.
+        message_count: Messages in it, the same ones counted each time.
+        further_count: Messages after the first 100 different ones, which are not explained.
+        messages: Each different message, in the order of the text.
+    """
+
+    schema_version: int
+    kind: str
+    source: str
+    message_count: int
+    further_count: int
+    messages: tuple[OomMessage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherProcess:
+    """Another process on the device.
+
+    Attributes:
+        pid: Its number, as the driver knows it.
+        bytes: What it holds; ``None`` where the driver does not tell.
+    """
+
+    pid: int
+    bytes: Amount | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1646,6 +1797,25 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownCause:
+    """A cause that the numbers show.
+
+    Attributes:
+        cause: Which.
+        bytes: The bytes it is about: those held, or, of ``too_much_alive``, those that must go; of
+            ``limit``, the limit.
+        is_enough: Whether the request is served once this alone changes; ``None`` where the numbers
+            do not tell.
+        summary: The cause in a sentence.
+    """
+
+    cause: OomCause
+    bytes: Amount | None
+    is_enough: bool | None
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink:
     """What to shrink, addressed like ``Remat``.
 
@@ -1831,6 +2001,19 @@ class Transfers:
     device_to_host_pageable: float | None
     disk_write: float | None
     disk_read: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undecided:
+    """What the numbers do not tell.
+
+    Attributes:
+        cause: The cause that is left open.
+        summary: Why, in a sentence.
+    """
+
+    cause: OomCause
+    summary: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

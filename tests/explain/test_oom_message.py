@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import memfit
+
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "crates" / "memfit-engine" / "tests" / "data" / "snapshots"
 MIB = 1 << 20
@@ -115,3 +117,33 @@ def test_the_guide_shows_what_the_program_says(tmp_path: Path):
     path.write_text(SECOND)
     said = explain(path).stdout.replace(str(path), "oom.txt")
     assert f"```text\n{said}```\n" in (ROOT / "docs/guides/explain.md").read_text()
+
+
+def test_python_says_of_an_error_a_text_and_a_file_what_the_program_says(tmp_path: Path):
+    path = tmp_path / "train.log"
+    path.write_text(f"step 1\n{FIRST}\n{SECOND}\n")
+    of_file = memfit.explain(path)
+    assert isinstance(of_file, memfit.OomMessages)
+    assert str(of_file) == explain(path).stdout
+    assert of_file.as_dict() == json.loads(explain(path, "--format", "json").stdout)
+    first, second = of_file.messages
+    assert [it.cause for it in first.causes] == ["fragmentation_possible"]
+    assert (second.device, second.other_processes[0].pid) == (1, 16335)
+
+    piped = explain("-", "--format", "json", piped=SECOND.encode()).stdout
+    told = {**json.loads(piped), "source": "(OOM message)"}
+    for given in [RuntimeError(SECOND), SECOND, f"rank 0:\n{SECOND}"]:
+        assert memfit.explain(given).as_dict() == told
+
+
+def test_python_refuses_what_holds_no_message_and_what_has_no_meaning_for_one(tmp_path: Path):
+    with pytest.raises(memfit.UsageError, match="`ValueError` holds no OOM message"):
+        memfit.explain(ValueError("another error"))
+    with pytest.raises(memfit.UsageError, match="`device_memory` has no meaning"):
+        memfit.explain(SECOND, device_memory="80GiB")
+    path = tmp_path / "train.log"
+    path.write_text("step 1\n")
+    with pytest.raises(memfit.SnapshotError, match="train"):
+        memfit.explain(path)
+    with pytest.raises(memfit.UsageError, match="cannot read"):
+        memfit.explain("CUDA out of memory")

@@ -345,6 +345,17 @@ mod _native {
         py.detach(|| memfit::of_prediction(&prediction.0))
     }
 
+    /// What the OOM messages in a text decide: the document and the text; none where it holds none.
+    #[pyfunction]
+    fn oom_messages(
+        py: Python<'_>,
+        text: &[u8],
+        source: &str,
+    ) -> PyResult<Option<Value<memfit::Answer>>> {
+        let answer = py.detach(|| memfit::oom_messages(text, source));
+        answer.map(|it| it.map(Value)).map_err(usage)
+    }
+
     /// The text of an explanation.
     #[pyfunction]
     fn explanation_text(py: Python<'_>, explanation: Value<Explanation>) -> String {

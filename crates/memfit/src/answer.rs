@@ -8,7 +8,7 @@ use memfit_engine::snapshot::Snapshot;
 use serde::Serialize;
 use serde_json::{Error, Value};
 
-use crate::commands::{replay, verify};
+use crate::commands::{oom_message, replay, verify};
 use crate::printer::Palette;
 use crate::report::calibration::CalibrateDocument;
 use crate::report::compiled::CompiledAnswer;
@@ -64,6 +64,17 @@ pub fn replay(
     let document = replay::document(snapshot, source, settings, device_memory)?;
     let text = text::replay(&document, Palette::PLAIN);
     answer(&document, text).map_err(|error| error.to_string())
+}
+
+/// What `memfit explain` says of the OOM messages in a text; `None` where it holds none.
+///
+/// # Errors
+///
+/// The document cannot be written.
+pub fn oom_messages(text: &[u8], source: &str) -> Result<Option<Answer>, Error> {
+    let messages = oom_message::of_bytes(text, source);
+    let told = messages.map(|it| answer(&it, text::oom_messages(&it, Palette::PLAIN)));
+    told.transpose()
 }
 
 /// What `memfit calibrate` says of a profile that was written to a file.

@@ -33,7 +33,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use clap::Parser as _;
 
-pub use answer::{Answer, calibration, replay, verification};
+pub use answer::{Answer, calibration, oom_messages, replay, verification};
 pub use exit::Exit;
 pub use host::{Calibration, Host, HostError, HostErrorKind, Script, ScriptLease, Settings};
 pub use printer::Streams;

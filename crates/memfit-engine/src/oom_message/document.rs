@@ -80,6 +80,7 @@ pub struct OomMessage {
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, JsonSchema, Serialize, Deserialize,
 )]
 #[serde(rename_all = "snake_case")]
+#[schemars(rename = "OomMessageKind")]
 pub enum Kind {
     /// PyTorch's caching allocator.
     Allocator,

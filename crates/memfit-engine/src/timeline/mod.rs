@@ -21,7 +21,7 @@ mod lives;
 mod naive;
 mod pack;
 #[cfg(test)]
-pub(crate) mod sample;
+mod sample;
 mod segments;
 mod select;
 mod subject;

@@ -62,10 +62,10 @@ impl Recorder {
 }
 
 /// `SplitMix64` (Steele, Lea and Flood 2014).
-pub(crate) struct Random(pub(crate) u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -73,7 +73,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound.max(1)
     }
 }

@@ -8,7 +8,7 @@ mod doctor;
 mod explain;
 mod largest;
 mod man;
-mod oom_message;
+pub(crate) mod oom_message;
 mod pareto;
 mod place;
 mod plan;

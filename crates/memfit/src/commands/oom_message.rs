@@ -21,7 +21,8 @@ use crate::session::Session;
 /// Stands for standard input.
 const STANDARD_INPUT: &str = "-";
 /// So much is looked at to tell what a file is.
-const HEAD_BYTES: u64 = 512;
+const HEAD_LENGTH: usize = 512;
+const HEAD_BYTES: u64 = HEAD_LENGTH as u64;
 /// Read at once.
 const PIECE_BYTES: usize = 1 << 18;
 /// How every pickle of protocol 2 or later starts.
@@ -173,6 +174,18 @@ fn of_pipe(mut pipe: impl Read, source: &str) -> Result<Input, Unread> {
             ReadOptions::default(),
         )?))),
     }
+}
+
+/// The OOM messages of bytes that are no snapshot; `None` where they hold none.
+pub(crate) fn of_bytes(data: &[u8], source: &str) -> Option<OomMessages> {
+    let head = &data[..data.len().min(HEAD_LENGTH)];
+    if !may_be_text(head) {
+        return None;
+    }
+    let mut scanner = Scanner::new();
+    scanner.push(data);
+    let messages = scanner.finish(source);
+    (messages.message_count > 0).then_some(messages)
 }
 
 /// Scans a text that is no snapshot, for the reason given.

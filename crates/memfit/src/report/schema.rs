@@ -3,6 +3,7 @@
 //! Responsible for the list of answers. Python's types are made from it (`tests/schema`).
 
 use memfit_engine::explain::Explanation;
+use memfit_engine::oom_message::OomMessages;
 use memfit_engine::plan::{Front, Plan};
 use memfit_engine::predict::Prediction;
 use schemars::generate::SchemaSettings;
@@ -20,6 +21,7 @@ pub fn schema() -> Value {
         "Calibration": generator.subschema_for::<CalibrateDocument>(),
         "Explanation": generator.subschema_for::<Explanation>(),
         "Front": generator.subschema_for::<Front>(),
+        "OomMessages": generator.subschema_for::<OomMessages>(),
         "Plan": generator.subschema_for::<Plan>(),
         "Prediction": generator.subschema_for::<Prediction>(),
         "Replay": generator.subschema_for::<ReplayDocument>(),

@@ -12,9 +12,21 @@ use crate::snapshot::{
     Action, Annotation, Block, BlockState, DeviceRecord, Event, Events, Frame, Segment, Snapshot,
     StackIndex, TextIndex,
 };
-use crate::timeline::sample::Random;
 
 pub(super) const MIB: u64 = 1 << 20;
+
+/// `SplitMix64`.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % bound.max(1)
+    }
+}
 
 /// Which stacks a recording has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

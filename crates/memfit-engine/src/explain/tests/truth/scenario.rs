@@ -3,10 +3,9 @@
 //! Responsible for what is not a loop of steps (`steps.rs`) and for the place where a program runs. None of
 //! these programs leaks, and whoever names a leak in one names another cause.
 
-use super::program::{MIB, Place, Program, Stacks};
+use super::program::{MIB, Place, Program, Random, Stacks};
 use super::steps;
 use crate::allocator::{AddressOrder, BlockId, Device, FreeOrder};
-use crate::timeline::sample::Random;
 
 const MODULE: &str = "/x/torch/nn/modules/module.py:1790 _call_impl";
 /// Larger than any program here.
