@@ -10,15 +10,17 @@
 //! itself is not replayed.
 //!
 //! The device of the replays: for a recording without refusal a large one; with one, what this process could
-//! have had at that moment, `reserved + device_free`, and where a limit refused, what it held then.
+//! have had at that moment, `reserved + device_free`, and where a limit refused, what it held then. A limit is known
+//! where it refused, or where the settings have it as a share of a device whose memory is known; there
+//! `garbage_collection_threshold` is tried too, which without a limit changes nothing.
 
 use super::document::Counterfactual;
 use super::history::History;
 use super::oom::{Cause, OutOfMemory};
 use super::peak::Peaks;
-use crate::allocator::replay::ranking::{TRIED, on_top_of, recorded_text};
+use crate::allocator::replay::ranking::{TRIED, TRIED_BELOW_A_LIMIT, on_top_of, recorded_text};
 use crate::allocator::replay::{Outcome, recorded_settings, under};
-use crate::allocator::{Device, FreeOrder, Settings};
+use crate::allocator::{AddressOrder, Device, FreeOrder, Settings};
 use crate::bytes::Bytes;
 use crate::snapshot::{Action, DeviceRecord, Problem, Snapshot};
 
@@ -43,7 +45,7 @@ pub(super) fn replay(
     snapshot: &Snapshot,
     device: &DeviceRecord,
     (history, peaks): (&History, &Peaks),
-    refusals: &[OutOfMemory],
+    (refusals, device_memory): (&[OutOfMemory], Option<Bytes>),
 ) -> Replayed {
     if device.events.is_empty() {
         return Replayed::default();
@@ -64,8 +66,16 @@ pub(super) fn replay(
         ));
     }
     let recorded = recorded_settings(snapshot);
-    let model = Device::new(memory(peaks, refusals));
-    let run = |settings: &Settings| under(snapshot, device, settings, FreeOrder::default(), model);
+    let room = memory(peaks, refusals);
+    let limit = limit(&recorded, room, refusals, device_memory);
+    let (model, fraction) = place(room, limit, refusals);
+    let run = |settings: &Settings| {
+        let settings = Settings {
+            per_process_memory_fraction: fraction,
+            ..settings.clone()
+        };
+        under(snapshot, device, &settings, FreeOrder::default(), model)
+    };
     let baseline = run(&recorded);
     let positions = (0..).zip(device.events.iter());
     let refused: Vec<u64> = positions
@@ -76,7 +86,12 @@ pub(super) fn replay(
     let is_repeated = baseline.oom.map(|it| it.event) == refused.first().map(|&first| Some(first));
     let own = recorded_text(snapshot);
     let tries = (MAX_EVENTS / device.events.len()).max(1);
-    let candidates = TRIED.iter().take(tries);
+    let below: &[&str] = if limit.is_some() {
+        &TRIED_BELOW_A_LIMIT
+    } else {
+        &[]
+    };
+    let candidates = TRIED.iter().chain(below).take(tries);
     let parsed = candidates.filter_map(|change| {
         let text = on_top_of(&own, change);
         Settings::parse(&text).ok().map(|settings| (text, settings))
@@ -137,6 +152,49 @@ fn memory(peaks: &Peaks, refusals: &[OutOfMemory]) -> u64 {
         .max()
         .map(|bytes| bytes.max(peaks.reserved.bytes));
     most.map_or(LARGE_DEVICE_BYTES, |bytes| bytes.0)
+}
+
+/// What the process was allowed to have, where that is known.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "PyTorch computes the limit in double and truncates"
+)]
+fn limit(
+    recorded: &Settings,
+    room: u64,
+    refusals: &[OutOfMemory],
+    device_memory: Option<Bytes>,
+) -> Option<u64> {
+    let fraction = recorded.per_process_memory_fraction;
+    match device_memory {
+        Some(Bytes(total)) if fraction < 1.0 => Some((fraction * total as f64) as u64),
+        _ => refusals
+            .iter()
+            .any(|it| it.cause == Cause::Cap)
+            .then_some(room),
+    }
+}
+
+/// The device of the replays, and the share of it that the process may have: half of it is the limit, to the byte.
+fn place(room: u64, limit: Option<u64>, refusals: &[OutOfMemory]) -> (Device, f64) {
+    let Some(limit) = limit else {
+        return (Device::new(room), 1.0);
+    };
+    let total_bytes = limit.saturating_mul(2);
+    let is_limit = refusals.iter().any(|it| it.cause == Cause::Cap);
+    let other_bytes = if is_limit {
+        0
+    } else {
+        total_bytes.saturating_sub(room)
+    };
+    let device = Device {
+        total_bytes,
+        other_bytes,
+        address_order: AddressOrder::default(),
+    };
+    (device, 0.5)
 }
 
 /// What to say where nothing was refused.

@@ -164,7 +164,12 @@ impl Subject<'_> {
         };
         let refusals = self.refusals(device_memory);
         let replayed = if has_history {
-            counterfactual::replay(judge.snapshot, device, (history, peaks), &refusals)
+            counterfactual::replay(
+                judge.snapshot,
+                device,
+                (history, peaks),
+                (&refusals, device_memory),
+            )
         } else {
             counterfactual::Replayed::default()
         };

@@ -111,15 +111,20 @@ fn one_device(
 ) -> ReplayedDevice {
     let check = replay::check(snapshot, device);
     let model = memory.map_or_else(|| ranking::device_of(device), |bytes| Device::new(bytes.0));
-    let changes = match asked {
-        "" => &ranking::TRIED[..],
-        asked => &[asked],
+    let is_limited = replay::recorded_settings(snapshot).per_process_memory_fraction < 1.0;
+    let mut changes = match asked {
+        "" => ranking::TRIED.to_vec(),
+        asked => vec![asked],
     };
+    // The limit is a share of the device's memory, which no snapshot has.
+    if asked.is_empty() && is_limited && memory.is_some() {
+        changes.extend(ranking::TRIED_BELOW_A_LIMIT);
+    }
     let refused = device
         .events
         .iter()
         .any(|event| event.action == Action::OutOfMemory);
-    let ranked = ranking::rank(snapshot, device, model, changes);
+    let ranked = ranking::rank(snapshot, device, model, &changes);
     ReplayedDevice {
         index: device.index,
         events: device.events.len() as u64,
@@ -162,5 +167,30 @@ fn exit(document: &ReplayDocument) -> Exit {
         Exit::No
     } else {
         Exit::Done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn garbage_collection_is_tried_where_the_limit_is_known() {
+        let folder = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../memfit-engine/tests/data/snapshots"
+        );
+        let bytes = std::fs::read(format!("{folder}/growing_loss.pickle")).unwrap();
+        let mut snapshot = memfit_engine::snapshot::read_bytes(&bytes).unwrap();
+        let tries = |snapshot: &Snapshot, memory| {
+            let document = document(snapshot, String::new(), "", memory).unwrap();
+            let mut replays = document.devices[0].replays.iter();
+            replays.any(|it| it.settings.contains("garbage_collection_threshold"))
+        };
+        let memory = Some(Bytes(80 << 30));
+        assert!(!tries(&snapshot, memory));
+        let settings = "per_process_memory_fraction:0.5".to_owned();
+        snapshot.settings = vec![("PYTORCH_CUDA_ALLOC_CONF".to_owned(), settings)];
+        assert!(tries(&snapshot, memory) && !tries(&snapshot, None));
     }
 }

@@ -21,6 +21,13 @@ pub const TRIED: [&str; 8] = [
     "large_segment_size_mb:64",
 ];
 
+/// Changes that are tried besides where a limit of the process is known: a share of that limit, from which on
+/// unused segments go back. Without a limit they change nothing.
+pub const TRIED_BELOW_A_LIMIT: [&str; 2] = [
+    "garbage_collection_threshold:0.8",
+    "garbage_collection_threshold:0.6",
+];
+
 /// A device that never refuses, as far as it is known.
 const UNLIMITED_BYTES: u64 = 1 << 42;
 

@@ -11,6 +11,7 @@ use crate::bytes::Bytes;
 use crate::snapshot::{Action, Annotation, Snapshot, StackIndex};
 
 mod leaks;
+mod limits;
 mod purposes;
 mod refusals;
 mod truth;
