@@ -1,0 +1,146 @@
+"""Fewer bits: what they bring, predicted beside measured, and how far gradients are off.
+
+Each row is one run of `memfit verify` in a process of its own, at the smallest peak that a plan
+reaches with the kinds of action that it may use, plus the plan's own margin.
+
+    .venv/bin/python benchmarks/precision.py alone            # small models, by shrinking alone
+    .venv/bin/python benchmarks/precision.py least vit llama  # the examples: exact, with shrinking
+
+Results go to benchmarks/results/DATE-precision-PIECE.json and .md. Exits with 1 where a measured
+peak is above its budget, a prediction is off by more than 0.5 %, or a plan does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from record import Machine, gib, memfit_json, write_results
+
+if TYPE_CHECKING:
+    from memfit import Workload
+
+HEADER = (
+    "| model | plan | peak: unplanned | predicted | measured | of the unplanned | above the floor "
+    "| step CPU time | gradients off by | of the batch's noise |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+FLOOR = ("parameter", "optimizer_state", "input", "module_buffer")
+OTHERS = ("remat", "unneeded_saves", "fuse_optimizer", "one_by_one", "micro_batch", "chunk")
+ALONE = {"shrink": ("--allow", "shrink", *(word for kind in OTHERS for word in ("--forbid", kind)))}
+LEAST = {
+    "exact": ("--forbid", "micro_batch", "--forbid", "chunk"),
+    "with shrink": ("--forbid", "micro_batch", "--forbid", "chunk", "--allow", "shrink"),
+}
+MOST_OFF = 0.005
+
+
+def gpt2() -> Workload:
+    """GPT-2 of four layers with dropout, 4 x 256 tokens, without an optimizer."""
+    import transformers
+
+    from memfit import Workload
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=8000, n_layer=4, n_embd=256, n_head=4, n_positions=256
+    )
+    ids = torch.randint(0, 8000, (4, 256))
+    batch = {"input_ids": ids, "labels": ids}
+    return Workload(transformers.GPT2LMHeadModel(config), batch, lambda m, x: m(**x).loss)
+
+
+def vit() -> Workload:
+    """A tiny ViT on 8 images, without an optimizer."""
+    return _images("vit_tiny_patch16_224")
+
+
+def convnext() -> Workload:
+    """The smallest ConvNeXt on 8 images, without an optimizer."""
+    return _images("convnext_atto")
+
+
+def resnet() -> Workload:
+    """ResNet-18 on 8 images, without an optimizer."""
+    return _images("resnet18")
+
+
+def _images(name: str) -> Workload:
+    import timm
+
+    from memfit import Workload
+
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 3, 224, 224), torch.randint(0, 100, (8,)))
+    model = timm.create_model(name, num_classes=100)
+    return Workload(model, batch, lambda m, x: torch.nn.functional.cross_entropy(m(x[0]), x[1]))
+
+
+SMALL = ("gpt2", "vit", "convnext", "resnet")
+
+
+def main(words: list[str]) -> int:
+    """Run the rows of a piece, print them as they come, write the results."""
+    piece, names = words[0] if words else "alone", words[1:]
+    alone = piece == "alone"
+    ways = ALONE if alone else LEAST
+    file = "benchmarks/precision.py:{}" if alone else "examples/{}.py:build"
+    rows = []
+    print(HEADER)
+    for name in names or (SMALL if alone else ("vit", "llama")):
+        target = file.format(name)
+        for way, options in ways.items():
+            row = {"model": name, "way": way, **verified(target, options)}
+            rows.append(row)
+            print(table_row(row), flush=True)
+    table = "\n".join([HEADER, *map(table_row, rows)])
+    write_results(f"precision-{piece}", Machine.here(), rows, table)
+    bad = [row for row in rows if not is_fine(row)]
+    print(json.dumps([(row["model"], row["way"]) for row in bad]) if bad else "all hold")
+    return 1 if bad else 0
+
+
+def verified(target: str, options: tuple[str, ...]) -> dict[str, Any]:
+    """One real run at the smallest peak, and the floor."""
+    plan = memfit_json("plan", target, "--budget", "1%", *options)
+    least = plan["minimum_peak_bytes"] + plan["margin_bytes"]
+    found = memfit_json("verify", target, "--budget", str(least), *options)
+    breakdown = memfit_json("predict", target)["breakdown"]["category"]
+    floor = sum(part["bytes"] for part in breakdown if part["name"] in FLOOR)
+    return {**found, "floor_bytes": floor}
+
+
+def is_fine(row: dict[str, Any]) -> bool:
+    """Whether a row kept its promises."""
+    planned = row["planned"]
+    measured, predicted = planned["measured_peak_bytes"], planned["predicted_peak_bytes"]
+    off = abs(measured - predicted) / measured
+    return bool(row["holds"]) and measured <= row["budget_bytes"] and off <= MOST_OFF
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    unplanned, planned = row["unplanned"], row["planned"]
+    before, measured = unplanned["measured_peak_bytes"], planned["measured_peak_bytes"]
+    changed = row.get("approximation")
+    error, noise = (changed["gradient_error"], changed["batch_noise"]) if changed else (None, None)
+    cells = [
+        row["model"],
+        row["way"],
+        gib(before),
+        gib(planned["predicted_peak_bytes"]),
+        gib(measured),
+        f"{measured / before:.2f} x",
+        gib(measured - row["floor_bytes"]),
+        f"{planned['step_cpu_seconds'] / unplanned['step_cpu_seconds']:.2f} x",
+        "-" if error is None else f"{100 * error:.2f} %",
+        "-" if not error or not noise else f"{100 * error / noise:.2f} %",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
