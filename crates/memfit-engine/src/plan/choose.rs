@@ -165,7 +165,7 @@ impl Planner<'_> {
         if shrink::refusal(self.trace, self.request).is_none()
             && self.request.asks_for(ActionKind::Shrink)
         {
-            outcomes.extend(self.approximate(&outcomes));
+            outcomes.extend(self.approximate(&outcomes, self.share));
         }
         plan.evaluations = outcomes
             .iter()
@@ -199,6 +199,9 @@ impl Planner<'_> {
             lowest,
         ));
         plan.next_class = self.next_class(plan, &next);
+        if plan.verdict == Verdict::DoesNotFit && !self.request.asks_for(ActionKind::Shrink) {
+            plan.next_class = self.with_leave(&outcomes);
+        }
         Ok(ran)
     }
 
@@ -261,20 +264,40 @@ impl Planner<'_> {
 
     /// The combinations of all classes once more, with activations in narrower forms. Each is searched for what is
     /// faster than the best so far, so that leave to change numbers never makes a plan slower.
-    fn approximate(&self, others: &[Outcome]) -> Vec<Outcome> {
+    fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let best = fastest(others).map(|(outcome, best)| outcome.seconds(best));
         let best = best.unwrap_or(f64::INFINITY);
         let shrinking = Self {
             may_shrink: true,
             ..*self
         };
-        let mut outcomes = shrinking.whole_batch(self.share, best);
+        let mut outcomes = shrinking.whole_batch(share, best);
         let faster = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
         let best = best.min(faster.unwrap_or(f64::INFINITY));
         if best.is_infinite() {
-            outcomes.extend(shrinking.equivalent(self.share, best));
+            outcomes.extend(shrinking.equivalent(share, best));
         }
         outcomes
+    }
+
+    /// What an action that changes numbers would bring where nothing fits without its leave.
+    fn with_leave(&self, others: &[Outcome]) -> Option<NextClass> {
+        let request = PlanRequest {
+            allow_kinds: vec![ActionKind::Shrink],
+            ..self.request.clone()
+        };
+        if shrink::refusal(self.trace, &request).is_some() {
+            return None;
+        }
+        let outcomes = self.approximate(others, self.share.glance());
+        let (outcome, candidate) = fastest(&outcomes)?;
+        let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
+        Some(NextClass {
+            promise: Class::Approximate,
+            predicted_peak_bytes: candidate.evaluation.peak_bytes,
+            predicted_step_ratio: ratio,
+            kinds: actions::equivalent_kinds(outcome, candidate),
+        })
     }
 
     fn explain_infeasible(&self, plan: &mut Plan, outcomes: &[Outcome]) {
@@ -360,7 +383,8 @@ mod tests {
     use super::*;
     use crate::bytes::Budget;
     use crate::step::random;
-    use crate::trace::sample;
+    use crate::trace::sample::{self, Builder};
+    use crate::trace::{Category, Phase};
 
     fn source(trace: &Trace) -> CostSource {
         CostSource::Profile {
@@ -525,6 +549,57 @@ mod tests {
                 .iter()
                 .all(|refusal| refusal.reason.contains("forbidden"))
         );
+    }
+
+    /// Six layers whose results backward needs, each of 128 KiB, of which nothing may be recomputed.
+    fn stubborn(allow_kinds: Vec<ActionKind>, percent: u64) -> Plan {
+        const LAYERS: u32 = 6;
+        let mut builder = Builder::new(64);
+        let shape = [64, 512];
+        let mut value = builder.allocation(&shape, Category::Input, 0);
+        for layer in 0..LAYERS {
+            value = builder.op("aten.tanh.default", Phase::Forward, &[value], &shape);
+            let unpack = 2 * LAYERS - layer;
+            builder.save(value, layer + 1, unpack, unpack + 1);
+        }
+        let loss = builder.op("aten.mean.default", Phase::Forward, &[value], &[]);
+        let mut gradient = loss;
+        for _ in 0..LAYERS {
+            let read = [gradient];
+            gradient = builder.op("aten.tanh_backward.default", Phase::Backward, &read, &shape);
+        }
+        let trace = builder.finish();
+        let budget = predict::unplanned_peak(&trace).0 * percent / 100;
+        let forbid = vec![
+            ActionKind::Remat,
+            ActionKind::FuseOptimizer,
+            ActionKind::MicroBatch,
+            ActionKind::Chunk,
+        ];
+        let request = PlanRequest {
+            forbid,
+            allow_kinds,
+            ..request(budget)
+        };
+        plan(&trace, &source(&trace), &request).unwrap()
+    }
+
+    #[test]
+    fn what_only_an_action_with_leave_would_reach_is_named() {
+        let without = stubborn(Vec::new(), 90);
+        assert_eq!(without.verdict, Verdict::DoesNotFit);
+        let next = without.next_class.expect("fewer bits reach it");
+        let named = (next.promise, next.kinds.as_slice());
+        assert_eq!(named, (Class::Approximate, &[ActionKind::Shrink][..]));
+        let with = stubborn(vec![ActionKind::Shrink], 90);
+        let peak = with.planned.predicted_peak_bytes;
+        assert_eq!(
+            (with.verdict, with.promise),
+            (Verdict::Fits, Class::Approximate)
+        );
+        assert_eq!(peak, next.predicted_peak_bytes);
+        // Out of reach for all.
+        assert_eq!(stubborn(Vec::new(), 20).next_class, None);
     }
 
     #[test]

@@ -223,7 +223,8 @@ class RecordedStep:
         said = _native.plan(trace.native, self._costs, request, *limits)
         if self.in_pieces is None:
             return Plan.of(said)
-        said = {**said, "promise": "equivalent", "next_class": None}
+        loosest = "approximate" if said["promise"] == "approximate" else "equivalent"
+        said = {**said, "promise": loosest, "next_class": None}
         said["actions"] = [*said["actions"], self.in_pieces]
         said["predicted_step_ratio"] *= self._slowdown()
         return Plan.of(said)
