@@ -397,8 +397,14 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
         let budget = plan.budget_bytes;
         lines.push(match (plan.fits, plan.actions.is_empty()) {
             (true, true) => format!("the step fits {budget} as it is"),
-            (true, false) if is_exact(plan) => format!("planned for {budget}, exactly"),
-            (true, false) => format!("planned for {budget}; rounding may differ"),
+            (true, false) => {
+                let promised = match promise(plan) {
+                    Class::Exact => ", exactly",
+                    Class::Equivalent => "; rounding may differ",
+                    Class::Approximate => "; gradients are approximate, as was allowed",
+                };
+                format!("planned for {budget}{promised}")
+            }
             (false, _) => format!(
                 "no plan fits {budget}: the smallest peak that keeps the script's own loop is {}",
                 plan.minimum_peak_bytes
@@ -435,9 +441,10 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     lines
 }
 
-fn is_exact(plan: &LoopPlan) -> bool {
-    let mut actions = plan.actions.iter();
-    actions.all(|action| action.kind.technique().promise == Class::Exact)
+/// The loosest promise among a plan's actions.
+fn promise(plan: &LoopPlan) -> Class {
+    let promises = plan.actions.iter().map(|it| it.kind.technique().promise);
+    promises.max().unwrap_or_default()
 }
 
 fn times(count: u64) -> String {
