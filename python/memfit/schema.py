@@ -1608,6 +1608,10 @@ class Prediction:
         top: The largest allocations alive at the peak.
         unneeded_saves: What autograd saves and backward never needs, by the line that saves it,
             most bytes first.
+        wide_tensors: What is held at the peak in wider elements than its use asks for, by the line
+            that makes it, most savings first; only what is at least 1 % of the peak.
+        narrower_peak_bytes: The peak of the same ops if nothing were wide for these reasons; absent
+            where nothing is.
         timeline: Bytes at each op, thinned to at most 512 points; each is the maximum of its
             stretch.
         phases: Peak in each phase.
@@ -1630,6 +1634,8 @@ class Prediction:
     breakdown: Breakdown
     top: tuple[TopAllocation, ...]
     unneeded_saves: tuple[UnneededSaves, ...]
+    wide_tensors: tuple[WideTensors, ...]
+    narrower_peak_bytes: int | None
     timeline: tuple[TimelinePoint, ...]
     phases: tuple[tuple[Phase, int], ...]
     largest_batch: int | None
@@ -2076,6 +2082,48 @@ class Verification:
     approximation: Approximation | None = None
     compiled: CompiledFacts | None = None
     not_compiled: str | None = None
+
+
+WideReason = Literal["float64", "mask", "compared", "named_mask", "index"]
+"""Why fewer bytes an element would do.
+
+- ``float64``: Numbers of 64 bits.
+- ``mask``: Made of comparisons and constants alone, and only multiplied, added, compared or filled
+    with.
+- ``compared``: There before the step, and only compared with a number or made a ``bool``.
+- ``named_mask``: A module buffer named a mask that is only added to something; a ``bool`` does if
+    it holds 0 and -inf alone.
+- ``index``: Only looks up rows of tables whose sizes are known.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideTensors:
+    """What one line holds at the peak in wider elements than its use asks for.
+
+    Attributes:
+        reason: Why fewer bytes would do.
+        dtype: Element type that it has.
+        narrower_dtype: Element type that would do.
+        category: Role of these tensors.
+        source: ``file:line`` of the ops that make them; empty for what is there before the step.
+        module: The module that holds all of these ops; empty for the model.
+        name: Name of the module buffer or batch entry, where it is one.
+        count: How many allocations.
+        bytes: Their bytes at the peak.
+        saved_bytes: What the narrower type would save of these.
+    """
+
+    reason: WideReason
+    dtype: str
+    narrower_dtype: str
+    category: Category
+    source: str
+    module: str
+    name: str
+    count: int
+    bytes: int
+    saved_bytes: int
 
 
 Curve: TypeAlias = tuple[Point, ...]

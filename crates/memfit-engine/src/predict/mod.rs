@@ -6,6 +6,7 @@
 mod gpu;
 pub mod reserved;
 mod unneeded;
+mod wide;
 
 use std::collections::BTreeMap;
 
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 pub use gpu::{DeviceFit, GpuFit};
 pub use unneeded::UnneededSaves;
+pub use wide::{WideReason, WideTensors};
 
 use crate::allocator::Settings;
 use crate::bytes::{Budget, Bytes};
@@ -89,6 +91,13 @@ pub struct Prediction {
     /// What autograd saves and backward never needs, by the line that saves it, most bytes first.
     #[serde(default)]
     pub unneeded_saves: Vec<UnneededSaves>,
+    /// What is held at the peak in wider elements than its use asks for, by the line that makes it, most savings first;
+    /// only what is at least 1 % of the peak.
+    #[serde(default)]
+    pub wide_tensors: Vec<WideTensors>,
+    /// The peak of the same ops if nothing were wide for these reasons; absent where nothing is.
+    #[serde(default)]
+    pub narrower_peak_bytes: Option<Bytes>,
     /// Bytes at each op, thinned to at most 512 points; each is the maximum of its stretch.
     pub timeline: Vec<TimelinePoint>,
     /// Peak in each phase.
@@ -226,6 +235,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
     let budget = budget.or_else(|| gpu.map(Device::room_bytes));
     let largest_batch = budget.and_then(|budget| largest_batch(trace, budget));
     let (interval_bytes, uncertainty) = interval(at, peak_bytes);
+    let (wide_tensors, narrower_peak_bytes) = wide::wide_tensors(at, &holdings, peak_bytes);
     Ok(Prediction {
         schema_version: SCHEMA_VERSION,
         target: at.meta.target.clone(),
@@ -243,6 +253,8 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
             .map(|holding| top_allocation(at, holding))
             .collect(),
         unneeded_saves: unneeded::unneeded_saves(at),
+        wide_tensors,
+        narrower_peak_bytes,
         timeline: thin(&heights),
         phases: phase_peaks(at, &heights),
         largest_batch,

@@ -98,7 +98,7 @@ fn saver<'t>(trace: &'t Trace, saved: &SavedTensor) -> (&'t str, &'t str) {
 }
 
 /// The innermost module that all of some are in.
-fn common_module(modules: &[&str]) -> String {
+pub(super) fn common_module(modules: &[&str]) -> String {
     let mut common: Vec<&str> = modules
         .first()
         .map_or(Vec::new(), |it| it.split('.').collect());

@@ -312,7 +312,7 @@ fn the_json_of_verify_keeps_its_contract() {
 #[test]
 fn the_json_of_predict_and_plan_use_the_same_words() {
     let predict = run("predict model.py:build --budget 90% --format json").json();
-    insta::assert_snapshot!(keys(&predict).join(" "), @"batch breakdown budget_bytes capture_seconds device_kind devices gpu interval_bytes largest_batch notes peak phases predicted_peak_bytes reserved schema_version target timeline top uncertainty unneeded_saves unplanned verdict");
+    insta::assert_snapshot!(keys(&predict).join(" "), @"batch breakdown budget_bytes capture_seconds device_kind devices gpu interval_bytes largest_batch narrower_peak_bytes notes peak phases predicted_peak_bytes reserved schema_version target timeline top uncertainty unneeded_saves unplanned verdict wide_tensors");
     let plan = run("plan model.py:build --budget 90% --format json").json();
     insta::assert_snapshot!(keys(&plan).join(" "), @"arena batch bottleneck breakdown budget_bytes capture_seconds cost_source evaluations margin_bytes minimum_budget_bytes minimum_peak_bytes next_class notes plan plan_seconds planned refusals reserved schema_version stop_reason target unplanned verdict");
     for json in [&predict, &plan] {

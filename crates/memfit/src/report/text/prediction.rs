@@ -2,7 +2,7 @@
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::Verdict;
-use memfit_engine::predict::{GpuFit, Prediction, Share};
+use memfit_engine::predict::{GpuFit, Prediction, Share, WideReason, WideTensors};
 
 use super::{indented, section};
 use crate::printer::Palette;
@@ -69,6 +69,12 @@ pub(crate) fn prediction(
     );
     section(
         &mut text,
+        "Wide elements at the peak",
+        &wide(prediction, palette),
+        palette,
+    );
+    section(
+        &mut text,
         "Fits unplanned on",
         &devices(prediction, palette),
         palette,
@@ -118,6 +124,58 @@ fn unneeded(prediction: &Prediction, palette: Palette) -> String {
     } else {
         table.render(2, palette)
     }
+}
+
+/// What takes more bytes an element than its use asks for, and the peak without that.
+fn wide(prediction: &Prediction, palette: Palette) -> String {
+    let mut table = Table::new(&[Align::Right, Align::Left, Align::Left, Align::Left]);
+    for tensors in prediction.wide_tensors.iter().take(SOURCE_ROWS) {
+        let what = match tensors.reason {
+            WideReason::Mask | WideReason::NamedMask => format!("{} mask", tensors.dtype),
+            WideReason::Float64 | WideReason::Compared | WideReason::Index => {
+                format!("{} {}", tensors.dtype, words::category(tensors.category))
+            }
+        };
+        let owner = if tensors.name.is_empty() {
+            words::tail(&tensors.module, NAME_WIDTH)
+        } else {
+            format!("`{}`", words::tail(&tensors.name, NAME_WIDTH))
+        };
+        let place = [owner, words::source(&tensors.source)];
+        let place: Vec<String> = place.into_iter().filter(|it| !it.is_empty()).collect();
+        table.row([
+            tensors.bytes.to_string(),
+            what,
+            place.join("  "),
+            narrower(tensors),
+        ]);
+    }
+    match prediction.narrower_peak_bytes {
+        Some(peak) if !table.is_empty() => {
+            let more = match prediction.wide_tensors.len().saturating_sub(SOURCE_ROWS) {
+                0 => String::new(),
+                rest => format!("({rest} more) "),
+            };
+            let now = prediction.predicted_peak_bytes;
+            let last =
+                format!("{more}with narrower ones the peak would be {peak} instead of {now}");
+            format!("{}  {}\n", table.render(2, palette), palette.faint(&last))
+        }
+        _ => String::new(),
+    }
+}
+
+/// What a narrower type would save, and on what that rests.
+fn narrower(tensors: &WideTensors) -> String {
+    let (dtype, saved) = (&tensors.narrower_dtype, tensors.saved_bytes);
+    let why = match tensors.reason {
+        WideReason::Float64 => "",
+        WideReason::Mask => ": made of comparisons and constants alone",
+        WideReason::Compared => ": it is only compared with a number",
+        WideReason::NamedMask => " with `masked_fill`, if it holds 0 and -inf alone",
+        WideReason::Index => ": it only looks up rows of tables",
+    };
+    format!("{dtype} would save {saved}{why}")
 }
 
 fn head(prediction: &Prediction, palette: Palette) -> String {
