@@ -1619,7 +1619,7 @@ class Prediction:
             when none fits.
         devices: Which devices of the table it fits on, unplanned.
         gpu: Whether it fits on the GPU that was asked about, when one was.
-        notes: What the capture had to say.
+        notes: What the capture had to say, and what pruning adds.
     """
 
     schema_version: int

@@ -4,6 +4,7 @@
 //! Pure: a trace in, a [`Prediction`] out. Not responsible for the devices it fits on (`gpu.rs`).
 
 mod gpu;
+mod pruned;
 pub mod reserved;
 mod unneeded;
 mod wide;
@@ -109,7 +110,7 @@ pub struct Prediction {
     /// Whether it fits on the GPU that was asked about, when one was.
     #[serde(default)]
     pub gpu: Option<GpuFit>,
-    /// What the capture had to say.
+    /// What the capture had to say, and what pruning adds.
     pub notes: Vec<String>,
 }
 
@@ -260,7 +261,11 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
         largest_batch,
         devices: gpu::device_fits(needed_bytes),
         gpu: gpu.map(|device| GpuFit::new(device, peak_bytes, needed_bytes)),
-        notes: at.meta.notes.clone(),
+        notes: [
+            at.meta.notes.clone(),
+            Vec::from_iter(pruned::pruning_note(at, peak_bytes)),
+        ]
+        .concat(),
     })
 }
 
