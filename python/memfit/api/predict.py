@@ -35,7 +35,9 @@ def trace(
         WorkloadError: The model fails by itself.
         CaptureError: The step cannot be recorded.
     """
-    recorded = Trace.decode(capture(workload_of(workload), target=target, device=device))
+    recorded = Trace.decode(
+        capture(workload_of(workload), target=target, device=device, compare_graph=True)
+    )
     if not slices:
         return recorded
     return Trace(with_alternatives(workload, recorded.native, device=device))

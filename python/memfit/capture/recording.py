@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memfit.capture.as_trace import trace_json
+from memfit.capture.kept_graph import graph_note
 from memfit.capture.probe.gpu_scratch import probe_gpu_scratch
 from memfit.capture.probe.optimizer_updates import (
     fused_optimizer_refusal,
@@ -21,6 +22,7 @@ from memfit.capture.probe.optimizer_updates import (
     probe_updates,
 )
 from memfit.capture.probe.workspace import Scratch, probe_scratch
+from memfit.capture.record.gradient_mode import Gradients
 from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
 from memfit.capture.record.step import StepRunner
@@ -105,6 +107,7 @@ def capture(
     device: str | None = None,
     probe: bool = True,
     notes: Iterable[str] = (),
+    compare_graph: bool = False,
 ) -> bytes:
     """Capture a workload at two batch sizes, as an encoded trace.
 
@@ -114,6 +117,8 @@ def capture(
         device: ``cpu`` or ``cuda``; ``None`` for where the model is.
         probe: Whether to run ops that take scratch memory once each, to measure it.
         notes: What else the reader of the trace should know.
+        compare_graph: Whether to note what autograd's graph takes, or would take, in a forward of
+            inference, which is recorded once more for that.
 
     Returns:
         The trace, as the engine encodes it.
@@ -125,10 +130,31 @@ def capture(
     from memfit._native import Trace
 
     first, second = record_pair(workload, target=target, device=device, probe=probe)
+    if compare_graph and not workload.training and first["meta"]["captured"] == "fake":
+        first["meta"]["notes"].extend(_graph_notes(workload, first, device, probe=probe))
     first["meta"]["notes"].extend(notes)
     other = json.dumps(second).encode() if second is not None else None
     wanted = batch_size(workload.batch, workload.batch_dim)
     return bytes(Trace.from_json(json.dumps(first).encode(), other, wanted).encode())
+
+
+def _graph_notes(
+    workload: Workload, trace: dict[str, Any], device: str | None, *, probe: bool
+) -> list[str]:
+    """What autograd's graph takes, or would take, in a forward of inference that was recorded."""
+
+    def again(gradients: Gradients) -> dict[str, Any] | None:
+        with preserved_random_state(), no_collection():
+            try:
+                stage = fake_stage(workload, device)
+                return _record(
+                    stage, "", None, probe=probe, updates=False, lean=True, gradients=gradients
+                )[0]
+            except RealStepNeeded:
+                return None
+
+    note = graph_note(trace, again)
+    return [] if note is None else [note]
 
 
 def record_pair(
@@ -257,7 +283,14 @@ def _record_real(
 
 
 def _record(
-    stage: Stage, target: str, size: int | None, *, probe: bool, updates: bool, lean: bool
+    stage: Stage,
+    target: str,
+    size: int | None,
+    *,
+    probe: bool,
+    updates: bool,
+    lean: bool,
+    gradients: Gradients | None = None,
 ) -> tuple[dict[str, Any], Reduction]:
     """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
@@ -280,6 +313,7 @@ def _record(
         is_faked = stage.device == "cuda" and stage.fake_mode is not None
         runner_type = CudaRunner if is_faked else StepRunner
         runner = runner_type(stage, recorder)
+        runner.gradients = gradients
         roles = runner.run()
         if updates:
             pairs = list(zip((p for p, _, _ in runner.ready.values()), roles.updates, strict=True))

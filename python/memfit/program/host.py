@@ -392,7 +392,13 @@ def _captured(built: Built, target: str) -> bytes:
     from memfit.program.build import no_gpu_explained
 
     with no_gpu_explained():
-        return capture(built.workload, target=target, device=built.device, notes=built.notes)
+        return capture(
+            built.workload,
+            target=target,
+            device=built.device,
+            notes=built.notes,
+            compare_graph=True,
+        )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memfit.capture.record.gradient_mode import Gradients, gradient_mode
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
 from memfit.capture.record.roles import Roles, Update
@@ -36,6 +37,7 @@ class StepRunner:
             recorder: What to write to.
         """
         self.stage = stage
+        self.gradients: Gradients | None = None  # of inference; see `gradient_mode`
         self.recorder = recorder
         self.roles = Roles()
         self.ready: dict[int, tuple[nn.Parameter, int, int]] = {}
@@ -107,7 +109,7 @@ class StepRunner:
         stage, workload, recorder = self.stage, self.stage.workload, self.recorder
         with self._guarded("forward"), self.forward_context():
             if workload.loss is None:
-                with torch.no_grad():
+                with gradient_mode(self.gradients):
                     return workload.infer(stage.model, stage.batch)
             with recorder.saved.hooks():
                 loss = workload.loss(stage.model, stage.batch)
