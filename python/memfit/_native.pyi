@@ -32,6 +32,7 @@ __all__ = [
     "effect",
     "encode_plan",
     "evaluate",
+    "expand_moment",
     "expand_numbers",
     "explanation_text",
     "file_kind",
@@ -66,6 +67,7 @@ __all__ = [
     "schema",
     "seed_blocks",
     "set_alarm",
+    "shrink_moment",
     "shrink_numbers",
     "survivors",
     "switch_alarm_off",
@@ -73,6 +75,8 @@ __all__ = [
     "techniques",
     "track_text",
     "uncounted_blocks",
+    "update_by_adam",
+    "update_by_momentum",
     "verification",
 ]
 
@@ -753,6 +757,78 @@ def expand_numbers(narrow: tuple[int, int], wide: tuple[int, int], threads: int)
 
     Raises:
         UsageError: As :func:`shrink_numbers`.
+    """
+
+def shrink_moment(is_second: bool, wide: tuple[int, int], held: tuple[int, int]) -> None:
+    """Write a moment of an optimizer in 8 bits.
+
+    Args:
+        is_second: Whether it is a mean of squares.
+        wide: Address of its 32-bit numbers and their bytes.
+        held: Where codes and scales go, with the bytes that they take there.
+
+    Raises:
+        UsageError: There is no memory, or the lengths do not go together.
+    """
+
+def expand_moment(is_second: bool, held: tuple[int, int], wide: tuple[int, int]) -> None:
+    """Write a moment of 8 bits in 32; as :func:`shrink_moment`.
+
+    Args:
+        is_second: Whether it is a mean of squares.
+        held: Address of codes and scales and their bytes.
+        wide: Where the numbers go, likewise.
+
+    Raises:
+        UsageError: As :func:`shrink_moment`.
+    """
+
+def update_by_adam(
+    rule: Mapping[str, float],
+    parameter: tuple[int, int],
+    gradient: tuple[int, int],
+    first: tuple[int, int],
+    second: tuple[int, int],
+    threads: int,
+) -> None:
+    """Update a parameter by Adam with moments in 8 bits, which are updated too.
+
+    Args:
+        rule: ``direction`` (1, or -1 to go uphill), ``penalty`` (of the parameter, added to the
+            gradient), ``decay`` (the parameter is multiplied by it before), ``first_added``,
+            ``second_stays`` and ``second_added`` (parts of moments and gradient), ``step`` (the
+            learning rate over the first correction), ``root_correction`` (one over the root of the
+            second) and ``epsilon``.
+        parameter: Address and bytes of its 32-bit numbers.
+        gradient: Likewise, in the same order.
+        first: Codes and scales of the first moment.
+        second: Of the second.
+        threads: Most threads to use; they change no bit.
+
+    Raises:
+        UsageError: As :func:`shrink_moment`.
+    """
+
+def update_by_momentum(
+    rule: Mapping[str, float | None],
+    parameter: tuple[int, int],
+    gradient: tuple[int, int],
+    held: tuple[int, int],
+    threads: int,
+) -> None:
+    """Update a parameter by gradient descent with a momentum in 8 bits, which is updated too.
+
+    Args:
+        rule: ``direction`` and ``penalty`` as in :func:`update_by_adam`; ``stays`` and ``added``
+            (parts of momentum and gradient), ``nesterov`` (part of the momentum that is added to
+            the gradient; ``None`` where the momentum is the step) and ``step``.
+        parameter: Address and bytes of its 32-bit numbers.
+        gradient: Likewise, in the same order.
+        held: Codes and scales of the momentum.
+        threads: Most threads to use; they change no bit.
+
+    Raises:
+        UsageError: As :func:`shrink_moment`.
     """
 
 def predict(trace: Trace, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class RematAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         remat: What the executor needs.
@@ -38,8 +38,8 @@ class UnneededSavesAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         unneeded_saves: What the executor needs.
@@ -59,8 +59,8 @@ class FuseOptimizerAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
     """
@@ -78,8 +78,8 @@ class OneByOneAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
     """
@@ -97,8 +97,8 @@ class MicroBatchAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         micro_batch: What the executor needs.
@@ -118,8 +118,8 @@ class AllocatorSettingsAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         settings: What the executor needs.
@@ -139,8 +139,8 @@ class OffloadAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload: What the executor needs.
@@ -160,8 +160,8 @@ class ShrinkAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         shrink: What the executor needs.
@@ -181,8 +181,8 @@ class OffloadOptimizerAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload_optimizer: What the executor needs.
@@ -196,14 +196,35 @@ class OffloadOptimizerAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBitsAction:
+    """Hold the optimizer's state in 8 bits, between updates and during them.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        optimizer_bits: What the executor needs.
+    """
+
+    kind: Literal["optimizer_bits"]
+    promise: Promise
+    count: int
+    bytes: int
+    optimizer_bits: OptimizerBits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadParametersAction:
     """Offload parameters, with a bounded part of them resident.
 
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload_parameters: What the executor needs.
@@ -223,8 +244,8 @@ class ChunkAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or with
-            offloaded state, slices, or pieces of the batch.
+        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
+            state is elsewhere or in 8 bits, slices, or pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         chunk: What the executor needs.
@@ -247,6 +268,7 @@ Action: TypeAlias = (
     | OffloadAction
     | ShrinkAction
     | OffloadOptimizerAction
+    | OptimizerBitsAction
     | OffloadParametersAction
     | ChunkAction
 )
@@ -332,7 +354,11 @@ class Approximation:
             half the difference of the gradients of the batch's halves. Absent where the batch has
             no halves.
         not_finite: Numbers in gradients that are finite unplanned, and not planned.
+        update_steps: After how many steps that was; none where updates were not looked at.
         max_error: The bound, as a part of the batch's noise.
+        update_error: Numbers of parameters after some steps: length of the difference over the
+            length of how far the unplanned ones moved. Absent where updates read nothing that was
+            rounded, and when it is not a number.
     """
 
     gradient_error: float | None
@@ -341,7 +367,9 @@ class Approximation:
     worst_error: float | None
     batch_noise: float | None
     not_finite: int
+    update_steps: int
     max_error: float
+    update_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1019,6 +1047,7 @@ Kind = Literal[
     "offload",
     "shrink",
     "offload_optimizer",
+    "optimizer_bits",
     "offload_parameters",
     "chunk",
 ]
@@ -1034,6 +1063,7 @@ Kind = Literal[
 - ``offload``: Offload saved activations in forward and fetch them in backward.
 - ``shrink``: Hold saved activations in fewer bits until backward.
 - ``offload_optimizer``: Offload the optimizer's state, and fetch it for one parameter at a time.
+- ``optimizer_bits``: Hold the optimizer's state in 8 bits, between updates and during them.
 - ``offload_parameters``: Offload parameters, with a bounded part of them resident.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
 """
@@ -1320,6 +1350,17 @@ class OomMessages:
     message_count: int
     further_count: int
     messages: tuple[OomMessage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBits:
+    """Whose state is in 8 bits.
+
+    Attributes:
+        names: Names of the parameters, in the order of the trace's updates.
+    """
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ use std::thread;
 
 use memfit_engine::step::Narrow;
 
+use crate::fastest::fastest;
+
 /// Numbers that share a scale.
 #[expect(clippy::cast_possible_truncation, reason = "256")]
 const BLOCK: usize = Narrow::BLOCK as usize;
@@ -116,31 +118,6 @@ fn each<T>(items: impl Iterator<Item = T>, mut with: impl FnMut(T, bool)) {
         let is_last = items.peek().is_none();
         with(item, is_last);
     }
-}
-
-/// Generates the choice of a loop compiled for the processor at hand. The arithmetic is the same in both, operation by
-/// operation, so the bits are.
-macro_rules! fastest {
-    ($name:ident, $plain:ident, $($argument:ident: $type:ty),*) => {
-        fn $name($($argument: $type),*) {
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx2")]
-                fn wider($($argument: $type),*) {
-                    $plain($($argument),*);
-                }
-                if is_x86_feature_detected!("avx2") {
-                    #[expect(unsafe_code, reason = "a function for a processor that this is")]
-                    // SAFETY: the processor has what the function is compiled for.
-                    unsafe {
-                        wider($($argument),*);
-                    }
-                    return;
-                }
-            }
-            $plain($($argument),*);
-        }
-    };
 }
 
 fastest!(fastest_shrink, shrink_blocks, wide: &[u8], codes: &mut [u8], scales: &mut [u8]);

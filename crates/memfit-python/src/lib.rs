@@ -14,6 +14,7 @@ mod counting;
 mod host;
 mod leases;
 mod looking;
+mod moments;
 mod narrow;
 mod offload;
 mod parameters;
@@ -85,6 +86,8 @@ mod _native {
     use super::leases::{LeaseClient, broker_path, context_bytes, gpu_memory, rooms};
     #[pymodule_export]
     use super::looking::{alarm_event, on_alarm, set_alarm, switch_alarm_off};
+    #[pymodule_export]
+    use super::moments::{expand_moment, shrink_moment, update_by_adam, update_by_momentum};
     #[pymodule_export]
     use super::narrow::{expand_numbers, shrink_numbers};
     #[pymodule_export]

@@ -27,7 +27,7 @@ from memfit.apply.offload.parameters import (
     ParametersElsewhere,
     bring_parameters_home,
 )
-from memfit.apply.offload.state_view import bring_home
+from memfit.apply.offload.state_view import AwayState, bring_home
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import (
     OneByOne,
@@ -37,6 +37,8 @@ from memfit.apply.optimizer_in_backward import (
 )
 from memfit.apply.part import Part
 from memfit.apply.pieces.in_pieces import InPieces
+from memfit.apply.precision.eight_bit_state import EightBitState
+from memfit.apply.precision.optimizer_bits import UpdatesInEightBits
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
 from memfit.errors import UsageError
@@ -51,6 +53,9 @@ Actions = Mapping[str, Mapping[str, Any]]
 _OF_ACTIVATIONS = ("remat", "unneeded_saves", "offload", "shrink")
 BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 """Kinds of action that keep something elsewhere between steps."""
+
+NARROW_STATE = "optimizer_bits"
+"""The kind of action that holds the optimizer's state in 8 bits."""
 
 OF_OPTIMIZER = (*BETWEEN_STEPS, "one_by_one", "fuse_optimizer")
 """Kinds of action that need the optimizer of a step."""
@@ -104,6 +109,15 @@ def _optimizer_in_backward(subject: Subject, _actions: Actions) -> Part | None:
 
 def _one_by_one(subject: Subject, _actions: Actions) -> Part | None:
     return None if subject.optimizer is None else UpdatesOneByOne(subject.optimizer)
+
+
+def _narrow_state(subject: Subject, actions: Actions) -> Part | None:
+    if subject.optimizer is None:
+        return None
+    if "offload_optimizer" in actions:
+        raise UsageError("the plan offloads optimizer state that it holds in 8 bits: one at a time")
+    said = _said(actions, NARROW_STATE) or {}
+    return UpdatesInEightBits(subject.optimizer, subject.model, said)
 
 
 def _state(subject: Subject, actions: Actions) -> Part | None:
@@ -169,6 +183,7 @@ TECHNIQUES = {
     "allocator_settings": Technique(_allocator, for_inference=True),
     "fuse_optimizer": Technique(_optimizer_in_backward, needs_whole_step=True),
     "one_by_one": Technique(_one_by_one, needs_whole_step=True),
+    NARROW_STATE: Technique(_narrow_state, needs_whole_step=True),
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True),
@@ -189,7 +204,8 @@ class Executor:
         subject: What it is carried out on.
         micro_batches: Cuts the batch; ``None`` where it stays whole.
         fuse: Whether the optimizer runs inside backward.
-        one_by_one: Makes the updates after backward one by one; ``None`` where it does not matter.
+        one_by_one: Makes the updates after backward one by one, also of state in 8 bits; ``None``
+            where it does not matter.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
         remat: Drops, offloads and shrinks activations; ``None`` without any.
@@ -236,7 +252,7 @@ class Executor:
         self.fuse = "fuse_optimizer" in actions
         state = self._parts.get("offload_optimizer")
         self.state = state if isinstance(state, StateElsewhere) else None
-        updates = self._parts.get("one_by_one")
+        updates = self._parts.get(NARROW_STATE, self._parts.get("one_by_one"))
         self.one_by_one = updates if isinstance(updates, UpdatesOneByOne) else None
         parameters = self._parts.get("offload_parameters")
         self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
@@ -326,7 +342,7 @@ class Executor:
         if not self.updates_one_by_one:
             optimizer.step()
             return
-        kinds = ("offload_optimizer", "offload_parameters", "one_by_one")
+        kinds = ("offload_optimizer", "offload_parameters", NARROW_STATE, "one_by_one")
         require_step_of_torch(optimizer, next(kind for kind in kinds if kind in self._parts))
         self.update_all().finish()
 
@@ -359,8 +375,10 @@ class Executor:
         Raises:
             OffloadError: Some of it could not be written, or did not come back as it went.
         """
-        if self.state is None and self.subject.optimizer is not None:
-            bring_home(self.subject.optimizer)
+        if self.subject.optimizer is not None:
+            is_narrow = NARROW_STATE in self._parts
+            stays = EightBitState if is_narrow else AwayState if self.state is not None else None
+            bring_home(self.subject.optimizer, stays)
         if self.parameters is None:
             bring_parameters_home(self.subject.model)
         for part in self._parts.values():

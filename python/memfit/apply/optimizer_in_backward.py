@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.apply.part import Part
+from memfit.apply.precision.eight_bit_state import updated_in_eight_bits
 from memfit.errors import UsageError
 from memfit.tensors.optimizers import step_of_others
 from memfit.tensors.sliced_update import slices_of, update_in_slices
@@ -166,6 +167,8 @@ class OneByOne:
             parameter: One that was not updated in this step.
         """
         group = next((g for g in self.optimizer.param_groups if _lists(g, parameter)), {})
+        if updated_in_eight_bits(self.optimizer, group, parameter):
+            return
         count = slices_of(self.optimizer, group, parameter)
         if count > 1:
             step = functools.partial(self._step_over, parameter)

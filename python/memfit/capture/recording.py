@@ -42,6 +42,7 @@ from memfit.capture.trace_writer import Meta, with_held
 from memfit.errors import CaptureError, WorkloadError
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.gradient_hooks import gradient_hooks
+from memfit.tensors.moments import eight_bit_refusal
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.weights.absent_gpu import is_pretended, pretended_gpu
 from memfit.weights.weightless import require_weights
@@ -336,6 +337,7 @@ def _record(
         probe_threads=scratch.threads,
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
         per_parameter_refusal=per_parameter_refusal(stage),
+        eight_bit_refusal=eight_bit_refusal(stage.optimizer) if stage.optimizer else None,
         micro_batch_refusal=gradient_hooks(workload.model),
         offloaded_parameters_refusal=offloaded_parameters_refusal(),
         loss_reduction=reduction.kind,

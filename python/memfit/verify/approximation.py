@@ -1,4 +1,4 @@
-"""How far an approximate plan changes gradients, beside what other examples would change.
+"""How far an approximate plan changes gradients, beside what others would, and updates.
 
 Responsible for the numbers; the program says what they mean and what is too far
 (``crates/memfit/src/report/approximation.rs``). Lengths are Euclidean, over all parameters, in 64
@@ -54,6 +54,22 @@ def approximation(expected: Gradients, got: Gradients, noise: float | None) -> d
         "batch_noise": noise,
         "not_finite": sum(finite),
     }
+
+
+def update_error(before: Gradients, expected: Gradients, got: Gradients) -> float | None:
+    """How far parameters are off after some steps, as a part of how far the unplanned ones moved.
+
+    Args:
+        before: Parameters before the steps, by name.
+        expected: After unplanned steps.
+        got: After planned ones.
+
+    Returns:
+        It; ``None`` where it is not a number.
+    """
+    off = math.fsum(_square(got[name] - expected[name]) for name in before)
+    moved = math.fsum(_square(expected[name] - before[name]) for name in before)
+    return _ratio(math.sqrt(off), math.sqrt(moved)) if math.isfinite(off + moved) else None
 
 
 def batch_noise(workload: Workload) -> float | None:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from memfit.apply.executor import NARROW_STATE
 from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
 from memfit.run.fitted import Fitted
-from memfit.verify.approximation import approximation, batch_noise
+from memfit.verify.approximation import approximation, batch_noise, update_error
 from memfit.workload import Workload
 
 EQUIVALENT = 1e-5
@@ -34,6 +35,10 @@ _FLOOR = 1e-3
 that large: sums that cancel to nearly nothing carry the rounding of their terms."""
 
 _SEED = 1234
+
+_UPDATES = 5
+"""Steps after which parameters are compared where updates read what was rounded: the first does
+not."""
 
 Tensors = dict[str, Tensor]
 
@@ -117,7 +122,8 @@ def verify(
         ``loss``, ``gradients``, ``parameters`` and ``buffers``, each with ``agreement``
         (``bitwise``, ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``,
         where the model left the plan, empty if it did not; ``kept_drops``, drops not carried out.
-        For an approximate plan also ``approximation``, how far gradients are off.
+        For an approximate plan also ``approximation``, how far gradients are off, and updates
+        where these read what was rounded.
     """
     with random_state_kept():
         seed()
@@ -126,15 +132,27 @@ def verify(
         workload = replace(workload, optimizer=ordinary.optimizer)
         planned = Fitted(workload, plan, loss_reduction=loss_reduction)
         is_approximate = plan.get("promise") == "approximate" and workload.loss is not None
-        compared = _compare(workload, ordinary, planned, is_approximate=is_approximate)
+        kinds = {action["kind"] for action in plan.get("actions", ())}
+        compared = _compare(
+            workload,
+            ordinary,
+            planned,
+            is_approximate=is_approximate,
+            rounds_updates=NARROW_STATE in kinds,
+        )
         gc.collect()
         return {**measure(workload, {"unplanned": ordinary, "planned": planned}, steps), **compared}
 
 
 def _compare(
-    workload: Workload, ordinary: Fitted, planned: Fitted, *, is_approximate: bool
+    workload: Workload,
+    ordinary: Fitted,
+    planned: Fitted,
+    *,
+    is_approximate: bool,
+    rounds_updates: bool,
 ) -> dict[str, Any]:
-    """One step each from the same state, compared."""
+    """One step each from the same state, compared; where updates are rounded, some more."""
     state = State.of(workload)
     expected = observe(workload, ordinary)
     state.restore(workload)
@@ -146,11 +164,30 @@ def _compare(
         noise = batch_noise(workload)
         state.restore(workload)
         found["approximation"] = approximation(expected.gradients, got.gradients, noise)
+        if rounds_updates:
+            error = _update_error(workload, ordinary, planned, state)
+            found["approximation"] |= {"update_error": error, "update_steps": _UPDATES}
     return {
         **found,
         "divergence": report.divergence,
         "kept_drops": list(report.kept_drops),
     }
+
+
+def _update_error(
+    workload: Workload, ordinary: Fitted, planned: Fitted, state: State
+) -> float | None:
+    """How far parameters are off after some steps from the same state, which is there again."""
+    after: list[Tensors] = []
+    for fitted in (None, ordinary, planned):
+        seed()
+        for _ in range(_UPDATES if fitted is not None else 0):
+            assert fitted is not None
+            fitted.step()
+        named = workload.model.named_parameters()
+        after.append({n: p.detach().clone() for n, p in named if p.requires_grad})
+        state.restore(workload)
+    return update_error(*after)
 
 
 def compare(expected: Observed, got: Observed, tolerance: float = EQUIVALENT) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 //! Responsible for the moment that stops the peak from going lower, for what no plan can move, and for
 //! telling which trace a plan belongs to.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Bottleneck;
 use super::search::problem::Candidate;
 use crate::bytes::Bytes;
-use crate::step::{Evaluator, ParametersAway, StateAway, StepModel, Variant};
+use crate::step::{EightBitState, Evaluator, StepModel, Variant};
 use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
 
 /// What is alive at the peak of a candidate.
@@ -45,15 +45,15 @@ pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate)
     }
 }
 
-/// A word on what is alive throughout the step, where that alone is above the cap; state and parameters that may be
-/// `away` are not.
+/// A word on what is alive throughout the step, where that alone is above the cap; state and parameters that the
+/// `least` variant has elsewhere are not, and what it has in 8 bits counts as such.
 pub(super) fn standing_note(
     trace: &Trace,
-    away: (Option<StateAway>, Option<ParametersAway>),
+    least: Variant,
     cap: Bytes,
     budget: Bytes,
 ) -> Option<String> {
-    let standing = standing_bytes(trace, away);
+    let standing = standing_bytes(trace, least);
     let total: Bytes = standing.iter().map(|&(_, bytes)| bytes).sum();
     let terms: Vec<String> = standing
         .iter()
@@ -68,13 +68,11 @@ pub(super) fn standing_note(
 }
 
 /// What is alive from the first op to the last, by category.
-fn standing_bytes(
-    trace: &Trace,
-    (away, parameters): (Option<StateAway>, Option<ParametersAway>),
-) -> Vec<(Category, Bytes)> {
+fn standing_bytes(trace: &Trace, least: Variant) -> Vec<(Category, Bytes)> {
     let mut standing: Vec<(Category, Bytes)> = Vec::new();
     let updates = trace.updates.iter();
-    let mut away: BTreeSet<AllocationId> = away
+    let mut away: BTreeSet<AllocationId> = least
+        .offload_optimizer
         .into_iter()
         .flat_map(|away| {
             updates
@@ -82,22 +80,33 @@ fn standing_bytes(
                 .flat_map(move |update| away.of(trace, update))
         })
         .collect();
-    if let Some(parameters) = parameters {
+    if let Some(parameters) = least.offload_parameters {
         away.extend(parameters.of(trace));
         standing.push((Category::Parameter, parameters.held_bytes(trace)));
     }
+    let moments = least.eight_bit_state.map(|narrow| narrow.moments(trace));
+    let moments = moments.into_iter().flatten().flatten();
+    let narrow: BTreeMap<AllocationId, Bytes> = moments
+        .map(|id| {
+            (
+                id,
+                EightBitState::bytes(trace.allocations[id.index()].bytes),
+            )
+        })
+        .collect();
     let ids = (0..).map(AllocationId);
     for (id, allocation) in ids.zip(&trace.allocations) {
         let throughout = allocation.natural.first() == Some(&(OpIndex(0), trace.end()));
         if !throughout || away.contains(&id) {
             continue;
         }
+        let bytes = narrow.get(&id).copied().unwrap_or(allocation.bytes);
         match standing
             .iter_mut()
             .find(|(known, _)| *known == allocation.category)
         {
-            Some((_, bytes)) => *bytes += allocation.bytes,
-            None => standing.push((allocation.category, allocation.bytes)),
+            Some((_, sum)) => *sum += bytes,
+            None => standing.push((allocation.category, bytes)),
         }
     }
     standing.sort_by_key(|&(category, bytes)| (std::cmp::Reverse(bytes), category));

@@ -10,7 +10,7 @@ use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::chunk::alternatives;
-use super::technique::shrink;
+use super::technique::{optimizer_bits, shrink};
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
     TECHNIQUES, Verdict, actions, arena,
@@ -63,6 +63,7 @@ pub fn plan_within(
                 cap,
                 unplanned_peak,
                 may_shrink: false,
+                may_narrow_state: false,
                 share: Share::within(limit, clock),
             };
             let mut plan = planner.empty_plan(budget, margin);
@@ -162,10 +163,13 @@ impl Planner<'_> {
         if needed {
             outcomes.append(&mut next);
         }
-        if shrink::refusal(self.trace, self.request).is_none()
-            && self.request.asks_for(ActionKind::Shrink)
-        {
-            outcomes.extend(self.approximate(&outcomes, self.share));
+        let approximating = Self {
+            may_shrink: shrink::may(self.trace, self.request),
+            may_narrow_state: optimizer_bits::may(self.trace, self.request),
+            ..*self
+        };
+        if approximating.may_shrink || approximating.may_narrow_state {
+            outcomes.extend(approximating.approximate(&outcomes, self.share));
         }
         plan.evaluations = outcomes
             .iter()
@@ -199,7 +203,7 @@ impl Planner<'_> {
             lowest,
         ));
         plan.next_class = self.next_class(plan, &next);
-        if plan.verdict == Verdict::DoesNotFit && !self.request.asks_for(ActionKind::Shrink) {
+        if plan.verdict == Verdict::DoesNotFit && self.request.allow < Class::Approximate {
             plan.next_class = self.with_leave(&outcomes);
         }
         Ok(ran)
@@ -262,34 +266,35 @@ impl Planner<'_> {
         outcomes
     }
 
-    /// The combinations of all classes once more, with activations in narrower forms. Each is searched for what is
-    /// faster than the best so far, so that leave to change numbers never makes a plan slower.
+    /// The combinations of all classes once more, with activations and state in narrower forms. Each is searched for what
+    /// is faster than the best so far, so that leave to change numbers never makes a plan slower.
     fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let best = fastest(others).map(|(outcome, best)| outcome.seconds(best));
         let best = best.unwrap_or(f64::INFINITY);
-        let shrinking = Self {
-            may_shrink: true,
-            ..*self
-        };
-        let mut outcomes = shrinking.whole_batch(share, best);
+        let mut outcomes = self.whole_batch(share, best);
         let faster = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
         let best = best.min(faster.unwrap_or(f64::INFINITY));
         if best.is_infinite() {
-            outcomes.extend(shrinking.equivalent(share, best));
+            outcomes.extend(self.equivalent(share, best));
         }
         outcomes
     }
 
-    /// What an action that changes numbers would bring where nothing fits without its leave.
+    /// What actions that change numbers would bring where nothing fits without their leave.
     fn with_leave(&self, others: &[Outcome]) -> Option<NextClass> {
         let request = PlanRequest {
-            allow_kinds: vec![ActionKind::Shrink],
+            allow: Class::Approximate,
             ..self.request.clone()
         };
-        if shrink::refusal(self.trace, &request).is_some() {
+        let approximating = Self {
+            may_shrink: shrink::may(self.trace, &request),
+            may_narrow_state: optimizer_bits::may(self.trace, &request),
+            ..*self
+        };
+        if !approximating.may_shrink && !approximating.may_narrow_state {
             return None;
         }
-        let outcomes = self.approximate(others, self.share.glance());
+        let outcomes = approximating.approximate(others, self.share.glance());
         let (outcome, candidate) = fastest(&outcomes)?;
         let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         Some(NextClass {
@@ -311,10 +316,14 @@ impl Planner<'_> {
         } else {
             StopReason::NotFound
         };
-        let away = self.state_away(Bytes::ZERO);
-        let parameters = self.narrowest_room();
-        let note =
-            bottleneck::standing_note(self.trace, (away, parameters), self.cap, plan.budget_bytes);
+        let least = Variant {
+            offload_optimizer: self.state_away(Bytes::ZERO),
+            offload_parameters: self.narrowest_room(),
+            eight_bit_state: optimizer_bits::may(self.trace, self.request)
+                .then_some(optimizer_bits::STATE),
+            ..Variant::default()
+        };
+        let note = bottleneck::standing_note(self.trace, least, self.cap, plan.budget_bytes);
         plan.notes.extend(note);
     }
 
@@ -577,8 +586,8 @@ mod tests {
             ActionKind::Chunk,
         ];
         let request = PlanRequest {
-            forbid,
             allow_kinds,
+            forbid,
             ..request(budget)
         };
         plan(&trace, &source(&trace), &request).unwrap()

@@ -12,11 +12,11 @@ use super::search::problem::Allowed;
 use super::search::transfers::{Offer, Schedule};
 use super::technique::offload_optimizer::LEAST_STATE;
 use super::technique::{
-    fuse_optimizer, micro_batch, offload, offload_optimizer, one_by_one, shrink,
+    fuse_optimizer, micro_batch, offload, offload_optimizer, one_by_one, optimizer_bits, shrink,
 };
 use crate::bytes::Bytes;
 use crate::cost::Costs;
-use crate::step::{Passes, StateAway, StepModel, Variant};
+use crate::step::{ParametersAway, Passes, StateAway, StepModel, Variant};
 use crate::trace::{AllocationId, Phase, Trace};
 
 /// Divisors of the batch tried as number of pieces.
@@ -27,7 +27,7 @@ impl Planner<'_> {
     pub(super) fn whole_batch(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let variants = self.variants();
         let tries: Vec<_> = variants.into_iter().map(|variant| (variant, 1)).collect();
-        let rooms = self.parameters_away();
+        let rooms = self.untried_rooms();
         let kinds = 1 + usize::from(!rooms.is_empty());
         let mut outcomes = self.outcomes(&tries, share.part(0, kinds), best_seconds);
         let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
@@ -49,8 +49,9 @@ impl Planner<'_> {
             offload_optimizer: Some(away),
             ..plain
         });
-        let variants: Vec<_> = [Some(plain), away].into_iter().flatten().collect();
-        let rooms = self.parameters_away();
+        let usual = [Some(plain), away].into_iter().flatten();
+        let variants = self.with_narrow_state(usual.collect(), &[plain]);
+        let rooms = self.untried_rooms();
         let kinds = 1 + usize::from(!rooms.is_empty());
         let tries = self.in_pieces(&variants);
         let mut outcomes = self.outcomes(&tries, share.part(0, kinds), best_seconds);
@@ -59,6 +60,14 @@ impl Planner<'_> {
         let worth = self.pieces_with_rooms(&rooms, away.unwrap_or(plain), best_seconds);
         outcomes.extend(self.outcomes(&worth, share.part(1, kinds), best_seconds));
         outcomes
+    }
+
+    /// Rooms for parameters that are elsewhere; none where only state in 8 bits is new, which is not tried with them.
+    fn untried_rooms(&self) -> Vec<ParametersAway> {
+        if self.may_narrow_state && !self.may_shrink {
+            return Vec::new();
+        }
+        self.parameters_away()
     }
 
     /// Some variants with every number of pieces that the batch can be cut into.
@@ -100,7 +109,36 @@ impl Planner<'_> {
                 variants.extend(may_fuse.then_some(fused));
             }
         }
-        variants
+        let narrow: Vec<_> = windows
+            .iter()
+            .flat_map(|&window_bytes| {
+                let plain = Variant {
+                    window_bytes,
+                    ..Variant::default()
+                };
+                let fused = Variant {
+                    fuse_optimizer: true,
+                    ..plain
+                };
+                [Some(plain), may_fuse.then_some(fused)]
+            })
+            .flatten()
+            .collect();
+        self.with_narrow_state(variants, &narrow)
+    }
+
+    /// Variants, and some more with state in 8 bits where that may be. If nothing else is new, only those: the others
+    /// were tried before.
+    fn with_narrow_state(&self, usual: Vec<Variant>, more: &[Variant]) -> Vec<Variant> {
+        if !self.may_narrow_state {
+            return usual;
+        }
+        let narrow = more.iter().map(|&plain| Variant {
+            eight_bit_state: Some(optimizer_bits::STATE),
+            ..plain
+        });
+        let usual = usual.into_iter().filter(|_| self.may_shrink);
+        usual.chain(narrow).collect()
     }
 
     /// Transfers hide behind computing where two of the largest allocations may be on their way; where bytes are
@@ -179,6 +217,7 @@ impl Planner<'_> {
             .sum();
         let accumulate = costs.accumulate_seconds(gradients.as_f64()) * (pieces - 1) as f64;
         let update = self.costs.phase_seconds(self.trace, &[Phase::Optimizer]);
+        let update = optimizer_bits::update_seconds(trace, costs, variant, update);
         let moved = self.state_offer().map_or(0.0, |offer| {
             let schedule = Schedule::new(trace, offer.clone(), costs);
             schedule.state_seconds(trace, variant, update)

@@ -47,7 +47,8 @@ pub(super) struct Outcome {
 impl Outcome {
     /// The promise of one of its plans.
     pub(super) fn class_of(&self, candidate: &Candidate) -> Class {
-        if candidate.treatments.iter().any(|it| it.is_shrink()) {
+        let is_narrow = self.variant.eight_bit_state.is_some();
+        if is_narrow || candidate.treatments.iter().any(|it| it.is_shrink()) {
             Class::Approximate
         } else if self.pieces > 1 || self.sliced.is_some() {
             Class::Equivalent
@@ -92,6 +93,8 @@ pub(super) struct Planner<'t> {
     pub(super) unplanned_peak: Bytes,
     /// Activations may be held in narrower forms.
     pub(super) may_shrink: bool,
+    /// The optimizer's state may be in 8 bits.
+    pub(super) may_narrow_state: bool,
     pub(super) share: Share<'t>,
 }
 

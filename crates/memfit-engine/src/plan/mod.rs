@@ -32,6 +32,7 @@ pub use technique::micro_batch::{CallInPieces, LossOfPieces, MicroBatch, mixed_i
 pub use technique::offload::Offload;
 pub use technique::offload_optimizer::OffloadOptimizer;
 pub use technique::offload_parameters::OffloadParameters;
+pub use technique::optimizer_bits::OptimizerBits;
 pub use technique::remat::Remat;
 pub use technique::shrink::Shrink;
 pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};

@@ -157,8 +157,8 @@ impl Script<'_> {
                 }
                 UpdateTurn::Settled(update) => self.state(position, update, false),
                 UpdateTurn::Update(update) => {
+                    self.scratch(position, UPDATES, self.model.temporary_bytes[update]);
                     let update = &trace.updates[update];
-                    self.scratch(position, UPDATES, update.temporary_bytes.0);
                     let later = turns[number + 1..].iter();
                     let is_last = later.take_while(|later| later.0 == at).all(|later| {
                         !matches!(later.1, UpdateTurn::Update(other)

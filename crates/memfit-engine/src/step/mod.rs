@@ -8,6 +8,7 @@
 //! Not responsible for time ([`crate::cost`]) nor for choosing what to drop ([`crate::plan`]).
 
 mod by_hand;
+mod eight_bit_state;
 mod layout;
 pub mod lives;
 pub mod naive;
@@ -26,4 +27,4 @@ pub use sweep::change::{Moment, Replay};
 pub use sweep::evaluate::{Evaluation, Evaluator, Holding};
 pub use sweep::incremental::IncrementalEvaluator;
 pub use sweep::traffic::Transfer;
-pub use variant::{ParametersAway, StateAway, Variant};
+pub use variant::{EightBitState, ParametersAway, StateAway, Variant};

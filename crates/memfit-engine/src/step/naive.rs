@@ -11,6 +11,8 @@ mod shrunk;
 mod stored;
 mod updated;
 
+use std::collections::BTreeMap;
+
 use super::{Transfer, Treatment, Variant};
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
@@ -107,6 +109,8 @@ struct Twin<'t> {
     passing_stored: Vec<usize>,
     constant: u64,
     updates: updated::Updates,
+    /// Bytes of what of the state is in 8 bits.
+    narrow_state: BTreeMap<usize, u64>,
     result: NaiveEvaluation,
 }
 
@@ -157,6 +161,7 @@ pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Na
         passing_stored: Vec::new(),
         constant,
         updates: updated::Updates::default(),
+        narrow_state: updated::narrow_state_bytes(trace, variant),
         result,
     };
     twin.lay_out();
@@ -393,6 +398,9 @@ impl Twin<'_> {
     fn bytes(&self, a: usize) -> u64 {
         if updated::is_parameter_away(self.trace, self.variant, a) {
             return 0;
+        }
+        if let Some(&narrow) = self.narrow_state.get(&a) {
+            return narrow;
         }
         self.trace.allocations[a].bytes.0
     }

@@ -7,8 +7,8 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{TestCaseError, TestRunner};
 
 use super::{
-    Evaluator, IncrementalEvaluator, Narrow, ParametersAway, StateAway, StepModel, Transfer,
-    Treatment, UpdateTurn, Variant, lives, naive, update_turns,
+    EightBitState, Evaluator, IncrementalEvaluator, Narrow, ParametersAway, StateAway, StepModel,
+    Transfer, Treatment, UpdateTurn, Variant, lives, naive, update_turns,
 };
 use crate::bytes::Bytes;
 use crate::trace::sample::Builder;
@@ -137,7 +137,7 @@ fn backward(builder: &mut Builder, to_save: &[(ValueId, u32)], loss: ValueId, pa
     }
     builder.op_in_place("aten.add_.Tensor", Phase::Optimizer, parameter, &[gw]);
     builder.keep_until(gw, u32::try_from(builder.trace.ops.len()).unwrap());
-    let state = [6, 1].map(|size| {
+    let state = [6, 4, 1].map(|size| {
         let value = builder.allocation(&[size], Category::OptimizerState, 0);
         builder.trace.allocation_of(value)
     });
@@ -183,6 +183,9 @@ fn variant(flags: u8, window: u8) -> Variant {
         fuse_optimizer: flags & 1 != 0,
         accumulate: flags & 2 != 0,
         offload_optimizer: (flags & 4 != 0).then_some(away),
+        eight_bit_state: (flags & 0x24 == 0x20).then_some(EightBitState {
+            least_bytes: Bytes(u64::from(window & 1) * 17),
+        }),
         window_bytes: bytes(window),
     }
 }

@@ -1,7 +1,7 @@
 //! The choices that change the events of a step themselves.
 //!
 //! Responsible for the types. Not responsible for what follows from them: `offload/` says which parameters and which
-//! state are elsewhere, `layout/` what the events are then.
+//! state are elsewhere, `eight_bit_state.rs` which state is in 8 bits, `layout/` what the events are then.
 
 use crate::bytes::Bytes;
 
@@ -19,6 +19,8 @@ pub struct Variant {
     pub window_bytes: Bytes,
     /// The optimizer runs per parameter, and state is in memory only around its update.
     pub offload_optimizer: Option<StateAway>,
+    /// The optimizer runs per parameter, and state is in 8 bits, also while it does. Not for state that is elsewhere.
+    pub eight_bit_state: Option<EightBitState>,
     /// The optimizer runs per parameter, and parameters are elsewhere but for a room in memory.
     pub offload_parameters: Option<ParametersAway>,
 }
@@ -29,6 +31,7 @@ impl Variant {
         self.one_by_one
             || self.fuse_optimizer
             || self.offload_optimizer.is_some()
+            || self.eight_bit_state.is_some()
             || self.offload_parameters.is_some()
     }
 }
@@ -39,6 +42,13 @@ pub struct StateAway {
     /// Most bytes fetched ahead of their update, and most on their way out.
     pub window_bytes: Bytes,
     /// Smallest allocation that goes away.
+    pub least_bytes: Bytes,
+}
+
+/// State in 8 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EightBitState {
+    /// Smallest parameter whose state is.
     pub least_bytes: Bytes,
 }
 

@@ -137,6 +137,9 @@ pub struct Meta {
     /// Why the optimizer step cannot run parameter by parameter once all gradients are there; absent when it can.
     #[serde(default = "unknown_optimizer")]
     pub per_parameter_refusal: Option<String>,
+    /// Why the optimizer's state has no form in 8 bits; absent when it has.
+    #[serde(default = "unknown_optimizer")]
+    pub eight_bit_refusal: Option<String>,
     /// Why the batch cannot be cut for reasons that its ops do not show, such as hooks on gradients; absent when it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch_refusal: Option<String>,

@@ -179,6 +179,7 @@ prop_compose! {
                 fused_optimizer_refusal: None,
             micro_batch_refusal: None,
             per_parameter_refusal: None,
+            eight_bit_refusal: None,
             offloaded_parameters_refusal: None,
                 loss_reduction: "mean".into(),
                 fixed_parameters: Vec::new(),

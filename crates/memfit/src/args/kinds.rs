@@ -166,7 +166,7 @@ mod tests {
         let error = read("micro-match").unwrap_err();
         insta::assert_snapshot!(error, @r"
         error: invalid value 'micro-match' for '--forbid <KIND>'
-          [possible values: remat, unneeded_saves, fuse_optimizer, one_by_one, micro_batch, allocator_settings, offload, shrink, offload_optimizer, offload_parameters, chunk]
+          [possible values: remat, unneeded_saves, fuse_optimizer, one_by_one, micro_batch, allocator_settings, offload, shrink, offload_optimizer, optimizer_bits, offload_parameters, chunk]
 
           tip: a similar value exists: 'micro_batch'
 
@@ -197,6 +197,8 @@ mod tests {
         assert_eq!(loosest(&both), Class::Equivalent);
         assert_eq!(kinds_of(&both), vec![ActionKind::Shrink]);
         assert_eq!(loosest(&allowed("shrink").unwrap()), Class::Exact);
+        let bits = kinds_of(&allowed("optimizer-bits").unwrap());
+        assert_eq!(bits, vec![ActionKind::OptimizerBits]);
         assert_eq!(
             loosest(&allowed("approximate").unwrap()),
             Class::Approximate
@@ -205,7 +207,7 @@ mod tests {
         assert!(allowed("remat").is_err());
         insta::assert_snapshot!(allowed("shrunk").unwrap_err(), @r"
         error: invalid value 'shrunk' for '--allow <CLASS|KIND>'
-          [possible values: exact, equivalent, approximate, shrink]
+          [possible values: exact, equivalent, approximate, shrink, optimizer_bits]
 
           tip: a similar value exists: 'shrink'
 

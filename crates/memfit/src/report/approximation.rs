@@ -1,9 +1,10 @@
-//! How far an approximate plan changes gradients, in units that a person can judge.
+//! How far an approximate plan changes gradients and updates, in units that a person can judge.
 //!
 //! Responsible for the shape of the host's answer, for the bound, and for what keeps it. The yardstick is the noise of the
 //! batch: what the same gradients change by when other examples make up the batch. A change that is small beside it is
 //! small beside what training lives with anyway; nothing is said of accuracy after training.
 
+use memfit_engine::plan::counted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +12,8 @@ use serde::{Deserialize, Serialize};
 pub(crate) const MOST_OF_NOISE: f64 = 0.1;
 /// Most as a part of the gradients themselves, where the noise is not known.
 const MOST_OF_GRADIENTS: f64 = 0.05;
+/// Most that parameters may be off by after some steps, as a part of how far they moved.
+const MOST_OF_MOVE: f64 = 0.1;
 
 /// What approximate gradients are beside the unplanned ones. Lengths are Euclidean, over all parameters.
 #[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
@@ -28,6 +31,13 @@ pub(crate) struct Approximation {
     pub(crate) batch_noise: Option<f64>,
     /// Numbers in gradients that are finite unplanned, and not planned.
     pub(crate) not_finite: u64,
+    /// Numbers of parameters after some steps: length of the difference over the length of how far the unplanned ones
+    /// moved. Absent where updates read nothing that was rounded, and when it is not a number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) update_error: Option<f64>,
+    /// After how many steps that was; none where updates were not looked at.
+    #[serde(default)]
+    pub(crate) update_steps: u64,
     /// The bound, as a part of the batch's noise.
     #[serde(default = "most_of_noise")]
     pub(crate) max_error: f64,
@@ -44,8 +54,15 @@ impl Approximation {
         Some(self.gradient_error? / noise)
     }
 
-    /// Is it within the bound? What is not a number never is.
+    /// Are gradients and updates within their bounds? What is not a number never is.
     pub(crate) fn holds(&self) -> bool {
+        let updates_are =
+            self.update_steps == 0 || self.update_error.is_some_and(|error| error <= MOST_OF_MOVE);
+        updates_are && self.holds_but_for_updates()
+    }
+
+    /// Are gradients?
+    pub(crate) fn holds_but_for_updates(&self) -> bool {
         let is_near = match (self.part_of_noise(), self.gradient_error) {
             (Some(part), _) => part <= self.max_error,
             (None, Some(error)) => error <= MOST_OF_GRADIENTS,
@@ -76,6 +93,20 @@ impl Approximation {
         .into_iter()
         .flatten()
         .collect()
+    }
+
+    /// What updates are, in words; `None` where they were not looked at.
+    pub(crate) fn update_words(&self) -> Option<String> {
+        (self.update_steps > 0).then_some(())?;
+        let Some(error) = self.update_error else {
+            return Some("NOT A NUMBER".to_owned());
+        };
+        Some(format!(
+            "after {} parameters are off by {} of how far they moved; at most {} is allowed",
+            counted(self.update_steps, "step"),
+            percent(error),
+            percent(MOST_OF_MOVE)
+        ))
     }
 
     /// What that is beside the batch's noise, in words.
@@ -123,6 +154,8 @@ mod tests {
             worst_error: Some(0.021),
             batch_noise: Some(0.78),
             not_finite: 0,
+            update_error: None,
+            update_steps: 0,
             max_error: MOST_OF_NOISE,
         }
     }
@@ -166,6 +199,15 @@ mod tests {
         ];
         for case in cases {
             assert!(!case.holds(), "{case:?}");
+        }
+        for (update_error, holds) in [(Some(0.004), true), (Some(0.2), false), (None, false)] {
+            let case = Approximation {
+                update_error,
+                update_steps: 5,
+                ..approximation()
+            };
+            assert_eq!(case.holds(), holds);
+            assert!(case.update_words().is_some());
         }
         let unknown = Approximation {
             batch_noise: None,

@@ -403,19 +403,25 @@ def away_state(optimizer: Optimizer, parameter: Tensor) -> AwayState | None:
     return state
 
 
-def bring_home(optimizer: Optimizer) -> None:
+def bring_home(optimizer: Optimizer, stays: type[AwayState] | None = None) -> None:
     """Have all state at home, in plain dictionaries.
 
     Args:
         optimizer: The optimizer.
+        stays: The kind of state that stays where it is, and as it is.
 
     Raises:
         OffloadError: Some of it did not come back as it went. That is still elsewhere.
     """
     for parameter, state in list(optimizer.state.items()):
-        if isinstance(state, AwayState):
+        if isinstance(state, AwayState) and type(state) is not stays:
             state.bring_home()
-            optimizer.state[parameter] = dict(state)
+            if state:
+                optimizer.state[parameter] = dict(state)
+            else:  # it waited for a first update
+                del optimizer.state[parameter]
+    if stays is not None:
+        return
     hooks = optimizer._optimizer_state_dict_post_hooks
     for number, hook in list(hooks.items()):
         if hook is _plain_state_dict:
@@ -434,9 +440,11 @@ def save_plainly(optimizer: Optimizer) -> None:
 
 def _plain_state_dict(_optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     held = state_dict.get("state", {})
-    for key, state in held.items():
+    for key, state in list(held.items()):
         if isinstance(state, AwayState):
             held[key] = state.plain()
+            if not state:  # before its first update a parameter has none
+                del held[key]
 
 
 def _is_movable(value: Any, tier: Tier, least_bytes: int) -> bool:

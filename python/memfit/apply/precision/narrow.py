@@ -61,7 +61,7 @@ class NarrowTier:
         return Moved()
 
 
-class _Here:
+class Here:
     """What is there from the start, and asked for without notice."""
 
     __slots__ = ()
@@ -70,16 +70,18 @@ class _Here:
         """It is written."""
 
     def fetch(self, target: Tensor) -> None:
+        """Write it in 32 bits."""
         raise NotImplementedError
 
     def prefetch(self, target: Tensor) -> None:
+        """Write it in 32 bits at once."""
         self.fetch(target)
 
     def wait(self) -> None:
         """It is there."""
 
 
-class _Half(_Here):
+class _Half(Here):
     """Numbers in ``bfloat16``: those that are not finite stay so."""
 
     __slots__ = ("_held",)
@@ -91,7 +93,7 @@ class _Half(_Here):
         target.view(torch.float32).copy_(self._held)
 
 
-class _EightBit(_Here):
+class _EightBit(Here):
     """Numbers in 8 bits, in blocks with a scale of their own."""
 
     __slots__ = ("_held",)
@@ -102,18 +104,27 @@ class _EightBit(_Here):
         size = count + torch.float32.itemsize * blocks
         self._held = torch.empty(size, dtype=torch.uint8, device=numbers.device)
         if numbers.device.type == "cpu":
-            _native.shrink_numbers(_memory(numbers), _memory(self._held), torch.get_num_threads())
+            _native.shrink_numbers(
+                memory_of(numbers), memory_of(self._held), torch.get_num_threads()
+            )
         else:
             shrink_by_ops(numbers, self._held)
 
     def fetch(self, target: Tensor) -> None:
         if target.device.type == "cpu":
-            _native.expand_numbers(_memory(self._held), _memory(target), torch.get_num_threads())
+            _native.expand_numbers(
+                memory_of(self._held), memory_of(target), torch.get_num_threads()
+            )
         else:
             expand_by_ops(self._held, target.view(torch.float32))
 
 
-def _memory(tensor: Tensor) -> tuple[int, int]:
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes of a tensor whose numbers lie densely.
+
+    Args:
+        tensor: The tensor, on a CPU.
+    """
     return tensor.data_ptr(), tensor.nbytes
 
 

@@ -19,6 +19,7 @@ pub(super) mod offload;
 pub(super) mod offload_optimizer;
 pub(super) mod offload_parameters;
 pub(super) mod one_by_one;
+pub(super) mod optimizer_bits;
 pub(super) mod remat;
 pub(super) mod shrink;
 pub(super) mod unneeded_saves;
@@ -155,6 +156,8 @@ techniques! {
     Shrink { shrink: shrink::Shrink } in shrink;
     /// Offload the optimizer's state, and fetch it for one parameter at a time.
     OffloadOptimizer { offload_optimizer: offload_optimizer::OffloadOptimizer } in offload_optimizer;
+    /// Hold the optimizer's state in 8 bits, between updates and during them.
+    OptimizerBits { optimizer_bits: optimizer_bits::OptimizerBits } in optimizer_bits;
     /// Offload parameters, with a bounded part of them resident.
     OffloadParameters { offload_parameters: offload_parameters::OffloadParameters } in offload_parameters;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.

@@ -74,6 +74,11 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
         .then(|| format!("nothing that autograd saves is 32-bit numbers of {LEAST_BYTES} or more"))
 }
 
+/// May it be used, where somebody asked for it?
+pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
+    request.asks_for(ActionKind::Shrink) && refusal(trace, request).is_none()
+}
+
 /// The narrowest form that each allocation may have; `None` where it has to stay as it is.
 pub(in crate::plan) fn forms(
     trace: &Trace,

@@ -178,7 +178,7 @@ impl StepModel {
                 }
                 UpdateTurn::Settled(update) => *state = state.saturating_sub(bytes(update)),
                 UpdateTurn::Update(update) => {
-                    let own = trace.updates[update].temporary_bytes.0;
+                    let own = self.temporary_bytes[update];
                     let there = waiting[place].saturating_add(*state);
                     highest = highest.max(there.saturating_add(own));
                     place += 1;

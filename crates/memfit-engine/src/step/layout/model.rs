@@ -11,7 +11,7 @@
 use super::event::Event;
 use super::treatment::Unstorable;
 use crate::bytes::Bytes;
-use crate::step::variant::Variant;
+use crate::step::variant::{EightBitState, Variant};
 use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace, op_index};
 
 /// A version of an allocation: the unit that is recomputed.
@@ -56,6 +56,8 @@ pub struct StepModel {
     /// The global choices it was laid out for.
     pub variant: Variant,
     pub(in crate::step) bytes: Vec<u64>,
+    /// Of each update of the trace, its temporaries where it runs alone.
+    pub(in crate::step) temporary_bytes: Vec<u64>,
     pub(super) undroppable: Vec<Option<Undroppable>>,
     pub(super) unstorable: Vec<Option<Unstorable>>,
     /// Holds 32-bit floating-point numbers and nothing else.
@@ -93,6 +95,7 @@ impl StepModel {
         let mut model = Self {
             variant,
             bytes: trace.allocations.iter().map(|a| a.bytes.0).collect(),
+            temporary_bytes: trace.updates.iter().map(|u| u.temporary_bytes.0).collect(),
             undroppable: vec![None; trace.allocations.len()],
             unstorable: vec![None; trace.allocations.len()],
             is_float32: Vec::new(),
@@ -111,6 +114,7 @@ impl StepModel {
             room_bytes: 0,
         };
         model.take_parameters_away(trace);
+        model.narrow_state(trace);
         model.lay_out_slots(trace);
         model.lay_out_records(trace);
         model.find_undroppable(trace);
@@ -212,6 +216,21 @@ impl StepModel {
             self.room_bytes = away.held_bytes(trace).0;
             for parameter in away.of(trace) {
                 self.bytes[parameter.index()] = 0;
+            }
+        }
+    }
+
+    fn narrow_state(&mut self, trace: &Trace) {
+        let Some(narrow) = self.variant.eight_bit_state else {
+            return;
+        };
+        for (update, moments) in narrow.moments(trace).into_iter().enumerate() {
+            if !moments.is_empty() {
+                self.temporary_bytes[update] = 0;
+            }
+            for moment in moments {
+                let full = trace.allocations[moment.index()].bytes;
+                self.bytes[moment.index()] = EightBitState::bytes(full).0;
             }
         }
     }

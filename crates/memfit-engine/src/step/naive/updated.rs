@@ -1,8 +1,10 @@
-//! The part of the slow twin that knows of updates one by one, of state that is elsewhere between them, and of
-//! parameters that are elsewhere.
+//! The part of the slow twin that knows of updates one by one, of state that is elsewhere between them or in 8 bits, and
+//! of parameters that are elsewhere.
 //!
-//! Responsible for what the page says under "Optimizer state elsewhere", "Parameters elsewhere" and "Optimizer step
-//! inside backward".
+//! Responsible for what the page says under "Optimizer state elsewhere", "Optimizer state in 8 bits", "Parameters elsewhere" and
+//! "Optimizer step inside backward".
+
+use std::collections::BTreeMap;
 
 use super::Twin;
 use crate::bytes::Bytes;
@@ -87,6 +89,40 @@ pub(super) fn is_parameter_away(trace: &Trace, variant: Variant, a: usize) -> bo
     allocation.category == Category::Parameter && throughout && is_large && !is_fixed()
 }
 
+/// Is `a` a moment in 8 bits, of update `i`?
+fn is_narrow_state(trace: &Trace, variant: Variant, i: usize, a: usize) -> bool {
+    let Some(narrow) = variant.eight_bit_state else {
+        return false;
+    };
+    let update = &trace.updates[i];
+    let whole = trace.allocations[update.parameter.index()].bytes.0;
+    let is_float32 = |of: usize| {
+        let mut values = trace.values.iter();
+        let other = values
+            .any(|value| value.allocation.index() == of && trace.string(value.dtype) != "float32");
+        !other && trace.allocations[of].bytes.0.is_multiple_of(4)
+    };
+    let alike = trace.allocations[a].bytes.0 == whole
+        && trace.allocations[a].category == Category::OptimizerState;
+    let is_its = update.state.iter().any(|state| state.index() == a);
+    let is_large = whole >= narrow.least_bytes.0.max(1);
+    is_its && alike && is_large && is_float32(a) && is_float32(update.parameter.index())
+}
+
+/// Bytes of each moment in 8 bits: a code for each number, and a scale for each 256 of them.
+pub(super) fn narrow_state_bytes(trace: &Trace, variant: Variant) -> BTreeMap<usize, u64> {
+    let mut found = BTreeMap::new();
+    for i in 0..trace.updates.len() {
+        for state in &trace.updates[i].state {
+            if is_narrow_state(trace, variant, i, state.index()) {
+                let numbers = trace.allocations[state.index()].bytes.0 / 4;
+                found.insert(state.index(), numbers + numbers.div_ceil(256) * 4);
+            }
+        }
+    }
+    found
+}
+
 /// What parameters that are elsewhere take all the time.
 pub(super) fn room_of_parameters(trace: &Trace, variant: Variant) -> u64 {
     let Some(away) = variant.offload_parameters else {
@@ -103,6 +139,7 @@ impl Twin<'_> {
     const fn is_one_by_one(&self) -> bool {
         self.variant.one_by_one
             || self.variant.offload_optimizer.is_some()
+            || self.variant.eight_bit_state.is_some()
             || self.variant.offload_parameters.is_some()
     }
 
@@ -152,11 +189,21 @@ impl Twin<'_> {
             }
             let waiting = if fuse { self.waiting_gradients(p) } else { 0 };
             self.fetch_state();
-            let extra = waiting + self.trace.updates[i].temporary_bytes.0;
+            let extra = waiting + self.temporaries_of(i);
             let height = self.height(p, false, extra);
             self.see(height);
             self.send_state();
         }
+    }
+
+    /// An update that reads and writes moments in 8 bits makes no temporaries.
+    fn temporaries_of(&self, i: usize) -> u64 {
+        let update = &self.trace.updates[i];
+        let mut states = update.state.iter();
+        if states.any(|&state| is_narrow_state(self.trace, self.variant, i, state.index())) {
+            return 0;
+        }
+        update.temporary_bytes.0
     }
 
     /// Gradients cut at `p` no longer count just before op `p`; those not yet updated do.

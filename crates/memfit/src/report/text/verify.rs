@@ -6,6 +6,7 @@ use memfit_engine::plan::{ActionKind, ActionSummary, Verdict};
 use super::plan::actions;
 use super::section;
 use crate::printer::Palette;
+use crate::report::approximation::Approximation;
 use crate::report::compiled::{CompiledFacts, Reference};
 use crate::report::document::{StepFacts, VerifyDocument};
 use crate::report::measured::{Agreement, Comparison};
@@ -44,7 +45,8 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
             continue;
         };
         let changed = document.approximation.as_ref();
-        let changed = changed.filter(|_| name == "gradients");
+        let is_bitwise = comparison.agreement == Agreement::Bitwise;
+        let changed = changed.filter(|_| name == "gradients" && !is_bitwise);
         agreement.row(match changed {
             Some(changed) => [name.to_owned(), changed.words()],
             None => [name.to_owned(), agreement_words(*comparison)],
@@ -52,6 +54,10 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
         if let Some(changed) = changed {
             agreement.row([String::new(), changed.yardstick()]);
         }
+    }
+    let updates = document.approximation.as_ref();
+    if let Some(words) = updates.and_then(Approximation::update_words) {
+        agreement.row(["updates".to_owned(), words]);
     }
     let reference = document
         .compiled
@@ -291,7 +297,11 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             .all(|comparison| comparison.agreement == Agreement::Bitwise);
         let is_exact =
             |it: Option<Comparison>| it.is_some_and(|it| it.agreement == Agreement::Bitwise);
-        let numbers = if bitwise {
+        let changed = document.approximation.as_ref();
+        let looked_at_updates = changed.is_some_and(|it| it.update_steps > 0);
+        let numbers = if bitwise && looked_at_updates {
+            "loss and gradients of the first step bitwise equal, updates as near as is allowed"
+        } else if bitwise {
             "loss and gradients bitwise equal"
         } else if document.approximation.is_some() && is_exact(document.loss) {
             "loss bitwise equal, gradients as near as is allowed"
@@ -302,8 +312,15 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
         };
         format!("{} {fit}{time}; {numbers}\n", palette.good("FITS:"))
     } else {
+        let changed = document.approximation.as_ref();
+        let only_updates = |it: &Approximation| it.holds_but_for_updates() && !it.holds();
+        let what = if changed.is_some_and(only_updates) {
+            "updates"
+        } else {
+            "loss or gradients"
+        };
         format!(
-            "{} {fit}, but loss or gradients are not what a plan of class {} promises\n",
+            "{} {fit}, but {what} are not what a plan of class {} promises\n",
             palette.bad("DIFFERENT:"),
             words::class(document.class())
         )
@@ -398,6 +415,44 @@ mod tests {
 
         FITS: 2.83 GiB measured, 172.0 MiB under the budget of 3.00 GiB, 1.17 x the step time; loss and gradients bitwise equal
         ");
+    }
+
+    #[test]
+    fn rounded_updates_are_told_beside_what_is_exact() {
+        let mut document = document();
+        let mut approximation = Approximation {
+            gradient_error: Some(0.0),
+            cosine: Some(1.0),
+            worst_parameter: "head.weight".to_owned(),
+            worst_error: Some(0.0),
+            batch_noise: Some(0.5),
+            not_finite: 0,
+            update_error: Some(0.0097),
+            update_steps: 5,
+            max_error: 0.1,
+        };
+        document.approximation = Some(approximation.clone());
+        if let Some(plan) = &mut document.plan {
+            plan.promise = Class::Approximate;
+        }
+        let text = verify(&document, Palette::PLAIN);
+        let last: Vec<_> = text.lines().rev().take(5).collect();
+        insta::assert_snapshot!(last.into_iter().rev().collect::<Vec<_>>().join("\n"), @"
+          loss       bitwise equal
+          gradients  bitwise equal
+          updates    after 5 steps parameters are off by 0.97 % of how far they moved; at most 10 % is allowed
+
+        FITS: 2.83 GiB measured, 172.0 MiB under the budget of 3.00 GiB, 1.17 x the step time; loss and gradients of the first step bitwise equal, updates as near as is allowed
+        ");
+        approximation.update_error = Some(0.2);
+        document.approximation = Some(approximation);
+        assert!(!document.keeps_its_word());
+        let text = verify(&document, Palette::PLAIN);
+        let last = text.lines().last().unwrap_or_default();
+        assert!(
+            last.contains("but updates are not what a plan of class approximate promises"),
+            "{last}"
+        );
     }
 
     #[test]

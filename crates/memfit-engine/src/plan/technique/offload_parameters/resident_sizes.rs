@@ -244,6 +244,7 @@ mod tests {
             cap: Bytes::ZERO,
             unplanned_peak: Bytes::ZERO,
             may_shrink: false,
+            may_narrow_state: false,
             share: Share::FULL,
         };
         let once = Passes {

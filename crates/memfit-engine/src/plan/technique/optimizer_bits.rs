@@ -1,0 +1,278 @@
+//! The optimizer's state in 8 bits, between updates and during them.
+//!
+//! The first step is what it would be but for rounding; those after it read moments that were rounded. Updates come one
+//! by one, each in one pass over its parameter that makes no temporaries.
+//!
+//! Responsible for whether it may be, for the smallest parameter that is worth it, for what it costs, for the action and
+//! for the words. Not responsible for what the state then takes ([`crate::step`]), nor for the form of the numbers (the
+//! kernel, `memfit-memory/src/moments.rs`).
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{ActsOn, Technique, counted};
+use crate::bytes::Bytes;
+use crate::cost::Costs;
+use crate::plan::actions::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::step::{EightBitState, Variant};
+use crate::trace::{AllocationId, ParameterUpdate, Trace};
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::OptimizerBits,
+    name: "optimizer_bits",
+    title: "optimizer state in 8 bits",
+    help: "Hold the optimizer's state in 8 bits",
+    promise: Class::Approximate,
+    effect: |action| {
+        let parameters = counted(action.count, "parameter");
+        format!("optimizer state of {parameters} in 8 bits")
+    },
+    short: None,
+    acts_on: ActsOn::Optimizer,
+    is_way: false,
+    refusal,
+    is_used: |outcome, _| outcome.variant.eight_bit_state.is_some(),
+    write,
+};
+
+/// State of smaller parameters stays in 32 bits: 4,096 numbers. The executor takes the word of the plan.
+pub(in crate::plan) const STATE: EightBitState = EightBitState {
+    least_bytes: Bytes(4 * 4096),
+};
+
+/// Whose state is in 8 bits.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct OptimizerBits {
+    /// Names of the parameters, in the order of the trace's updates.
+    pub names: Vec<String>,
+}
+
+/// Why the state cannot be in 8 bits; `None` where it can, or where nobody asked for it.
+pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    if !request.asks_for(ActionKind::OptimizerBits) {
+        return None;
+    }
+    if request.forbid.contains(&ActionKind::OptimizerBits) {
+        return Some("forbidden by the request".to_owned());
+    }
+    if request.own_loop {
+        return Some("the optimizer is called by the user's own loop".to_owned());
+    }
+    if trace.meta.optimizer.is_empty() {
+        return Some("the step has no optimizer".to_owned());
+    }
+    if let Some(reason) = &trace.meta.per_parameter_refusal {
+        return Some(reason.clone());
+    }
+    if let Some(reason) = &trace.meta.eight_bit_refusal {
+        return Some(reason.clone());
+    }
+    let none = narrow(trace).next().is_none();
+    none.then(|| {
+        "no parameter of 4,096 numbers of 32 bits or more has state of its size".to_owned()
+    })
+}
+
+/// May it be used, where somebody asked for it?
+pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
+    request.asks_for(ActionKind::OptimizerBits) && refusal(trace, request).is_none()
+}
+
+/// The updates with moments in 8 bits.
+fn narrow(trace: &Trace) -> impl Iterator<Item = (&ParameterUpdate, Vec<AllocationId>)> {
+    let moments = STATE.moments(trace);
+    let updates = trace.updates.iter().zip(moments);
+    updates.filter(|(_, moments)| !moments.is_empty())
+}
+
+/// How long the kernel takes, in copies of the bytes that it moves: 1.6 for Adam and 1.1 for momentum, on a server's core
+/// (`benchmarks/optimizer_bits.py`).
+const COPIES: f64 = 1.6;
+/// Seconds of the executor's own work for one parameter.
+const REQUEST_SECONDS: f64 = 2e-5;
+
+/// Seconds of all updates of a step, of which those of the trace take `update_seconds` in all.
+pub(in crate::plan) fn update_seconds(
+    trace: &Trace,
+    costs: &Costs,
+    variant: Variant,
+    update_seconds: f64,
+) -> f64 {
+    if variant.eight_bit_state.is_none() {
+        return update_seconds;
+    }
+    let moved = |update: &ParameterUpdate| update.moved_bytes.as_f64().max(1.0);
+    let all: f64 = trace.updates.iter().map(moved).sum();
+    let (mut spared, mut taken) = (0.0, 0.0_f64);
+    for (update, moments) in narrow(trace) {
+        let full = trace.allocations[update.parameter.index()].bytes;
+        let held: f64 = moments
+            .iter()
+            .map(|_| EightBitState::bytes(full).as_f64())
+            .sum();
+        spared += moved(update);
+        // The parameter is read and written, the gradient read; a copy does both.
+        taken += COPIES * costs.copy_seconds(1.5 * full.as_f64() + held) + REQUEST_SECONDS;
+    }
+    // Time is no reason to round: where the kernel is faster, that is not counted.
+    let spared = update_seconds * spared / all.max(1.0);
+    update_seconds - spared + taken.max(spared)
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let trace = &chosen.outcome.trace;
+    let (mut names, mut bytes) = (Vec::new(), Bytes::ZERO);
+    for (update, moments) in narrow(trace) {
+        let parameter = &trace.allocations[update.parameter.index()];
+        names.push(trace.string(parameter.name).to_owned());
+        for moment in moments {
+            let full = trace.allocations[moment.index()].bytes;
+            bytes += full - EightBitState::bytes(full);
+        }
+    }
+    let count = names.len() as u64;
+    let optimizer_bits = OptimizerBits { names };
+    let details = Details::OptimizerBits { optimizer_bits };
+    plan.actions.push(Action::new(details, count, bytes));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::Budget;
+    use crate::cost::CostSource;
+    use crate::plan::{Verdict, plan};
+    use crate::step::{Evaluator, StepModel, Treatment};
+    use crate::trace::{Category, sample};
+
+    /// The chain with a weight of 256,000 bytes, two moments of its size, and a count of steps.
+    fn with_moments() -> Trace {
+        let mut trace = sample::chain();
+        for allocation in &mut trace.allocations {
+            allocation.bytes = Bytes(allocation.bytes.0 * 1000);
+        }
+        let weight = trace.updates[0].parameter.index();
+        for bytes in [trace.allocations[weight].bytes; 2]
+            .into_iter()
+            .chain([Bytes(4)])
+        {
+            let mut state = trace.allocations[weight].clone();
+            (state.category, state.bytes) = (Category::OptimizerState, bytes);
+            let id = u32::try_from(trace.allocations.len()).unwrap();
+            trace.allocations.push(state);
+            trace.updates[0].state.push(AllocationId(id));
+        }
+        trace.updates[0].temporary_bytes = Bytes(64_000);
+        assert_eq!(trace.check(), Ok(()));
+        trace
+    }
+
+    fn planned(trace: &Trace, request: PlanRequest) -> Plan {
+        let op_seconds = vec![1.0; trace.ops.len()];
+        let peak = crate::predict::unplanned_peak(trace).0;
+        let request = PlanRequest {
+            budget: Budget::Absolute(Bytes(peak - 300_000)),
+            ..request
+        };
+        plan(trace, &CostSource::Profile { op_seconds }, &request).unwrap()
+    }
+
+    fn with_leave() -> PlanRequest {
+        PlanRequest {
+            allow_kinds: vec![ActionKind::OptimizerBits],
+            ..PlanRequest::default()
+        }
+    }
+
+    #[test]
+    fn moments_take_a_byte_a_number_and_updates_make_no_temporaries() {
+        let trace = with_moments();
+        let peak = |variant| {
+            let model = StepModel::new(&trace, variant);
+            let kept = vec![Treatment::Keep; trace.allocations.len()];
+            Evaluator::new(&model).evaluate(&kept).peak_bytes
+        };
+        let variant = |eight_bit_state| Variant {
+            one_by_one: true,
+            eight_bit_state,
+            ..Variant::default()
+        };
+        let numbers = 64_000;
+        let spared = 2 * (4 * numbers - numbers - 4 * 250);
+        let [wide, narrow] = [None, Some(STATE)].map(|it| peak(variant(it)));
+        // One by one, the peak is the update with its temporaries; without them it is elsewhere.
+        assert!(wide - narrow >= Bytes(spared), "{wide} {narrow}");
+        assert!(wide - narrow <= Bytes(spared + 64_000), "{wide} {narrow}");
+    }
+
+    #[test]
+    fn it_is_used_with_leave_alone() {
+        let trace = with_moments();
+        let plan = planned(&trace, with_leave());
+        assert_eq!(
+            (plan.verdict, plan.promise),
+            (Verdict::Fits, Class::Approximate)
+        );
+        let mut actions = plan.actions.iter();
+        let action = actions
+            .find(|it| it.kind() == ActionKind::OptimizerBits)
+            .unwrap();
+        assert_eq!(
+            (action.count, action.bytes),
+            (1, Bytes(2 * (192_000 - 1000)))
+        );
+        let Details::OptimizerBits { optimizer_bits } = &action.details else {
+            panic!("{action:?}")
+        };
+        assert_eq!(optimizer_bits.names.len(), 1);
+        assert_eq!(
+            action.summary().effect(),
+            "optimizer state of 1 parameter in 8 bits"
+        );
+        let without = planned(&trace, PlanRequest::default());
+        assert_eq!(without.verdict, Verdict::DoesNotFit);
+        assert!(without.minimum_peak_bytes > plan.minimum_peak_bytes);
+        assert!(
+            without
+                .refusals
+                .iter()
+                .all(|it| it.kind != ActionKind::OptimizerBits)
+        );
+    }
+
+    #[test]
+    fn it_is_refused_by_a_sentence() {
+        let reason = |trace: &Trace, request: &PlanRequest| refusal(trace, request);
+        let mut trace = with_moments();
+        assert_eq!(reason(&trace, &with_leave()), None);
+        let own_loop = PlanRequest {
+            own_loop: true,
+            ..with_leave()
+        };
+        let said = reason(&trace, &own_loop).unwrap();
+        assert_eq!(said, "the optimizer is called by the user's own loop");
+        let forbidden = PlanRequest {
+            forbid: vec![ActionKind::OptimizerBits],
+            ..with_leave()
+        };
+        assert_eq!(
+            reason(&trace, &forbidden).unwrap(),
+            "forbidden by the request"
+        );
+        trace.meta.eight_bit_refusal = Some("`RMSprop` has no form in 8 bits".to_owned());
+        let said = reason(&trace, &with_leave()).unwrap();
+        assert_eq!(said, "`RMSprop` has no form in 8 bits");
+        trace.meta.per_parameter_refusal = Some("`LBFGS` is not known".to_owned());
+        assert_eq!(
+            reason(&trace, &with_leave()).unwrap(),
+            "`LBFGS` is not known"
+        );
+        let mut small = with_moments();
+        for allocation in &mut small.allocations {
+            allocation.bytes = Bytes(allocation.bytes.0 / 100);
+        }
+        let said = reason(&small, &with_leave()).unwrap();
+        assert!(said.contains("no parameter of 4,096 numbers"), "{said}");
+    }
+}

@@ -1,0 +1,71 @@
+"""The optimizer's state in 8 bits, between updates and during them.
+
+Responsible for a plan's ``optimizer_bits`` action: whose state is held so, and from when on. Not
+responsible for the form nor for the update (:mod:`memfit.apply.precision.eight_bit_state`), nor
+for running an optimizer parameter by parameter (:mod:`memfit.apply.optimizer_in_backward`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memfit.apply.offload.state_view import save_plainly
+from memfit.apply.optimizer_in_backward import UpdatesOneByOne, require_step_of_torch
+from memfit.apply.precision.eight_bit_state import EightBitState
+from memfit.errors import UsageError
+from memfit.tensors.moments import group_refusal, parameter_refusal
+from memfit.tensors.optimizers import shared_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class UpdatesInEightBits(UpdatesOneByOne):
+    """Holds state in 8 bits, and updates one parameter at a time."""
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, directions: Mapping[str, Any]
+    ) -> None:
+        """Nothing is shrunk before :meth:`place`.
+
+        Args:
+            optimizer: The optimizer.
+            model: Whose parameters the plan names.
+            directions: What the plan says.
+
+        Raises:
+            UsageError: The plan says something else, or the optimizer's state or a parameter has no
+                such form.
+        """
+        names = directions.get("names")
+        if not isinstance(names, list):
+            message = "what the plan says of `optimizer_bits` is malformed: it has no `names`"
+            raise UsageError(message)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        parameters = [named[name] for name in names if name in named]
+        refusals = (group_refusal(optimizer, group) for group in optimizer.param_groups)
+        suit = (parameter_refusal(parameter) for parameter in parameters)
+        reason = next(filter(None, (*refusals, shared_state(optimizer), *suit)), None)
+        if reason is not None:
+            message = (
+                f"the plan holds optimizer state in 8 bits, but {reason}\n"
+                "hint: plan again for this workload"
+            )
+            raise UsageError(message)
+        require_step_of_torch(optimizer, "optimizer_bits")
+        super().__init__(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = [p for p in parameters if id(p) in held]
+
+    def place(self) -> None:
+        """Have all of it in 8 bits that somebody does not keep."""
+        optimizer = self._optimizer
+        save_plainly(optimizer)
+        for parameter in self._parameters:
+            state = optimizer.state.get(parameter)
+            if not isinstance(state, EightBitState):
+                state = optimizer.state[parameter] = EightBitState(state or {})
+            state.shrink(optimizer, parameter)
