@@ -203,7 +203,8 @@ impl Planner<'_> {
             lowest,
         ));
         plan.next_class = self.next_class(plan, &next);
-        if plan.verdict == Verdict::DoesNotFit && self.request.allow < Class::Approximate {
+        let may_need_leave = self.request.allow < Class::Approximate;
+        if plan.verdict == Verdict::DoesNotFit && may_need_leave && plan.next_class.is_none() {
             plan.next_class = self.with_leave(&outcomes);
         }
         Ok(ran)

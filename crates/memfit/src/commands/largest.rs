@@ -43,8 +43,15 @@ pub(crate) fn plan(
     device: Option<&str>,
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
-    // Where no exact plan fits, an equivalent one is looked for all the same.
-    choice.request.allow = Class::Exact;
+    let request = &mut choice.request;
+    if request.allow == Class::Approximate || !request.allow_kinds.is_empty() {
+        let note =
+            "note: `--largest` looks at exact and equivalent plans: `--allow` changes nothing";
+        session.printer.note(note)?;
+    }
+    // Where no exact plan fits, an equivalent one is looked for all the same. One that changes numbers would hide both.
+    request.allow = Class::Exact;
+    request.allow_kinds.clear();
     let budget = choice.request.budget;
     let mut trials = Trials::new(target, name, budget, Some(choice), device, session)?;
     let ways = [None, Some(Class::Exact), Some(Class::Equivalent)];

@@ -144,7 +144,10 @@ impl Schedule {
                 Transfer::Fetch { .. } | Transfer::Ahead { .. } => {
                     Some(self.offer.read_bytes_per_second)
                 }
-                _ => None,
+                Transfer::Settled { .. }
+                | Transfer::Asked { .. }
+                | Transfer::Shrunk { .. }
+                | Transfer::Expanded { .. } => None,
             };
             if let Some(rate) = rate {
                 free = free.max(now) + bytes / rate;
