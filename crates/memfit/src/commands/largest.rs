@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use memfit_engine::bytes::{Budget, Bytes};
 use memfit_engine::largest::{LargestSearch, Next, Trial};
-use memfit_engine::plan::{Class, Plan, Verdict};
+use memfit_engine::plan::{Class, Plan, PlanRequest, Verdict};
 use memfit_engine::predict::PredictRequest;
 
 use crate::args::Format;
@@ -43,21 +43,26 @@ pub(crate) fn plan(
     device: Option<&str>,
     session: &mut Session<'_>,
 ) -> Result<Exit, Failure> {
-    let request = &mut choice.request;
-    if request.allow == Class::Approximate || !request.allow_kinds.is_empty() {
+    if forget_leave(&mut choice.request) {
         let note =
             "note: `--largest` looks at exact and equivalent plans: `--allow` changes nothing";
         session.printer.note(note)?;
     }
-    // Where no exact plan fits, an equivalent one is looked for all the same. One that changes numbers would hide both.
-    request.allow = Class::Exact;
-    request.allow_kinds.clear();
     let budget = choice.request.budget;
     let mut trials = Trials::new(target, name, budget, Some(choice), device, session)?;
     let ways = [None, Some(Class::Exact), Some(Class::Equivalent)];
     let rows = ways.into_iter().map(|way| trials.row(way));
     let rows = rows.collect::<Result<Vec<_>, _>>()?;
     trials.report(rows)
+}
+
+/// Takes back leave to change numbers, and tells whether there was any: a faster plan that changes them would take the
+/// place of an exact one that fits. Where no exact plan fits, an equivalent one is looked for all the same.
+fn forget_leave(request: &mut PlanRequest) -> bool {
+    let had_leave = request.allow == Class::Approximate || !request.allow_kinds.is_empty();
+    request.allow = Class::Exact;
+    request.allow_kinds.clear();
+    had_leave
 }
 
 /// What came of a capture.
@@ -227,5 +232,32 @@ fn trial_of(tried: &Result<Tried, String>, way: Option<Class>, budget: Bytes) ->
             fits: false,
             bytes: None,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfit_engine::plan::ActionKind;
+
+    use super::*;
+
+    #[test]
+    fn no_plan_that_changes_numbers_takes_the_place_of_an_exact_one() {
+        let cases = [
+            (Class::Exact, vec![], false),
+            (Class::Equivalent, vec![], false),
+            (Class::Approximate, vec![], true),
+            (Class::Exact, vec![ActionKind::Shrink], true),
+        ];
+        for (allow, allow_kinds, had_leave) in cases {
+            let mut request = PlanRequest {
+                allow,
+                allow_kinds,
+                ..PlanRequest::default()
+            };
+            assert_eq!(forget_leave(&mut request), had_leave);
+            assert_eq!(request, PlanRequest::default());
+            assert!(!request.asks_for(ActionKind::Shrink));
+        }
     }
 }
