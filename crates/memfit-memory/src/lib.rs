@@ -10,6 +10,7 @@
 //! engine's pool decide. There is no command line here, and no torch.
 
 pub mod arena;
+mod blocks;
 mod fastest;
 pub mod moments;
 pub mod narrow;

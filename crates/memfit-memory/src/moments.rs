@@ -19,24 +19,14 @@ use std::thread;
 
 use memfit_engine::step::Narrow;
 
+use crate::blocks::{BLOCK, WIDE, each, largest, nearest_code, part};
 use crate::fastest::fastest;
 
-/// Numbers that share a scale.
-#[expect(clippy::cast_possible_truncation, reason = "256")]
-const BLOCK: usize = Narrow::BLOCK as usize;
-/// Bytes of a number.
-const WIDE: usize = size_of::<f32>();
 /// Fewer numbers for each thread are not worth one.
 const LEAST_OF_THREAD: usize = 1 << 17;
 /// The largest codes.
 const MOST_SIGNED: f32 = 127.0;
 const MOST_OF_ROOTS: f32 = 255.0;
-/// Adding it leaves the nearest whole number in the lowest bits, ties to even.
-const ROUNDS: f32 = 12_582_912.0;
-const SIGN: u32 = 1 << 31;
-/// Place of the lowest byte of a number in memory.
-const LOWEST: usize = if cfg!(target_endian = "little") { 0 } else { 3 };
-
 /// Lengths that do not go together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{wide} bytes of numbers go with {expected} bytes of {what}, not {found}")]
@@ -115,7 +105,7 @@ pub fn adam(
     check(parameter.len(), gradient.len(), "gradient", |it| it as u64)?;
     check(parameter.len(), first.len(), "first moment", narrow)?;
     check(parameter.len(), second.len(), "second moment", narrow)?;
-    let part = part(parameter.len() / WIDE, threads);
+    let part = part(parameter.len() / WIDE, threads, LEAST_OF_THREAD);
     let parts = parameter
         .chunks_mut(part * WIDE)
         .zip(gradient.chunks(part * WIDE))
@@ -148,7 +138,7 @@ pub fn momentum(
 ) -> Result<(), LengthError> {
     check(parameter.len(), gradient.len(), "gradient", |it| it as u64)?;
     check(parameter.len(), held.len(), "momentum", narrow)?;
-    let part = part(parameter.len() / WIDE, threads);
+    let part = part(parameter.len() / WIDE, threads, LEAST_OF_THREAD);
     let parts = parameter
         .chunks_mut(part * WIDE)
         .zip(gradient.chunks(part * WIDE))
@@ -242,12 +232,6 @@ fn check(
     })
 }
 
-/// Numbers of each thread, in whole blocks.
-fn part(count: usize, threads: NonZeroUsize) -> usize {
-    let part = count.div_ceil(threads.get()).max(LEAST_OF_THREAD);
-    part.next_multiple_of(BLOCK)
-}
-
 /// The memory of a moment in parts of so many numbers.
 fn parts_of(held: &mut [u8], part: usize) -> impl Iterator<Item = Held<'_>> {
     let count = numbers_in(held.len());
@@ -260,15 +244,6 @@ fn parts_of(held: &mut [u8], part: usize) -> impl Iterator<Item = Held<'_>> {
 /// Numbers that so many bytes hold: each block has a scale more.
 const fn numbers_in(held: usize) -> usize {
     held - held.div_ceil(BLOCK + WIDE) * WIDE
-}
-
-/// Does something with each, and says which is the last.
-fn each<T>(items: impl Iterator<Item = T>, mut with: impl FnMut(T, bool)) {
-    let mut items = items.peekable();
-    while let Some(item) = items.next() {
-        let is_last = items.peek().is_none();
-        with(item, is_last);
-    }
 }
 
 fastest!(fastest_adam, adam_blocks, rule: Adam, parameter: &mut [u8], gradient: &[u8], first: Held<'_>, second: Held<'_>);
@@ -371,11 +346,11 @@ fn decode_root(code: u8, scale: f32) -> f32 {
 /// Writes the codes of a block; its scale.
 #[inline]
 fn encode(numbers: &[f32], codes: &mut [u8]) -> f32 {
-    let scale = largest(numbers);
+    let scale = scale_of(numbers);
     let codes_per = codes_per(MOST_SIGNED, scale.sqrt().sqrt());
     for (code, &number) in codes.iter_mut().zip(numbers) {
         let part = number.abs().sqrt().sqrt() * codes_per;
-        *code = whole(part.copysign(number));
+        *code = nearest_code(part.copysign(number));
     }
     scale
 }
@@ -383,21 +358,19 @@ fn encode(numbers: &[f32], codes: &mut [u8]) -> f32 {
 /// As [`encode`], for the roots of a second moment.
 #[inline]
 fn encode_roots(roots: &[f32], codes: &mut [u8]) -> f32 {
-    let scale = largest(roots);
+    let scale = scale_of(roots);
     let codes_per = codes_per(MOST_OF_ROOTS, scale.sqrt());
     for (code, &root) in codes.iter_mut().zip(roots) {
         let least = if root > 0.0 { 1.0 } else { 0.0 };
-        *code = whole((root.sqrt() * codes_per).max(least));
+        *code = nearest_code((root.sqrt() * codes_per).max(least));
     }
     scale
 }
 
-/// The largest absolute value; not a number where one is not finite.
+/// The scale of a block: its largest absolute value; not a number where one is not finite.
 #[inline]
-fn largest(numbers: &[f32]) -> f32 {
-    // The bits of an absolute value are in the order of the values, and those of what is not finite come last.
-    let bits = numbers.iter().map(|it| it.to_bits() & !SIGN);
-    let largest = f32::from_bits(bits.fold(0, u32::max));
+fn scale_of(numbers: &[f32]) -> f32 {
+    let largest = largest(numbers.iter().copied());
     if largest.is_finite() {
         largest
     } else {
@@ -409,12 +382,6 @@ fn largest(numbers: &[f32]) -> f32 {
 #[inline]
 fn codes_per(most: f32, largest: f32) -> f32 {
     if largest > 0.0 { most / largest } else { 0.0 }
-}
-
-/// The nearest whole number, in its lowest byte.
-#[inline]
-const fn whole(number: f32) -> u8 {
-    (number + ROUNDS).to_bits().to_ne_bytes()[LOWEST]
 }
 
 #[cfg(test)]

@@ -12,21 +12,15 @@ use std::thread;
 
 use memfit_engine::step::Narrow;
 
+use crate::blocks::{BLOCK, WIDE, each, largest, nearest_code, part};
 use crate::fastest::fastest;
 
-/// Numbers that share a scale.
-#[expect(clippy::cast_possible_truncation, reason = "256")]
-const BLOCK: usize = Narrow::BLOCK as usize;
-/// Bytes of a number.
-const WIDE: usize = size_of::<f32>();
 /// The largest code of a block whose numbers are all finite, and of one whose are not.
 const MOST: f32 = 127.0;
 const MOST_BESIDE_OTHERS: f32 = 124.0;
 /// Codes of what is not finite; for below zero the negative one.
 const INFINITE: i8 = 126;
 const NOT_A_NUMBER: i8 = 127;
-/// Adding it leaves the nearest whole number in the lowest bits, ties to even, for absolute values up to 2^22.
-const ROUNDS: f32 = 12_582_912.0;
 /// Fewer numbers for each thread are not worth one.
 const LEAST_OF_THREAD: usize = 1 << 18;
 
@@ -48,7 +42,7 @@ pub fn shrink(wide: &[u8], narrow: &mut [u8], threads: NonZeroUsize) -> Result<(
     check(wide.len(), narrow.len())?;
     let count = wide.len() / WIDE;
     let (codes, scales) = narrow.split_at_mut(count);
-    let part = part(count, threads);
+    let part = part(count, threads, LEAST_OF_THREAD);
     let parts = wide
         .chunks(part * WIDE)
         .zip(codes.chunks_mut(part))
@@ -75,7 +69,7 @@ pub fn expand(narrow: &[u8], wide: &mut [u8], threads: NonZeroUsize) -> Result<(
     check(wide.len(), narrow.len())?;
     let count = wide.len() / WIDE;
     let (codes, scales) = narrow.split_at(count);
-    let part = part(count, threads);
+    let part = part(count, threads, LEAST_OF_THREAD);
     let parts = wide
         .chunks_mut(part * WIDE)
         .zip(codes.chunks(part))
@@ -105,21 +99,6 @@ fn check(wide: usize, narrow: usize) -> Result<(), LengthError> {
     })
 }
 
-/// Numbers of each thread, in whole blocks.
-fn part(count: usize, threads: NonZeroUsize) -> usize {
-    let part = count.div_ceil(threads.get()).max(LEAST_OF_THREAD);
-    part.next_multiple_of(BLOCK)
-}
-
-/// Does something with each, and says which is the last.
-fn each<T>(items: impl Iterator<Item = T>, mut with: impl FnMut(T, bool)) {
-    let mut items = items.peekable();
-    while let Some(item) = items.next() {
-        let is_last = items.peek().is_none();
-        with(item, is_last);
-    }
-}
-
 fastest!(fastest_shrink, shrink_blocks, wide: &[u8], codes: &mut [u8], scales: &mut [u8]);
 fastest!(fastest_expand, expand_blocks, codes: &[u8], scales: &[u8], wide: &mut [u8]);
 
@@ -132,9 +111,7 @@ fn shrink_blocks(wide: &[u8], codes: &mut [u8], scales: &mut [u8]) {
     let blocks = wide.chunks(BLOCK * WIDE).zip(codes.chunks_mut(BLOCK));
     for ((wide, codes), scale) in blocks.zip(scales.chunks_mut(WIDE)) {
         let numbers = wide.as_chunks::<WIDE>().0;
-        // The bits of an absolute value are in the order of the values, and those of what is not finite come last.
-        let largest = numbers.iter().map(|&it| u32::from_ne_bytes(it) & !SIGN);
-        let largest = f32::from_bits(largest.fold(0, u32::max));
+        let largest = largest(numbers.iter().map(|&it| f32::from_ne_bytes(it)));
         if !largest.is_finite() {
             shrink_others(numbers, codes, scale);
             continue;
@@ -142,16 +119,11 @@ fn shrink_blocks(wide: &[u8], codes: &mut [u8], scales: &mut [u8]) {
         let per_code = largest / MOST;
         let codes_per = inverse(per_code);
         for (code, &number) in codes.iter_mut().zip(numbers) {
-            let whole = f32::from_ne_bytes(number) * codes_per + ROUNDS;
-            *code = whole.to_bits().to_ne_bytes()[LOWEST];
+            *code = nearest_code(f32::from_ne_bytes(number) * codes_per);
         }
         scale.copy_from_slice(&per_code.to_ne_bytes());
     }
 }
-
-const SIGN: u32 = 1 << 31;
-/// Place of the lowest byte of a number in memory.
-const LOWEST: usize = if cfg!(target_endian = "little") { 0 } else { 3 };
 
 /// One over a scale; nothing of a block of zeros, or of numbers so small that there is no such number.
 fn inverse(scale: f32) -> f32 {
