@@ -323,3 +323,19 @@ fn lengths_that_do_not_fit_are_refused() {
     assert!(shrink(Moment::First, &[0; 7], &mut [0; 5]).is_err());
     assert_eq!(expand(Moment::First, &[], &mut []), Ok(()));
 }
+
+#[test]
+fn wider_registers_change_no_bit() {
+    const COUNT: usize = 3 * BLOCK + 5;
+    type Pass = fn(Adam, &mut [u8], &[u8], Held<'_>, Held<'_>);
+    let updated = |pass: Pass| {
+        let mut parameter = bytes(&spread(COUNT, 1));
+        let mut first = held(Moment::First, &spread(COUNT, 3));
+        let mut second = held(Moment::Second, &vec![1e-3; COUNT]);
+        let gradient = bytes(&spread(COUNT, 2));
+        let (means, roots) = (first.split_at_mut(COUNT), second.split_at_mut(COUNT));
+        pass(ADAM, &mut parameter, &gradient, means, roots);
+        (parameter, first, second)
+    };
+    assert!(updated(fastest_adam) == updated(adam_blocks));
+}
