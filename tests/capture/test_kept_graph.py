@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memfit
 from memfit._native import bytes_text
+from memfit.capture.record.gradient_mode import gradient_mode
 from memfit.measure import measure_peak, static_tensors
 from memfit.workload import Workload
 
@@ -78,4 +81,23 @@ def test_where_no_graph_would_be_kept_nothing_is_said(case):
             mode = getattr(torch, case)
             workload = Workload(net, batch, forward=mode()(lambda model, batch: model(batch)))
     assert notes_of_graphs(memfit.predict(workload)) == []
+    assert torch.is_grad_enabled()
+
+
+def test_another_thread_turns_gradients_on_meanwhile():
+    seen = []
+
+    def train() -> None:
+        with torch.no_grad():
+            seen.append(torch.is_grad_enabled())
+        with torch.enable_grad():
+            seen.append(torch.is_grad_enabled())
+
+    with gradient_mode("off"):
+        with torch.enable_grad():
+            assert not torch.is_grad_enabled()
+        other = threading.Thread(target=train)
+        other.start()
+        other.join()
+    assert seen == [False, True]
     assert torch.is_grad_enabled()

@@ -7,6 +7,7 @@ for what the two modes are compared for (:mod:`memfit.capture.kept_graph`).
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Literal
 
@@ -29,15 +30,16 @@ def gradient_mode(gradients: Gradients | None) -> Iterator[None]:
         with torch.set_grad_enabled(gradients == "on"):
             yield
         return
-    original = torch._C._set_grad_enabled
+    original, own = torch._C._set_grad_enabled, threading.get_ident()
+
+    def stay_off(enabled: bool) -> None:  # noqa: FBT001 - stands for torch's
+        if threading.get_ident() != own:  # another thread may train meanwhile
+            original(enabled)
+
     with torch.no_grad():
         # All of torch's ways to turn it on call this function by its name.
-        torch._C._set_grad_enabled = _stay_off  # type: ignore[assignment]
+        torch._C._set_grad_enabled = stay_off
         try:
             yield
         finally:
             torch._C._set_grad_enabled = original
-
-
-def _stay_off(_on: object) -> None:
-    """Stand for the function that turns recording on or off."""
