@@ -1,8 +1,10 @@
 """Fewer bits: what they bring, predicted beside measured, and how far gradients are off.
 
-Each row is one run of `memfit verify` in a process of its own, at the smallest peak that a plan
-reaches with the kinds of action that it may use, plus the plan's own margin.
+`kernel` times each form both ways against a copy of the same numbers, in turn, on one thread. Each
+row of the other pieces is one run of `memfit verify` in a process of its own, at the smallest peak
+that a plan reaches with the kinds of action that it may use, plus the plan's own margin.
 
+    .venv/bin/python benchmarks/precision.py kernel           # the forms, beside a copy
     .venv/bin/python benchmarks/precision.py alone            # small models, by shrinking alone
     .venv/bin/python benchmarks/precision.py least vit llama  # the examples: exact, with shrinking
 
@@ -18,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from record import Machine, gib, memfit_json, write_results
+from memfit.apply.precision.narrow import NarrowTier
+from memfit.measure import cpu_seconds_in_turn
+from record import Machine, gib, verified_at_least, write_results
 
 if TYPE_CHECKING:
     from memfit import Workload
@@ -28,7 +32,6 @@ HEADER = (
     "| step CPU time | gradients off by | of the batch's noise |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
-FLOOR = ("parameter", "optimizer_state", "input", "module_buffer")
 OTHERS = ("remat", "unneeded_saves", "fuse_optimizer", "one_by_one", "micro_batch", "chunk")
 ALONE = {"shrink": ("--allow", "shrink", *(word for kind in OTHERS for word in ("--forbid", kind)))}
 LEAST = {
@@ -82,9 +85,43 @@ def _images(name: str) -> Workload:
 SMALL = ("gpt2", "vit", "convnext", "resnet")
 
 
+NUMBERS = 8 << 20
+"""Numbers that the forms are timed on: 32 MiB, which no cache holds."""
+TIMES = 15
+
+
+def kernel() -> int:
+    """CPU time of each form, both ways, beside a copy."""
+    torch.set_num_threads(1)
+    numbers = torch.randn(NUMBERS)
+    target = torch.empty(numbers.nbytes, dtype=torch.uint8)
+    copied = target.view(torch.float32)
+    rows = []
+    for form in ("half", "eight_bit"):
+        tier = NarrowTier(form)
+        parcel = tier.send(numbers)
+        ways = {
+            "copy": lambda: copied.copy_(numbers),
+            "shrink": lambda tier=tier: tier.send(numbers),
+            "expand": lambda parcel=parcel: parcel.fetch(target),
+        }
+        nothing = [lambda: None] * len(ways)
+        seconds = cpu_seconds_in_turn(list(ways.values()), TIMES, nothing)
+        copy, *both = seconds
+        for way, took in zip(("shrink", "expand"), both, strict=True):
+            rows.append({"form": form, "way": way, "seconds": took, "copies": took / copy})
+    cells = [f"| {it['form']} | {it['way']} | {it['copies']:.2f} |" for it in rows]
+    table = "\n".join(["| form | way | CPU time, in copies of 32 MiB |", "|---|---|---|", *cells])
+    print(table)
+    write_results("precision-kernel", Machine.here(), rows, table)
+    return 0
+
+
 def main(words: list[str]) -> int:
     """Run the rows of a piece, print them as they come, write the results."""
     piece, names = words[0] if words else "alone", words[1:]
+    if piece == "kernel":
+        return kernel()
     alone = piece == "alone"
     ways = ALONE if alone else LEAST
     file = "benchmarks/precision.py:{}" if alone else "examples/{}.py:build"
@@ -93,7 +130,7 @@ def main(words: list[str]) -> int:
     for name in names or (SMALL if alone else ("vit", "llama")):
         target = file.format(name)
         for way, options in ways.items():
-            row = {"model": name, "way": way, **verified(target, options)}
+            row = {"model": name, "way": way, **verified_at_least(target, options)}
             rows.append(row)
             print(table_row(row), flush=True)
     table = "\n".join([HEADER, *map(table_row, rows)])
@@ -101,16 +138,6 @@ def main(words: list[str]) -> int:
     bad = [row for row in rows if not is_fine(row)]
     print(json.dumps([(row["model"], row["way"]) for row in bad]) if bad else "all hold")
     return 1 if bad else 0
-
-
-def verified(target: str, options: tuple[str, ...]) -> dict[str, Any]:
-    """One real run at the smallest peak, and the floor."""
-    plan = memfit_json("plan", target, "--budget", "1%", *options)
-    least = plan["minimum_peak_bytes"] + plan["margin_bytes"]
-    found = memfit_json("verify", target, "--budget", str(least), *options)
-    breakdown = memfit_json("predict", target)["breakdown"]["category"]
-    floor = sum(part["bytes"] for part in breakdown if part["name"] in FLOOR)
-    return {**found, "floor_bytes": floor}
 
 
 def is_fine(row: dict[str, Any]) -> bool:

@@ -56,6 +56,10 @@ class Machine:
         )
 
 
+FLOOR = ("parameter", "optimizer_state", "input", "module_buffer")
+"""Categories of bytes that no plan without offloading can touch."""
+
+
 def memfit_json(command: str, *arguments: str) -> dict[str, Any]:
     """Run a memfit command with JSON output; "does not fit" is an answer, anything else raises."""
     program = [sys.executable, "-m", "memfit", command, *arguments, "--format", "json"]
@@ -65,6 +69,21 @@ def memfit_json(command: str, *arguments: str) -> dict[str, Any]:
         raise RuntimeError(message)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def verified_at_least(target: str, options: tuple[str, ...]) -> dict[str, Any]:
+    """One real run at the smallest peak that plans reach, and the bytes that none can touch.
+
+    Args:
+        target: What is verified.
+        options: Which plans are allowed.
+    """
+    plan = memfit_json("plan", target, "--budget", "1%", *options)
+    least = plan["minimum_peak_bytes"] + plan["margin_bytes"]
+    found = memfit_json("verify", target, "--budget", str(least), *options)
+    breakdown = memfit_json("predict", target)["breakdown"]["category"]
+    floor = sum(part["bytes"] for part in breakdown if part["name"] in FLOOR)
+    return {**found, "floor_bytes": floor}
 
 
 def write_results(name: str, machine: Machine, rows: Any, table: str) -> None:

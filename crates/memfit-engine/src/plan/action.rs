@@ -18,8 +18,8 @@ pub struct Action {
     /// Its promise.
     #[serde(alias = "class")]
     pub promise: Class,
-    /// Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose state is elsewhere or in 8 bits,
-    /// slices, or pieces of the batch.
+    /// How many: allocations that are recomputed, let go, offloaded or shrunk; parameters that are fused or offloaded, or
+    /// whose state is offloaded or held in 8 bits; slices; or pieces of the batch.
     pub count: u64,
     /// Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped, gradients
     /// freed, activations not needed at once.

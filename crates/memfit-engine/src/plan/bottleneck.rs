@@ -45,8 +45,8 @@ pub(super) fn bottleneck(trace: &Trace, variant: Variant, candidate: &Candidate)
     }
 }
 
-/// A word on what is alive throughout the step, where that alone is above the cap; state and parameters that the
-/// `least` variant has elsewhere are not, and what it has in 8 bits counts as such.
+/// A sentence about what is alive throughout the step, where that alone is above the cap. It counts what the `least`
+/// variant holds: nothing for state and parameters that are offloaded, a byte a number for state in 8 bits.
 pub(super) fn standing_note(
     trace: &Trace,
     least: Variant,

@@ -21,8 +21,8 @@ pub const TRIED: [&str; 8] = [
     "large_segment_size_mb:64",
 ];
 
-/// Changes that are tried besides where a limit of the process is known: a share of that limit, from which on
-/// unused segments go back. Without a limit they change nothing.
+/// Settings that are also tried where the process has a known limit: the share of it above which the allocator
+/// frees unused segments. Without a limit they have no effect.
 pub const TRIED_BELOW_A_LIMIT: [&str; 2] = [
     "garbage_collection_threshold:0.8",
     "garbage_collection_threshold:0.6",

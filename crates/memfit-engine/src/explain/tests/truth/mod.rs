@@ -256,7 +256,7 @@ fn the_cause_that_is_named_is_the_true_one_or_none_is() {
             *named.entry(name).or_default() += 1;
         }
     }
-    // Whoever names nothing is never wrong.
+    // An explanation that names no cause is never wrong.
     for name in NAMED {
         assert!(named.contains_key(name), "{name}: {named:?}");
     }

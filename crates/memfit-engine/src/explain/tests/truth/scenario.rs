@@ -1,7 +1,7 @@
 //! Programs that load, fill caches, capture graphs, churn and refuse, each fixed by its seed.
 //!
-//! Responsible for what is not a loop of steps (`steps.rs`) and for the place where a program runs. None of
-//! these programs leaks, and whoever names a leak in one names another cause.
+//! Responsible for programs that are no loops of steps, and for the device they run on. Not responsible for
+//! training loops (`steps.rs`). None of these programs leaks: a leak named in one of them is a false cause.
 
 use super::program::{MIB, Place, Program, Random, Stacks};
 use super::steps;

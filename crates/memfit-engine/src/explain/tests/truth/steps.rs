@@ -220,7 +220,7 @@ impl Loop {
         run
     }
 
-    /// Says what is kept, for whoever judges.
+    /// What the program keeps: the truth that explanations are checked against.
     fn confess(&self, it: &mut Program) {
         let stacks = &self.stacks;
         let kept = &mut it.kept;
