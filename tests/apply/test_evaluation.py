@@ -100,40 +100,49 @@ def test_everything_shrunk(recorded, tmp_path, form):
     assert measured == evaluation["peak_bytes"] < unplanned["peak_bytes"]
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_any_drops_stores_shrinks_and_homes(recorded, tmp_path, seed):
-    load, trace, unplanned = recorded
-    chance = random.Random(f"{seed} shrunk")
+def holds(recorded, folder, draw):
+    """Draw treatments until some are valid, and measure a step by them."""
+    load, _, _ = recorded
     for _ in range(80):
-        treated = Treated(trace, window_bytes=chance.choice([0, 20_000, 10**6]))
-        ways = [treated.drops, treated.stores, treated.halves, treated.eighths, {}]
-        for allocation in sorted({*unplanned["droppable"], *unplanned["storable"]}):
-            homes = allocation in unplanned["may_have_home"] and chance.random() < 0.5
-            allowed = [
-                way
-                for way, kind in zip(
-                    ways, ("droppable", "storable", "shrinkable", "shrinkable", ""), strict=True
-                )
-                if not kind or allocation in unplanned[kind]
-            ]
-            chance.choice(allowed)[allocation] = chance.randrange(1, 120) if homes else None
+        treated = draw()
         evaluation = treated.evaluate()
         if evaluation["is_valid"]:
             break
     else:
         pytest.skip("no valid treatments found")
-    measured, report = measure(load, treated, tmp_path)
+    measured, report = measure(load, treated, folder)
     assert report.replayed_ops == evaluation["replayed"]
     assert measured == evaluation["peak_bytes"]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_drops_stores_shrinks_and_homes(recorded, tmp_path, seed):
+    _, trace, unplanned = recorded
+    chance = random.Random(f"{seed} shrunk")
+    kinds = ("droppable", "storable", "shrinkable", "shrinkable")
+
+    def draw():
+        treated = Treated(trace, window_bytes=chance.choice([0, 20_000, 10**6]))
+        ways = (treated.drops, treated.stores, treated.halves, treated.eighths)
+        for allocation in sorted({*unplanned["droppable"], *unplanned["storable"]}):
+            homes = allocation in unplanned["may_have_home"] and chance.random() < 0.5
+            pairs = zip(ways, kinds, strict=True)
+            allowed = [way for way, kind in pairs if allocation in unplanned[kind]]
+            kept = {}
+            chosen = chance.choice([*allowed, kept])
+            chosen[allocation] = chance.randrange(1, 120) if homes else None
+        return treated
+
+    holds(recorded, tmp_path, draw)
 
 
 @pytest.mark.parametrize("window_bytes", [0, 20_000, 50_000, 10**6])
 @pytest.mark.parametrize("seed", range(8))
 def test_any_drops_stores_and_homes(recorded, tmp_path, seed, window_bytes):
-    load, trace, unplanned = recorded
-    # Not any, but some that are valid: a few tries find one.
+    _, trace, unplanned = recorded
     chance = random.Random(f"{seed} {window_bytes}")
-    for _ in range(80):
+
+    def draw():
         treated = Treated(trace, window_bytes=window_bytes)
         stored, dropped = chance.choice([(0.5, 0.3), (0.3, 0.6), (0.0, 0.7), (1.0, 0.0)])
         for allocation in sorted({*unplanned["droppable"], *unplanned["storable"]}):
@@ -143,11 +152,6 @@ def test_any_drops_stores_and_homes(recorded, tmp_path, seed, window_bytes):
                 treated.stores[allocation] = home
             elif allocation in unplanned["droppable"] and chance.random() < dropped:
                 treated.drops[allocation] = home
-        evaluation = treated.evaluate()
-        if evaluation["is_valid"]:
-            break
-    else:
-        pytest.skip("no valid treatments found")
-    measured, report = measure(load, treated, tmp_path)
-    assert report.replayed_ops == evaluation["replayed"]
-    assert measured == evaluation["peak_bytes"]
+        return treated
+
+    holds(recorded, tmp_path, draw)

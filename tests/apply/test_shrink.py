@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from treated import Treated
+from workloads import tanh_layers
 
 import memfit
 from memfit.apply.executor import Executor, Subject
@@ -177,23 +178,12 @@ def test_nothing_is_left_behind():
     assert measured.left_bytes == 0
 
 
-def deep():
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(6)]
-    return Workload(
-        nn.Sequential(*layers),
-        torch.randn(512, 128),
-        lambda model, batch: model(batch).square().mean(),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
-
-
 OTHERS = ("remat", "fuse_optimizer", "one_by_one", "chunk", "micro_batch")
 
 
 @pytest.mark.parametrize("budget", ["90%", "80%"])
 def test_it_is_planned_where_numbers_may_change_and_only_there(budget):
-    load = deep()
+    load = tanh_layers()
     assert not memfit.plan(load, budget, forbid=OTHERS).fits
     made = memfit.plan(load, budget, forbid=OTHERS, allow="approximate")
     assert made.fits

@@ -23,6 +23,18 @@ def mlp(batch: int = 512, width: int = 64, depth: int = 6, *, bias: bool = True)
     )
 
 
+def tanh_layers(layers: int = 6) -> memfit.Workload:
+    """Layers that each save 256 KiB of numbers for backward."""
+    torch.manual_seed(0)
+    stack = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(layers)]
+    return memfit.Workload(
+        nn.Sequential(*stack),
+        torch.randn(512, 128),
+        lambda model, batch: model(batch).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
 class Block(nn.Module):
     """One transformer block."""
 

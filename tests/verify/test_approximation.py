@@ -6,28 +6,16 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from workloads import tanh_layers
 
 import memfit
 from memfit.errors import UsageError
 from memfit.verify.approximation import approximation, batch_noise
-from memfit.workload import Workload
 
 SHRINK = {
     "allow": "shrink",
     "forbid": ("remat", "fuse_optimizer", "one_by_one", "chunk", "micro_batch"),
 }
-
-
-def workload():
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(6)]
-    return Workload(
-        nn.Sequential(*layers),
-        torch.randn(512, 128),
-        lambda model, batch: model(batch).square().mean(),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
 
 
 def gradients():
@@ -61,7 +49,7 @@ def test_a_gradient_that_is_missing_is_off_by_all_of_it():
 
 
 def test_the_noise_is_that_of_many_batches():
-    load = workload()
+    load = tanh_layers()
     found = batch_noise(load)
     drawn = []
     for seed in range(24):
@@ -75,26 +63,26 @@ def test_the_noise_is_that_of_many_batches():
 
 
 def test_one_example_has_no_halves():
-    load = workload()
+    load = tanh_layers()
     load.batch = load.batch[:1]
     assert batch_noise(load) is None
 
 
 def test_a_plan_that_rounds_is_near_and_a_bound_below_that_fails():
-    found = memfit.verify(workload(), "80%", steps=1, **SHRINK)
+    found = memfit.verify(tanh_layers(), "80%", steps=1, **SHRINK)
     assert found.holds
     assert [action.promise for action in found.plan.actions] == ["approximate"]
     assert found.loss.agreement == "bitwise"
     near = found.approximation
     assert 0 < near.gradient_error < near.batch_noise / 10
     assert "loss bitwise equal, gradients as near as is allowed" in str(found)
-    strict = memfit.verify(workload(), "80%", steps=1, max_error=1e-6, **SHRINK)
+    strict = memfit.verify(tanh_layers(), "80%", steps=1, max_error=1e-6, **SHRINK)
     assert not strict.holds
     assert "not what a plan of class approximate promises" in str(strict)
 
 
 def test_an_exact_plan_says_nothing_of_it():
-    found = memfit.verify(workload(), "80%", steps=1, forbid=SHRINK["forbid"][1:])
+    found = memfit.verify(tanh_layers(), "80%", steps=1, forbid=SHRINK["forbid"][1:])
     assert found.holds
     assert found.approximation is None
 
@@ -102,4 +90,4 @@ def test_an_exact_plan_says_nothing_of_it():
 @pytest.mark.parametrize("max_error", [0.0, -1.0, math.nan, math.inf])
 def test_a_bound_that_is_none_is_refused(max_error):
     with pytest.raises(UsageError, match="is no part of anything"):
-        memfit.verify(workload(), "80%", max_error=max_error)
+        memfit.verify(tanh_layers(), "80%", max_error=max_error)

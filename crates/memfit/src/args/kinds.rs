@@ -23,16 +23,24 @@ impl TypedValueParser for KindParser {
         if let Some(technique) = TECHNIQUES.iter().find(|it| it.name == written) {
             return Ok(technique.kind);
         }
-        // It is none of them: clap says so, with what is nearest.
-        let refused = PossibleValuesParser::new(values()).parse_ref(command, argument, value);
-        Err(refused
-            .err()
-            .unwrap_or_else(|| Error::new(clap::error::ErrorKind::InvalidValue).with_cmd(command)))
+        Err(none_of(values(), command, argument, value))
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue>>> {
         Some(Box::new(values()))
     }
+}
+
+/// The error for a word that is none of those known: clap says so, with what is nearest.
+fn none_of(
+    known: impl Iterator<Item = PossibleValue>,
+    command: &Command,
+    argument: Option<&Arg>,
+    value: &OsStr,
+) -> Error {
+    let known = PossibleValuesParser::new(known.collect::<Vec<_>>());
+    let refused = known.parse_ref(command, argument, value).err();
+    refused.unwrap_or_else(|| Error::new(clap::error::ErrorKind::InvalidValue).with_cmd(command))
 }
 
 /// One thing that a user allows.
@@ -97,10 +105,7 @@ impl TypedValueParser for AllowanceParser {
         if let Some(technique) = changing().find(|it| it.name == written) {
             return Ok(Allowance::Kind(technique.kind));
         }
-        let refused = PossibleValuesParser::new(allowances()).parse_ref(command, argument, value);
-        Err(refused
-            .err()
-            .unwrap_or_else(|| Error::new(clap::error::ErrorKind::InvalidValue).with_cmd(command)))
+        Err(none_of(allowances(), command, argument, value))
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue>>> {
@@ -132,22 +137,23 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::args::{Arguments, Command as Typed};
+    use crate::args::{Arguments, Command as Typed, PlanChoiceArguments};
 
-    fn read(value: &str) -> Result<Vec<ActionKind>, String> {
-        let words = [
-            "memfit",
-            "plan",
-            "a.py:build",
-            "--budget",
-            "1GiB",
-            "--forbid",
-        ];
-        let read = Arguments::try_parse_from(words.into_iter().chain([value]));
+    fn chosen(option: &str, value: &str) -> Result<PlanChoiceArguments, String> {
+        let words = ["memfit", "plan", "a.py:build", "--budget", "1GiB"];
+        let read = Arguments::try_parse_from(words.into_iter().chain([option, value]));
         match read.map_err(|error| error.to_string())?.command {
-            Typed::Plan(arguments) => Ok(arguments.choice.forbid),
+            Typed::Plan(arguments) => Ok(arguments.choice),
             other => Err(format!("{other:?}")),
         }
+    }
+
+    fn read(value: &str) -> Result<Vec<ActionKind>, String> {
+        chosen("--forbid", value).map(|choice| choice.forbid)
+    }
+
+    fn allowed(value: &str) -> Result<Vec<Allowance>, String> {
+        chosen("--allow", value).map(|choice| choice.allow)
     }
 
     #[test]
@@ -173,22 +179,6 @@ mod tests {
         For more information, try '--help'.
         ");
         assert!(read("").is_err());
-    }
-
-    fn allowed(value: &str) -> Result<Vec<Allowance>, String> {
-        let words = [
-            "memfit",
-            "plan",
-            "a.py:build",
-            "--budget",
-            "1GiB",
-            "--allow",
-        ];
-        let read = Arguments::try_parse_from(words.into_iter().chain([value]));
-        match read.map_err(|error| error.to_string())?.command {
-            Typed::Plan(arguments) => Ok(arguments.choice.allow),
-            other => Err(format!("{other:?}")),
-        }
     }
 
     #[test]
