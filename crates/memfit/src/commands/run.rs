@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use memfit_engine::bytes::Budget;
+use memfit_engine::plan::ActionKind;
 
 use crate::args::{Format, RunArguments, RunLeaseArguments, kinds_of, loosest};
 use crate::error::Failure;
@@ -19,6 +20,11 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         session.printer.note(&format!(
             "warning: `{flag}` stands after the script and is the script's own: memfit's flags stand before it"
         ))?;
+    }
+    if kinds_of(&arguments.allow).contains(&ActionKind::OptimizerBits) {
+        let message = "`memfit run` leaves the optimizer's state in 32 bits: `--allow optimizer_bits` has no meaning";
+        return Err(Failure::usage(message)
+            .hint("`memfit.fit(workload, budget=..., allow=\"optimizer_bits\")` holds it in 8"));
     }
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;
