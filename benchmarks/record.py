@@ -71,19 +71,22 @@ def memfit_json(command: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
-def verified_at_least(target: str, options: tuple[str, ...]) -> dict[str, Any]:
+def verified_at_least(
+    target: str, options: tuple[str, ...], floor: tuple[str, ...] = FLOOR
+) -> dict[str, Any]:
     """One real run at the smallest peak that plans reach, and the bytes that none can touch.
 
     Args:
         target: What is verified.
         options: Which plans are allowed.
+        floor: The categories of these bytes.
     """
     plan = memfit_json("plan", target, "--budget", "1%", *options)
     least = plan["minimum_peak_bytes"] + plan["margin_bytes"]
     found = memfit_json("verify", target, "--budget", str(least), *options)
     breakdown = memfit_json("predict", target)["breakdown"]["category"]
-    floor = sum(part["bytes"] for part in breakdown if part["name"] in FLOOR)
-    return {**found, "floor_bytes": floor}
+    stays = sum(part["bytes"] for part in breakdown if part["name"] in floor)
+    return {**found, "floor_bytes": stays}
 
 
 def write_results(name: str, machine: Machine, rows: Any, table: str) -> None:
