@@ -41,6 +41,12 @@ def test_what_is_not_finite_is_counted_and_no_error_is_made_of_it(planted, count
     assert found["gradient_error"] is None
 
 
+def test_gradients_that_are_nothing_and_stay_so_are_not_off():
+    nothing = {name: torch.zeros_like(gradient) for name, gradient in gradients().items()}
+    assert approximation(nothing, nothing, None)["gradient_error"] == 0
+    assert approximation(nothing, gradients(), None)["gradient_error"] is None
+
+
 def test_a_gradient_that_is_missing_is_off_by_all_of_it():
     got = gradients()
     del got["b"]

@@ -47,7 +47,7 @@ def approximation(expected: Gradients, got: Gradients, noise: float | None) -> d
         if name in got
     )
     return {
-        "gradient_error": _ratio(math.sqrt(math.fsum(off.values())), length),
+        "gradient_error": _part(math.sqrt(math.fsum(off.values())), length),
         "cosine": _ratio(math.fsum(products), length * other),
         "worst_parameter": worst,
         "worst_error": parts.get(worst),
@@ -69,7 +69,7 @@ def update_error(before: Gradients, expected: Gradients, got: Gradients) -> floa
     """
     off = math.fsum(_square(got[name] - expected[name]) for name in before)
     moved = math.fsum(_square(expected[name] - before[name]) for name in before)
-    return _ratio(math.sqrt(off), math.sqrt(moved)) if math.isfinite(off + moved) else None
+    return _part(math.sqrt(off), math.sqrt(moved)) if math.isfinite(off + moved) else None
 
 
 def batch_noise(workload: Workload) -> float | None:
@@ -123,6 +123,11 @@ def _product(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     return float((a * b.conj()).sum().real)
+
+
+def _part(off: float, length: float) -> float | None:
+    """A length as a part of another; what is not off at all is no part of any."""
+    return 0.0 if off == 0 else _ratio(off, length)
 
 
 def _ratio(a: float, b: float) -> float | None:

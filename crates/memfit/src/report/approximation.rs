@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 pub(crate) const MOST_OF_NOISE: f64 = 0.1;
 /// Most as a part of the gradients themselves, where the noise is not known.
 const MOST_OF_GRADIENTS: f64 = 0.05;
+/// Most as a part of the gradients themselves, however much noise there is: beyond it they are others.
+const MOST_EVER: f64 = 0.5;
 /// Most that parameters may be off by after some steps, as a part of how far they moved.
 const MOST_OF_MOVE: f64 = 0.1;
 
@@ -68,7 +70,8 @@ impl Approximation {
             (None, Some(error)) => error <= MOST_OF_GRADIENTS,
             (None, None) => false,
         };
-        is_near && self.not_finite == 0
+        let is_another = self.gradient_error.is_none_or(|error| error > MOST_EVER);
+        is_near && !is_another && self.not_finite == 0
     }
 
     /// What the gradients are, in words.
@@ -194,6 +197,12 @@ mod tests {
             Approximation {
                 gradient_error: Some(0.06),
                 batch_noise: None,
+                ..approximation()
+            },
+            // Gradients twice as long, in a batch of much noise.
+            Approximation {
+                gradient_error: Some(1.0),
+                batch_noise: Some(20.0),
                 ..approximation()
             },
         ];
