@@ -17,8 +17,9 @@ class RematAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         remat: What the executor needs.
@@ -38,8 +39,9 @@ class UnneededSavesAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         unneeded_saves: What the executor needs.
@@ -59,8 +61,9 @@ class FuseOptimizerAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
     """
@@ -78,8 +81,9 @@ class OneByOneAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
     """
@@ -97,8 +101,9 @@ class MicroBatchAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         micro_batch: What the executor needs.
@@ -118,8 +123,9 @@ class AllocatorSettingsAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         settings: What the executor needs.
@@ -139,8 +145,9 @@ class OffloadAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload: What the executor needs.
@@ -160,8 +167,9 @@ class ShrinkAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         shrink: What the executor needs.
@@ -181,8 +189,9 @@ class OffloadOptimizerAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload_optimizer: What the executor needs.
@@ -202,8 +211,9 @@ class OptimizerBitsAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         optimizer_bits: What the executor needs.
@@ -223,8 +233,9 @@ class OffloadParametersAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         offload_parameters: What the executor needs.
@@ -244,8 +255,9 @@ class ChunkAction:
     Attributes:
         kind: Which technique.
         promise: Its promise.
-        count: Allocations recomputed, let go or offloaded, parameters fused, offloaded or whose
-            state is elsewhere or in 8 bits, slices, or pieces of the batch.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
         bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
             gradients freed, activations not needed at once.
         chunk: What the executor needs.
