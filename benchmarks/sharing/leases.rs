@@ -380,6 +380,7 @@ impl Host for NoHost {
         _: &Settings,
         _: Option<&str>,
         _: &[u8],
+        _: &str,
     ) -> Result<Vec<u8>, HostError> {
         no()
     }

@@ -390,7 +390,7 @@ class PlanSession:
     def next(
         self,
     ) -> (
-        tuple[Literal["trace", "slices", "plan"]]
+        tuple[Literal["trace", "ways", "plan"]]
         | tuple[Literal["costs"], str]
         | tuple[Literal["offer"], str, str, dict[str, Any] | None]
         | tuple[Literal["nothing"], dict[str, Any]]
@@ -410,8 +410,8 @@ class PlanSession:
     def offer(self, offer: Mapping[str, Any]) -> None:
         """Answer with how fast the place is."""
 
-    def slices(self, trace: Trace | None) -> None:
-        """Answer with the trace in slices; ``None`` where the step cannot be captured again."""
+    def ways(self, trace: Trace | None) -> None:
+        """Answer with the trace in other ways; ``None`` where it cannot be captured again."""
 
     def search(self, time_limit: float | None = None) -> None:
         """Answer with a plan, found in about so many seconds if they are given.
@@ -545,18 +545,22 @@ class Trace:
     def mixed_items(self) -> str | None:
         """Why a forward does not treat the items of its batch apart; ``None`` where it does."""
 
-    def chunks(self) -> list[dict[str, Any]]:
-        """What of the step is worth a capture in slices."""
+    def ways(self) -> list[dict[str, Any]]:
+        """The ways worth a capture where all is allowed that needs no leave: in slices."""
 
     def with_alternatives(
-        self, steps: Sequence[tuple[Mapping[str, Any], bytes, bytes | None]], refusal: str
+        self,
+        steps: Sequence[tuple[Mapping[str, Any], bytes, bytes | None]],
+        refusal: str,
+        autocast_refusal: str,
     ) -> Trace:
-        """Add captures of the step in slices.
+        """Add captures of the step in other ways.
 
         Args:
-            steps: For each a chunk, its trace as JSON, and the trace at another batch size if there
+            steps: For each a way, its trace as JSON, and the trace at another batch size if there
                 is one.
-            refusal: Why there are no more; empty if nothing failed.
+            refusal: Why there are no more in slices; empty if nothing failed.
+            autocast_refusal: Why there are no more under autocast; likewise.
 
         Raises:
             CaptureError: A trace is not valid, or not of the same step.

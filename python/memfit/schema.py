@@ -249,6 +249,28 @@ class OffloadParametersAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastAction:
+    """Compute matrix products and convolutions in 16 bits.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        autocast: What the executor needs.
+    """
+
+    kind: Literal["autocast"]
+    promise: Promise
+    count: int
+    bytes: int
+    autocast: Autocast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAction:
     """Compute the loss over many classes, and wide layers, in slices of their rows.
 
@@ -282,6 +304,7 @@ Action: TypeAlias = (
     | OffloadOptimizerAction
     | OptimizerBitsAction
     | OffloadParametersAction
+    | AutocastAction
     | ChunkAction
 )
 """One technique as applied."""
@@ -399,6 +422,20 @@ class Arena:
 
     bytes: int
     lower_bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autocast:
+    """Forward under ``torch.autocast``.
+
+    Attributes:
+        dtype: Element type of what it casts to, ``bfloat16``.
+        cache: Whether the narrow copies of parameters are kept to the end of forward, for further
+            uses.
+    """
+
+    dtype: str
+    cache: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1061,6 +1098,7 @@ Kind = Literal[
     "offload_optimizer",
     "optimizer_bits",
     "offload_parameters",
+    "autocast",
     "chunk",
 ]
 """One technique.
@@ -1077,6 +1115,7 @@ Kind = Literal[
 - ``offload_optimizer``: Offload the optimizer's state, and fetch it for one parameter at a time.
 - ``optimizer_bits``: Hold the optimizer's state in 8 bits, between updates and during them.
 - ``offload_parameters``: Offload parameters, with a bounded part of them resident.
+- ``autocast``: Compute matrix products and convolutions in 16 bits.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
 """
 

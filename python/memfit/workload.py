@@ -10,6 +10,7 @@ under ``torch.no_grad()``; without an optimizer the gradients are let go after b
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,6 +45,8 @@ class Workload:
         forward: Runs inference; ``None`` calls ``model(**batch)`` or ``model(batch)``.
         loss_weight: Weight of a piece of the batch in a mean over pieces; ``None`` for a default
             that follows from how the loss reduces.
+        autocast_cache: Whether autocast keeps the narrow copies of parameters to the end of forward
+            (``cache_enabled`` of ``torch.autocast``).
     """
 
     model: nn.Module
@@ -55,6 +58,7 @@ class Workload:
     autocast: torch.dtype | None = None
     forward: Callable[[Any, Any], Any] | None = None
     loss_weight: Callable[[Any], float] | None = None
+    autocast_cache: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a step.
@@ -86,6 +90,13 @@ class Workload:
     def training(self) -> bool:
         """Whether the step has a backward."""
         return self.loss is not None
+
+    def autocasting(self) -> contextlib.AbstractContextManager[Any]:
+        """What the loss runs inside: autocast, where the step asks for it."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        return torch.autocast(device, self.autocast, cache_enabled=self.autocast_cache)
 
     def infer(self, model: nn.Module, batch: Any) -> Any:
         """Run the forward of an inference step.

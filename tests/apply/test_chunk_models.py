@@ -185,5 +185,5 @@ def test_an_exact_plan_captures_no_slices_and_a_saved_trace_holds_them_on_reques
 def test_a_profiled_step_costs_slices_by_their_work():
     plan = memfit.plan(workload(_llama), "1B", forbid=FORBIDDEN, profile=True).as_dict()
     assert chunk_of(memfit.plan(workload(_llama), "1B", forbid=FORBIDDEN))["count"] >= 2
-    assert "those in slices by their work" in plan["cost_source"]
+    assert "others by their work" in plan["cost_source"]
     assert 0.2 < plan["predicted_step_ratio"] < 5

@@ -255,7 +255,7 @@ mod tests {
     fn a_plan_of_version_1_is_read() {
         let trace = sample::chain();
         let op_seconds = vec![1.0; trace.ops.len()];
-        let costs = crate::cost::CostSource::Profile { op_seconds };
+        let costs = crate::cost::CostSource::profile(op_seconds);
         let request = plan::PlanRequest {
             budget: crate::bytes::Budget::Absolute(crate::bytes::Bytes(1)),
             ..plan::PlanRequest::default()

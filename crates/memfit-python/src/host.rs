@@ -88,8 +88,9 @@ impl Host for PythonHost {
         settings: &Settings,
         device: Option<&str>,
         trace: &[u8],
+        ways: &str,
     ) -> Result<Vec<u8>, HostError> {
-        self.ask("alternatives", (target, settings, device, trace))
+        self.ask("alternatives", (target, settings, device, trace, ways))
     }
 
     fn op_seconds(

@@ -61,7 +61,7 @@ mod _native {
     use memfit_engine::explain::{self, Explanation};
     use memfit_engine::file;
     use memfit_engine::placement::{self, Goal};
-    use memfit_engine::plan::{self, Front, Limit, Plan, PlanRequest};
+    use memfit_engine::plan::{self, Class, Front, Limit, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
     use memfit_engine::snapshot;
     use memfit_engine::step::{self, EvaluationByHand, EvaluationRequest};
@@ -106,8 +106,8 @@ mod _native {
     use super::value::Value;
     use super::{CaptureError, SnapshotError, TraceFileError, no_budget, usage};
 
-    /// A step in slices: which, its trace as JSON, and the trace at another batch size if there is one.
-    type InSlices = (Value<trace::Chunk>, Vec<u8>, Option<Vec<u8>>);
+    /// A step in another way: which, its trace as JSON, and the trace at another batch size if there is one.
+    type InWay = (Value<trace::Way>, Vec<u8>, Option<Vec<u8>>);
 
     /// One recorded step, checked.
     #[pyclass(frozen, module = "memfit._native")]
@@ -172,28 +172,36 @@ mod _native {
             py.detach(|| plan::mixed_items(&self.0))
         }
 
-        /// What of the step is worth a capture in slices.
-        fn chunks(&self, py: Python<'_>) -> Value<Vec<trace::Chunk>> {
-            Value(py.detach(|| plan::chunks(&self.0).unwrap_or_default()))
+        /// The ways that are worth a capture where all is allowed that needs no leave: in slices.
+        fn ways(&self, py: Python<'_>) -> Value<Vec<trace::Way>> {
+            let widest = PlanRequest {
+                allow: Class::Equivalent,
+                ..PlanRequest::default()
+            };
+            Value(py.detach(|| plan::ways(&self.0, &widest, None)))
         }
 
-        /// The trace with the step in slices. `refusal` says why there are no more.
+        /// The trace with the step in other ways. The refusals say why there are no more in slices, or under autocast.
         fn with_alternatives(
             &self,
             py: Python<'_>,
-            steps: Vec<InSlices>,
+            steps: Vec<InWay>,
             refusal: String,
+            autocast_refusal: String,
         ) -> PyResult<Self> {
             let whole = py.detach(|| {
-                let steps = steps.into_iter().map(|(chunk, first, second)| {
+                let steps = steps.into_iter().map(|(way, first, second)| {
                     let trace = captured(&first, second.as_deref(), self.0.meta.batch)?;
-                    let chunk = chunk.0;
-                    Ok(trace::Alternative { chunk, trace })
+                    Ok(trace::Alternative { way: way.0, trace })
                 });
-                let steps = steps.collect::<PyResult<_>>()?;
-                let whole = self.0.with_alternatives(steps, refusal);
+                let alternatives = trace::Alternatives {
+                    steps: steps.collect::<PyResult<_>>()?,
+                    refusal,
+                    autocast_refusal,
+                };
+                let whole = self.0.with_alternatives(alternatives);
                 whole.map_err(|error| {
-                    CaptureError::new_err(format!("the step in slices is not valid: {error}"))
+                    CaptureError::new_err(format!("the step in another way is not valid: {error}"))
                 })
             });
             whole.map(Self::from)

@@ -54,7 +54,7 @@ impl PlanSession {
                 let profile = profile.map(|profile| Value(*profile));
                 ("offer", device_kind, place, profile).into_pyobject(py)
             }
-            Need::Slices => ("slices",).into_pyobject(py),
+            Need::Ways(ways) => ("ways", Value(ways)).into_pyobject(py),
             Need::Plan(_) => ("plan",).into_pyobject(py),
             Need::Nothing(made) => ("nothing", Value(made.plan)).into_pyobject(py),
         }
@@ -75,11 +75,9 @@ impl PlanSession {
         self.answer(py, Answer::Offer(offer.0))
     }
 
-    /// Brings the trace with the step in slices; none where it cannot be captured again.
-    fn slices(&self, py: Python<'_>, trace: Option<&Trace>) -> PyResult<()> {
-        let answer = trace.map_or(Answer::NoSlices, |trace| {
-            Answer::Slices(Arc::clone(&trace.0))
-        });
+    /// Brings the trace with the step in other ways; none where it cannot be captured again.
+    fn ways(&self, py: Python<'_>, trace: Option<&Trace>) -> PyResult<()> {
+        let answer = trace.map_or(Answer::NoWays, |trace| Answer::Ways(Arc::clone(&trace.0)));
         self.answer(py, answer)
     }
 

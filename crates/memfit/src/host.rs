@@ -108,7 +108,8 @@ pub trait Host {
         device: Option<&str>,
     ) -> Result<Vec<u8>, HostError>;
 
-    /// Records the step of an encoded trace in slices, and returns the trace with what came of it.
+    /// Records the step of an encoded trace in other ways, a list of the engine's `Way` as JSON, and returns the trace
+    /// with what came of it.
     ///
     /// # Errors
     ///
@@ -119,6 +120,7 @@ pub trait Host {
         settings: &Settings,
         device: Option<&str>,
         trace: &[u8],
+        ways: &str,
     ) -> Result<Vec<u8>, HostError>;
 
     /// Times the ops of one real step and returns a cost source as JSON.

@@ -95,6 +95,7 @@ mod tests {
             _: &Settings,
             _: Option<&str>,
             _: &[u8],
+            _: &str,
         ) -> Result<Vec<u8>, HostError> {
             unreachable!()
         }

@@ -1,7 +1,7 @@
 //! What planning asks, answered.
 //!
-//! Responsible for the answers that a plan or a front needs: costs, the offer of a place, the step in slices, and the
-//! searches themselves, with progress, interruption and the time that counts as planning. Not responsible for what is
+//! Responsible for the answers that a plan or a front needs: costs, the offer of a place, the step in other ways, and
+//! the searches themselves, with progress, interruption and the time that counts as planning. Not responsible for what is
 //! asked, nor in which order: that is the engine's [`PlanSession`].
 
 use std::num::NonZeroUsize;
@@ -20,7 +20,7 @@ use crate::request::{PlanChoice, Target};
 use crate::session::{Planned, Recorded, Session};
 
 impl Session<'_> {
-    /// Plans the step; `recorded` gets the step in slices where the plan needs that.
+    /// Plans the step; `recorded` gets the step in other ways where the plan needs that.
     pub(crate) fn plan(
         &mut self,
         target: &Target,
@@ -103,12 +103,12 @@ impl<'s, 'h> Answers<'s, 'h> {
                 let offer = self.offer(&device_kind, &place, profile.as_deref())?;
                 Ok(Answer::Offer(offer))
             }
-            Need::Slices => {
+            Need::Ways(ways) => {
                 let Target::Live(live) = self.target else {
-                    return Ok(Answer::NoSlices);
+                    return Ok(Answer::NoWays);
                 };
-                self.session.in_slices(live, self.recorded)?;
-                Ok(Answer::Slices(Arc::clone(&self.recorded.trace)))
+                self.session.in_ways(live, self.recorded, &ways)?;
+                Ok(Answer::Ways(Arc::clone(&self.recorded.trace)))
             }
             Need::Plan(search) => Ok(Answer::Plan(Box::new(self.plan(search)?))),
             Need::Nothing(_) => Err(Failure::Internal("planning has ended".to_owned())),

@@ -10,7 +10,7 @@ use std::time::Instant;
 use memfit_engine::file;
 use memfit_engine::plan::{self, Class, Plan, PlanRequest};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
-use memfit_engine::trace::Trace;
+use memfit_engine::trace::{Trace, Way};
 
 use crate::args::{Format, TargetArguments};
 use crate::error::Failure;
@@ -151,25 +151,34 @@ impl Session<'_> {
             allow: Class::Equivalent,
             ..PlanRequest::default()
         };
-        if let Target::Live(live) = target
-            && plan::wants_alternatives(&recorded.trace, &widest, None)
-        {
-            self.in_slices(live, recorded)?;
+        let ways = plan::ways(&recorded.trace, &widest, None);
+        match target {
+            Target::Live(live) if !ways.is_empty() => self.in_ways(live, recorded, &ways),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
-    /// Captures a live target in slices too.
-    pub(crate) fn in_slices(
+    /// Captures a live target in other ways too.
+    pub(crate) fn in_ways(
         &mut self,
         live: &LiveTarget,
         recorded: &mut Recorded,
+        ways: &[Way],
     ) -> Result<(), Failure> {
-        let what = format!("capturing {} in slices", live.name);
+        let is_cast = ways.iter().any(|way| way.autocast.is_some());
+        let how = if is_cast {
+            "under autocast"
+        } else {
+            "in slices"
+        };
+        let what = format!("capturing {} {how}", live.name);
+        let ways = serde_json::to_string(ways)
+            .map_err(|error| Failure::Internal(format!("cannot write ways as JSON: {error}")))?;
         let device = recorded.device.clone();
         let (file, seconds) = self.slow(&what, |host| {
             let (name, settings) = (&live.name, &live.settings);
-            Ok(host.alternatives(name, settings, device.as_deref(), &recorded.file)?)
+            let device = device.as_deref();
+            Ok(host.alternatives(name, settings, device, &recorded.file, &ways)?)
         })?;
         let trace =
             file::decode(&file).map_err(|error| Failure::bad_answer("alternatives", error))?;

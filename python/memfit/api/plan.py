@@ -8,7 +8,8 @@ from memfit.answers import Front, Plan, Trace
 from memfit.api.predict import traced
 from memfit.errors import UsageError
 from memfit.options import OptionKeywords, Options
-from memfit.plan.planner import front_of_trace, op_times_without_run, plan_trace
+from memfit.plan.cost_source import with_rates
+from memfit.plan.planner import front_of_trace, meta_of, op_times_without_run, plan_trace
 from memfit.run.profile import profiled
 from memfit.sizes import step_budget
 from memfit.workload import Workload
@@ -95,4 +96,4 @@ def op_times_of(options: Options, recorded: Trace, workload: Workload | None) ->
         return op_times_without_run(recorded, options)
     if workload is None:
         raise UsageError("`profile=True` runs the model: give the workload, not its trace")
-    return profiled(workload, recorded.native)
+    return with_rates(profiled(workload, recorded.native), meta_of(recorded)["device_kind"])

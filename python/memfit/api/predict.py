@@ -40,7 +40,9 @@ def trace(
     )
     if not slices:
         return recorded
-    return Trace(with_alternatives(workload, recorded.native, device=device))
+    return Trace(
+        with_alternatives(workload, recorded.native, recorded.native.ways(), device=device)
+    )
 
 
 def predict(

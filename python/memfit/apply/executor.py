@@ -37,6 +37,7 @@ from memfit.apply.optimizer_in_backward import (
 )
 from memfit.apply.part import Part
 from memfit.apply.pieces.in_pieces import InPieces
+from memfit.apply.precision.autocast import UnderAutocast
 from memfit.apply.precision.eight_bit_state import EightBitState
 from memfit.apply.precision.optimizer_bits import UpdatesInEightBits
 from memfit.apply.remat.remat import Rematerialiser
@@ -155,6 +156,10 @@ def _micro_batches(subject: Subject, actions: Actions) -> Part:
     return MicroBatches(int(action["count"]), action.get("micro_batch"), warn=subject.warn)
 
 
+def _autocast(subject: Subject, actions: Actions) -> Part:
+    return UnderAutocast(subject.model, _said(actions, "autocast") or {})
+
+
 def _slices(subject: Subject, actions: Actions) -> Part:
     return InSlices(subject.model, _said(actions, "chunk") or {}, warn=subject.warn)
 
@@ -187,6 +192,7 @@ TECHNIQUES = {
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True),
+    "autocast": Technique(_autocast),
     "remat": Technique(_activations),
     "unneeded_saves": Technique(_activations),
     "offload": Technique(_activations),

@@ -1,18 +1,22 @@
-"""The step once more, with parts of it in slices.
+"""The step once more, in other ways: in slices, under autocast.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
-executor that a plan would use, so that what is predicted is what will run. Not responsible for
-which ways those are (the engine), for when they are needed (:mod:`memfit.api.fit`), or for the
-slices (:mod:`memfit.apply.slices.in_slices`).
+parts of an executor that a plan would use, so that what is predicted is what will run. Not
+responsible for which ways those are (the engine), for when they are needed (:mod:`memfit.api.fit`),
+nor for the slices (:mod:`memfit.apply.slices.in_slices`) and what is cast (torch).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from memfit._native import Trace
+from memfit.apply.precision.autocast import DTYPES
 from memfit.apply.slices.in_slices import InSlices
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
@@ -24,32 +28,69 @@ if TYPE_CHECKING:
     from memfit.capture.stage.stage import Stage
     from memfit.workload import Workload
 
+Way = dict[str, Any]
+"""A ``Way`` of the engine as parsed JSON."""
 
-def with_alternatives(workload: Workload, trace: Trace, *, device: str | None = None) -> Trace:
-    """Record a step in slices, if anything of it is worth that.
+
+def with_alternatives(
+    workload: Workload, trace: Trace, ways: Sequence[Way], *, device: str | None = None
+) -> Trace:
+    """Record a step in other ways.
 
     Args:
         workload: The workload that the trace is of; it stays as it is.
         trace: The trace.
+        ways: The ways, as the engine asks for them.
         device: The kind of device that the trace was captured for, as it was given.
 
     Returns:
-        The trace with its alternatives; where none was found, it says why.
+        The trace with its alternatives; where one was not found, it says why.
     """
-    chunks = trace.chunks()
-    meta = json.loads(trace.json())["meta"] if chunks else {}
+    meta = json.loads(trace.json())["meta"] if ways else {}
     if meta.get("captured") == "real":
-        return trace.with_alternatives([], "the step was captured by running it")
+        refusal = "the step was captured by running it"
+        return trace.with_alternatives([], refusal, refusal)
     found = _Found()
-    try:
-        with preserved_random_state(), no_collection():
-            stage = fake_stage(workload, device) if chunks else None
-            for chunk in chunks:
-                assert stage is not None
-                _record(stage, workload, chunk, found, may_cut=meta["second_batch"] > 0)
-    except (MemfitError, RealStepNeeded) as error:
-        found.refusal = f"the step fails in slices: {error}"
-    return trace.with_alternatives(found.steps, found.refusal)
+    with preserved_random_state(), no_collection():
+        stages = _Stages(workload, device)
+        for way in ways:
+            refusal = _impossible(way, meta)
+            try:
+                if not refusal:
+                    _record(stages, workload, way, found, may_cut=meta["second_batch"] > 0)
+            except (MemfitError, RealStepNeeded) as error:
+                how = "under autocast" if "autocast" in way else "in slices"
+                refusal = f"the step fails {how}: {error}"
+            if refusal and "autocast" in way:
+                found.autocast_refusal = refusal
+            elif refusal:
+                found.refusal = refusal
+    return trace.with_alternatives(found.steps, found.refusal, found.autocast_refusal)
+
+
+def _impossible(way: Way, meta: dict[str, Any]) -> str:
+    """Why a device cannot run a step in a way, as a sentence; empty where it can."""
+    narrow = way.get("autocast", {}).get("dtype") == "bfloat16"
+    if narrow and meta["device_kind"] == "cuda" and torch.cuda.is_available():
+        here = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "" if here else f"{torch.cuda.get_device_name()} does not compute in bfloat16"
+    return ""
+
+
+@dataclass(slots=True)
+class _Stages:
+    """Copies of a workload on fakes: one for all ways, made when it is needed."""
+
+    workload: Workload
+    device: str | None
+    stage: Stage | None = None
+
+    def of(self, running: Workload) -> Stage:
+        """The stage of a step in another way."""
+        if self.stage is None:
+            self.stage = fake_stage(self.workload, self.device)
+        self.stage.workload = running
+        return self.stage
 
 
 @dataclass(slots=True)
@@ -58,59 +99,73 @@ class _Found:
 
     Attributes:
         steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
-        refusal: Why there are no more.
+        refusal: Why there are no more in slices.
+        autocast_refusal: Why there are no more under autocast.
         whole_loss: Whether the loss cannot be computed in slices.
     """
 
-    steps: list[tuple[dict[str, Any], bytes, bytes | None]] = field(default_factory=list)
+    steps: list[tuple[Way, bytes, bytes | None]] = field(default_factory=list)
     refusal: str = ""
+    autocast_refusal: str = ""
     whole_loss: bool = False
 
 
-def _record(
-    stage: Stage, workload: Workload, chunk: dict[str, Any], found: _Found, *, may_cut: bool
-) -> None:
-    """Record the step with one chunk, or with what of it does run in slices."""
-    calls = chunk.get("calls", [])
-    if found.whole_loss:
+def _record(stages: _Stages, workload: Workload, way: Way, found: _Found, *, may_cut: bool) -> None:
+    """Record the step in one way, or with what of it does run in slices."""
+    chunk = way.get("chunk")
+    calls = chunk.get("calls", []) if chunk else []
+    if chunk and found.whole_loss:
         chunk = {"calls": calls}
-    if not chunk.get("loss") and not calls:
+    if chunk and not chunk.get("loss") and not calls:
         return
     running = _Observed(workload, chunk)
-    stage.workload = replace(workload, loss=running.loss)
+    stage = stages.of(replace(workload, loss=running.loss, **_cast(way)))
     first = record_stage(stage, None, probe=True, updates=True)
+    refusal = ""
     if running.refusal:
-        found.refusal = running.refusal
+        refusal = running.refusal
         found.whole_loss = True
     elif running.whole_calls:
-        found.refusal = f"`{running.whole_calls[0]}` does not run in slices"
+        refusal = f"`{running.whole_calls[0]}` does not run in slices"
         calls = [call for call in calls if call["module"] not in running.whole_calls]
-    if running.refusal or running.whole_calls:
+    if refusal:
+        if "autocast" not in way:  # else it is another step's
+            found.refusal = refusal
         if calls:
-            _record(stage, workload, {**chunk, "calls": calls}, found, may_cut=may_cut)
+            less = {**way, "chunk": {**(chunk or {}), "calls": calls}}
+            _record(stages, workload, less, found, may_cut=may_cut)
         return
     second = None
     size = first["meta"]["batch"]
     if may_cut and size:
         second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
+    said = {**way, "chunk": chunk} if chunk else way
     found.steps.append(
         (
-            chunk,
+            said,
             json.dumps(first).encode(),
             json.dumps(second).encode() if second is not None else None,
         )
     )
 
 
+def _cast(way: Way) -> dict[str, Any]:
+    """Fields of a workload that autocasts as a way does."""
+    autocast = way.get("autocast")
+    if autocast is None:
+        return {}
+    return {"autocast": DTYPES[autocast["dtype"]], "autocast_cache": autocast["cache"]}
+
+
 class _Observed:
-    """A workload's loss, in slices, and what did not run in slices.
+    """A workload's loss, in slices where that is asked for, and what did not run in slices.
 
     Attributes:
         refusal: Why the loss was computed whole in the last call; empty if it was not.
         whole_calls: Modules that ran whole in the last call.
     """
 
-    def __init__(self, workload: Workload, chunk: dict[str, Any]) -> None:
+    def __init__(self, workload: Workload, chunk: dict[str, Any] | None) -> None:
         """Prepare; the model is the one that :meth:`loss` is given."""
         self._workload = workload
         self._chunk = chunk
@@ -120,6 +175,8 @@ class _Observed:
     def loss(self, model: Any, batch: Any) -> Any:
         """The loss of a batch."""
         assert self._workload.loss is not None
+        if self._chunk is None:
+            return self._workload.loss(model, batch)
         running = InSlices(model, self._chunk, warn=False)
         with running.forward():
             result = self._workload.loss(model, batch)

@@ -76,6 +76,19 @@ def roofline(device_kind: str, file: Path | None = None, gpu: str | None = None)
     return {"kind": "roofline", "profile": profile}
 
 
+def with_rates(op_times: Mapping[str, Any], device_kind: str) -> dict[str, Any]:
+    """Op times of a real step, with how fast the device computes in other types than the step's.
+
+    Args:
+        op_times: As :func:`memfit.run.profile.profiled` returns them.
+        device_kind: As in :func:`device_profile`.
+
+    Returns:
+        A cost source of the engine.
+    """
+    return {**op_times, "flops_per_second": quick(device_kind)["flops_per_second"]}
+
+
 _PROBE_BYTES = 64 << 20
 
 

@@ -1,6 +1,6 @@
 """Planning a recorded step: the engine asks, and is answered here.
 
-Responsible for the answers: the trace, its costs, the offer of a place, the step in slices. Not
+Responsible for the answers: the trace, its costs, the offer of a place, the step in other ways. Not
 responsible for what is asked, nor for choosing (both are the engine's,
 :class:`memfit._native.PlanSession`), nor for defaults (:mod:`memfit.api`).
 """
@@ -45,7 +45,7 @@ def plan_trace(
     options: Options,
     workload: Workload | None,
 ) -> Plan:
-    """Plan, and record the step in slices only where a plan may need that."""
+    """Plan, and record the step in other ways only where a plan may need that."""
     allowed = {"allow": options.promise, "allow_kinds": options.allow_kinds}
     request = {"budget": str(budget), **allowed, **_limits(options)}
     planning = _native.PlanSession(request, options.place)
@@ -87,9 +87,9 @@ def _answered(
                 planning.costs(costs)
             case ("offer", device_kind, place, profile):
                 planning.offer(offer(device_kind, place, profile or {}))
-            case ("slices",):
+            case ("ways", ways):
                 native = recorded.native
-                planning.slices(with_alternatives(workload, native) if workload else None)
+                planning.ways(with_alternatives(workload, native, ways) if workload else None)
             case ("plan",):
                 return None
             case ("nothing", made):

@@ -106,15 +106,16 @@ class Host:
             return data
 
     def alternatives(
-        self, target: str, settings: Settings, device: str | None, trace: bytes
+        self, target: str, settings: Settings, device: str | None, trace: bytes, ways: str
     ) -> bytes:
-        """Record the step of a trace in slices.
+        """Record the step of a trace in other ways.
 
         Args:
             target: As in :meth:`capture`.
             settings: As in :meth:`capture`.
             device: As in :meth:`capture`.
             trace: The encoded trace.
+            ways: The ways as JSON, as the engine asks for them.
 
         Returns:
             The encoded trace with what came of it.
@@ -125,7 +126,7 @@ class Host:
 
             built = self._lightest(target, settings, device)
             alternatives = with_alternatives(
-                built.workload, Trace.decode(trace), device=built.device
+                built.workload, Trace.decode(trace), json.loads(ways), device=built.device
             )
             return alternatives.encode()
 
@@ -142,11 +143,14 @@ class Host:
         """
         with _torch():
             from memfit._native import Trace
+            from memfit.plan.cost_source import with_rates
             from memfit.program.target import workload_factory
             from memfit.run.profile import profiled
 
-            costs = profiled(workload_factory(target, settings)(), Trace.decode(trace))
-            return json.dumps(costs)
+            decoded = Trace.decode(trace)
+            op_times = profiled(workload_factory(target, settings)(), decoded)
+            device_kind = json.loads(decoded.json())["meta"]["device_kind"]
+            return json.dumps(with_rates(op_times, device_kind))
 
     def device_profile(self, device_kind: str, file: Path | None) -> str:
         """Find or measure the profile of a device for the roofline.

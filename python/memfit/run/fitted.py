@@ -240,7 +240,7 @@ class Fitted:
         executor = self._choose(batch)
         if not self.workload.training:
             self.place_state()
-            with torch.no_grad(), self._autocast(), executor.running():
+            with torch.no_grad(), self.workload.autocasting(), executor.running():
                 result = self.workload.infer(self.workload.model, batch)
             self._completed(executor)
             return result
@@ -333,15 +333,8 @@ class Fitted:
         loss_of = self.workload.loss
         if loss_of is None:
             raise UsageError("the workload has no loss: it only infers")
-        with self._autocast(), executor.forward():
+        with self.workload.autocasting(), executor.forward():
             return loss_of(self.workload.model, batch)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = self.workload.autocast
-        if dtype is None:
-            return contextlib.nullcontext()
-        device = next((p.device.type for p in self.workload.model.parameters()), "cpu")
-        return torch.autocast(device, dtype)
 
     @contextlib.contextmanager
     def _optimizer_inside(self, executor: Executor) -> Iterator[None]:

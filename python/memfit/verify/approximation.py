@@ -106,9 +106,7 @@ def _gradients(workload: Workload, batch: Any) -> Gradients:
     model = workload.model
     model.zero_grad()
     assert workload.loss is not None
-    autocast = workload.autocast
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    with torch.autocast(device, autocast, enabled=autocast is not None):
+    with workload.autocasting():
         loss = workload.loss(model, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     named = ((name, p.grad) for name, p in model.named_parameters())

@@ -10,19 +10,41 @@ use crate::trace::{Op, Phase, Trace};
 /// What makes two ops of two traces the same op: name, module, phase and the shapes read.
 type Key<'t> = (&'t str, &'t str, Phase, Vec<&'t [u64]>);
 
-/// Seconds of each op of `to`, where those of `from` took `seconds`.
-pub(super) fn seconds(from: &Trace, seconds: &[f64], to: &Trace) -> Vec<f64> {
+/// Seconds of each op of `to`, where those of `from` took `seconds`. One that computes in another type takes them by
+/// the rates of both in `flops_per_second`, where those are known.
+pub(super) fn seconds(
+    from: &Trace,
+    seconds: &[f64],
+    flops_per_second: &BTreeMap<String, f64>,
+    to: &Trace,
+) -> Vec<f64> {
+    // In seconds of float32: the one rate for all of a timed step.
+    let slowness = |trace: &Trace, op: &Op| {
+        let rates = flops_per_second;
+        let (plain, own) = (rates.get("float32"), rates.get(dtype_of(trace, op)));
+        match (op.flops > 0, plain, own) {
+            (true, Some(plain), Some(own)) => plain / own,
+            _ => 1.0,
+        }
+    };
     let mut known: BTreeMap<Key<'_>, VecDeque<f64>> = BTreeMap::new();
     let mut rates = Rates::default();
     for (op, &seconds) in from.ops.iter().zip(seconds) {
+        let seconds = seconds / slowness(from, op);
         known.entry(key(from, op)).or_default().push_back(seconds);
         rates.add(from, op, seconds);
     }
     let times = to.ops.iter().map(|op| {
         let same = known.get_mut(&key(to, op)).and_then(VecDeque::pop_front);
-        same.unwrap_or_else(|| rates.seconds(to, op))
+        same.unwrap_or_else(|| rates.seconds(to, op)) * slowness(to, op)
     });
     times.collect()
+}
+
+/// The element type of what an op makes.
+fn dtype_of<'t>(trace: &'t Trace, op: &Op) -> &'t str {
+    let made = op.outputs.first();
+    made.map_or("", |value| trace.string(trace.values[value.index()].dtype))
 }
 
 fn key<'t>(trace: &'t Trace, op: &Op) -> Key<'t> {
@@ -163,7 +185,7 @@ mod tests {
     #[test]
     fn a_product_in_slices_takes_its_time_in_parts_and_what_stays_takes_its_own() {
         let (whole, parts) = (head(1), head(4));
-        let times = seconds(&whole, &[8.0, 1.0, 0.5], &parts);
+        let times = seconds(&whole, &[8.0, 1.0, 0.5], &BTreeMap::new(), &parts);
         assert_eq!(times.len(), 6);
         assert!(times[..4].iter().all(|time| (time - 2.0).abs() < 1e-12));
         assert!((times[5] - 0.5).abs() < 1e-12);
@@ -186,14 +208,14 @@ mod tests {
     #[test]
     fn each_kind_of_op_keeps_its_rate_and_a_view_its_dispatch() {
         let (whole, parts) = (moves(1), moves(2));
-        let times = seconds(&whole, &[6.0, 1.0, 0.01], &parts);
+        let times = seconds(&whole, &[6.0, 1.0, 0.01], &BTreeMap::new(), &parts);
         assert_eq!(times, [3.0, 0.5, 0.01].repeat(2));
     }
 
     #[test]
     fn what_moves_next_to_nothing_takes_what_dispatch_takes() {
         let (whole, parts) = (moves(1), moves(1 << 10));
-        let times = seconds(&whole, &[6.0, 1.0, 0.01], &parts);
+        let times = seconds(&whole, &[6.0, 1.0, 0.01], &BTreeMap::new(), &parts);
         assert_eq!(times, [0.01; 3].repeat(1 << 10));
     }
 
@@ -201,6 +223,22 @@ mod tests {
     fn the_same_step_keeps_its_times() {
         let trace = crate::trace::sample::chain();
         let times: Vec<f64> = (1..=9).map(f64::from).collect();
-        assert_eq!(seconds(&trace, &times, &trace), times);
+        assert_eq!(seconds(&trace, &times, &BTreeMap::new(), &trace), times);
+    }
+
+    #[test]
+    fn a_product_in_a_type_with_another_rate_takes_its_time_by_both() {
+        let whole = head(1);
+        let mut half = whole.clone();
+        let product = half.ops[0].outputs[0];
+        let bfloat16 = u32::try_from(half.strings.len()).unwrap();
+        half.strings.push("bfloat16".to_owned());
+        half.values[product.index()].dtype = bfloat16;
+        let rates =
+            [("float32", 1e9), ("bfloat16", 4e9)].map(|(name, rate)| (name.to_owned(), rate));
+        let times = seconds(&whole, &[8.0, 1.0, 0.5], &BTreeMap::from(rates), &half);
+        assert_eq!(times, [2.0, 1.0, 0.5]);
+        let unknown = seconds(&whole, &[8.0, 1.0, 0.5], &BTreeMap::new(), &half);
+        assert_eq!(unknown, [8.0, 1.0, 0.5]);
     }
 }

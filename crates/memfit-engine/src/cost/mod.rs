@@ -154,7 +154,21 @@ pub enum CostSource {
     Profile {
         /// Indexed like [`Trace::ops`].
         op_seconds: Vec<f64>,
+        /// As in [`DeviceProfile`], for ops in another type than theirs; one that is missing is no faster.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        flops_per_second: BTreeMap<String, f64>,
     },
+}
+
+impl CostSource {
+    /// The seconds of each op of a trace, where no more is known.
+    #[must_use]
+    pub const fn profile(op_seconds: Vec<f64>) -> Self {
+        Self::Profile {
+            op_seconds,
+            flops_per_second: BTreeMap::new(),
+        }
+    }
 }
 
 /// Seconds per op of one trace.
@@ -163,6 +177,8 @@ pub struct Costs {
     seconds: Vec<f64>,
     source: String,
     update_bytes_per_second: f64,
+    /// As in [`CostSource::Profile`].
+    flops_per_second: BTreeMap<String, f64>,
 }
 
 impl Costs {
@@ -179,9 +195,16 @@ impl Costs {
                     seconds: roofline(trace, profile),
                     source: profile.source(),
                     update_bytes_per_second: profile.bytes_per_second,
+                    flops_per_second: profile.flops_per_second.clone(),
                 })
             }
-            CostSource::Profile { op_seconds } => {
+            CostSource::Profile {
+                op_seconds,
+                flops_per_second,
+            } => {
+                for (dtype, &rate) in flops_per_second {
+                    positive(&format!("flops_per_second[{dtype}]"), rate)?;
+                }
                 let (found, wanted) = (op_seconds.len(), trace.ops.len());
                 if found != wanted {
                     return Err(CostError::OtherTrace { found, wanted });
@@ -196,6 +219,7 @@ impl Costs {
                     seconds: op_seconds.clone(),
                     source: "profile (op times of one real step)".to_owned(),
                     update_bytes_per_second: update_rate(trace, op_seconds),
+                    flops_per_second: flops_per_second.clone(),
                 })
             }
         }
@@ -226,13 +250,14 @@ impl Costs {
     }
 
     /// Times of another way of running the step, from times of its ops: an op that both have takes the same
-    /// time; any other takes it by its work, at the rate of the ops of its name or else of the step.
+    /// time, or less in a type in which the device computes faster; any other takes it by its work, at the rate of the
+    /// ops of its name or else of the step.
     #[must_use]
     pub fn carried_over(&self, from: &Trace, to: &Trace) -> Self {
         Self {
-            seconds: carried::seconds(from, &self.seconds, to),
-            source: format!("{}; those in slices by their work", self.source),
-            update_bytes_per_second: self.update_bytes_per_second,
+            seconds: carried::seconds(from, &self.seconds, &self.flops_per_second, to),
+            source: format!("{}; others by their work", self.source),
+            ..self.clone()
         }
     }
 
@@ -494,9 +519,7 @@ mod tests {
 
     #[test]
     fn a_profile_of_another_trace_is_refused() {
-        let source = CostSource::Profile {
-            op_seconds: vec![1.0; 3],
-        };
+        let source = CostSource::profile(vec![1.0; 3]);
         let error = Costs::new(&sample::chain(), &source).unwrap_err();
         assert_eq!(
             error,
@@ -505,9 +528,7 @@ mod tests {
                 wanted: 9
             }
         );
-        let source = CostSource::Profile {
-            op_seconds: vec![f64::NAN; 9],
-        };
+        let source = CostSource::profile(vec![f64::NAN; 9]);
         assert!(matches!(
             Costs::new(&sample::chain(), &source),
             Err(CostError::NotPositive { .. })

@@ -3,11 +3,14 @@
 //! Responsible for the check before anything is written, and for the order of the actions. Not responsible for choosing
 //! (`choose.rs`), nor for what a technique writes (`technique/`).
 
-use super::context::{Outcome, PlanError, Planner, Sliced};
+use super::context::{OtherWay, Outcome, PlanError, Planner};
 use super::search::problem::{Candidate, Problem};
 use super::technique::addresses::{Directions, directions};
 use super::validate::{InvalidPlan, validate};
 use super::{ActionKind, Estimate, Plan, TECHNIQUES, Technique, arena};
+use crate::bytes::Bytes;
+use crate::predict;
+use crate::trace::Way;
 
 /// A candidate that became the plan, for the techniques to write their actions from.
 pub(super) struct Chosen<'a> {
@@ -16,6 +19,17 @@ pub(super) struct Chosen<'a> {
     pub(super) candidate: &'a Candidate,
     /// What the executor needs for activations.
     pub(super) directions: Directions,
+}
+
+impl Chosen<'_> {
+    /// The peak of the step in a way without anything else done; without a capture of that way, the plain step's.
+    pub(super) fn peak_in(&self, way: &Way) -> Bytes {
+        let ways = self.planner.ways.iter().map(|it| it.alternative);
+        let mut same = ways.filter(|it| it.way == *way);
+        let plain = self.planner.unplanned_peak;
+        same.next()
+            .map_or(plain, |it| predict::unplanned_peak(&it.trace))
+    }
 }
 
 impl Planner<'_> {
@@ -44,6 +58,9 @@ impl Planner<'_> {
         };
         plan.predicted_step_ratio = seconds / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         plan.promise = outcome.class_of(candidate);
+        if let Some(step) = self.step_of(outcome) {
+            step.costs.source().clone_into(&mut plan.cost_source);
+        }
         plan.arena = arena::arena(&outcome.trace, outcome.variant, treatments);
         let chosen = Chosen {
             planner: self,
@@ -68,9 +85,9 @@ impl Planner<'_> {
         directions(&problem, treatments, allowed.offer)
     }
 
-    /// The step in slices that an outcome runs.
-    pub(super) fn step_of(&self, outcome: &Outcome) -> Option<&Sliced<'_>> {
-        self.sliced.get(outcome.sliced?)
+    /// The step in another way that an outcome runs.
+    pub(super) fn step_of(&self, outcome: &Outcome) -> Option<&OtherWay<'_>> {
+        self.ways.get(outcome.way_index?)
     }
 }
 

@@ -9,11 +9,10 @@ use super::context::{Outcome, PlanError, Planner};
 use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
-use super::technique::chunk::alternatives;
-use super::technique::{optimizer_bits, shrink};
+use super::technique::{autocast, optimizer_bits, shrink};
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
-    TECHNIQUES, Verdict, actions, arena,
+    TECHNIQUES, Verdict, actions, arena, ways,
 };
 use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
@@ -49,7 +48,7 @@ pub fn plan_within(
     let budget = request.budget.resolve(unplanned_peak);
     let margin = predict::margin(trace, unplanned_peak);
     let cap = budget - margin;
-    let sliced = alternatives::sliced(trace, source, &costs, request)?;
+    let ways = ways::with_costs(trace, source, &costs, request)?;
     let mut target = cap;
     let mut attempts = 0;
     loop {
@@ -57,13 +56,14 @@ pub fn plan_within(
             let planner = Planner {
                 trace,
                 costs: &costs,
-                sliced: &sliced,
+                ways: &ways,
                 request,
                 target,
                 cap,
                 unplanned_peak,
                 may_shrink: false,
                 may_narrow_state: false,
+                is_new: false,
                 share: Share::within(limit, clock),
             };
             let mut plan = planner.empty_plan(budget, margin);
@@ -124,9 +124,11 @@ impl Planner<'_> {
         }
     }
 
-    /// Why techniques are not used: ways, or all the others.
-    fn refusals(&self, ways: bool) -> Vec<Refusal> {
-        let asked = TECHNIQUES.iter().filter(|it| it.is_way == ways);
+    /// Why techniques are not used: those that are looked at only where they are needed, or all the others.
+    fn refusals(&self, needed: bool) -> Vec<Refusal> {
+        let asked = TECHNIQUES
+            .iter()
+            .filter(|it| it.only_where_needed == needed);
         let refused = asked.filter_map(|technique| {
             let reason = (technique.refusal)(self.trace, self.request)?;
             let kind = technique.kind;
@@ -168,7 +170,8 @@ impl Planner<'_> {
             may_narrow_state: optimizer_bits::may(self.trace, self.request),
             ..*self
         };
-        if approximating.may_shrink || approximating.may_narrow_state {
+        let may_cast = autocast::may(self.trace, self.request);
+        if approximating.may_shrink || approximating.may_narrow_state || may_cast {
             outcomes.extend(approximating.approximate(&outcomes, self.share));
         }
         plan.evaluations = outcomes
@@ -250,7 +253,7 @@ impl Planner<'_> {
     /// The exact combinations. One that its bound shows to be slower than one before is not searched for
     /// its fastest plan.
     fn exact(&self) -> Vec<Outcome> {
-        let wider = !self.sliced.is_empty() || self.may_cut_batch();
+        let wider = !self.ways.is_empty() || self.may_cut_batch();
         let until = if wider { EXACT_TIME } else { 1.0 };
         self.whole_batch(self.share.between(0.0, until), f64::INFINITY)
     }
@@ -258,7 +261,8 @@ impl Planner<'_> {
     /// The combinations that are not exact.
     fn equivalent(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let kinds = 1 + usize::from(self.may_cut_batch());
-        let mut outcomes = alternatives::outcomes(self, share.part(0, kinds), best_seconds);
+        let part = share.part(0, kinds);
+        let mut outcomes = ways::outcomes(self, Class::Equivalent, part, best_seconds);
         if self.may_cut_batch() {
             let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
             let best = best_seconds.min(best.unwrap_or(f64::INFINITY));
@@ -267,16 +271,25 @@ impl Planner<'_> {
         outcomes
     }
 
-    /// The combinations of all classes once more, with activations and state in narrower forms. Each is searched for what
-    /// is faster than the best so far, so that leave to change numbers never makes a plan slower.
+    /// The combinations of all classes once more, with activations and state in narrower forms, and the ways that change
+    /// numbers. Each is searched for what is faster than the best so far, so that leave to change numbers never makes a
+    /// plan slower.
     fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
-        let best = fastest(others).map(|(outcome, best)| outcome.seconds(best));
-        let best = best.unwrap_or(f64::INFINITY);
-        let mut outcomes = self.whole_batch(share, best);
-        let faster = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
-        let best = best.min(faster.unwrap_or(f64::INFINITY));
-        if best.is_infinite() {
-            outcomes.extend(self.equivalent(share, best));
+        let seconds = |outcomes: &[Outcome], best: f64| {
+            let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
+            seconds.fold(best, f64::min)
+        };
+        let best = seconds(others, f64::INFINITY);
+        let may_narrow = self.may_shrink || self.may_narrow_state;
+        let mut outcomes = if may_narrow {
+            self.whole_batch(share, best)
+        } else {
+            Vec::new()
+        };
+        let best = seconds(&outcomes, best);
+        outcomes.extend(ways::outcomes(self, Class::Approximate, share, best));
+        if may_narrow && seconds(&outcomes, best).is_infinite() {
+            outcomes.extend(self.equivalent(share, f64::INFINITY));
         }
         outcomes
     }
@@ -397,9 +410,7 @@ mod tests {
     use crate::trace::{Category, Phase};
 
     fn source(trace: &Trace) -> CostSource {
-        CostSource::Profile {
-            op_seconds: vec![1.0; trace.ops.len()],
-        }
+        CostSource::profile(vec![1.0; trace.ops.len()])
     }
 
     fn request(budget: u64) -> PlanRequest {

@@ -64,7 +64,7 @@ impl Planner<'_> {
 
     /// Rooms for parameters that are elsewhere; none where only state in 8 bits is new, which is not tried with them.
     fn untried_rooms(&self) -> Vec<ParametersAway> {
-        if self.may_narrow_state && !self.may_shrink {
+        if self.may_narrow_state && !self.may_shrink && !self.is_new {
             return Vec::new();
         }
         self.parameters_away()
@@ -137,7 +137,8 @@ impl Planner<'_> {
             eight_bit_state: Some(optimizer_bits::STATE),
             ..plain
         });
-        let usual = usual.into_iter().filter(|_| self.may_shrink);
+        let is_worth_it = self.may_shrink || self.is_new;
+        let usual = usual.into_iter().filter(|_| is_worth_it);
         usual.chain(narrow).collect()
     }
 
@@ -278,9 +279,7 @@ mod tests {
     }
 
     fn planned(trace: &Trace, request: &PlanRequest) -> Plan {
-        let source = CostSource::Profile {
-            op_seconds: vec![1.0; trace.ops.len()],
-        };
+        let source = CostSource::profile(vec![1.0; trace.ops.len()]);
         plan(trace, &source, request).unwrap()
     }
 

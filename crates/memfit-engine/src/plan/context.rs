@@ -10,11 +10,11 @@ use super::search::problem::{Candidate, Problem};
 use super::search::search::{Found, nothing_done, search};
 use super::technique::micro_batch;
 use super::validate::InvalidPlan;
-use super::{Class, PlanRequest, StopReason};
+use super::{Class, PlanRequest, StopReason, ways};
 use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
 use crate::step::{Passes, Variant};
-use crate::trace::{Alternative, Category, Trace};
+use crate::trace::{Alternative, Category, Trace, Way};
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -32,8 +32,10 @@ pub(super) struct Outcome {
     pub(super) trace: Trace,
     pub(super) variant: Variant,
     pub(super) pieces: u64,
-    /// Index of the alternative that it runs, see [`Planner::sliced`].
-    pub(super) sliced: Option<usize>,
+    /// The way in which the step runs.
+    pub(super) way: Way,
+    /// Its index, see [`Planner::ways`]; none where the step runs plainly.
+    pub(super) way_index: Option<usize>,
     pub(super) best: Option<Candidate>,
     pub(super) lowest: Candidate,
     pub(super) bound: Bound,
@@ -48,12 +50,13 @@ impl Outcome {
     /// The promise of one of its plans.
     pub(super) fn class_of(&self, candidate: &Candidate) -> Class {
         let is_narrow = self.variant.eight_bit_state.is_some();
+        let of_way = ways::class_of(&self.way);
         if is_narrow || candidate.treatments.iter().any(|it| it.is_shrink()) {
             Class::Approximate
-        } else if self.pieces > 1 || self.sliced.is_some() {
-            Class::Equivalent
+        } else if self.pieces > 1 {
+            of_way.max(Class::Equivalent)
         } else {
-            Class::Exact
+            of_way
         }
     }
 
@@ -73,8 +76,8 @@ impl Outcome {
     }
 }
 
-/// An alternative and what its ops cost.
-pub(super) struct Sliced<'t> {
+/// The step in another way, and what its ops cost.
+pub(super) struct OtherWay<'t> {
     pub(super) alternative: &'t Alternative,
     pub(super) costs: Costs,
 }
@@ -83,8 +86,8 @@ pub(super) struct Sliced<'t> {
 pub(super) struct Planner<'t> {
     pub(super) trace: &'t Trace,
     pub(super) costs: &'t Costs,
-    /// The step in slices.
-    pub(super) sliced: &'t [Sliced<'t>],
+    /// The step in other ways.
+    pub(super) ways: &'t [OtherWay<'t>],
     pub(super) request: &'t PlanRequest,
     /// What the requests of a plan must stay within.
     pub(super) target: Bytes,
@@ -95,6 +98,8 @@ pub(super) struct Planner<'t> {
     pub(super) may_shrink: bool,
     /// The optimizer's state may be in 8 bits.
     pub(super) may_narrow_state: bool,
+    /// Nothing was tried yet with this trace: not even what needs no leave.
+    pub(super) is_new: bool,
     pub(super) share: Share<'t>,
 }
 
@@ -141,7 +146,8 @@ impl Planner<'_> {
             trace,
             variant,
             pieces,
-            sliced: None,
+            way: Way::default(),
+            way_index: None,
             best,
             lowest,
             bound,

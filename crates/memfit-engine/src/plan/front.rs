@@ -482,9 +482,7 @@ mod tests {
     use crate::trace::sample;
 
     fn source(trace: &Trace) -> CostSource {
-        CostSource::Profile {
-            op_seconds: vec![1.0; trace.ops.len()],
-        }
+        CostSource::profile(vec![1.0; trace.ops.len()])
     }
 
     /// Traces with something to plan; every second one for CUDA, in sizes that its allocator tells apart.

@@ -19,6 +19,7 @@ mod search;
 mod session;
 mod technique;
 mod validate;
+mod ways;
 
 pub use action::{Action, ActionSummary};
 pub use choose::{plan, plan_within};
@@ -27,7 +28,6 @@ pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, front};
 pub use search::limits::{Limit, TimeLimit};
 pub use search::transfers::Offer;
 pub use session::{Answer, AnswerError, Made, Need, PlanSession, Search};
-pub use technique::chunk::candidates::{chunks, wants_alternatives};
 pub use technique::micro_batch::{CallInPieces, LossOfPieces, MicroBatch, mixed_items};
 pub use technique::offload::Offload;
 pub use technique::offload_optimizer::OffloadOptimizer;
@@ -37,6 +37,7 @@ pub use technique::remat::Remat;
 pub use technique::shrink::Shrink;
 pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};
 pub use validate::InvalidPlan;
+pub use ways::ways;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

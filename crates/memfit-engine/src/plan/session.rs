@@ -1,27 +1,27 @@
 //! One conversation that ends in a plan.
 //!
-//! Responsible for what planning needs to know, in which order, and for when a step is worth a capture in slices. Not
+//! Responsible for what planning needs to know, in which order, and for when a step is worth a capture in other ways. Not
 //! responsible for finding any of it out (the caller does), nor for the search (`choose.rs`).
 //!
 //! The machine is pure: no clock, no I/O, no callbacks. [`PlanSession::next`] says what it needs, the same until
 //! [`PlanSession::answer`] brings it:
 //!
 //! ```text
-//! Trace -> Costs -> [Offer] -> [Slices] -> Plan -> [Slices -> Plan] -> Nothing
+//! Trace -> Costs -> [Offer] -> [Ways] -> Plan -> [Ways -> Plan] -> Nothing
 //! ```
 //!
-//! An offer is needed where a place is named; slices are needed before the first search where the class allowed has
-//! them, and after it where the plan made without them does not fit.
+//! An offer is needed where a place is named; other ways of running the step (slices, autocast) are needed before the
+//! first search where what is allowed has them, and after it where the plan made without them does not fit.
 
 use std::sync::Arc;
 
 use super::{
     Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, bottleneck, front,
-    plan_within, wants_alternatives,
+    plan_within, ways,
 };
 use crate::bytes::Budget;
 use crate::cost::{CostSource, DeviceProfile};
-use crate::trace::Trace;
+use crate::trace::{Trace, Way};
 
 /// What planning needs next.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,8 +42,8 @@ pub enum Need {
         /// What the device can do, where op times come from that.
         profile: Option<Box<DeviceProfile>>,
     },
-    /// The trace with the step in slices, if it can be captured so.
-    Slices,
+    /// The trace with the step in other ways, those that it can be captured in.
+    Ways(Vec<Way>),
     /// The plan that this search finds.
     Plan(Search),
     /// Nothing: this is the plan.
@@ -58,7 +58,7 @@ impl Need {
             Self::Trace => "a trace",
             Self::Costs { .. } => "costs",
             Self::Offer { .. } => "an offer",
-            Self::Slices => "slices",
+            Self::Ways(_) => "other ways",
             Self::Plan(_) => "a plan",
             Self::Nothing(_) => "nothing",
         }
@@ -74,10 +74,10 @@ pub enum Answer {
     Costs(CostSource),
     /// The place for what is offloaded.
     Offer(Offer),
-    /// The trace with the step in slices.
-    Slices(Arc<Trace>),
+    /// The trace with the step in other ways.
+    Ways(Arc<Trace>),
     /// The step cannot be captured again; it is not asked for any more.
-    NoSlices,
+    NoWays,
     /// What the search found.
     Plan(Box<Plan>),
 }
@@ -88,7 +88,7 @@ impl Answer {
             Self::Trace(_) => "a trace",
             Self::Costs(_) => "costs",
             Self::Offer(_) => "an offer",
-            Self::Slices(_) | Self::NoSlices => "slices",
+            Self::Ways(_) | Self::NoWays => "other ways",
             Self::Plan(_) => "a plan",
         }
     }
@@ -111,9 +111,9 @@ pub enum AnswerError {
         /// What was given.
         given: &'static str,
     },
-    /// The trace does not say whether the step runs in slices.
-    #[error("planning needs slices, and was given a trace without")]
-    NotInSlices,
+    /// The trace does not say whether the step runs in other ways.
+    #[error("planning needs other ways, and was given a trace without")]
+    NoOtherWays,
 }
 
 /// A plan, and what it was made for.
@@ -173,8 +173,8 @@ enum Lacks {
     Trace,
     Costs(Arc<Trace>),
     Offer(Known, String),
-    /// With the plan that was made without slices, if one was.
-    Slices(Known, Option<Box<Plan>>),
+    /// With the plan that was made without them, if one was.
+    Ways(Known, Vec<Way>, Option<Box<Plan>>),
     Plan(Known),
     Nothing(Box<Plan>),
 }
@@ -185,7 +185,7 @@ pub struct PlanSession {
     request: PlanRequest,
     /// Where to offload to, until the offer is there.
     place: Option<String>,
-    may_slice: bool,
+    may_capture: bool,
     lacks: Lacks,
 }
 
@@ -199,7 +199,7 @@ impl PlanSession {
         Self {
             request,
             place,
-            may_slice: true,
+            may_capture: true,
             lacks: Lacks::Trace,
         }
     }
@@ -228,7 +228,7 @@ impl PlanSession {
                     CostSource::Profile { .. } => None,
                 },
             },
-            Lacks::Slices(..) => Need::Slices,
+            Lacks::Ways(_, ways, _) => Need::Ways(ways.clone()),
             Lacks::Plan(known) => Need::Plan(Search {
                 trace: Arc::clone(&known.trace),
                 costs: Arc::clone(&known.costs),
@@ -262,27 +262,28 @@ impl PlanSession {
                 self.request.offload = Some(offer);
                 self.before_search(known)
             }
-            (Lacks::Slices(known, _), Answer::Slices(trace)) => {
+            (Lacks::Ways(known, ..), Answer::Ways(trace)) => {
                 if bottleneck::digest(&trace) != bottleneck::digest(&known.trace) {
                     return Err(AnswerError::AnotherStep { given });
                 }
                 if trace.alternatives.is_none() {
-                    return Err(AnswerError::NotInSlices);
+                    return Err(AnswerError::NoOtherWays);
                 }
                 Lacks::Plan(Known { trace, ..known })
             }
-            (Lacks::Slices(known, made), Answer::NoSlices) => {
-                self.may_slice = false;
+            (Lacks::Ways(known, _, made), Answer::NoWays) => {
+                self.may_capture = false;
                 made.map_or(Lacks::Plan(known), Lacks::Nothing)
             }
             (Lacks::Plan(known), Answer::Plan(plan)) => {
                 if plan.trace_digest != bottleneck::digest(&known.trace) {
                     return Err(AnswerError::AnotherStep { given });
                 }
-                if self.wants_slices(&known, Some(&plan)) {
-                    Lacks::Slices(known, Some(plan))
-                } else {
+                let ways = self.wanted_ways(&known, Some(&plan));
+                if ways.is_empty() {
                     Lacks::Nothing(plan)
+                } else {
+                    Lacks::Ways(known, ways, Some(plan))
                 }
             }
             _ => {
@@ -294,15 +295,20 @@ impl PlanSession {
     }
 
     fn before_search(&self, known: Known) -> Lacks {
-        if self.wants_slices(&known, None) {
-            Lacks::Slices(known, None)
-        } else {
+        let ways = self.wanted_ways(&known, None);
+        if ways.is_empty() {
             Lacks::Plan(known)
+        } else {
+            Lacks::Ways(known, ways, None)
         }
     }
 
-    fn wants_slices(&self, known: &Known, made: Option<&Plan>) -> bool {
-        self.may_slice && wants_alternatives(&known.trace, &self.request, made)
+    fn wanted_ways(&self, known: &Known, made: Option<&Plan>) -> Vec<Way> {
+        if self.may_capture {
+            ways(&known.trace, &self.request, made)
+        } else {
+            Vec::new()
+        }
     }
 }
 
@@ -320,7 +326,8 @@ mod tests {
 
     /// The same with what came of a capture in slices: all that it makes in an eighth of the bytes.
     fn in_slices(whole: &Trace) -> Arc<Trace> {
-        let chunk = crate::plan::chunks(whole).unwrap().swap_remove(0);
+        let widest = request(Budget::Percent(50.0), Class::Equivalent);
+        let way = ways(whole, &widest, None).swap_remove(0);
         let mut trace = whole.clone();
         for allocation in &mut trace.allocations {
             if allocation.producer.is_some() {
@@ -329,17 +336,15 @@ mod tests {
         }
         Arc::new(Trace {
             alternatives: Some(Alternatives {
-                steps: vec![Alternative { chunk, trace }],
-                refusal: String::new(),
+                steps: vec![Alternative { way, trace }],
+                ..Alternatives::default()
             }),
             ..whole.clone()
         })
     }
 
     fn costs(trace: &Trace) -> CostSource {
-        CostSource::Profile {
-            op_seconds: vec![1.0; trace.ops.len()],
-        }
+        CostSource::profile(vec![1.0; trace.ops.len()])
     }
 
     fn roofline() -> (CostSource, DeviceProfile) {
@@ -398,8 +403,8 @@ mod tests {
                     assert_eq!(place, "/scratch");
                     Answer::Offer(offer())
                 }
-                Need::Slices if may_slice => Answer::Slices(in_slices(trace)),
-                Need::Slices => Answer::NoSlices,
+                Need::Ways(_) if may_slice => Answer::Ways(in_slices(trace)),
+                Need::Ways(_) => Answer::NoWays,
                 Need::Plan(search) => Answer::Plan(Box::new(search.plan(Limit::None).unwrap())),
                 Need::Nothing(made) => return (asked, *made),
             };
@@ -452,7 +457,10 @@ mod tests {
         let request = request(Budget::Percent(50.0), Class::Equivalent);
         let session = PlanSession::new(request.clone(), None);
         let (asked, made) = scripted(session, &trace, &costs(&trace), true);
-        assert_eq!(asked, ["a trace", "costs", "slices", "a plan", "nothing"]);
+        assert_eq!(
+            asked,
+            ["a trace", "costs", "other ways", "a plan", "nothing"]
+        );
         let sliced = in_slices(&trace);
         assert_eq!(made.plan, plan(&sliced, &costs(&trace), &request).unwrap());
         assert_eq!(made.plan.actions[0].kind(), ActionKind::Chunk);
@@ -467,7 +475,14 @@ mod tests {
 
         let tight = Budget::Percent(50.0);
         let (asked, made) = scripted(within(tight), &trace, &costs(&trace), true);
-        let twice = ["a trace", "costs", "a plan", "slices", "a plan", "nothing"];
+        let twice = [
+            "a trace",
+            "costs",
+            "a plan",
+            "other ways",
+            "a plan",
+            "nothing",
+        ];
         assert_eq!(asked, twice);
         assert_eq!(made.plan.verdict, Verdict::Fits);
         let sliced = in_slices(&trace);
@@ -481,11 +496,11 @@ mod tests {
         for (allow, expected) in [
             (
                 Class::Equivalent,
-                ["a trace", "costs", "slices", "a plan", "nothing"],
+                ["a trace", "costs", "other ways", "a plan", "nothing"],
             ),
             (
                 Class::Exact,
-                ["a trace", "costs", "a plan", "slices", "nothing"],
+                ["a trace", "costs", "a plan", "other ways", "nothing"],
             ),
         ] {
             let request = request(Budget::Percent(50.0), allow);
@@ -504,9 +519,9 @@ mod tests {
         let mut session = PlanSession::for_front(exact, None);
         session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
         session.answer(Answer::Costs(costs(&trace))).unwrap();
-        assert_eq!(session.next(), Need::Slices);
+        assert!(matches!(session.next(), Need::Ways(_)));
         let sliced = in_slices(&trace);
-        session.answer(Answer::Slices(Arc::clone(&sliced))).unwrap();
+        session.answer(Answer::Ways(Arc::clone(&sliced))).unwrap();
         let Need::Plan(search) = session.next() else {
             panic!("{:?}", session.next())
         };
@@ -526,7 +541,7 @@ mod tests {
             Answer::Trace(Arc::clone(&trace)),
             Answer::Costs(costs(&trace)),
             Answer::Offer(offer()),
-            Answer::Slices(in_slices(&trace)),
+            Answer::Ways(in_slices(&trace)),
             Answer::Plan(Box::new(whole)),
         ];
         let request = request(Budget::Percent(50.0), Class::Equivalent);
@@ -546,10 +561,10 @@ mod tests {
             }
         }
         assert!(matches!(session.next(), Need::Nothing(_)));
-        let refused = session.answer(Answer::NoSlices).unwrap_err();
+        let refused = session.answer(Answer::NoWays).unwrap_err();
         assert_eq!(
             refused.to_string(),
-            "planning needs nothing, and was given slices"
+            "planning needs nothing, and was given other ways"
         );
     }
 
@@ -560,12 +575,12 @@ mod tests {
         let mut session = PlanSession::new(request.clone(), None);
         session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
         session.answer(Answer::Costs(costs(&trace))).unwrap();
-        let refused = session.answer(Answer::Slices(in_slices(&other)));
-        let given = "slices";
+        let refused = session.answer(Answer::Ways(in_slices(&other)));
+        let given = "other ways";
         assert_eq!(refused, Err(AnswerError::AnotherStep { given }));
-        let refused = session.answer(Answer::Slices(Arc::clone(&trace)));
-        assert_eq!(refused, Err(AnswerError::NotInSlices));
-        session.answer(Answer::NoSlices).unwrap();
+        let refused = session.answer(Answer::Ways(Arc::clone(&trace)));
+        assert_eq!(refused, Err(AnswerError::NoOtherWays));
+        session.answer(Answer::NoWays).unwrap();
         let theirs = plan(&other, &costs(&other), &request).unwrap();
         let refused = session.answer(Answer::Plan(Box::new(theirs)));
         let given = "a plan";

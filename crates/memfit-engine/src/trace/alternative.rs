@@ -1,17 +1,36 @@
 //! The same step run in another way: what a plan may choose besides what it may change.
 //!
 //! Responsible for the types, and for what an alternative must have in common with its trace. Not
-//! responsible for which alternatives are worth a capture ([`crate::plan::chunks`]) nor for choosing
-//! one (`plan/technique/chunk/alternatives.rs`).
+//! responsible for which ways are worth a capture ([`crate::plan::ways`]) nor for choosing one (`plan/ways.rs`).
 //!
-//! Slices change which ops run, so their memory is not derived from the plain trace: the step is captured
-//! once more with its slices, and that trace is as good as any.
+//! Slices and autocast change which ops run, so their memory is not derived from the plain trace: the step is
+//! captured once more in that way, and that trace is as good as any.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Trace, TraceError};
 use crate::bytes::Bytes;
+
+/// How a step runs, where not plainly; one of the two at least.
+#[derive(Debug, Clone, Default, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct Way {
+    /// What runs in slices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunk: Option<Chunk>,
+    /// The types that ops compute in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub autocast: Option<Autocast>,
+}
+
+/// Forward under `torch.autocast`.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct Autocast {
+    /// Element type of what it casts to, `bfloat16`.
+    pub dtype: String,
+    /// Whether the narrow copies of parameters are kept to the end of forward, for further uses.
+    pub cache: bool,
+}
 
 /// What of a step runs in slices; one of the two at least.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
@@ -56,11 +75,12 @@ pub struct LossChunk {
     pub logit_bytes: Bytes,
 }
 
-/// A step in slices, as captured.
+/// A step in another way, as captured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
-    /// What runs in slices.
-    pub chunk: Chunk,
+    /// The way.
+    #[serde(flatten)]
+    pub way: Way,
     /// The step then.
     pub trace: Trace,
 }
@@ -68,11 +88,31 @@ pub struct Alternative {
 /// What a step can be run as instead.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Alternatives {
-    /// From the least to the most that runs in slices.
+    /// In the order in which they were asked for: from the least to the most that runs in slices.
     pub steps: Vec<Alternative>,
-    /// Why there are no more of them; empty when nothing failed.
+    /// Why there are no more in slices; empty when nothing failed.
     #[serde(default)]
     pub refusal: String,
+    /// Why there are no more under autocast; empty when nothing failed.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub autocast_refusal: String,
+}
+
+impl Way {
+    /// A step of which some runs in slices.
+    #[must_use]
+    pub fn in_slices(chunk: Chunk) -> Self {
+        Self {
+            chunk: Some(chunk),
+            autocast: None,
+        }
+    }
+
+    /// Whether it says anything, and no nonsense.
+    fn is_valid(&self) -> bool {
+        let is_other = self.chunk.is_some() || self.autocast.is_some();
+        is_other && self.chunk.as_ref().is_none_or(Chunk::is_valid)
+    }
 }
 
 impl Chunk {
@@ -116,18 +156,14 @@ impl Trace {
         }
     }
 
-    /// The trace with these alternatives instead of its own; `refusal` says why there are no more.
+    /// The trace with these alternatives instead of its own.
     ///
     /// # Errors
     ///
     /// As [`Trace::check`].
-    pub fn with_alternatives(
-        &self,
-        steps: Vec<Alternative>,
-        refusal: String,
-    ) -> Result<Self, TraceError> {
+    pub fn with_alternatives(&self, alternatives: Alternatives) -> Result<Self, TraceError> {
         let whole = Self {
-            alternatives: Some(Alternatives { steps, refusal }),
+            alternatives: Some(alternatives),
             ..self.alone()
         };
         whole.check()?;
@@ -158,7 +194,7 @@ impl Trace {
             {
                 return Err(wrong("an alternative is of the same step"));
             }
-            if !step.chunk.is_valid() {
+            if !step.way.is_valid() {
                 return Err(wrong("what runs in slices runs in one at least"));
             }
             step.trace.check()?;
@@ -173,9 +209,12 @@ mod tests {
     use crate::trace::sample;
 
     fn with(steps: Vec<Alternative>) -> Trace {
-        let refusal = String::new();
+        let alternatives = Alternatives {
+            steps,
+            ..Alternatives::default()
+        };
         Trace {
-            alternatives: Some(Alternatives { steps, refusal }),
+            alternatives: Some(alternatives),
             ..sample::chain()
         }
     }
@@ -192,12 +231,32 @@ mod tests {
             loss: Some(loss),
             calls: Vec::new(),
         };
-        Alternative { chunk, trace }
+        Alternative {
+            way: Way::in_slices(chunk),
+            trace,
+        }
+    }
+
+    fn cast(trace: Trace) -> Alternative {
+        let autocast = Autocast {
+            dtype: "bfloat16".to_owned(),
+            cache: false,
+        };
+        let way = Way {
+            chunk: None,
+            autocast: Some(autocast),
+        };
+        Alternative { way, trace }
     }
 
     #[test]
     fn an_alternative_is_a_valid_trace_of_the_same_step() {
         assert!(with(vec![sliced(sample::chain(), 2)]).check().is_ok());
+        assert!(with(vec![cast(sample::chain())]).check().is_ok());
+        let plain = Alternative {
+            way: Way::default(),
+            trace: sample::chain(),
+        };
         let mut other_batch = sample::chain();
         other_batch.meta.batch += 1;
         let mut broken = sample::chain();
@@ -208,6 +267,7 @@ mod tests {
             sliced(broken, 2),
             sliced(nested, 2),
             sliced(sample::chain(), 0),
+            plain,
         ] {
             assert!(with(vec![wrong]).check().is_err());
         }
@@ -221,7 +281,7 @@ mod tests {
             serde_json::from_str::<Trace>(&plain).unwrap(),
             sample::chain()
         );
-        let rich = with(vec![sliced(sample::chain(), 2)]);
+        let rich = with(vec![sliced(sample::chain(), 2), cast(sample::chain())]);
         let file = crate::file::encode(&rich);
         assert_eq!(crate::file::decode(&file).unwrap(), rich);
         assert_eq!(rich.alone(), sample::chain());

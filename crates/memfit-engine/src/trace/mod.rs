@@ -31,7 +31,7 @@ mod check;
 pub(crate) mod sample;
 mod sizes;
 
-pub use alternative::{Alternative, Alternatives, CallChunk, Chunk, LossChunk};
+pub use alternative::{Alternative, Alternatives, Autocast, CallChunk, Chunk, LossChunk, Way};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
 pub use sizes::SizesError;

@@ -26,6 +26,12 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         return Err(Failure::usage(message)
             .hint("`memfit.fit(workload, budget=..., allow=\"optimizer_bits\")` holds it in 8"));
     }
+    if kinds_of(&arguments.allow).contains(&ActionKind::Autocast) {
+        let message =
+            "`memfit run` leaves autocast to the script: `--allow autocast` has no meaning";
+        return Err(Failure::usage(message)
+            .hint("`memfit.fit(workload, budget=..., allow=\"autocast\")` runs forward under it"));
+    }
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;
     let snapshot = arguments.snapshot.as_deref().map(writable).transpose()?;

@@ -8,6 +8,8 @@ use memfit_engine::plan::counted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::measured::Comparison;
+
 /// Most that a plan may change gradients by, as a part of the batch's noise, unless another bound is given.
 pub(crate) const MOST_OF_NOISE: f64 = 0.1;
 /// Most as a part of the gradients themselves, where the noise is not known.
@@ -74,6 +76,21 @@ impl Approximation {
         is_near && !is_another && self.not_finite == 0
     }
 
+    /// Is a loss still that of the step?
+    pub(crate) fn is_its_loss(loss: Comparison) -> bool {
+        loss.max_relative_error
+            .is_some_and(|error| error <= MOST_EVER)
+    }
+
+    /// What a loss is beside the unplanned one, in words.
+    pub(crate) fn loss_words(loss: Comparison) -> String {
+        let error = loss.max_relative_error.filter(|error| error.is_finite());
+        error.map_or_else(
+            || "NOT A NUMBER".to_owned(),
+            |error| format!("off by {} of its value", percent(error)),
+        )
+    }
+
     /// What the gradients are, in words.
     pub(crate) fn words(&self) -> String {
         let Some(error) = self.gradient_error else {
@@ -132,6 +149,9 @@ impl Approximation {
 /// `0.94 %`, with two digits that say something.
 fn percent(part: f64) -> String {
     let percent = 100.0 * part;
+    if percent > 0.0 && percent < 0.01 {
+        return "less than 0.01 %".to_owned();
+    }
     let digits = if percent >= 10.0 {
         0
     } else if percent >= 1.0 {
@@ -169,6 +189,21 @@ mod tests {
         insta::assert_snapshot!(said.words(), @"off by 0.94 % of their length, cosine 0.99996; most `h.3.mlp.weight`, by 2.1 %");
         insta::assert_snapshot!(said.yardstick(), @"other examples would change them by 78 %; this is 1.2 % of that, and at most 10 % is allowed");
         assert!(said.holds());
+    }
+
+    #[test]
+    fn a_loss_is_off_by_a_part_of_its_value_and_by_half_of_it_it_is_another() {
+        let off = |max_relative_error| Comparison {
+            agreement: crate::report::measured::Agreement::Different,
+            max_relative_error,
+        };
+        let said = |error| Approximation::loss_words(off(error));
+        assert_eq!(said(Some(1.5e-6)), "off by less than 0.01 % of its value");
+        assert_eq!(said(Some(0.0123)), "off by 1.2 % of its value");
+        assert_eq!(said(Some(f64::INFINITY)), "NOT A NUMBER");
+        let kept = |error| Approximation::is_its_loss(off(error));
+        let cases = [Some(0.4), Some(0.6), Some(f64::NAN), None];
+        assert_eq!(cases.map(kept), [true, false, false, false]);
     }
 
     #[test]

@@ -232,7 +232,13 @@ impl VerifyDocument {
                 .approximation
                 .as_ref()
                 .is_some_and(Approximation::holds);
-        self.verdict == Verdict::Fits && kept(&self.gradients) && kept(&self.loss) && is_near
+        let has_its_loss =
+            self.approximation.is_none() || self.loss.is_some_and(Approximation::is_its_loss);
+        self.verdict == Verdict::Fits
+            && kept(&self.gradients)
+            && kept(&self.loss)
+            && is_near
+            && has_its_loss
     }
 
     /// What was promised; compiled code promises that numbers are equal up to rounding.

@@ -5,7 +5,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings, Streams};
-use memfit_engine::file::encode;
+use memfit_engine::file::{decode, encode};
+use memfit_engine::trace::Alternatives;
 use serde_json::{Value, json};
 
 use crate::sample;
@@ -97,8 +98,11 @@ impl Host for FakeHost {
         _: &Settings,
         _: Option<&str>,
         trace: &[u8],
+        _: &str,
     ) -> Result<Vec<u8>, HostError> {
-        Ok(trace.to_vec())
+        let none = Alternatives::default();
+        let trace = decode(trace).unwrap();
+        Ok(encode(&trace.with_alternatives(none).unwrap()))
     }
 
     fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {

@@ -157,11 +157,17 @@ fn a_saved_trace_has_no_weights_to_build() {
 }
 
 #[test]
-fn a_script_keeps_its_optimizers_state_in_32_bits_and_that_is_said() {
+fn what_a_script_keeps_as_it_is_cannot_be_allowed_to_change() {
     let outcome = run("run --budget 1GiB --allow optimizer_bits train.py");
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
     insta::assert_snapshot!(outcome.stderr, @r#"
     error: `memfit run` leaves the optimizer's state in 32 bits: `--allow optimizer_bits` has no meaning
     hint: `memfit.fit(workload, budget=..., allow="optimizer_bits")` holds it in 8
+    "#);
+    let outcome = run("run --budget 1GiB --allow autocast train.py");
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
+    insta::assert_snapshot!(outcome.stderr, @r#"
+    error: `memfit run` leaves autocast to the script: `--allow autocast` has no meaning
+    hint: `memfit.fit(workload, budget=..., allow="autocast")` runs forward under it
     "#);
 }

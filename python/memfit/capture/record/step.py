@@ -75,10 +75,11 @@ class StepRunner:
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """What surrounds the forward: autocast, where the workload asks for it."""
-        dtype = self.stage.workload.autocast
-        if dtype is None:
+        workload = self.stage.workload
+        if workload.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.stage.device, dtype=dtype)
+        cache = workload.autocast_cache
+        return torch.autocast(self.stage.device, workload.autocast, cache_enabled=cache)
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss."""

@@ -23,6 +23,7 @@ from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.capture.stage.stage import Stage
 from memfit.tensors.storage import is_wrapper
 from memfit.weights.absent_gpu import is_pretended
+from memfit.workload import Workload
 
 DEVICE = "cuda"
 
@@ -112,7 +113,7 @@ class CudaRunner(StepRunner):
         Where there is one, torch asks it for the kernel, on fakes too.
         """
         stack = contextlib.ExitStack()
-        stack.enter_context(_autocast(self.stage.workload.autocast))
+        stack.enter_context(_autocast(self.stage.workload))
         if self._attention is not None:
             stack.enter_context(self._attention)
         return stack
@@ -225,8 +226,9 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+def _autocast(workload: Workload) -> Iterator[None]:
     """Autocast for CUDA, which ``torch.autocast`` refuses without a GPU."""
+    dtype = workload.autocast
     if dtype is None:
         yield
         return
@@ -235,7 +237,7 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
     caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(DEVICE, enabled=True)
     torch.set_autocast_dtype(DEVICE, dtype)
-    torch.set_autocast_cache_enabled(True)
+    torch.set_autocast_cache_enabled(workload.autocast_cache)
     torch.autocast_increment_nesting()
     try:
         yield

@@ -8,13 +8,11 @@ was asked before (:mod:`memfit.run.compiled.toolchain`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from memfit import answers
@@ -129,7 +127,7 @@ def _graphs(workload: Workload) -> Sequence[Recorded] | NotCompiled:
     """The joint graphs of the step."""
     assert workload.loss is not None, "only training steps are compiled"
     try:
-        graphs = record(workload.model, workload.loss, workload.batch, lambda: _autocast(workload))
+        graphs = record(workload.model, workload.loss, workload.batch, workload.autocasting)
     except Exception as error:  # noqa: BLE001 - whatever dynamo cannot trace runs eager instead
         first = (str(error).strip().splitlines() or [""])[0]
         return NotCompiled(f"torch cannot trace the step: {type(error).__name__}: {first}")
@@ -139,13 +137,6 @@ def _graphs(workload: Workload) -> Sequence[Recorded] | NotCompiled:
         reasons = [graph.reason for graph in graphs if graph.reason]
         return NotCompiled(reasons[0] if reasons else "the step has no graph with a backward")
     return graphs
-
-
-def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
-    if workload.autocast is None:
-        return contextlib.nullcontext()
-    device = next((p.device.type for p in workload.model.parameters()), "cpu")
-    return torch.autocast(device, workload.autocast)
 
 
 def _plan(

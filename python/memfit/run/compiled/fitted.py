@@ -337,7 +337,7 @@ class CompiledFitted(Fitted):
 
     def _loss(self, executor: Executor, batch: Any) -> Tensor:
         del executor
-        with log_calls.left_out(), self._autocast():
+        with log_calls.left_out(), self.workload.autocasting():
             return self._compiled(self.workload.model, batch)
 
 

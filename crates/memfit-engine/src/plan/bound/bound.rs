@@ -166,9 +166,7 @@ mod tests {
     #[test]
     fn the_bound_of_a_chain_is_what_a_hand_computes() {
         let trace = sample::chain();
-        let source = CostSource::Profile {
-            op_seconds: vec![1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        };
+        let source = CostSource::profile(vec![1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
         let costs = Costs::new(&trace, &source).unwrap();
         let problem = Problem::new(&trace, Variant::default(), &costs, Allowed::REMAT);
         // `a` (128 bytes, 1 s) is away during ops 2..6, `b` (128 bytes, 2 s) during ops 3..5. At `mean` and

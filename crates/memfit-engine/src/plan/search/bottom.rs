@@ -247,7 +247,7 @@ mod tests {
             let lowest = |factor: u32| {
                 let seconds = |op| 0.2 + f64::from(op * factor % 13);
                 let op_seconds = (0..count).map(seconds).collect();
-                let costs = Costs::new(&trace, &CostSource::Profile { op_seconds }).unwrap();
+                let costs = Costs::new(&trace, &CostSource::profile(op_seconds)).unwrap();
                 let problem = Problem::new(&trace, Variant::default(), &costs, Allowed::REMAT);
                 let target = Bytes::ZERO;
                 let least = bound(&problem, target);
@@ -270,7 +270,7 @@ mod tests {
             let (recipe, drops, _) = recipes.new_tree(&mut runner).unwrap().current();
             let trace = random::build(&recipe);
             let op_seconds = vec![1.0; trace.ops.len()];
-            let costs = Costs::new(&trace, &CostSource::Profile { op_seconds }).unwrap();
+            let costs = Costs::new(&trace, &CostSource::profile(op_seconds)).unwrap();
             let variant = Variant {
                 fuse_optimizer: case % 2 == 1,
                 ..Variant::default()

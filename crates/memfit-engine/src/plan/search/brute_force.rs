@@ -109,7 +109,7 @@ fn costs(trace: &Trace) -> Costs {
     let op_seconds = (0..trace.ops.len())
         .map(|i| 1.0 + f64::from(u8::try_from(i * 7 % 11).unwrap()))
         .collect();
-    Costs::new(trace, &CostSource::Profile { op_seconds }).unwrap()
+    Costs::new(trace, &CostSource::profile(op_seconds)).unwrap()
 }
 
 #[test]

@@ -22,7 +22,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     effect: |_| "free memory is not lost to fragmentation".to_owned(),
     short: None,
     acts_on: ActsOn::Allocator,
-    is_way: false,
+    only_where_needed: false,
     // Who refuses is the allocator, and a note says so.
     refusal: |_, _| None,
     // Decided last, when the allocator is asked about what was chosen: `action`.

@@ -24,7 +24,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     },
     short: None,
     acts_on: ActsOn::Optimizer,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |outcome, _| outcome.variant.fuse_optimizer,
     write,

@@ -22,7 +22,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     effect: |action| format!("the batch in {}", counted(action.count, "piece")),
     short: Some(|count| format!("{count} micro-batches")),
     acts_on: ActsOn::Batch,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |outcome, _| outcome.pieces > 1,
     write,

@@ -10,6 +10,7 @@
 
 pub(super) mod addresses;
 pub(super) mod allocator_settings;
+pub(super) mod autocast;
 pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
 pub(super) mod micro_batch;
@@ -32,7 +33,7 @@ use super::actions::Chosen;
 use super::context::Outcome;
 use super::search::problem::Candidate;
 use super::{ActionSummary, Class, Plan, PlanRequest};
-use crate::trace::{Chunk, Trace};
+use crate::trace::{Autocast, Chunk, Trace};
 
 /// All that is known of a technique beside what it does to memory.
 #[derive(Debug)]
@@ -53,9 +54,8 @@ pub struct Technique {
     pub short: Option<fn(u64) -> String>,
     /// Where its action is among those of a plan.
     pub(in crate::plan) acts_on: ActsOn,
-    /// Is it a way: another trace of the same step? Ways are looked at only where plans that are not exact are, and
-    /// their refusals are said only then.
-    pub(in crate::plan) is_way: bool,
+    /// Is it looked at only where no exact plan fits, or with leave for its class? Its refusals are said only then.
+    pub(in crate::plan) only_where_needed: bool,
     /// Why it cannot be used, as a sentence without full stop; `None` where it can, or where it was not asked for.
     pub(in crate::plan) refusal: fn(&Trace, &PlanRequest) -> Option<String>,
     /// Does a candidate use it?
@@ -160,6 +160,8 @@ techniques! {
     OptimizerBits { optimizer_bits: optimizer_bits::OptimizerBits } in optimizer_bits;
     /// Offload parameters, with a bounded part of them resident.
     OffloadParameters { offload_parameters: offload_parameters::OffloadParameters } in offload_parameters;
+    /// Compute matrix products and convolutions in 16 bits.
+    Autocast { autocast: Autocast } in autocast;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.
     Chunk { chunk: Chunk } in chunk;
     #[cfg(test)]

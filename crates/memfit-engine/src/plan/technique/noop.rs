@@ -19,7 +19,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     effect: |_| "nothing done".to_owned(),
     short: None,
     acts_on: ActsOn::Batch,
-    is_way: false,
+    only_where_needed: false,
     refusal: |trace, _| {
         let refused = trace.meta.target == REFUSED;
         refused.then(|| "the target wants none".to_owned())
@@ -51,7 +51,7 @@ mod tests {
             budget: Budget::Absolute(Bytes(1)),
             ..PlanRequest::default()
         };
-        plan(&trace, &CostSource::Profile { op_seconds }, &request).unwrap()
+        plan(&trace, &CostSource::profile(op_seconds), &request).unwrap()
     }
 
     #[test]

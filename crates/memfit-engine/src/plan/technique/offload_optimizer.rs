@@ -25,7 +25,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     },
     short: None,
     acts_on: ActsOn::Optimizer,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |outcome, _| outcome.variant.offload_optimizer.is_some(),
     write,

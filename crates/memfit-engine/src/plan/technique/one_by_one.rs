@@ -19,7 +19,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     effect: |action| format!("{} updated one by one", counted(action.count, "parameter")),
     short: None,
     acts_on: ActsOn::Optimizer,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |outcome, _| outcome.variant.one_by_one,
     write,
@@ -116,7 +116,7 @@ mod tests {
             forbid,
             ..PlanRequest::default()
         };
-        plan(trace, &CostSource::Profile { op_seconds }, &request).unwrap()
+        plan(trace, &CostSource::profile(op_seconds), &request).unwrap()
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     },
     short: None,
     acts_on: ActsOn::Optimizer,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |outcome, _| outcome.variant.eight_bit_state.is_some(),
     write,
@@ -175,7 +175,7 @@ mod tests {
             budget: Budget::Absolute(Bytes(peak - 300_000)),
             ..request
         };
-        plan(trace, &CostSource::Profile { op_seconds }, &request).unwrap()
+        plan(trace, &CostSource::profile(op_seconds), &request).unwrap()
     }
 
     fn with_leave() -> PlanRequest {

@@ -19,7 +19,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     effect: |action| format!("{} recomputed in backward", counted(action.count, "tensor")),
     short: Some(|count| format!("activation checkpointing of {}", counted(count, "tensor"))),
     acts_on: ActsOn::Activations,
-    is_way: false,
+    only_where_needed: false,
     // Every step has activations. Where a request forbids it, plans have never said so.
     refusal: |_, _| None,
     is_used: |outcome, candidate| unneeded_saves::drops(&outcome.trace, &candidate.treatments).1,

@@ -31,7 +31,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     },
     short: Some(|count| format!("fewer bits for {}", counted(count, "tensor"))),
     acts_on: ActsOn::Activations,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |_, candidate| candidate.treatments.iter().any(|it| it.is_shrink()),
     write,

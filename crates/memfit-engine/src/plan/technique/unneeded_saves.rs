@@ -27,7 +27,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     },
     short: Some(|count| format!("{} let go", counted(count, "unneeded save"))),
     acts_on: ActsOn::Activations,
-    is_way: false,
+    only_where_needed: false,
     // Most steps have none, and where a request forbids it no step gets slower.
     refusal: |_, _| None,
     is_used: |outcome, candidate| drops(&outcome.trace, &candidate.treatments).0,
@@ -105,7 +105,7 @@ mod tests {
             forbid,
             ..PlanRequest::default()
         };
-        plan(trace, &CostSource::Profile { op_seconds }, &request).unwrap()
+        plan(trace, &CostSource::profile(op_seconds), &request).unwrap()
     }
 
     fn kinds(plan: &Plan) -> Vec<ActionKind> {

@@ -46,12 +46,14 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
         };
         let changed = document.approximation.as_ref();
         let is_bitwise = comparison.agreement == Agreement::Bitwise;
-        let changed = changed.filter(|_| name == "gradients" && !is_bitwise);
-        agreement.row(match changed {
-            Some(changed) => [name.to_owned(), changed.words()],
-            None => [name.to_owned(), agreement_words(*comparison)],
-        });
-        if let Some(changed) = changed {
+        let changed = changed.filter(|_| !is_bitwise);
+        let words = match changed {
+            Some(changed) if name == "gradients" => changed.words(),
+            Some(_) => Approximation::loss_words(*comparison),
+            None => agreement_words(*comparison),
+        };
+        agreement.row([name.to_owned(), words]);
+        if let Some(changed) = changed.filter(|_| name == "gradients") {
             agreement.row([String::new(), changed.yardstick()]);
         }
     }

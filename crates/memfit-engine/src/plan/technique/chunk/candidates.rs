@@ -7,7 +7,6 @@
 
 use super::row_proof::by_rows;
 use crate::bytes::Bytes;
-use crate::plan::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::predict;
 use crate::trace::{
     CallChunk, Category, Chunk, LossChunk, Op, OpIndex, Phase, Region, Trace, ValueId,
@@ -33,7 +32,7 @@ const MOST_OPS: usize = 128;
 /// # Errors
 ///
 /// Why there is none, as a sentence without full stop.
-pub fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
+pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
     if !trace.meta.training {
         return Err("the step does not train".to_owned());
     }
@@ -184,20 +183,6 @@ fn cut(shape: &[u64]) -> Option<(u64, u64)> {
         (u64::try_from(longest).ok()?, size)
     };
     (size > 1).then_some((dim, size.min(CALL_SLICES)))
-}
-
-/// Whether a plan may get better by a capture of the alternatives: `plan` is the one made without them, or
-/// absent before any.
-#[must_use]
-pub fn wants_alternatives(trace: &Trace, request: &PlanRequest, plan: Option<&Plan>) -> bool {
-    if trace.alternatives.is_some() || request.forbid.contains(&ActionKind::Chunk) {
-        return false;
-    }
-    let may_help = match plan {
-        None => request.allow >= Class::Equivalent,
-        Some(plan) => plan.verdict == Verdict::DoesNotFit,
-    };
-    may_help && chunks(trace).is_ok()
 }
 
 /// The linear layer whose result a softmax takes.

@@ -1,18 +1,16 @@
 //! Part of a step in slices: the loss, or a module call that treats its rows one by one.
 //!
 //! Responsible for what is worth a capture in slices (`candidates.rs`), for the proof that a call may be cut
-//! (`row_proof.rs`), for captured steps in slices as a choice (`alternatives.rs`), and for the action. Not responsible
-//! for the capture (the Python package).
+//! (`row_proof.rs`), and for the action. Not responsible for the capture (the Python package), nor for trying it
+//! (`plan/ways.rs`).
 
-pub(in crate::plan) mod alternatives;
 pub(in crate::plan) mod candidates;
 mod row_proof;
 
 use super::{ActsOn, Technique, counted};
 use crate::plan::actions::Chosen;
-use crate::plan::{Action, ActionKind, Class, Details, Plan};
-use crate::predict;
-use crate::trace::Chunk;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::trace::{Chunk, Trace, Way};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::Chunk,
@@ -23,20 +21,40 @@ pub(super) static TECHNIQUE: Technique = Technique {
     effect: |action| format!("computed in up to {}", counted(action.count, "slice")),
     short: Some(|count| format!("chunking into {}", counted(count, "slice"))),
     acts_on: ActsOn::Computation,
-    is_way: true,
-    refusal: alternatives::why_none,
-    is_used: |outcome, _| outcome.sliced.is_some(),
+    only_where_needed: true,
+    refusal,
+    is_used: |outcome, _| outcome.way.chunk.is_some(),
     write,
 };
 
+/// Why something, or all, cannot run in slices; `None` when what is worth it can.
+pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    if request.forbid.contains(&ActionKind::Chunk) {
+        return Some("forbidden by the request".to_owned());
+    }
+    if let Some(found) = &trace.alternatives {
+        let is_sliced = found.steps.iter().any(|step| step.way.chunk.is_some());
+        return match (is_sliced, found.refusal.as_str()) {
+            (true, "") => None,
+            (false, "") => Some("nothing runs in slices".to_owned()),
+            (_, reason) => Some(reason.to_owned()),
+        };
+    }
+    let reason = candidates::chunks(trace).err();
+    Some(reason.unwrap_or_else(|| "the step was not captured in slices".to_owned()))
+}
+
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
-    let Some(step) = chosen.planner.step_of(chosen.outcome) else {
+    let Some(chunk) = chosen.outcome.way.chunk.clone() else {
         return;
     };
-    let chunk = step.alternative.chunk.clone();
     plan.notes.extend(notes(&chunk));
-    step.costs.source().clone_into(&mut plan.cost_source);
-    let less = chosen.planner.unplanned_peak - predict::unplanned_peak(&step.alternative.trace);
+    // What autocast brings by itself is autocast's.
+    let without = Way {
+        chunk: None,
+        ..chosen.outcome.way.clone()
+    };
+    let less = chosen.peak_in(&without) - chosen.peak_in(&chosen.outcome.way);
     let count = chunk.slices();
     let details = Details::Chunk { chunk };
     plan.actions.push(Action::new(details, count, less));

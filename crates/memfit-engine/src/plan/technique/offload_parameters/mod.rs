@@ -30,7 +30,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     },
     short: None,
     acts_on: ActsOn::Parameters,
-    is_way: false,
+    only_where_needed: false,
     refusal,
     is_used: |outcome, _| outcome.variant.offload_parameters.is_some(),
     write,

@@ -234,17 +234,18 @@ mod tests {
             ..PlanRequest::default()
         };
         let op_seconds = vec![1e-3; trace.ops.len()];
-        let costs = Costs::new(&trace, &CostSource::Profile { op_seconds }).unwrap();
+        let costs = Costs::new(&trace, &CostSource::profile(op_seconds)).unwrap();
         let planner = Planner {
             trace: &trace,
             costs: &costs,
-            sliced: &[],
+            ways: &[],
             request: &request,
             target: Bytes::ZERO,
             cap: Bytes::ZERO,
             unplanned_peak: Bytes::ZERO,
             may_shrink: false,
             may_narrow_state: false,
+            is_new: false,
             share: Share::FULL,
         };
         let once = Passes {

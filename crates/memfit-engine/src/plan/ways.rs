@@ -1,0 +1,358 @@
+//! Other ways of running the step, as captured: in slices, under autocast.
+//!
+//! Responsible for which ways are worth a capture, for op times of a step in another way, and for trying each with the
+//! inner search, jointly with the other outer choices. Not responsible for what may run in which way (`technique/`)
+//! nor for choosing among what comes out (`choose.rs`).
+
+use super::context::{OtherWay, Outcome, Planner};
+use super::search::limits::Share;
+use super::technique::autocast;
+use super::technique::chunk::candidates::chunks;
+use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
+use crate::cost::{CostError, CostSource, Costs};
+use crate::predict;
+use crate::trace::{Trace, Way};
+
+/// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
+/// already. `made` is the plan made without them, or absent before any.
+#[must_use]
+pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
+    let asked = request.allow >= Class::Equivalent || autocast::may(trace, request);
+    let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
+    if trace.alternatives.is_some() || !may_help {
+        return Vec::new();
+    }
+    let sliced = match chunks(trace) {
+        Ok(chunks) if !request.forbid.contains(&ActionKind::Chunk) => chunks,
+        _ => Vec::new(),
+    };
+    let mut ways: Vec<_> = sliced.into_iter().map(Way::in_slices).collect();
+    let smallest = ways.last().and_then(|way| way.chunk.clone());
+    if autocast::may(trace, request) {
+        ways.extend(autocast::ways(smallest));
+    }
+    ways
+}
+
+/// Every captured way that is allowed, with its op times. Those of a profiled step are known op by op: an op that both
+/// steps have takes the same time, the others take theirs by their work.
+pub(super) fn with_costs<'t>(
+    trace: &'t Trace,
+    source: &CostSource,
+    costs: &Costs,
+    request: &PlanRequest,
+) -> Result<Vec<OtherWay<'t>>, CostError> {
+    let may_slice = !request.forbid.contains(&ActionKind::Chunk);
+    let may_cast = autocast::may(trace, request);
+    let allowed = trace.alternatives().iter().filter(|it| {
+        (it.way.chunk.is_none() || may_slice) && (it.way.autocast.is_none() || may_cast)
+    });
+    let steps = allowed.map(|alternative| {
+        let costs = match source {
+            CostSource::Roofline { .. } => Costs::new(&alternative.trace, source)?,
+            CostSource::Profile { .. } => costs.carried_over(trace, &alternative.trace),
+        };
+        Ok(OtherWay { alternative, costs })
+    });
+    steps.collect()
+}
+
+/// Every way of a promise, solved: alone, and the last one, with the least bytes, on pieces of the batch too.
+pub(super) fn outcomes(
+    planner: &Planner<'_>,
+    promise: Class,
+    share: Share<'_>,
+    mut best_seconds: f64,
+) -> Vec<Outcome> {
+    let mut found = Vec::new();
+    let may_cut = planner.may_cut_batch();
+    let ways = planner.ways.iter().enumerate();
+    let ways: Vec<_> = ways
+        .filter(|(_, step)| class_of(&step.alternative.way) == promise)
+        .collect();
+    for (number, &(index, step)) in ways.iter().enumerate() {
+        let own = planner.in_way(step);
+        let share = share.part(number, ways.len());
+        let is_cut = number + 1 == ways.len() && may_cut && own.trace.couplings.is_some();
+        let kinds = 1 + usize::from(is_cut);
+        let mut outcomes = own.whole_batch(share.part(0, kinds), best_seconds);
+        best_seconds = outcomes
+            .iter()
+            .filter_map(Outcome::best_seconds)
+            .fold(best_seconds, f64::min);
+        if is_cut {
+            outcomes.extend(own.micro_batches(share.part(1, kinds), best_seconds));
+        }
+        for outcome in &mut outcomes {
+            outcome.way = step.alternative.way.clone();
+            outcome.way_index = Some(index);
+        }
+        found.extend(outcomes);
+    }
+    found
+}
+
+/// What a way promises about numbers.
+pub(super) fn class_of(way: &Way) -> Class {
+    let kinds = [
+        way.chunk.as_ref().map(|_| ActionKind::Chunk),
+        way.autocast.as_ref().map(|_| ActionKind::Autocast),
+    ];
+    let promises = kinds.into_iter().flatten().map(|it| it.technique().promise);
+    promises.max().unwrap_or_default()
+}
+
+impl<'t> Planner<'t> {
+    /// The same for the step in another way, of which nothing was tried yet. What is uncertain about that step's peak
+    /// in addition is kept free too.
+    fn in_way<'w>(&self, step: &'w OtherWay<'t>) -> Planner<'w>
+    where
+        't: 'w,
+    {
+        let trace = &step.alternative.trace;
+        let own = predict::margin(trace, predict::unplanned_peak(trace));
+        let more = own - predict::margin(self.trace, self.unplanned_peak);
+        Planner {
+            trace,
+            costs: &step.costs,
+            ways: &[],
+            target: self.target - more,
+            is_new: true,
+            ..*self
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::{Budget, Bytes};
+    use crate::plan::technique::chunk;
+    use crate::plan::{Details, plan};
+    use crate::trace::{Alternative, Alternatives, Autocast, Chunk, LossChunk, sample};
+
+    fn request(budget: u64, allow: Class) -> PlanRequest {
+        PlanRequest {
+            budget: Budget::Absolute(Bytes(budget)),
+            allow,
+            ..PlanRequest::default()
+        }
+    }
+
+    fn source(trace: &Trace) -> CostSource {
+        CostSource::profile(vec![1.0; trace.ops.len()])
+    }
+
+    /// A chain whose alternative makes everything in half of the bytes.
+    fn chain() -> Trace {
+        let mut trace = sample::chain();
+        let mut halved = trace.clone();
+        for allocation in &mut halved.allocations {
+            if allocation.producer.is_some() {
+                allocation.bytes = Bytes(allocation.bytes.0 / 2);
+            }
+        }
+        let loss = LossChunk {
+            slices: 8,
+            weight: "head.weight".to_owned(),
+            rows: 4,
+            classes: 8,
+            logit_bytes: Bytes(128),
+        };
+        let chunk = Chunk {
+            loss: Some(loss),
+            calls: Vec::new(),
+        };
+        let steps = vec![Alternative {
+            way: Way::in_slices(chunk),
+            trace: halved,
+        }];
+        trace.alternatives = Some(Alternatives {
+            steps,
+            ..Alternatives::default()
+        });
+        trace
+    }
+
+    #[test]
+    fn where_nothing_exact_fits_the_step_runs_in_slices_with_its_own_peak() {
+        let trace = chain();
+        let lowest = plan(&trace, &source(&trace), &request(1, Class::Exact)).unwrap();
+        assert_eq!(lowest.verdict, Verdict::DoesNotFit);
+        let exact = PlanRequest {
+            forbid: vec![ActionKind::Chunk, ActionKind::MicroBatch],
+            ..request(1, Class::Exact)
+        };
+        let exact = plan(&trace, &source(&trace), &exact).unwrap();
+        assert!(lowest.minimum_peak_bytes < exact.minimum_peak_bytes);
+        let budget = lowest.minimum_budget_bytes();
+        let made = plan(&trace, &source(&trace), &request(budget.0, Class::Exact)).unwrap();
+        assert_eq!(
+            (made.verdict, made.promise),
+            (Verdict::Fits, Class::Equivalent)
+        );
+        let chunk = made
+            .actions
+            .iter()
+            .find(|it| it.kind() == ActionKind::Chunk);
+        let action = chunk.expect("only slices fit");
+        let Details::Chunk { chunk } = &action.details else {
+            panic!("{action:?}")
+        };
+        assert_eq!(chunk.slices(), 8);
+        let saved = predict::unplanned_peak(&trace)
+            - predict::unplanned_peak(&trace.alternatives()[0].trace);
+        assert_eq!((action.count, action.bytes), (8, saved));
+    }
+
+    #[test]
+    fn an_exact_plan_that_fits_comes_first_and_a_forbidden_kind_is_left_out() {
+        let trace = chain();
+        let ample = plan(
+            &trace,
+            &source(&trace),
+            &request(1 << 20, Class::Equivalent),
+        )
+        .unwrap();
+        assert!(ample.actions.is_empty());
+        let forbidden = PlanRequest {
+            forbid: vec![ActionKind::Chunk],
+            ..request(1, Class::Equivalent)
+        };
+        let made = plan(&trace, &source(&trace), &forbidden).unwrap();
+        assert!(made.actions.iter().all(|it| it.kind() != ActionKind::Chunk));
+        let refusal = made.refusals.iter().find(|it| it.kind == ActionKind::Chunk);
+        assert!(refusal.expect("it is said").reason.contains("forbidden"));
+    }
+
+    #[test]
+    fn slices_work_inside_the_users_own_loop() {
+        let trace = chain();
+        let own = PlanRequest {
+            own_loop: true,
+            forbid: vec![ActionKind::Remat],
+            ..request(1, Class::Exact)
+        };
+        let made = plan(&trace, &source(&trace), &own).unwrap();
+        assert!(made.actions.iter().any(|it| it.kind() == ActionKind::Chunk));
+    }
+
+    #[test]
+    fn a_capture_is_asked_for_only_where_it_may_help() {
+        let mut trace = chain();
+        let none = ways(&trace, &request(1, Class::Equivalent), None);
+        assert!(none.is_empty(), "captured already");
+        trace.alternatives = None;
+        let none = ways(&trace, &request(1, Class::Equivalent), None);
+        assert!(none.is_empty(), "this step has no loss over classes");
+        let reason = chunk::refusal(&trace, &request(1, Class::Exact)).unwrap();
+        assert!(reason.contains("straight from a linear layer"), "{reason}");
+    }
+
+    /// Leave for autocast and nothing else.
+    fn may_cast(budget: u64) -> PlanRequest {
+        PlanRequest {
+            allow_kinds: vec![ActionKind::Autocast],
+            forbid: vec![ActionKind::Chunk, ActionKind::MicroBatch],
+            ..request(budget, Class::Exact)
+        }
+    }
+
+    /// A step with a matrix product, and the same under autocast: all that it makes in half of the bytes.
+    fn product(cached: &[bool]) -> Trace {
+        let mut trace = sample::loss_over_classes(512, None);
+        trace.ops[0].flops = 1 << 20;
+        let mut halved = trace.clone();
+        for allocation in &mut halved.allocations {
+            if allocation.producer.is_some() {
+                allocation.bytes = Bytes(allocation.bytes.0 / 2);
+            }
+        }
+        let steps = cached.iter().map(|&cache| Alternative {
+            way: Way {
+                chunk: None,
+                autocast: Some(Autocast {
+                    dtype: "bfloat16".to_owned(),
+                    cache,
+                }),
+            },
+            trace: halved.clone(),
+        });
+        let steps = steps.collect();
+        trace.alternatives = (!cached.is_empty()).then(|| Alternatives {
+            steps,
+            ..Alternatives::default()
+        });
+        trace
+    }
+
+    #[test]
+    fn autocast_is_asked_for_with_leave_alone_and_with_the_smallest_slices() {
+        let trace = product(&[]);
+        let casts = |request: &PlanRequest| {
+            let asked = ways(&trace, request, None).into_iter();
+            let asked = asked.filter_map(|way| Some((way.autocast?.cache, way.chunk.is_some())));
+            asked.collect::<Vec<_>>()
+        };
+        let both = PlanRequest {
+            forbid: Vec::new(),
+            ..may_cast(1)
+        };
+        assert_eq!(casts(&both), [(true, false), (false, false), (false, true)]);
+        assert_eq!(casts(&may_cast(1)), [(true, false), (false, false)]);
+        assert_eq!(casts(&request(1, Class::Equivalent)), []);
+        assert_eq!(casts(&request(1, Class::Exact)), []);
+    }
+
+    #[test]
+    fn a_plan_under_autocast_has_its_own_peak_and_promise() {
+        let trace = product(&[true, false]);
+        let peak = predict::unplanned_peak(&trace.alternatives()[0].trace);
+        let exact = PlanRequest {
+            allow_kinds: Vec::new(),
+            ..may_cast(1)
+        };
+        let exact = plan(&trace, &source(&trace), &exact).unwrap();
+        let lowest = plan(&trace, &source(&trace), &may_cast(1)).unwrap();
+        assert!(lowest.minimum_peak_bytes < exact.minimum_peak_bytes);
+        let budget = lowest.minimum_budget_bytes().0.max(peak.0);
+        let made = plan(&trace, &source(&trace), &may_cast(budget)).unwrap();
+        assert_eq!(
+            (made.verdict, made.promise),
+            (Verdict::Fits, Class::Approximate)
+        );
+        let action = made
+            .actions
+            .iter()
+            .find(|it| it.kind() == ActionKind::Autocast);
+        let action = action.expect("nothing else fits");
+        let Details::Autocast { autocast } = &action.details else {
+            panic!("{action:?}")
+        };
+        assert!(autocast.cache, "of equal plans the first is taken");
+        assert_eq!(action.bytes, predict::unplanned_peak(&trace) - peak);
+    }
+
+    #[test]
+    fn without_leave_or_where_it_is_forbidden_a_captured_step_under_autocast_is_not_run() {
+        let trace = product(&[true]);
+        let forbidden = PlanRequest {
+            forbid: vec![ActionKind::Autocast],
+            ..may_cast(1)
+        };
+        for request in [request(1, Class::Equivalent), forbidden.clone()] {
+            let made = plan(&trace, &source(&trace), &request).unwrap();
+            assert!(
+                made.actions
+                    .iter()
+                    .all(|it| it.kind() != ActionKind::Autocast)
+            );
+        }
+        let made = plan(&trace, &source(&trace), &forbidden).unwrap();
+        let said = made
+            .refusals
+            .iter()
+            .find(|it| it.kind == ActionKind::Autocast);
+        assert_eq!(said.unwrap().reason, "forbidden by the request");
+    }
+}

@@ -1,0 +1,47 @@
+"""Forward in fewer bits: ``torch.autocast``.
+
+Responsible for a plan's ``autocast`` action: which types a forward computes in, and whether the
+narrow copies of parameters are kept for further uses. Which ops are cast is torch's choice
+(``aten/src/ATen/autocast_mode.h``). Not responsible for scaling a loss, which bfloat16 does not
+need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.apply.part import Part
+from memfit.errors import UsageError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Element types that autocast computes in, by their names in plans."""
+
+
+class UnderAutocast(Part):
+    """Carries out an ``autocast`` action on a model."""
+
+    def __init__(self, model: nn.Module, said: Mapping[str, Any]) -> None:
+        """Prepare; nothing is switched on before :meth:`forward`.
+
+        Args:
+            model: The model the plan was made for; its first parameter says on which device.
+            said: ``Autocast`` of the plan as parsed JSON.
+
+        Raises:
+            UsageError: It is no such thing.
+        """
+        dtype, cache = said.get("dtype"), said.get("cache")
+        if dtype not in DTYPES or not isinstance(cache, bool):
+            message = "what the plan says of `autocast` is malformed: it needs `dtype` and `cache`"
+            raise UsageError(message)
+        self._dtype, self._cache = DTYPES[dtype], cache
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
+
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """What a forward runs inside, the loss included; backward needs no more."""
+        return torch.autocast(self._device, self._dtype, cache_enabled=self._cache)

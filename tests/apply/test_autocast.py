@@ -1,0 +1,197 @@
+"""Forward under autocast as an action: bits, bytes, and when it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memfit
+from memfit.measure import measure_peak, static_tensors
+from memfit.workload import Workload
+
+ALONE = ("chunk", "micro_batch")
+"""What tests here forbid in addition: they ask for autocast."""
+
+
+class Classifier(nn.Module):
+    """Linear layers with norms and dropout; the middle one is called ``uses`` times."""
+
+    def __init__(self, width=256, uses=1):
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.middle = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(width, 50)
+        self.uses = uses
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for _ in range(self.uses):
+            x = x + self.drop(self.middle(x))
+        return self.head(x)
+
+
+def workload(rows=512, optimizer=torch.optim.AdamW, **form):
+    torch.manual_seed(0)
+    batch = (torch.randn(rows, 64), torch.randint(0, 50, (rows,)))
+    return Workload(
+        Classifier(**form),
+        batch,
+        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer,
+    )
+
+
+def action(plan):
+    found = [it for it in plan.as_dict()["actions"] if it["kind"] == "autocast"]
+    return found[0]["autocast"] if found else None
+
+
+def run(load, plan, steps=3):
+    """Losses of some steps, and the parameters after them."""
+    with memfit.Fitted(load, plan) as fitted:
+        torch.manual_seed(3)
+        losses = [fitted.step().clone() for _ in range(steps)]
+    return losses, [p.detach().clone() for p in load.model.parameters()]
+
+
+def planned(load, budget, **options):
+    options.setdefault("forbid", ALONE)
+    return memfit.plan(load, budget, allow="autocast", **options)
+
+
+@pytest.mark.parametrize("uses", [1, 4])
+@pytest.mark.parametrize("budget", ["85%", "70%"])
+def test_a_plan_is_to_the_bit_the_users_own_autocast_and_to_the_byte_as_predicted(uses, budget):
+    plan = planned(workload(uses=uses), budget)
+    said = action(plan)
+    assert plan.promise == "approximate"
+    assert said is not None
+    assert said["dtype"] == "bfloat16"
+    own = replace(workload(uses=uses), autocast=torch.bfloat16, autocast_cache=said["cache"])
+    losses, parameters = run(workload(uses=uses), plan)
+    expected, theirs = run(own, {"actions": []})
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parameters, theirs, strict=True))
+    plain, _ = run(workload(uses=uses), {"actions": []})
+    assert not torch.equal(plain[0], losses[0])
+
+    load = workload(uses=uses)
+    with memfit.Fitted(load, plan) as fitted:
+        fitted.step()
+        peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
+    assert peak == pytest.approx(plan.planned.predicted_peak_bytes, rel=1e-3)
+    assert peak <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_step_that_autocasts_by_itself_is_predicted_with_its_cache(cache):
+    load = replace(workload(), autocast=torch.bfloat16, autocast_cache=cache)
+    predicted = memfit.predict(load).predicted_peak_bytes
+    fitted = memfit.Fitted(load, {"actions": []})
+    fitted.step()
+    peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
+    assert peak == pytest.approx(predicted, rel=1e-3)
+
+
+def least(load, **options):
+    return memfit.plan(load, "4KiB", **options).minimum_peak_bytes
+
+
+def test_few_rows_and_large_weights_are_run_without_the_weight_cache():
+    """With the cache each weight has a second copy that no recomputation can touch."""
+    load = workload(rows=16, width=512, uses=1, optimizer=torch.optim.SGD)
+    with_leave = least(load, allow="autocast", forbid=ALONE)
+    assert with_leave <= least(load, forbid=ALONE)
+    trace = memfit.trace(load).native
+    ways = [{"autocast": {"dtype": "bfloat16", "cache": cache}} for cache in (True, False)]
+    from memfit.plan.alternatives import with_alternatives
+
+    both = memfit.Trace(with_alternatives(load, trace, ways))
+    cached = memfit.Trace(with_alternatives(load, trace, ways[:1]))
+    cast = {"allow": "autocast", "forbid": (*ALONE, "remat", "fuse_optimizer")}
+    assert least(both, **cast) <= least(cached, **cast)
+
+
+def test_a_budget_that_the_plain_step_keeps_needs_no_autocast():
+    assert planned(workload(), "2GiB").actions == ()
+
+
+def test_in_the_users_own_loop_forward_runs_under_autocast():
+    planned_load = workload()
+    plan = planned(planned_load, "80%", own_loop=True)
+    assert action(plan) is not None
+    own = workload()
+    seen = []
+    for load, fitted in ((planned_load, memfit.Fitted(planned_load, plan)), (own, None)):
+        optimizer = load.optimizer(load.model.parameters())
+        torch.manual_seed(3)
+        cache = action(plan)["cache"]
+        around = (
+            fitted.forward()
+            if fitted is not None
+            else torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+        )
+        with around:
+            loss = load.loss(load.model, load.batch)
+        loss.backward()
+        optimizer.step()
+        seen.append([loss.detach(), *(p.detach() for p in load.model.parameters())])
+        assert not torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_the_smallest_slices_run_under_autocast_too():
+    torch.manual_seed(0)
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4000, 32), nn.Linear(32, 32), nn.Linear(32, 4000))
+        ids = torch.randint(0, 4000, (4, 64))
+        return Workload(
+            model,
+            ids,
+            lambda m, b: functional.cross_entropy(m(b).flatten(0, 1), b.flatten()),
+            torch.optim.SGD,
+        )
+
+    whole = least(make(), allow=["equivalent", "autocast"], forbid=("micro_batch", "chunk"))
+    plan = memfit.plan(
+        make(), whole * 7 // 10, allow=["equivalent", "autocast"], forbid=("micro_batch",)
+    )
+    kinds = {it.kind for it in plan.actions}
+    assert "chunk" in kinds
+    load = make()
+    with memfit.Fitted(load, plan) as fitted:
+        fitted.step()
+        peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
+    assert peak <= plan.budget_bytes
+
+
+def refusal(load, **options):
+    plan = memfit.plan(load, "90%", allow="autocast", **options)
+    return next((it.reason for it in plan.refusals if it.kind == "autocast"), None)
+
+
+def test_what_autocasts_already_is_left_alone_and_so_is_what_has_nothing_to_cast():
+    own = replace(workload(), autocast=torch.bfloat16)
+    assert refusal(own) == "the step computes in bfloat16 as it is"
+
+    torch.manual_seed(0)
+    pointwise = nn.Sequential(nn.LayerNorm(64), nn.Tanh(), nn.LayerNorm(64), nn.Tanh())
+    load = Workload(
+        pointwise, torch.randn(512, 64), lambda m, b: m(b).square().mean(), torch.optim.SGD
+    )
+    assert refusal(load) == "no matrix product or convolution computes in float32"
+    assert refusal(workload(), forbid=("autocast",)) == "forbidden by the request"
+    assert refusal(workload()) is None
+
+
+def test_a_plan_that_says_nothing_of_types_is_refused():
+    broken = {"actions": [{"kind": "autocast", "autocast": {"dtype": "int8", "cache": True}}]}
+    with pytest.raises(memfit.UsageError, match="malformed"):
+        memfit.Fitted(workload(), broken)
