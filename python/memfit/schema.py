@@ -250,7 +250,7 @@ class OffloadParametersAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastAction:
-    """Compute matrix products and convolutions in 16 bits.
+    """Compute matrix products and convolutions in bfloat16.
 
     Attributes:
         kind: Which technique.
@@ -268,6 +268,28 @@ class AutocastAction:
     count: int
     bytes: int
     autocast: Autocast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastFp16Action:
+    """Compute them in float16, with a loss scale.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        autocast_fp16: What the executor needs.
+    """
+
+    kind: Literal["autocast_fp16"]
+    promise: Promise
+    count: int
+    bytes: int
+    autocast_fp16: Autocast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +327,7 @@ Action: TypeAlias = (
     | OptimizerBitsAction
     | OffloadParametersAction
     | AutocastAction
+    | AutocastFp16Action
     | ChunkAction
 )
 """One technique as applied."""
@@ -390,6 +413,9 @@ class Approximation:
             no halves.
         not_finite: Numbers in gradients that are finite unplanned, and not planned.
         update_steps: After how many steps that was; none where updates were not looked at.
+        scaled_steps: Steps with a scaled loss that were looked at once the scale fitted; none where
+            it is not scaled.
+        skipped_steps: How many of them updated nothing, as a gradient was not finite.
         max_error: The bound, as a part of the batch's noise.
         update_error: Numbers of parameters after some steps: length of the difference over the
             length of how far the unplanned ones moved. Absent where updates read nothing that was
@@ -403,6 +429,8 @@ class Approximation:
     batch_noise: float | None
     not_finite: int
     update_steps: int
+    scaled_steps: int
+    skipped_steps: int
     max_error: float
     update_error: float | None = None
 
@@ -1099,6 +1127,7 @@ Kind = Literal[
     "optimizer_bits",
     "offload_parameters",
     "autocast",
+    "autocast_fp16",
     "chunk",
 ]
 """One technique.
@@ -1115,7 +1144,8 @@ Kind = Literal[
 - ``offload_optimizer``: Offload the optimizer's state, and fetch it for one parameter at a time.
 - ``optimizer_bits``: Hold the optimizer's state in 8 bits, between updates and during them.
 - ``offload_parameters``: Offload parameters, with a bounded part of them resident.
-- ``autocast``: Compute matrix products and convolutions in 16 bits.
+- ``autocast``: Compute matrix products and convolutions in bfloat16.
+- ``autocast_fp16``: Compute them in float16, with a loss scale.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
 """
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 Actions = Mapping[str, Mapping[str, Any]]
 """The actions of a plan by their kinds."""
 
+_AUTOCAST = ("autocast", "autocast_fp16")
 _OF_ACTIVATIONS = ("remat", "unneeded_saves", "offload", "shrink")
 BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 """Kinds of action that keep something elsewhere between steps."""
@@ -157,7 +158,13 @@ def _micro_batches(subject: Subject, actions: Actions) -> Part:
 
 
 def _autocast(subject: Subject, actions: Actions) -> Part:
-    return UnderAutocast(subject.model, _said(actions, "autocast") or {})
+    kind = next(kind for kind in _AUTOCAST if kind in actions)
+    if kind == "autocast_fp16" and "fuse_optimizer" in actions:
+        raise UsageError(
+            "the plan scales the loss and runs the optimizer inside backward: whether gradients "
+            "are finite is known after the last one"
+        )
+    return UnderAutocast(subject.model, _said(actions, kind) or {})
 
 
 def _slices(subject: Subject, actions: Actions) -> Part:
@@ -193,6 +200,7 @@ TECHNIQUES = {
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True),
     "autocast": Technique(_autocast),
+    "autocast_fp16": Technique(_autocast, needs_whole_step=True),
     "remat": Technique(_activations),
     "unneeded_saves": Technique(_activations),
     "offload": Technique(_activations),
@@ -214,6 +222,7 @@ class Executor:
             where it does not matter.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
+        scales_loss: Whether the loss has to be scaled for backward, and gradients back after it.
         remat: Drops, offloads and shrinks activations; ``None`` without any.
     """
 
@@ -262,6 +271,8 @@ class Executor:
         self.one_by_one = updates if isinstance(updates, UpdatesOneByOne) else None
         parameters = self._parts.get("offload_parameters")
         self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
+        autocast = self._parts.get("autocast_fp16")
+        self.scales_loss = isinstance(autocast, UnderAutocast) and autocast.scales_loss
         remat = next((self._parts[kind] for kind in _OF_ACTIVATIONS if kind in self._parts), None)
         self.remat = remat if isinstance(remat, Rematerialiser) else None
 

@@ -28,6 +28,7 @@ from memfit.answers import CompiledPlan, Plan
 from memfit.apply.executor import Executor, Subject
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
+from memfit.apply.precision.loss_scale import LossScale
 from memfit.apply.proven_ops import LeftProof
 from memfit.errors import CaptureError, DivergenceWarning, UsageError, WorkloadError
 from memfit.run.elastic import Elastic
@@ -66,6 +67,8 @@ class Report:
         not_compiled: Why the step runs eager though it was asked to be compiled; empty otherwise.
         refused_attempts: Attempts at a step that the budget refused.
         recovered_steps: Steps that ran by a tighter plan after that.
+        loss_scale: What the loss is multiplied by for backward; 1 where it is not scaled.
+        skipped_steps: Steps that updated nothing, as a scaled gradient was not finite.
     """
 
     steps: int
@@ -83,6 +86,8 @@ class Report:
     refused_attempts: int = 0
     recovered_steps: int = 0
     shrunk_tensors: int = 0
+    loss_scale: float = 1.0
+    skipped_steps: int = 0
 
 
 class Fitted:
@@ -93,6 +98,8 @@ class Fitted:
         optimizer: Its optimizer; ``None`` when the workload has none.
         elastic: The lease that it lives within; ``None`` without one.
         has_begun_update: Whether the optimizer has begun, in the last step.
+        has_skipped_update: Whether the last step updated nothing, as a gradient of the scaled loss
+            was not finite: a scheduler of the learning rate should not count it.
     """
 
     def __init__(
@@ -136,6 +143,8 @@ class Fitted:
         self._not_compiled = not_compiled
         self._recovery = recovery
         self.has_begun_update = False
+        self.has_skipped_update = False
+        self._loss_scale = LossScale()
         self._warn = warn
         if loss_reduction not in REDUCTIONS:
             message = f"unknown loss reduction `{loss_reduction}`: one of {REDUCTIONS[1:]}"
@@ -236,7 +245,7 @@ class Fitted:
         Returns:
             As :meth:`step`.
         """
-        self.has_begun_update = False
+        self.has_begun_update = self.has_skipped_update = False
         executor = self._choose(batch)
         if not self.workload.training:
             self.place_state()
@@ -297,7 +306,7 @@ class Fitted:
         if micro_batches is None:
             loss = self._loss(executor, batch)
             with self._optimizer_inside(executor):
-                loss.backward()  # type: ignore[no-untyped-call]
+                self._backward(executor, loss)
             return loss.detach()
         workload = self.workload
         pieces = cut(batch, micro_batches.pieces, workload.batch_dim, workload.batch)
@@ -324,9 +333,16 @@ class Fitted:
         inside = self._optimizer_inside(executor) if last else contextlib.nullcontext()
         if weight > 0:
             with inside:
-                loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+                self._backward(executor, loss, weight)
         elif last and executor.fuse and self.optimizer is not None:
             self.optimizer.step()
+
+    def _backward(self, executor: Executor, loss: Tensor, weight: float | None = None) -> None:
+        """Add a loss's gradients, scaled where the plan says so."""
+        begin = None if weight is None else torch.full_like(loss, weight)
+        if executor.scales_loss:
+            begin = self._loss_scale.weight(loss, 1.0 if weight is None else weight)
+        loss.backward(begin)  # type: ignore[no-untyped-call]
 
     def _loss(self, executor: Executor, batch: Any) -> Tensor:
         """The loss of a batch, with its graph."""
@@ -350,15 +366,38 @@ class Fitted:
                     parameter.grad.mul_(factor)
 
     def _update(self, executor: Executor) -> None:
-        if self.workload.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(
-                self.workload.model.parameters(), self.workload.clip_grad_norm
-            )
-        if self.optimizer is None or executor.fuse:
-            return
-        with interrupts_wait():
-            self.has_begun_update = True
-            executor.update()
+        """Gradients scaled back, clipping, the optimizer: nothing where one is not finite."""
+        model = self.workload.model
+        if executor.scales_loss:
+            finite = self._loss_scale.unscale(p.grad for p in model.parameters())
+            self.has_skipped_update = not finite
+        if not self.has_skipped_update:
+            if self.workload.clip_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), self.workload.clip_grad_norm)
+            if self.optimizer is not None and not executor.fuse:
+                with interrupts_wait():
+                    self.has_begun_update = True
+                    executor.update()
+        if executor.scales_loss:
+            # Last of all: a step that is refused before and runs again is one step.
+            self._loss_scale.update(finite=not self.has_skipped_update)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for backward; 1 where the plan does not scale it."""
+        return self._loss_scale.value if self._running.scales_loss else 1.0
+
+    def scaler_state_dict(self) -> dict[str, Any]:
+        """The loss scale, for a checkpoint; ``GradScaler.load_state_dict`` takes it too."""
+        return self._loss_scale.state_dict()
+
+    def load_scaler_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a loss scale.
+
+        Args:
+            state: As :meth:`scaler_state_dict` or ``GradScaler.state_dict`` gives it.
+        """
+        self._loss_scale.load_state_dict(state)
 
     def place_state(self) -> None:
         """Have the optimizer's state and the parameters where the plan wants them between steps.
@@ -452,6 +491,8 @@ class Fitted:
             refused_attempts=counts.refused_attempts if counts else 0,
             recovered_steps=counts.recovered_steps if counts else 0,
             shrunk_tensors=outcome.shrunk if outcome else 0,
+            loss_scale=self.loss_scale,
+            skipped_steps=self._loss_scale.skipped_steps,
         )
 
     def _between_steps(self) -> None:

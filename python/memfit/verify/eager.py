@@ -40,6 +40,9 @@ _UPDATES = 5
 """Steps after which parameters are compared where updates read what was rounded: the first does
 not."""
 
+_MOST_HALVINGS = 20
+"""Steps after which a loss scale has fallen from its beginning to nearly nothing."""
+
 Tensors = dict[str, Tensor]
 
 
@@ -141,7 +144,16 @@ def verify(
             rounds_updates=NARROW_STATE in kinds,
         )
         gc.collect()
-        return {**measure(workload, {"unplanned": ordinary, "planned": planned}, steps), **compared}
+        settled = planned.report()
+        ways = {"unplanned": ordinary, "planned": planned}
+        found = {**measure(workload, ways, steps), **compared}
+        if planned.loss_scale != 1:
+            after = planned.report()
+            found["approximation"] |= {
+                "scaled_steps": after.steps - settled.steps,
+                "skipped_steps": after.skipped_steps - settled.skipped_steps,
+            }
+        return found
 
 
 def _compare(
@@ -155,6 +167,8 @@ def _compare(
     """One step each from the same state, compared; where updates are rounded, some more."""
     state = State.of(workload)
     expected = observe(workload, ordinary)
+    state.restore(workload)
+    _settle(planned)
     state.restore(workload)
     got = observe(workload, planned)
     state.restore(workload)
@@ -172,6 +186,17 @@ def _compare(
         "divergence": report.divergence,
         "kept_drops": list(report.kept_drops),
     }
+
+
+def _settle(planned: Fitted) -> None:
+    """Run steps until the scale of the loss fits, where it is scaled."""
+    for _ in range(_MOST_HALVINGS):
+        if planned.loss_scale == 1:
+            return
+        seed()
+        planned.step()
+        if not planned.has_skipped_update:
+            return
 
 
 def _update_error(
@@ -225,7 +250,9 @@ def observe(workload: Workload, fitted: Fitted) -> Observed:
 
             def keep(p: Any, name: str = name) -> None:
                 if p.grad is not None:
-                    seen.gradients[name] = p.grad.detach().clone().to_dense()
+                    gradient = p.grad.detach().clone().to_dense()
+                    scale = fitted.loss_scale
+                    seen.gradients[name] = gradient if scale == 1 else gradient / scale
 
             handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
     seed()

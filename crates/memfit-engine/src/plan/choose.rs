@@ -170,7 +170,7 @@ impl Planner<'_> {
             may_narrow_state: optimizer_bits::may(self.trace, self.request),
             ..*self
         };
-        let may_cast = autocast::may(self.trace, self.request);
+        let may_cast = autocast::may_any(self.trace, self.request);
         if approximating.may_shrink || approximating.may_narrow_state || may_cast {
             outcomes.extend(approximating.approximate(&outcomes, self.share));
         }

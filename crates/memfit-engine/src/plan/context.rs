@@ -80,6 +80,8 @@ impl Outcome {
 pub(super) struct OtherWay<'t> {
     pub(super) alternative: &'t Alternative,
     pub(super) costs: Costs,
+    /// What may be done with it.
+    pub(super) request: PlanRequest,
 }
 
 #[derive(Clone, Copy)]

@@ -6,18 +6,18 @@
 
 use super::context::{OtherWay, Outcome, Planner};
 use super::search::limits::Share;
-use super::technique::autocast;
 use super::technique::chunk::candidates::chunks;
+use super::technique::{autocast, autocast_fp16};
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::trace::{Trace, Way};
+use crate::trace::{Autocast, Trace, Way};
 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
 /// already. `made` is the plan made without them, or absent before any.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
-    let asked = request.allow >= Class::Equivalent || autocast::may(trace, request);
+    let asked = request.allow >= Class::Equivalent || autocast::may_any(trace, request);
     let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
     if trace.alternatives.is_some() || !may_help {
         return Vec::new();
@@ -28,9 +28,7 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     };
     let mut ways: Vec<_> = sliced.into_iter().map(Way::in_slices).collect();
     let smallest = ways.last().and_then(|way| way.chunk.clone());
-    if autocast::may(trace, request) {
-        ways.extend(autocast::ways(smallest));
-    }
+    ways.extend(autocast::ways(trace, request, smallest.as_ref()));
     ways
 }
 
@@ -43,16 +41,24 @@ pub(super) fn with_costs<'t>(
     request: &PlanRequest,
 ) -> Result<Vec<OtherWay<'t>>, CostError> {
     let may_slice = !request.forbid.contains(&ActionKind::Chunk);
-    let may_cast = autocast::may(trace, request);
+    let may_cast = |it: &Autocast| autocast::may(autocast::kind_of(it), trace, request);
     let allowed = trace.alternatives().iter().filter(|it| {
-        (it.way.chunk.is_none() || may_slice) && (it.way.autocast.is_none() || may_cast)
+        (it.way.chunk.is_none() || may_slice) && it.way.autocast.as_ref().is_none_or(may_cast)
     });
     let steps = allowed.map(|alternative| {
         let costs = match source {
             CostSource::Roofline { .. } => Costs::new(&alternative.trace, source)?,
             CostSource::Profile { .. } => costs.carried_over(trace, &alternative.trace),
         };
-        Ok(OtherWay { alternative, costs })
+        let mut request = request.clone();
+        if autocast::is_used(ActionKind::AutocastFp16, &alternative.way) {
+            request.forbid.push(autocast_fp16::NOT_WITH);
+        }
+        Ok(OtherWay {
+            alternative,
+            costs,
+            request,
+        })
     });
     steps.collect()
 }
@@ -96,7 +102,7 @@ pub(super) fn outcomes(
 pub(super) fn class_of(way: &Way) -> Class {
     let kinds = [
         way.chunk.as_ref().map(|_| ActionKind::Chunk),
-        way.autocast.as_ref().map(|_| ActionKind::Autocast),
+        way.autocast.as_ref().map(autocast::kind_of),
     ];
     let promises = kinds.into_iter().flatten().map(|it| it.technique().promise);
     promises.max().unwrap_or_default()
@@ -115,6 +121,7 @@ impl<'t> Planner<'t> {
         Planner {
             trace,
             costs: &step.costs,
+            request: &step.request,
             ways: &[],
             target: self.target - more,
             is_new: true,
@@ -128,8 +135,8 @@ mod tests {
     use super::*;
     use crate::bytes::{Budget, Bytes};
     use crate::plan::technique::chunk;
-    use crate::plan::{Details, plan};
-    use crate::trace::{Alternative, Alternatives, Autocast, Chunk, LossChunk, sample};
+    use crate::plan::{Action, Details, plan};
+    use crate::trace::{Alternative, Alternatives, Chunk, LossChunk, sample};
 
     fn request(budget: u64, allow: Class) -> PlanRequest {
         PlanRequest {
@@ -354,5 +361,45 @@ mod tests {
             .iter()
             .find(|it| it.kind == ActionKind::Autocast);
         assert_eq!(said.unwrap().reason, "forbidden by the request");
+    }
+
+    #[test]
+    fn float16_is_for_those_who_name_it_and_updates_nothing_inside_backward() {
+        let trace = product(&[]);
+        let dtypes = |request: &PlanRequest| {
+            let asked = ways(&trace, request, None).into_iter();
+            let mut dtypes: Vec<_> = asked.filter_map(|way| Some(way.autocast?.dtype)).collect();
+            dtypes.dedup();
+            dtypes
+        };
+        let named = PlanRequest {
+            allow_kinds: vec![ActionKind::AutocastFp16],
+            ..may_cast(1)
+        };
+        assert_eq!(dtypes(&request(1, Class::Approximate)), ["bfloat16"]);
+        assert_eq!(dtypes(&named), ["float16"]);
+        let own_loop = PlanRequest {
+            own_loop: true,
+            ..named.clone()
+        };
+        assert!(dtypes(&own_loop).is_empty());
+
+        let mut trace = chain();
+        trace.ops[0].flops = 1 << 20;
+        let found = trace.alternatives.as_mut().unwrap();
+        found.steps[0].way = Way {
+            chunk: None,
+            autocast: Some(Autocast {
+                dtype: "float16".to_owned(),
+                cache: true,
+            }),
+        };
+        let made = plan(&trace, &source(&trace), &named).unwrap();
+        let kinds: Vec<_> = made.actions.iter().map(Action::kind).collect();
+        assert!(kinds.contains(&ActionKind::AutocastFp16), "{kinds:?}");
+        assert!(!kinds.contains(&ActionKind::FuseOptimizer), "{kinds:?}");
+        let costs = Costs::new(&trace, &source(&trace)).unwrap();
+        let way = &with_costs(&trace, &source(&trace), &costs, &named).unwrap()[0];
+        assert!(way.request.forbid.contains(&ActionKind::FuseOptimizer));
     }
 }

@@ -19,6 +19,9 @@ const MOST_EVER: f64 = 0.5;
 /// Most that parameters may be off by after some steps, as a part of how far they moved.
 const MOST_OF_MOVE: f64 = 0.1;
 
+/// Most steps that may be skipped once the scale of the loss fits, as a part of all.
+const MOST_SKIPPED: f64 = 0.05;
+
 /// What approximate gradients are beside the unplanned ones. Lengths are Euclidean, over all parameters.
 #[derive(Debug, Clone, PartialEq, JsonSchema, Serialize, Deserialize)]
 pub(crate) struct Approximation {
@@ -42,6 +45,12 @@ pub(crate) struct Approximation {
     /// After how many steps that was; none where updates were not looked at.
     #[serde(default)]
     pub(crate) update_steps: u64,
+    /// Steps with a scaled loss that were looked at once the scale fitted; none where it is not scaled.
+    #[serde(default)]
+    pub(crate) scaled_steps: u64,
+    /// How many of them updated nothing, as a gradient was not finite.
+    #[serde(default)]
+    pub(crate) skipped_steps: u64,
     /// The bound, as a part of the batch's noise.
     #[serde(default = "most_of_noise")]
     pub(crate) max_error: f64,
@@ -62,7 +71,25 @@ impl Approximation {
     pub(crate) fn holds(&self) -> bool {
         let updates_are =
             self.update_steps == 0 || self.update_error.is_some_and(|error| error <= MOST_OF_MOVE);
-        updates_are && self.holds_but_for_updates()
+        updates_are && self.holds_but_for_updates() && !self.skips_too_often()
+    }
+
+    /// Does the loss scale overflow again and again?
+    #[expect(clippy::cast_precision_loss, reason = "a handful of steps")]
+    fn skips_too_often(&self) -> bool {
+        self.skipped_steps as f64 > MOST_SKIPPED * self.scaled_steps as f64
+    }
+
+    /// What became of steps with a scaled loss, in words; `None` where it is not scaled.
+    pub(crate) fn scale_words(&self) -> Option<String> {
+        (self.scaled_steps > 0).then(|| {
+            format!(
+                "{} of {} skipped, as gradients overflowed; at most {} may be",
+                self.skipped_steps,
+                counted(self.scaled_steps, "step"),
+                percent(MOST_SKIPPED)
+            )
+        })
     }
 
     /// Are gradients?
@@ -179,6 +206,8 @@ mod tests {
             not_finite: 0,
             update_error: None,
             update_steps: 0,
+            scaled_steps: 0,
+            skipped_steps: 0,
             max_error: MOST_OF_NOISE,
         }
     }
@@ -232,6 +261,11 @@ mod tests {
             Approximation {
                 gradient_error: Some(0.06),
                 batch_noise: None,
+                ..approximation()
+            },
+            Approximation {
+                scaled_steps: 10,
+                skipped_steps: 2,
                 ..approximation()
             },
             // Gradients twice as long, in a batch of much noise.

@@ -1,9 +1,9 @@
 """Forward in fewer bits: ``torch.autocast``.
 
-Responsible for a plan's ``autocast`` action: which types a forward computes in, and whether the
-narrow copies of parameters are kept for further uses. Which ops are cast is torch's choice
-(``aten/src/ATen/autocast_mode.h``). Not responsible for scaling a loss, which bfloat16 does not
-need.
+Responsible for a plan's ``autocast`` and ``autocast_fp16`` actions: which types a forward computes
+in, and whether the narrow copies of parameters are kept for further uses. Which ops are cast is
+torch's choice (``aten/src/ATen/autocast_mode.h``). Not responsible for the scale of a loss, which
+float16 needs and bfloat16 does not (:mod:`memfit.apply.precision.loss_scale`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class UnderAutocast(Part):
-    """Carries out an ``autocast`` action on a model."""
+    """Carries out an ``autocast`` or ``autocast_fp16`` action on a model.
+
+    Attributes:
+        scales_loss: Whether the loss has to be scaled.
+    """
 
     def __init__(self, model: nn.Module, said: Mapping[str, Any]) -> None:
         """Prepare; nothing is switched on before :meth:`forward`.
@@ -40,6 +44,7 @@ class UnderAutocast(Part):
             message = "what the plan says of `autocast` is malformed: it needs `dtype` and `cache`"
             raise UsageError(message)
         self._dtype, self._cache = DTYPES[dtype], cache
+        self.scales_loss = self._dtype is torch.float16
         self._device = next((p.device.type for p in model.parameters()), "cpu")
 
     def forward(self) -> contextlib.AbstractContextManager[None]:

@@ -9,6 +9,7 @@
 //! the capture and for which ops compute in which type (the Python package, torch), nor for trying it (`plan/ways.rs`).
 
 use super::{ActsOn, Technique};
+use crate::bytes::Bytes;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Autocast, Chunk, Op, Phase, Trace, Way};
@@ -24,37 +25,71 @@ pub(super) static TECHNIQUE: Technique = Technique {
     acts_on: ActsOn::Computation,
     only_where_needed: false,
     refusal,
-    is_used: |outcome, _| outcome.way.autocast.is_some(),
+    is_used: |outcome, _| is_used(ActionKind::Autocast, &outcome.way),
     write,
 };
 
-/// Element types that autocast computes in.
-const HALVES: [&str; 2] = ["bfloat16", "float16"];
+/// What autocast computes in here.
+pub(in crate::plan) const BFLOAT16: &str = "bfloat16";
+/// What `autocast_fp16` computes in.
+pub(in crate::plan) const FLOAT16: &str = "float16";
 
-/// Why it cannot be; `None` where it can, or where nobody asked for it.
-pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
-    if !request.asks_for(ActionKind::Autocast) {
+/// Which technique casts to a type.
+pub(in crate::plan) fn kind_of(autocast: &Autocast) -> ActionKind {
+    if autocast.dtype == FLOAT16 {
+        ActionKind::AutocastFp16
+    } else {
+        ActionKind::Autocast
+    }
+}
+
+fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    refusal_of(ActionKind::Autocast, trace, request)
+}
+
+/// Why one of the two cannot be; `None` where it can, or where nobody asked for it.
+pub(in crate::plan) fn refusal_of(
+    kind: ActionKind,
+    trace: &Trace,
+    request: &PlanRequest,
+) -> Option<String> {
+    if !is_asked_for(kind, request) {
         return None;
     }
-    if let Some(reason) = step_refusal(trace, request) {
+    if let Some(reason) = step_refusal(kind, trace, request) {
         return Some(reason);
     }
     let found = trace.alternatives.as_ref()?;
-    let is_cast = found.steps.iter().any(|step| step.way.autocast.is_some());
-    match (is_cast, found.autocast_refusal.as_str()) {
+    let mut casts = found.steps.iter().filter_map(|it| it.way.autocast.as_ref());
+    match (
+        casts.any(|it| kind_of(it) == kind),
+        found.autocast_refusal.as_str(),
+    ) {
         (true, _) => None,
         (false, "") => Some("the step was not captured under autocast".to_owned()),
         (false, reason) => Some(reason.to_owned()),
     }
 }
 
+/// The range of float16 needs a scaler, and steps that overflow are skipped: nobody gets that but by its name.
+fn is_asked_for(kind: ActionKind, request: &PlanRequest) -> bool {
+    if kind == ActionKind::AutocastFp16 {
+        request.allow_kinds.contains(&kind)
+    } else {
+        request.asks_for(kind)
+    }
+}
+
 /// The same by the plain step alone, whatever was captured.
-fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
-    if request.forbid.contains(&ActionKind::Autocast) {
+fn step_refusal(kind: ActionKind, trace: &Trace, request: &PlanRequest) -> Option<String> {
+    if request.forbid.contains(&kind) {
         return Some("forbidden by the request".to_owned());
     }
     if !trace.meta.training {
         return Some("the step does not train".to_owned());
+    }
+    if kind == ActionKind::AutocastFp16 && request.own_loop {
+        return Some("the loss is scaled by the user's own loop, or not at all".to_owned());
     }
     if trace.meta.captured != "fake" {
         return Some("the step was captured as it ran, and in no other way".to_owned());
@@ -65,11 +100,8 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
         made.map(|value| trace.string(value.dtype))
             .collect::<Vec<_>>()
     };
-    let half = forward
-        .clone()
-        .flat_map(dtypes)
-        .find(|it| HALVES.contains(it));
-    if let Some(half) = half {
+    let is_half = |it: &&str| [BFLOAT16, FLOAT16].contains(it);
+    if let Some(half) = forward.clone().flat_map(dtypes).find(is_half) {
         return Some(format!("the step computes in {half} as it is"));
     }
     let is_product = |op: &Op| op.flops > 0 && dtypes(op).contains(&"float32");
@@ -77,30 +109,58 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     (!has_products).then(|| "no matrix product or convolution computes in float32".to_owned())
 }
 
-/// May it be used, where somebody asked for it?
-pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
-    request.asks_for(ActionKind::Autocast) && step_refusal(trace, request).is_none()
+/// May one of the two be used, where somebody asked for it?
+pub(in crate::plan) fn may(kind: ActionKind, trace: &Trace, request: &PlanRequest) -> bool {
+    is_asked_for(kind, request) && step_refusal(kind, trace, request).is_none()
 }
 
-/// The ways worth a capture: with the weight cache, without, and without it in slices.
-pub(in crate::plan) fn ways(smallest: Option<Chunk>) -> impl Iterator<Item = Way> {
-    let way = |chunk, cache| Way {
-        chunk,
-        autocast: Some(Autocast {
-            dtype: HALVES[0].to_owned(),
-            cache,
-        }),
-    };
-    let sliced = smallest.map(|chunk| way(Some(chunk), false));
-    [way(None, true), way(None, false)]
-        .into_iter()
-        .chain(sliced)
+/// May any?
+pub(in crate::plan) fn may_any(trace: &Trace, request: &PlanRequest) -> bool {
+    let mut kinds = [ActionKind::Autocast, ActionKind::AutocastFp16].into_iter();
+    kinds.any(|kind| may(kind, trace, request))
+}
+
+/// The ways worth a capture, for each of the two that may be: with the weight cache, without, and without it in slices.
+pub(in crate::plan) fn ways(
+    trace: &Trace,
+    request: &PlanRequest,
+    smallest: Option<&Chunk>,
+) -> Vec<Way> {
+    let mut ways = Vec::new();
+    for (kind, dtype) in [
+        (ActionKind::Autocast, BFLOAT16),
+        (ActionKind::AutocastFp16, FLOAT16),
+    ] {
+        let way = |chunk: Option<&Chunk>, cache| Way {
+            chunk: chunk.cloned(),
+            autocast: Some(Autocast {
+                dtype: dtype.to_owned(),
+                cache,
+            }),
+        };
+        if may(kind, trace, request) {
+            ways.extend([way(None, true), way(None, false)]);
+            ways.extend(smallest.map(|chunk| way(Some(chunk), false)));
+        }
+    }
+    ways
+}
+
+/// Does a way cast as a technique does?
+pub(in crate::plan) fn is_used(kind: ActionKind, way: &Way) -> bool {
+    way.autocast.as_ref().is_some_and(|it| kind_of(it) == kind)
 }
 
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
-    let Some(autocast) = chosen.outcome.way.autocast.clone() else {
-        return;
-    };
+    if let Some((autocast, less)) = cast(chosen, plan) {
+        plan.actions
+            .push(Action::new(Details::Autocast { autocast }, 1, less));
+    }
+}
+
+/// What a chosen way casts, and what it saves by itself; a note says how.
+pub(in crate::plan) fn cast(chosen: &Chosen<'_>, plan: &mut Plan) -> Option<(Autocast, Bytes)> {
+    let autocast = chosen.outcome.way.autocast.clone()?;
     let alone = Way {
         chunk: None,
         autocast: Some(autocast.clone()),
@@ -115,6 +175,5 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         "autocast: forward under `torch.autocast` in {}; {cache}",
         autocast.dtype
     ));
-    plan.actions
-        .push(Action::new(Details::Autocast { autocast }, 1, less));
+    Some((autocast, less))
 }

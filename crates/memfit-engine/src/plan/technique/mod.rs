@@ -11,6 +11,7 @@
 pub(super) mod addresses;
 pub(super) mod allocator_settings;
 pub(super) mod autocast;
+pub(super) mod autocast_fp16;
 pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
 pub(super) mod micro_batch;
@@ -160,8 +161,10 @@ techniques! {
     OptimizerBits { optimizer_bits: optimizer_bits::OptimizerBits } in optimizer_bits;
     /// Offload parameters, with a bounded part of them resident.
     OffloadParameters { offload_parameters: offload_parameters::OffloadParameters } in offload_parameters;
-    /// Compute matrix products and convolutions in 16 bits.
+    /// Compute matrix products and convolutions in bfloat16.
     Autocast { autocast: Autocast } in autocast;
+    /// Compute them in float16, with a loss scale.
+    AutocastFp16 { autocast_fp16: Autocast } in autocast_fp16;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.
     Chunk { chunk: Chunk } in chunk;
     #[cfg(test)]

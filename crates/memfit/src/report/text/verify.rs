@@ -61,6 +61,10 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
     if let Some(words) = updates.and_then(Approximation::update_words) {
         agreement.row(["updates".to_owned(), words]);
     }
+    let scaled = document.approximation.as_ref();
+    if let Some(words) = scaled.and_then(Approximation::scale_words) {
+        agreement.row(["loss scale".to_owned(), words]);
+    }
     let reference = document
         .compiled
         .as_ref()
@@ -431,6 +435,8 @@ mod tests {
             not_finite: 0,
             update_error: Some(0.0097),
             update_steps: 5,
+            scaled_steps: 0,
+            skipped_steps: 0,
             max_error: 0.1,
         };
         document.approximation = Some(approximation.clone());
