@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from alone import alone
+from quantised import QuantisedLinear
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -554,3 +555,12 @@ def test_guards_in_several_threads_end_independently():
     thread.join()
     assert not ends
     assert empty(8 * MIB).numel() == 8 * MIB
+
+
+def test_what_a_weight_wraps_is_named_by_its_module():
+    model = QuantisedLinear(1024)
+    with pytest.raises(memfit.OutOfBudget) as caught, room(MIB):
+        empty(2 * MIB)
+    (named,) = [holder for holder in caught.value.holders if "QuantisedLinear" in holder.name]
+    assert named.bytes == 1024 * 1024 + 4 * 1024
+    del model

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.errors import Holder
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import gradient_of
+from memfit.tensors.storage import gradient_of, plain_tensors
 from memfit.track.look import NAMES, Look, look, undisturbed
 from memfit.track.owners import instances, storage_of
 from memfit.track.variables import Running
@@ -124,6 +124,7 @@ def _place(root: Module, path: str) -> str:
 
 
 def _name(named: dict[int, tuple[str, int]], name: str, tensor: Tensor) -> None:
-    storage = storage_of(tensor)
-    if storage is not None:
-        named.setdefault(storage.data_ptr(), (name, storage.nbytes()))
+    for part in plain_tensors(tensor):
+        storage = storage_of(part)
+        if storage is not None:
+            named.setdefault(storage.data_ptr(), (name, storage.nbytes()))

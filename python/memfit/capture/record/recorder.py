@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -173,6 +174,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running_sequence: int | None = None
         self.saved.convert_foreign_with(self._adopt)
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Not wrapped for dynamo, which never sees a recorded step: the wrapper costs time."""
@@ -183,6 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._ops_of(func, args, kwargs)
         operator = operator_of(func)
         if not operator.counted or self._hides(func, args):
             return func(*args, **kwargs)
@@ -192,6 +197,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
             self._view_replays.ran(out)
             return out
+        return self._record(func, operator, args, kwargs)
+
+    def _record(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op that counts and write it down."""
         ledger = self.ledger
         index = ledger.now
         self.saved.shape_saves.op(operator.name, args)
@@ -221,6 +232,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.written and self._fake_mode is not None:
             self._view_replays.expect(written_tensors(operator, args, kwargs), read_tensors)
         return out
+
+    def _ops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what an operator over operators consists of, op by op."""
+        kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+        if kernel is None:
+            return NotImplemented
+        with self:
+            return kernel(*args, **kwargs)
 
     def _hides(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an op is torch's ``detach`` of what an unpack hook has just returned."""
