@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import (
     BudgetError,
     CaptureError,
+    CheckpointError,
     DivergenceWarning,
     DoesNotFit,
     LeaseError,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from memfit.share.park.parked import ParkedModel, park
     from memfit.share.pool.pool import Pool
     from memfit.track.track import track
+    from memfit.weights.load_quantized import QuantizedModel, load_quantized
     from memfit.weights.weightless import weightless
     from memfit.workload import Workload
 
@@ -77,6 +79,7 @@ __all__ = [
     "BudgetError",
     "Calibration",
     "CaptureError",
+    "CheckpointError",
     "CompiledPlan",
     "DivergenceWarning",
     "DoesNotFit",
@@ -101,6 +104,7 @@ __all__ = [
     "PoolError",
     "PoolWarning",
     "Prediction",
+    "QuantizedModel",
     "RecoveryWarning",
     "Replay",
     "ReplayError",
@@ -119,6 +123,7 @@ __all__ = [
     "guard",
     "lease",
     "load",
+    "load_quantized",
     "pareto",
     "park",
     "place",
@@ -144,6 +149,7 @@ _HOMES = {
     "Plan": "memfit.answers",
     "Pool": "memfit.share.pool.pool",
     "Prediction": "memfit.answers",
+    "QuantizedModel": "memfit.weights.load_quantized",
     "Replay": "memfit.answers",
     "Trace": "memfit.answers",
     "Verification": "memfit.answers",
@@ -154,6 +160,7 @@ _HOMES = {
     "fit": "memfit.api.fit",
     "guard": "memfit.guard.guard",
     "load": "memfit.answers",
+    "load_quantized": "memfit.weights.load_quantized",
     "pareto": "memfit.api.plan",
     "park": "memfit.share.park.parked",
     "place": "memfit.api.place",

@@ -194,6 +194,10 @@ class SnapshotError(MemfitError):
     """A file is no CUDA memory snapshot, or a damaged one; the message says what it is."""
 
 
+class CheckpointError(MemfitError):
+    """A file of weights cannot be read, or does not hold the weights of the model."""
+
+
 class OffloadError(MemfitError):
     """A tensor could not be written elsewhere, or did not come back as it was.
 

@@ -16,7 +16,6 @@ environment variables before it does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 from memfit import _native
 from memfit.errors import MemfitError, UsageError
+from memfit.tensors.heap import trim
 
 _SECONDS = 120.0
 """Longest that the other process may take."""
@@ -74,12 +74,6 @@ def present(device: str) -> int | None:
         return None
     found = resident()
     return max(found - _native.counted_bytes(), 0) if found else None
-
-
-def trim() -> None:
-    """Give back to the system what the C library's allocator keeps for later."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def release(device: str) -> None:

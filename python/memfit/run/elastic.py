@@ -23,6 +23,7 @@ from memfit.guard import overhead
 from memfit.guard.leased import LeaseGuard, leased_limit
 from memfit.guard.limit import Limit
 from memfit.share.lease import Lease
+from memfit.tensors.heap import trim
 from memfit.workload import Workload
 
 PLAN_SECONDS = 5.0
@@ -229,7 +230,7 @@ def besides_of(workload: Workload, device: str) -> int:
         return overhead.expected(device)
     from memfit.measure.peak import static_tensors, storage_bytes
 
-    overhead.trim()
+    trim()
     given = workload.optimizer
     optimizer = given if isinstance(given, torch.optim.Optimizer) else None
     known = storage_bytes(static_tensors(workload, optimizer))

@@ -1,1 +1,1 @@
-"""Models without weights: built at full size in no memory, for capture alone."""
+"""Models without weights, built in no memory, and weights that are quantised when read."""

@@ -19,11 +19,12 @@ from memfit import _native
 from memfit.errors import LeaseError, UsageError
 from memfit.guard import overhead
 from memfit.share import lease
+from memfit.tensors.heap import trim
 
 if TYPE_CHECKING:
     import torch
 
-    from memfit.run.script.announce import Announcer
+from memfit.run.script.announce import Announcer
 
 _SAY_EVERY = 30.0
 """Seconds between two lines about waiting where no line can be rewritten."""
@@ -174,7 +175,7 @@ class Room:
         if device.type != ("cpu" if self._device == "host" else "cuda"):
             self._say(f"the script trains on `{device}`, and `{self._device}` is leased")
             return
-        overhead.trim()
+        trim()
         self._besides = overhead.present(self._device) or self._besides
         need = peak_bytes + self._besides
         if abs(need - held) > held * _WORTH_A_CHANGE:
