@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.garbage import collected_before
+from memfit.tensors.held import held_tensors
 from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import plain_tensors
 from memfit.torch_versions import profiled_memory
@@ -45,7 +46,10 @@ class Measured:
 
 
 def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tensor]:
-    """What lives before a step: parameters, module buffers, gradients, optimizer state, batch."""
+    """What lives before a step.
+
+    Parameters, module buffers, gradients, optimizer state, the batch, and what the loss holds.
+    """
     parameters = list(workload.model.parameters())
     tensors: list[Any] = [*parameters, *workload.model.buffers()]
     tensors += [p.grad for p in parameters if p.grad is not None]
@@ -55,6 +59,7 @@ def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tens
             [[v for k, v in group.items() if k != "params"] for group in optimizer.param_groups]
         )
     tensors += tree_leaves(workload.batch)
+    tensors += held_tensors(workload).values()
     return [t for t in tensors if isinstance(t, Tensor)]
 
 

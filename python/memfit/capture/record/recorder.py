@@ -429,27 +429,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args, kwargs
         return tree_map_only(Tensor, self._adopt, (args, kwargs))  # type: ignore[no-any-return]
 
+    def hold(self, tensor: Tensor) -> int:
+        """The allocation of a strided tensor that the step's own functions hold."""
+        if self._fake_mode is not None and not isinstance(tensor, FakeTensor):
+            tensor = self._stand_in(tensor)
+        return self.ledger.seen(tensor)
+
     def _adopt(self, tensor: Tensor) -> Tensor:
         """The fake that stands for a real tensor from outside model and batch."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        known = self._foreign.get(id(tensor))
-        if known is not None:
-            return known[1]
-        originals = self._originals
-        if originals is not None and not originals.may_have_a_twin(tensor):
-            originals.refuse(tensor)
-        if tensor.requires_grad and tensor.is_leaf:
+        self._refuse_original(tensor)
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
             message = (
                 f"a tensor of shape {tuple(tensor.shape)} requires grad and is no parameter of the "
                 "model: register it in the model"
             )
             raise CaptureError(message)
+        return self._stand_in(tensor)
+
+    def _refuse_original(self, tensor: Tensor) -> None:
+        """Refuse one of the workload's own, for which no fake stands."""
+        if self._originals is not None and not self._originals.may_have_a_twin(tensor):
+            self._originals.refuse(tensor)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """The fake that stands for a real tensor, the same each time."""
+        known = self._foreign.get(id(tensor))
+        if known is not None:
+            return known[1]
+        self._refuse_original(tensor)
         assert self._fake_mode is not None
         with _disable_current_modes():
             fake = self._fake_mode.from_tensor(tensor.detach())
-        if originals is not None and self.ledger.find(fake) is None:
-            originals.refuse(tensor)
+        if self._originals is not None and self.ledger.find(fake) is None:
+            self._originals.refuse(tensor)
         self._foreign[id(tensor)] = (tensor, fake)
         allocation = self.ledger.seen(fake)
         self.shadows.lend(allocation, tensor)

@@ -23,6 +23,7 @@ from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealSte
 from memfit.capture.record.roles import Roles, Update
 from memfit.capture.stage.stage import Stage, batch_entries, device_of
 from memfit.errors import CaptureError, MemfitError, StepPhase, UsageError, WorkloadError
+from memfit.tensors.held import held_tensors
 from memfit.tensors.storage import is_fixed, is_wrapper, named_parts, plain_tensors
 
 
@@ -159,12 +160,22 @@ class StepRunner:
             allocations = self._register_as(roles.inputs, tensor, name)
             if stage.fake_mode is not None:
                 self._lend(allocations, real)
+        for name, held in held_tensors(stage.workload).items():
+            self._register_held(name, held)
         if stage.optimizer is not None:
             for state in [*stage.optimizer.state.values(), *stage.optimizer.param_groups]:
                 for value in state.values():
                     if isinstance(value, Tensor):
                         roles.optimizer_state.update(map(ledger.seen, plain_tensors(value)))
             self._own_state = _state_by_parameter(stage.optimizer, ledger)
+
+    def _register_held(self, name: str, tensor: Tensor) -> None:
+        """Count what the loss holds, such as a teacher, whether the step uses all of it or not."""
+        for of_part, part in named_parts(tensor, name):
+            if part.device.type == self.stage.device and part.layout is torch.strided:
+                allocation = self.recorder.hold(part)
+                self.roles.inputs.add(allocation)
+                self.roles.names.setdefault(allocation, of_part)
 
     def _register_parameters(self) -> None:
         stage, roles = self.stage, self.roles
