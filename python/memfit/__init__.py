@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from memfit.api.calibrate import calibrate
     from memfit.api.device import device
+    from memfit.api.distil import distil
     from memfit.api.explain import explain, replay
     from memfit.api.fit import fit
     from memfit.api.place import Placement, place
@@ -118,6 +119,7 @@ __all__ = [
     "WorkloadError",
     "calibrate",
     "device",
+    "distil",
     "explain",
     "fit",
     "guard",
@@ -156,6 +158,7 @@ _HOMES = {
     "Workload": "memfit.workload",
     "calibrate": "memfit.api.calibrate",
     "device": "memfit.api.device",
+    "distil": "memfit.api.distil",
     "explain": "memfit.api.explain",
     "fit": "memfit.api.fit",
     "guard": "memfit.guard.guard",

@@ -117,7 +117,7 @@ def fit(
             return compiled
         not_compiled = compiled
     if not made.fits:
-        raise _does_not_fit(made, not_compiled)
+        raise does_not_fit(made, not_compiled)
     if not_compiled:
         warnings.warn(f"the step runs eager: {not_compiled}", NotCompiledWarning, stacklevel=2)
     fitted = eager(workload.optimizer, not_compiled)
@@ -142,8 +142,13 @@ def _refuse_guard(*, asked: bool, with_other: bool) -> None:
         )
 
 
-def _does_not_fit(made: Plan, not_compiled: str) -> DoesNotFit:
-    """The error for a plan that is above its budget."""
+def does_not_fit(made: Plan, not_compiled: str = "") -> DoesNotFit:
+    """The error for a plan that is above its budget.
+
+    Args:
+        made: The plan.
+        not_compiled: Why a compiled step does not fit either, if one was asked for.
+    """
     message = (
         f"no allowed plan brings the step under {bytes_text(made.budget_bytes)}: the smallest "
         f"peak found is {bytes_text(made.minimum_peak_bytes)}, the smallest budget to ask for "

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.executor import NARROW_STATE
 from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
 from memfit.run.fitted import Fitted
+from memfit.track import cpu
 from memfit.verify.approximation import approximation, batch_noise, update_error
 from memfit.workload import Workload
 
@@ -128,6 +129,9 @@ def verify(
         For an approximate plan also ``approximation``, how far gradients are off, and updates
         where these read what was rounded.
     """
+    kinds = {action["kind"] for action in plan.get("actions", ())}
+    if "offload_parameters" in kinds:
+        cpu.start()  # while each block is with its tensor: later, one may lie in the plan's room
     with random_state_kept():
         seed()
         workload = workload_factory()
@@ -135,7 +139,6 @@ def verify(
         workload = replace(workload, optimizer=ordinary.optimizer)
         planned = Fitted(workload, plan, loss_reduction=loss_reduction)
         is_approximate = plan.get("promise") == "approximate" and workload.loss is not None
-        kinds = {action["kind"] for action in plan.get("actions", ())}
         compared = _compare(
             workload,
             ordinary,

@@ -17,6 +17,9 @@ from memfit.errors import UsageError
 from memfit.tensors.heap import trim
 from memfit.tensors.storage import is_wrapper
 
+COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types in which layers with weights in 8 bits compute."""
+
 _SLICE_BYTES = 1 << 20
 _SLICES = 4
 """A slice is no more than a part of its weight, so that what is taken meanwhile stays below it."""

@@ -8,8 +8,8 @@ for the arithmetic, which is torchao's (:mod:`memfit.weights.by_rows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from memfit import _native
 from memfit.errors import CheckpointError, UsageError, first_line
 from memfit.tensors.heap import trim
 from memfit.tensors.storage import plain_tensors
-from memfit.weights.by_rows import quantize_by_rows, require_torchao
+from memfit.weights.by_rows import COMPUTED_IN, quantize_by_rows, require_torchao
 from memfit.weights.checkpoint import Checkpoint, open_checkpoint
+from memfit.weights.slots import Slot, slots_of
 from memfit.weights.weightless import weightless
 
 _SHOWN = 3
@@ -32,8 +33,6 @@ _SHOWN = 3
 
 _TRIMMED_FROM = 1 << 18
 """Elements of a tensor after which the heap is trimmed."""
-
-_COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def load_quantized(
     with weightless():
         model = build()
     _refuse_model(model)
-    slots = list(_slots(model))
+    slots = list(slots_of(model))
     _match(slots, file)
     for slot in slots:
         _fill(slot, file, dtype)
@@ -145,29 +144,6 @@ def load_quantized(
     return _result(model, slots)
 
 
-@dataclass
-class _Slot:
-    """A parameter or module buffer that is in files, and all places that have it.
-
-    Attributes:
-        tensor: It, as built; afterwards as loaded.
-        places: Module, attribute and full name of each place.
-        source: Its name in the file.
-        unquantized_bytes: What it would take unquantised; 0 where it is not quantised.
-        reason: Why it is not quantised, as a clause.
-    """
-
-    tensor: Tensor
-    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
-    source: str = ""
-    unquantized_bytes: int = 0
-    reason: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        return [name for _, _, name in self.places]
-
-
 def _refuse_settings(bits: int, dtype: torch.dtype | None) -> None:
     if bits == 4:  # noqa: PLR2004 - the other width that people know
         raise UsageError(
@@ -175,8 +151,8 @@ def _refuse_settings(bits: int, dtype: torch.dtype | None) -> None:
         )
     if bits != 8:  # noqa: PLR2004 - torchao's
         raise UsageError(f"`bits={bits}`: weights are quantised to 8 bits")
-    if dtype is not None and dtype not in _COMPUTED_IN:
-        names = ", ".join(f"`{known}`" for known in _COMPUTED_IN)
+    if dtype is not None and dtype not in COMPUTED_IN:
+        names = ", ".join(f"`{known}`" for known in COMPUTED_IN)
         raise UsageError(f"`dtype={dtype}`: layers compute in one of {names}")
 
 
@@ -203,20 +179,7 @@ def _refuse_model(model: Any) -> None:
             raise UsageError(message + "its own: load the model in full, then quantise it")
 
 
-def _slots(model: nn.Module) -> Iterator[_Slot]:
-    """What a state dictionary of the model has, each tensor once."""
-    found: dict[int, _Slot] = {}
-    for path, module in model.named_modules():
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
-            if tensor is None or name in module._non_persistent_buffers_set:
-                continue
-            full = f"{path}.{name}" if path else name
-            found.setdefault(id(tensor), _Slot(tensor)).places.append((module, name, full))
-    yield from found.values()
-
-
-def _match(slots: list[_Slot], file: Checkpoint) -> None:
+def _match(slots: list[Slot], file: Checkpoint) -> None:
     """Find each tensor's name in the file.
 
     Raises:
@@ -240,7 +203,7 @@ def _match(slots: list[_Slot], file: Checkpoint) -> None:
         raise CheckpointError(f"`{file.path}` {told}")
 
 
-def _refuse_shape(slot: _Slot, name: str, file: Checkpoint) -> None:
+def _refuse_shape(slot: Slot, name: str, file: Checkpoint) -> None:
     """Refuse a tensor of another shape, or one that differs from that of the same parameter."""
     shape, wanted = file.shapes[name], tuple(slot.tensor.shape)
     if shape != wanted:
@@ -251,17 +214,17 @@ def _refuse_shape(slot: _Slot, name: str, file: Checkpoint) -> None:
         raise CheckpointError(f"{message}`{file.path}`")
 
 
-def _fill(slot: _Slot, file: Checkpoint, dtype: torch.dtype | None) -> None:
+def _fill(slot: Slot, file: Checkpoint, dtype: torch.dtype | None) -> None:
     """Read a tensor and put it, quantised or not, where it belongs."""
     read = file.tensor(slot.source)
     if read.is_floating_point() != slot.tensor.is_floating_point():
         message = f"`{slot.source}` is `{read.dtype}` in `{file.path}` and `{slot.tensor.dtype}` in"
         raise CheckpointError(f"{message} the model")
     wanted = dtype if dtype is not None and read.is_floating_point() else read.dtype
-    slot.reason = _why_kept(slot)
+    slot.reason = slot.why_kept()
     layer = slot.places[0][0]
     if not slot.reason and isinstance(layer, nn.Linear):
-        if wanted not in _COMPUTED_IN:
+        if wanted not in COMPUTED_IN:
             message = f"`{slot.source}` is `{wanted}`, in which layers do not compute: give `dtype`"
             raise CheckpointError(message)
         try:
@@ -271,7 +234,7 @@ def _fill(slot: _Slot, file: Checkpoint, dtype: torch.dtype | None) -> None:
             raise CheckpointError(message) from error
         if is_quantized:
             slot.unquantized_bytes = read.numel() * wanted.itemsize
-            _put(slot, layer.weight)
+            slot.put(layer.weight)
             return
         slot.reason = "torchao leaves such layers as they are"
     copied = read.to(wanted, copy=True, memory_format=torch.contiguous_format)
@@ -279,31 +242,7 @@ def _fill(slot: _Slot, file: Checkpoint, dtype: torch.dtype | None) -> None:
         given = vars(slot.tensor)
         copied = nn.Parameter(copied, slot.tensor.requires_grad)
         vars(copied).update(given)
-    _put(slot, copied)
-
-
-def _put(slot: _Slot, tensor: Tensor) -> None:
-    for module, name, _ in slot.places:
-        setattr(module, name, tensor)
-    slot.tensor = tensor
-
-
-def _why_kept(slot: _Slot) -> str:
-    """Why a tensor is not quantised, as a clause; nothing where it is."""
-    layers = [(module, name) for module, name, _ in slot.places]
-    if not isinstance(slot.tensor, nn.Parameter):
-        return "a module buffer"
-    others = [module for module, name in layers if not _is_weight(module, name)]
-    if len(others) < len(layers) and others:
-        return "shared with an `nn.Linear`; quantised, it would be two"
-    if others:
-        is_layer = isinstance(others[0], nn.Linear)
-        return "a bias" if is_layer else "no `nn.Linear`"
-    return "" if slot.tensor.numel() else "empty"
-
-
-def _is_weight(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and name == "weight"
+    slot.put(copied)
 
 
 def _refuse_leftovers(model: nn.Module) -> None:
@@ -316,7 +255,7 @@ def _refuse_leftovers(model: nn.Module) -> None:
                 raise UsageError(f"{message}: load the model in full, then quantise it")
 
 
-def _result(model: nn.Module, slots: list[_Slot]) -> QuantizedModel:
+def _result(model: nn.Module, slots: list[Slot]) -> QuantizedModel:
     quantized = [slot for slot in slots if slot.unquantized_bytes]
     kept: dict[tuple[str, str], list[int]] = {}
     loaded = {id(slot.tensor) for slot in slots}
