@@ -11,6 +11,7 @@ import torch
 from memfit import Trace, _native, predict
 from memfit.errors import CaptureError, WorkloadError
 from memfit.program.host import Host
+from memfit.weights.absent_gpu import pretended_gpu
 from memfit.weights.one_device import SeveralDevicesError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -104,6 +105,15 @@ def test_a_target_that_asks_for_a_gpu_takes_what_it_takes_there(captured, name):
     assert captured(name, "cuda") == expected
     asks_by_itself = name != "accelerated"
     assert captured(name, None)[0] == ("cuda" if asks_by_itself else "cpu")
+
+
+def test_libraries_that_look_for_triton_can_be_imported_meanwhile():
+    """As torchao does, and transformers imports that."""
+    with pretended_gpu():
+        from torch.utils._triton import has_triton
+
+        assert torch.cuda.is_available()
+        assert not has_triton()
 
 
 def test_a_guard_follows_the_device_that_is_asked_for(captured):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dis
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -27,7 +27,19 @@ from memfit.tensors.barrier import without_barrier
 from memfit.tensors.storage import plain_tensors
 from memfit.workload import Workload
 
-_NO_WAYS = (str, bytes, int, float, complex, type, ModuleType, torch.dtype, torch.device)
+_NO_WAYS = (
+    type(None),
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    ModuleType,
+    torch.dtype,
+    torch.device,
+)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
 _DATA = (torch.optim.Optimizer, DataLoader, Dataset)
 """The step's optimizer is its own; data is read batch by batch."""
 
@@ -76,11 +88,12 @@ class _Walk:
         level = deque([(name, value)])
         while level:
             name, value = level.popleft()
-            if value is None or isinstance(value, _NO_WAYS + _DATA) or id(value) in self._seen:
+            # `isinstance` would ask proxies for their class.
+            if issubclass(type(value), _NO_WAYS + _DATA) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
             self._kept.append(value)
-            if isinstance(value, Tensor):
+            if issubclass(type(value), Tensor):
                 self.found.setdefault(name or "tensor", value)
             else:
                 level.extend(_ways(name, value))
@@ -88,23 +101,35 @@ class _Walk:
 
 def _ways(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Where a value leads, with names."""
-    if isinstance(value, nn.Module):
-        for part, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield _joined(name, part), tensor
-        for path, module in value.named_modules():
-            yield from ((_joined(name, path), other) for other in _plain_attributes(module))
-    elif isinstance(value, partial):
+    kind = type(value)
+    if issubclass(kind, nn.Module):
+        yield from _of_module(name, value)
+        return
+    if issubclass(kind, partial):
         yield from ((name, part) for part in (value.func, value.args, value.keywords))
-    elif isinstance(value, MethodType):
+    elif issubclass(kind, MethodType):
         yield from ((name, part) for part in (value.__func__, value.__self__))
-    elif isinstance(value, FunctionType):
+    elif issubclass(kind, FunctionType):
         yield from _of_function(value)
-    elif isinstance(value, Mapping):
-        yield from ((_joined(name, key), item) for key, item in list(value.items()))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((_joined(name, index), item) for index, item in enumerate(list(value)))
     else:
-        yield from ((_joined(name, key), item) for key, item in _attributes(value))
+        yield from ((_joined(name, key), item) for key, item in _elements(kind, value))
+    yield from ((_joined(name, key), item) for key, item in _attributes(value))
+
+
+def _of_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for part, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield _joined(name, part), tensor
+    for path, inner in module.named_modules():
+        yield from ((_joined(name, path), other) for other in _plain_attributes(inner))
+
+
+def _elements(kind: type, value: Any) -> Iterator[tuple[object, Any]]:
+    """What a container of Python's has, whatever its class makes of being asked."""
+    if issubclass(kind, dict):
+        yield from list(dict.items(value))
+    for sequence in _SEQUENCES:
+        if issubclass(kind, sequence):
+            yield from enumerate(list(sequence.__iter__(value)))
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

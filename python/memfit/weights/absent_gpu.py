@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils._triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -43,6 +44,8 @@ _ANSWERS: dict[Any, dict[str, Any]] = {
         "current_accelerator": _DEVICE,
         "synchronize": None,
     },
+    # It looks for a driver; libraries ask it while they are imported.
+    torch.utils._triton: {"has_triton": False},
 }
 """What functions of torch say while a GPU is pretended, by their module and name."""
 
