@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from alone import alone
-from quantised import QuantisedLinear
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import memfit
 from memfit import _native
 from memfit.track import cpu
+from quantised import QuantisedLinear
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
