@@ -26,11 +26,13 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         return Err(Failure::usage(message)
             .hint("`memfit.fit(workload, budget=..., allow=\"optimizer_bits\")` holds it in 8"));
     }
-    if kinds_of(&arguments.allow).contains(&ActionKind::Autocast) {
+    if kinds_of(&arguments.allow).contains(&ActionKind::AutocastFp16) {
         let message =
-            "`memfit run` leaves autocast to the script: `--allow autocast` has no meaning";
-        return Err(Failure::usage(message)
-            .hint("`memfit.fit(workload, budget=..., allow=\"autocast\")` runs forward under it"));
+            "a script scales its own loss, or nobody does: `--allow autocast_fp16` has no meaning";
+        return Err(Failure::usage(message).hint(
+            "`--allow autocast` runs its passes in bfloat16, which needs no scale; or \
+             `memfit.fit(workload, budget=..., allow=\"autocast_fp16\")`",
+        ));
     }
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;

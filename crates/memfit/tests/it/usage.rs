@@ -164,10 +164,10 @@ fn what_a_script_keeps_as_it_is_cannot_be_allowed_to_change() {
     error: `memfit run` leaves the optimizer's state in 32 bits: `--allow optimizer_bits` has no meaning
     hint: `memfit.fit(workload, budget=..., allow="optimizer_bits")` holds it in 8
     "#);
-    let outcome = run("run --budget 1GiB --allow autocast train.py");
+    let outcome = run("run --budget 1GiB --allow autocast_fp16 train.py");
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
     insta::assert_snapshot!(outcome.stderr, @r#"
-    error: `memfit run` leaves autocast to the script: `--allow autocast` has no meaning
-    hint: `memfit.fit(workload, budget=..., allow="autocast")` runs forward under it
+    error: a script scales its own loss, or nobody does: `--allow autocast_fp16` has no meaning
+    hint: `--allow autocast` runs its passes in bfloat16, which needs no scale; or `memfit.fit(workload, budget=..., allow="autocast_fp16")`
     "#);
 }

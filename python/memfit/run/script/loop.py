@@ -29,6 +29,7 @@ from memfit.apply.executor import OF_OPTIMIZER, Executor, Subject, without
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.apply.offload.state_view import bring_home
 from memfit.errors import MemfitError
+from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.lease import Room
@@ -45,7 +46,7 @@ from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
-from memfit.run.script.ways_out import offers, ways_out
+from memfit.run.script.ways_out import offers, ways_out, why_over
 from memfit.torch_versions import offloaded_parameters_refusal
 
 MAX_OBSERVED = 8
@@ -135,6 +136,7 @@ class Loop:
         self.replans = 0
         self.notes: dict[str, None] = {}
         self.undoes = False
+        self._casting = Casting(request)
         self._pieces = PiecesOfBatch(request)
         self._root = weakref.ref(root)
         self._request = request
@@ -167,20 +169,8 @@ class Loop:
             kind: How the pass ran.
             peak_bytes: Most bytes live at once in it.
         """
-        larger = f"a budget of {_native.bytes_text(peak_bytes)}"
-        if kind == "observed":
-            return "a step that was recorded, to plan those like it, took more", larger
-        if kind == "unplanned":
-            reason = self.refusal or next(iter(self.notes), "nothing was planned for it")
-            return f"a step ran unplanned: {reason}", larger
-        planned = self._latest
-        if planned is None or planned.plan.fits:
-            if self.divergence:
-                return f"a step left its plan: {self.divergence}", larger
-            return "a step took more than the plan for it foresaw", larger
-        lowest = _native.bytes_text(planned.plan.minimum_peak_bytes)
-        least = planned.plan.minimum_budget_bytes
-        return f"no plan fits: the smallest peak is {lowest}", f"`--budget {least}`"
+        unplanned = self.refusal or next(iter(self.notes), "nothing was planned for it")
+        return why_over(kind, peak_bytes, self._latest, unplanned, self.divergence)
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
@@ -382,9 +372,9 @@ class Loop:
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
                 self._pieces.begin(key, model, inputs, live, self._budget_bytes())
-        pieces = self._pieces.wants(key)
+        way = self._casting.wants(self.device) or self._pieces.wants(key)
         budget = self._budget_bytes()
-        running = ObservedPass(self.device, model, inputs, optimizers, pieces, budget)
+        running = ObservedPass(self.device, model, inputs, optimizers, way, budget)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
@@ -498,7 +488,7 @@ class Loop:
         observation.fusing_refusal = self._updates.fusing_refusal()
         if observation.effect:
             self._pieces.refuse(observation.effect)
-            if observation.in_pieces is not None:
+            if observation.way is not None and observation.way["kind"] == "micro_batch":
                 return  # it is recorded whole next
         if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
             self._undoes = self._looks_again = True
@@ -550,7 +540,7 @@ class Loop:
             return False
         if self._looks_again or self._pending is not None or key in self._diverged:
             return True
-        return self._pieces.asks_for_more(key) or self.plans.must_record(key)
+        return self._asks_for_more(key) or self.plans.must_record(key)
 
     def _model(self) -> nn.Module:
         model = self._root()
@@ -563,20 +553,28 @@ class Loop:
     def _plan_again(
         self, planned: PlannedStep, observation: Observation, outside: int, inputs: Any
     ) -> None:
-        """Plan a step once more, recorded in other pieces of its batch than before."""
+        """Plan a step once more, recorded in another way than before."""
         step = self._recorded(observation)
         within = self._room.within(self._budget)
         made = step.plan(within, outside, min(planned.passes, outside))
-        if comes_nearer(made, planned.plan) or self._pieces.refusal:
+        nearer = comes_nearer(made, planned.plan)
+        is_cast = step.way is ACTION
+        if is_cast:
+            self._casting.planned(nearer=nearer)
+        if nearer or (self._pieces.refusal and not is_cast):
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
             planned.left, planned.passing_bytes = observation.left, 0
             if step.place:
                 self._choose_place(step.place)
-        self._consider_pieces(planned, made, step.pieces, inputs)
-        if not self._pieces.asks_for_more(planned.key):
+        self._consider_ways(planned, made, step.pieces, inputs)
+        if not self._asks_for_more(planned.key):
             self._on_plan(self, planned.plan)
+
+    def _asks_for_more(self, key: Key) -> bool:
+        """Whether a step is to be recorded once more, in another way."""
+        return self._casting.asks or self._pieces.asks_for_more(key)
 
     def _recorded(self, observation: Observation) -> RecordedStep:
         step = RecordedStep(observation, type(self._model()).__name__, self._request)
@@ -584,10 +582,15 @@ class Loop:
             step.forbid(kind)
         return step
 
-    def _consider_pieces(self, planned: PlannedStep, made: Plan, pieces: int, inputs: Any) -> None:
+    def _consider_ways(self, planned: PlannedStep, made: Plan, pieces: int, inputs: Any) -> None:
+        """Have a step that does not fit recorded in another way, where one may help."""
+        if self._casting.consider(made, self.device):
+            return
         key, model = self.key(inputs), self._model()
         with self._checkpoints.unseen():
             self._pieces.planned(planned, made, pieces, key, model, inputs)
+        if self._casting.refusal and not planned.plan.fits:
+            self.notes[f"the model does not run under autocast: {self._casting.refusal}"] = None
         if self._pieces.refusal and not planned.plan.fits:
             reason = self._pieces.refusal
             self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
@@ -597,17 +600,11 @@ class Loop:
         (key, observation), self._pending = self._pending, None
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
-        if again is not None and (observation.in_pieces or again.step.in_pieces):
+        if again is not None and (observation.way or again.step.way):
             self._plan_again(again, observation, outside, inputs)
             return
         step = self._recorded(observation)
-        if step.not_offloaded:
-            self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
-        elif (
-            self._request.options.place is not None
-            and (why := offloaded_parameters_refusal()) is not None
-        ):
-            self.notes[f"parameters are not offloaded: {why}"] = None
+        self._note_offloading(step)
         kept, self._kept = self._kept, None
         own = kept[1] if kept is not None and kept[0] == key else None
         by_own: Plan | None = None
@@ -638,14 +635,24 @@ class Loop:
             observation.left,
         )
         self.plans.add(planned)
-        self._consider_pieces(planned, made, step.pieces, inputs)
+        self._consider_ways(planned, made, step.pieces, inputs)
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
         little = left < made.budget_bytes * _WORTH_A_PLAN
         if not made.fits:
             budget = self._room.within(self._budget)
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
-        if made.fits or (little and not self._pieces.asks_for_more(key)):
+        if made.fits or (little and not self._asks_for_more(key)):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
+
+    def _note_offloading(self, step: RecordedStep) -> None:
+        """Say what is not offloaded although a place was named."""
+        if step.not_offloaded:
+            self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
+        elif (
+            self._request.options.place is not None
+            and (why := offloaded_parameters_refusal()) is not None
+        ):
+            self.notes[f"parameters are not offloaded: {why}"] = None
 
     def _chosen(self, key: Key, outside: int) -> PlannedStep:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001

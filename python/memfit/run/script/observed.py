@@ -178,8 +178,8 @@ class Observation:
         undoes: Whether the script's checkpoints were undone in it.
         effect: What the model's code does besides computing, as a clause; empty where nothing was
             seen.
-        in_pieces: The action by which the model ran on pieces of its batch; ``None`` where it ran
-            whole.
+        way: The action by which it ran: the model on pieces of its batch, or all under autocast;
+            ``None`` where it ran as it is.
     """
 
     recorder: ScriptRecorder
@@ -198,7 +198,7 @@ class Observation:
     spill_problem: str
     undoes: bool = False
     effect: str = ""
-    in_pieces: dict[str, Any] | None = None
+    way: dict[str, Any] | None = None
 
 
 class StepRecording:

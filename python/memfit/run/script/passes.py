@@ -88,7 +88,7 @@ class ObservedPass(Pass):
         root: nn.Module,
         inputs: Any,
         optimizers: Iterable[Optimizer],
-        in_pieces: dict[str, Any] | None = None,
+        way: dict[str, Any] | None = None,
         budget_bytes: int = 0,
     ) -> None:
         """Begin to record.
@@ -98,16 +98,16 @@ class ObservedPass(Pass):
             root: The model.
             inputs: What it is about to be called with.
             optimizers: The optimizers known to update it.
-            in_pieces: The action by which the model is to run on pieces of its batch; ``None`` for
-                whole.
+            way: The action by which it is to run: on pieces of the model's batch, or under
+                autocast; ``None`` for as it is.
             budget_bytes: What it may take; 0 where that is not known.
         """
         super().__init__(device)
         self.effect = ""
-        self._action = in_pieces
-        self._executor = Executor({"actions": [in_pieces] if in_pieces else []}, Subject(root))
-        self._in_pieces = contextlib.ExitStack()
-        self._in_pieces.enter_context(self._executor.forward())
+        self._way = way
+        self._executor = Executor({"actions": [way] if way else []}, Subject(root))
+        self._in_way = contextlib.ExitStack()
+        self._in_way.enter_context(self._executor.forward())
         self._recording: StepRecording | None = StepRecording(
             root, inputs, optimizers, device.type, budget_bytes
         )
@@ -127,7 +127,7 @@ class ObservedPass(Pass):
 
     def backward_begins(self) -> None:
         """End the forward of the recording."""
-        self._in_pieces.close()
+        self._in_way.close()
         if self._recording is not None:
             self._recording.backward_begins()
         super().backward_begins()
@@ -164,13 +164,13 @@ class ObservedPass(Pass):
         if recording is None:
             return None
         found = recording.finish(optimizers, self.root_calls)
-        found.undoes, found.in_pieces = self.undoes, self._action
+        found.undoes, found.way = self.undoes, self._way
         found.effect = self.effect or self._executor.divergence
         return found
 
     def end(self) -> int:
         """Give up what was recorded, if it was not finished."""
-        self._in_pieces.close()
+        self._in_way.close()
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.abandon()

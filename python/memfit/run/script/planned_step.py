@@ -56,8 +56,8 @@ class PlannedStep:
         executor: Carries the plan out; made when it is needed.
         is_foreseen: Whether its sizes were not recorded but follow from others.
         lowest: The same step by the plan of least peak, for larger ones; made when it is needed.
-        whole_peak_bytes: What it takes without a plan on its whole batch, where it was recorded so
-            before it was recorded in pieces.
+        whole_peak_bytes: What it takes as it is without a plan, where it was recorded so before it
+            was recorded in another way.
     """
 
     key: Key
@@ -77,8 +77,8 @@ class PlannedStep:
 
     @property
     def unplanned_peak_bytes(self) -> int | None:
-        """What it takes without a plan; ``None`` where it was recorded in pieces alone."""
-        if self.step.in_pieces is not None:
+        """What it takes without a plan; ``None`` where it was recorded in another way alone."""
+        if self.step.way is not None:
             return self.whole_peak_bytes
         return self.plan.unplanned.predicted_peak_bytes
 

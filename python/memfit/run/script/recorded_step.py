@@ -61,8 +61,8 @@ class RecordedStep:
         not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
         place: Where the latest plan offloads to, if it does, without the user having named it;
             empty otherwise.
-        in_pieces: The action by which the model ran on pieces of its batch, part of every plan;
-            ``None`` where it ran whole.
+        way: The action by which the step ran, part of every plan: the model on pieces of its batch,
+            or all under autocast; ``None`` where it ran as it is.
     """
 
     def __init__(self, observation: Observation, target: str, request: FitRequest) -> None:
@@ -107,15 +107,15 @@ class RecordedStep:
             add_unrecorded_step(self._json, observation.unrecorded, observation.owners)
             self._costs = _with_updates(self._costs, self._json)
         _settle(self._json, roles.optimizer_state)
-        self.in_pieces = observation.in_pieces
-        if self.in_pieces is not None:
+        self.way = observation.way
+        if self.pieces > 1:
             # The model computes with stand-ins of its parameters, which nobody would fetch.
             self._forbidden.append(_PARAMETERS)
 
     @property
     def pieces(self) -> int:
         """Pieces of the batch that the model ran on."""
-        return 1 if self.in_pieces is None else int(self.in_pieces["count"])
+        return int(self.way["count"]) if self.way and self.way["kind"] == "micro_batch" else 1
 
     def lasting_bytes(self) -> int:
         """Bytes that are there whatever the batch is cut into."""
@@ -221,12 +221,14 @@ class RecordedStep:
         work = max(PLANNING_SECONDS, sum(self._costs.get("op_seconds", ())))
         limits = (time_limit, None if time_limit else work)
         said = _native.plan(trace.native, self._costs, request, *limits)
-        if self.in_pieces is None:
+        if self.way is None:
             return Plan.of(said)
-        loosest = "approximate" if said["promise"] == "approximate" else "equivalent"
+        promises = {said["promise"], self.way["promise"]}
+        loosest = "approximate" if "approximate" in promises else "equivalent"
         said = {**said, "promise": loosest, "next_class": None}
-        said["actions"] = [*said["actions"], self.in_pieces]
-        said["predicted_step_ratio"] *= self._slowdown()
+        said["actions"] = [*said["actions"], self.way]
+        if self.pieces > 1:
+            said["predicted_step_ratio"] *= self._slowdown()
         return Plan.of(said)
 
     def _slowdown(self) -> float:

@@ -388,7 +388,8 @@ def _found(loop: Loop, plan: Plan) -> str:
     whole = next((it.unplanned_peak_bytes for it in loop.plans if it.plan is plan), None)
     unplanned = size(whole or plan.unplanned.predicted_peak_bytes)
     if whole is None:
-        unplanned += " in pieces of its batch"
+        cast = any(action.kind == "autocast" for action in plan.actions)
+        unplanned += " under autocast" if cast else " in pieces of its batch"
     if loop.undoes:
         unplanned += " without the script's checkpoints"
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"

@@ -1,6 +1,7 @@
 """Options that were not given, and what they would bring a step that no plan fits.
 
-Responsible for the lower plans that other options would allow, and for the lines that offer them.
+Responsible for the lower plans that other options would allow, for the lines that offer them, and
+for why a pass took more than the budget.
 Not responsible for what is done where nothing fits (:mod:`memfit.run.script.strict`).
 """
 
@@ -63,3 +64,29 @@ def offers(
     if options.promise == "exact" and "micro_batch" not in options.forbid:
         found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
     return found
+
+
+def why_over(
+    kind: str, peak_bytes: int, planned: PlannedStep | None, unplanned: str, divergence: str
+) -> tuple[str, str]:
+    """Why a pass was over the budget, if it was, and what would keep the budget.
+
+    Args:
+        kind: How the pass ran.
+        peak_bytes: Most bytes live at once in it.
+        planned: The step that its plan was made for.
+        unplanned: Why passes run unplanned.
+        divergence: Where a pass left its plan; empty if none did.
+    """
+    larger = f"a budget of {_native.bytes_text(peak_bytes)}"
+    if kind == "observed":
+        return "a step that was recorded, to plan those like it, took more", larger
+    if kind == "unplanned":
+        return f"a step ran unplanned: {unplanned}", larger
+    if planned is None or planned.plan.fits:
+        if divergence:
+            return f"a step left its plan: {divergence}", larger
+        return "a step took more than the plan for it foresaw", larger
+    lowest = _native.bytes_text(planned.plan.minimum_peak_bytes)
+    least = planned.plan.minimum_budget_bytes
+    return f"no plan fits: the smallest peak is {lowest}", f"`--budget {least}`"
