@@ -402,6 +402,9 @@ impl Host for NoHost {
     fn calibrate(&mut self, _: &Calibration) -> Result<String, HostError> {
         no()
     }
+    fn prune(&mut self, _: &str, _: &Settings, _: &memfit::Pruning) -> Result<String, HostError> {
+        no()
+    }
     fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
         no()
     }

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         OomMessages,
         Plan,
         Prediction,
+        Pruning,
         Replay,
         Trace,
         Verification,
@@ -65,9 +66,11 @@ if TYPE_CHECKING:
     from memfit.api.place import Placement, place
     from memfit.api.plan import pareto, plan
     from memfit.api.predict import predict, trace
+    from memfit.api.prune import load_pruned, prune
     from memfit.api.verify import verify
     from memfit.guard.guard import guard
     from memfit.options import Options
+    from memfit.prune.pruned import Pruned
     from memfit.run.fitted import Fitted
     from memfit.share.park.parked import ParkedModel, park
     from memfit.share.pool.pool import Pool
@@ -105,6 +108,8 @@ __all__ = [
     "PoolError",
     "PoolWarning",
     "Prediction",
+    "Pruned",
+    "Pruning",
     "QuantizedModel",
     "RecoveryWarning",
     "Replay",
@@ -125,12 +130,14 @@ __all__ = [
     "guard",
     "lease",
     "load",
+    "load_pruned",
     "load_quantized",
     "pareto",
     "park",
     "place",
     "plan",
     "predict",
+    "prune",
     "replay",
     "trace",
     "track",
@@ -151,6 +158,8 @@ _HOMES = {
     "Plan": "memfit.answers",
     "Pool": "memfit.share.pool.pool",
     "Prediction": "memfit.answers",
+    "Pruned": "memfit.prune.pruned",
+    "Pruning": "memfit.answers",
     "QuantizedModel": "memfit.weights.load_quantized",
     "Replay": "memfit.answers",
     "Trace": "memfit.answers",
@@ -163,12 +172,14 @@ _HOMES = {
     "fit": "memfit.api.fit",
     "guard": "memfit.guard.guard",
     "load": "memfit.answers",
+    "load_pruned": "memfit.api.prune",
     "load_quantized": "memfit.weights.load_quantized",
     "pareto": "memfit.api.plan",
     "park": "memfit.share.park.parked",
     "place": "memfit.api.place",
     "plan": "memfit.api.plan",
     "predict": "memfit.api.predict",
+    "prune": "memfit.api.prune",
     "replay": "memfit.api.explain",
     "trace": "memfit.api.predict",
     "track": "memfit.track.track",

@@ -14,6 +14,7 @@ __all__ = [
     "PlanSession",
     "PoolMachine",
     "Room",
+    "Separation",
     "Snapshot",
     "Store",
     "StoredBlock",
@@ -57,6 +58,7 @@ __all__ = [
     "plan_text",
     "predict",
     "prediction_text",
+    "pruning",
     "refusals",
     "refused_bytes",
     "release_kept",
@@ -511,6 +513,33 @@ class PoolMachine:
         """What it did so far."""
 
 @final
+class Separation:
+    """What of a step's model can be pruned."""
+
+    @staticmethod
+    def of(trace: Trace, request: Mapping[str, Any]) -> Separation:
+        """Find the groups of channels in a step.
+
+        Args:
+            trace: The step.
+            request: Whether channels go ``through_norms``, and ops whose channels stay (``stays``).
+        """
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups."""
+
+    def stays(self) -> list[dict[str, Any]]:
+        """What stays, and why."""
+
+    def deviation(self, removed: Sequence[Sequence[int]], again: Trace) -> int | None:
+        """The first op of the forward that is not as meant in the step of the pruned model.
+
+        Args:
+            removed: For each group, the channels that are gone.
+            again: The pruned model's step.
+        """
+
+@final
 class Trace:
     """One recorded step, checked."""
 
@@ -936,6 +965,16 @@ def calibration(profile: Mapping[str, Any], path: str) -> tuple[dict[str, Any], 
 
     Raises:
         UsageError: The profile is not of the shape it should be.
+    """
+
+def pruning(facts: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The document and the text of a pruned model.
+
+    Args:
+        facts: The document but for its version.
+
+    Raises:
+        UsageError: The facts are not of the shape they should be.
     """
 
 def plan_text(plan: Mapping[str, Any]) -> str:

@@ -295,6 +295,14 @@ class Verification(_Told, schema.Verification):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pruning(_Told, schema.Pruning):
+    """What was pruned of a model, and what it takes; ``print`` shows the report.
+
+    The fields are those of :class:`memfit.schema.Pruning`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replay(_Told, schema.Replay):
     """The requests of a snapshot under other allocator settings; ``print`` shows the report.
 

@@ -1227,6 +1227,19 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model is, and takes in a step.
+
+    Attributes:
+        parameters: Elements of its parameters.
+    """
+
+    predicted_peak_bytes: int
+    parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NextClass:
     """What a looser class would gain.
 
@@ -1787,6 +1800,45 @@ Promise = Literal["exact", "equivalent", "approximate"]
 - ``approximate``: Numerics change.
 """
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunedGroup:
+    """Channels of one kind.
+
+    Attributes:
+        channels: How many there were.
+        kept: How many are left.
+        parameters: Parameters and buffers that have something of each.
+    """
+
+    channels: int
+    kept: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """``memfit prune --format json``.
+
+    Attributes:
+        budget_bytes: Most that the step may take; absent where a number of parameters was asked
+            for.
+        scores: What channels were chosen by.
+        share: Which part of each group went, rounded down to whole channels.
+        trials: Steps of pruned copies that were recorded to find which sizes are written in code.
+    """
+
+    schema_version: int
+    budget_bytes: int | None
+    scores: str
+    share: float
+    before: ModelFacts
+    after: ModelFacts
+    groups: tuple[PrunedGroup, ...]
+    stays: tuple[StayingParameters, ...]
+    trials: int
+
+
 Reference = Literal["eager", "torch_compile"]
 """What a compiled step is held against.
 
@@ -1989,6 +2041,18 @@ SnapshotCategory = Literal[
 - ``communication``: A collective's.
 - ``unknown``: Nothing tells.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StayingParameters:
+    """Parameters with dimensions that stay, for one reason.
+
+    Attributes:
+        why: The reason, as a clause.
+    """
+
+    why: str
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ FLOORS = (
     {"capture", "measure"},
     {"apply"},
     {"plan"},
+    {"prune"},
     {"guard"},
     {"share"},
     {"run"},

@@ -13,6 +13,7 @@ pub mod oom_message;
 pub mod placement;
 pub mod plan;
 pub mod predict;
+pub mod prune;
 pub mod share;
 pub mod snapshot;
 pub mod step;

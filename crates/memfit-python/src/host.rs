@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings};
+use memfit::{Calibration, Host, HostError, HostErrorKind, Pruning, Script, Settings};
 use pyo3::call::PyCallArgs;
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
@@ -135,6 +135,21 @@ impl Host for PythonHost {
         let folder = calibration.folder.as_ref();
         let arguments = (&calibration.device_kind, calibration.seconds, folder);
         self.ask("calibrate", arguments)
+    }
+
+    fn prune(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        request: &Pruning,
+    ) -> Result<String, HostError> {
+        let request = serde_json::to_string(request).map_err(|error| {
+            HostError::new(
+                HostErrorKind::Internal,
+                format!("cannot write JSON: {error}"),
+            )
+        })?;
+        self.ask("prune", (target, settings, request))
     }
 
     fn verify(

@@ -63,6 +63,7 @@ mod _native {
     use memfit_engine::placement::{self, Goal};
     use memfit_engine::plan::{self, Class, Front, Limit, Plan, PlanRequest};
     use memfit_engine::predict::{self, PredictRequest, Prediction};
+    use memfit_engine::prune;
     use memfit_engine::snapshot;
     use memfit_engine::step::{self, EvaluationByHand, EvaluationRequest};
     use memfit_engine::trace;
@@ -210,6 +211,45 @@ mod _native {
         /// The trace as `memfit show` prints it.
         fn text(&self, py: Python<'_>) -> String {
             py.detach(|| memfit::of_trace(&self.0))
+        }
+    }
+
+    /// What of a step's model can be pruned.
+    #[pyclass(frozen, module = "memfit._native")]
+    struct Separation {
+        trace: Arc<trace::Trace>,
+        found: prune::Separation,
+    }
+
+    #[pymethods]
+    impl Separation {
+        /// Finds the groups of channels in a step.
+        #[staticmethod]
+        fn of(py: Python<'_>, trace: &Trace, request: Value<prune::Request>) -> Self {
+            let trace = Arc::clone(&trace.0);
+            let found = py.detach(|| prune::separate(&trace, &request.0));
+            Self { trace, found }
+        }
+
+        /// The groups.
+        fn groups(&self) -> Value<Vec<prune::Group>> {
+            Value(self.found.groups.clone())
+        }
+
+        /// What stays, and why.
+        fn stays(&self) -> Value<Vec<prune::Stay>> {
+            Value(self.found.stays.clone())
+        }
+
+        /// The first op of the forward that is not as meant in the step of the pruned model; `removed` has for each
+        /// group the channels that are gone.
+        fn deviation(
+            &self,
+            py: Python<'_>,
+            removed: Vec<Vec<usize>>,
+            again: &Trace,
+        ) -> Option<usize> {
+            py.detach(|| self.found.deviation(&self.trace, &removed, &again.0))
         }
     }
 
@@ -404,6 +444,12 @@ mod _native {
         memfit::calibration(profile.0, path)
             .map(Value)
             .map_err(usage)
+    }
+
+    /// The document and the text of a pruned model.
+    #[pyfunction]
+    fn pruning(facts: Value<serde_json::Value>) -> PyResult<Value<memfit::Answer>> {
+        memfit::pruning(facts.0).map(Value).map_err(usage)
     }
 
     /// The JSON Schema of every answer.

@@ -13,6 +13,7 @@ use crate::printer::Palette;
 use crate::report::calibration::CalibrateDocument;
 use crate::report::compiled::CompiledAnswer;
 use crate::report::measured::Measurement;
+use crate::report::pruning::PruneDocument;
 use crate::report::text;
 
 /// A document and its text.
@@ -86,6 +87,16 @@ pub fn calibration(profile: Value, path: String) -> Result<Answer, Error> {
     let mut document: CalibrateDocument = serde_json::from_value(profile)?;
     document.path = path;
     answer(&document, text::calibration(&document, Palette::PLAIN))
+}
+
+/// What `memfit prune` says of a pruned model.
+///
+/// # Errors
+///
+/// The facts are not those of one.
+pub fn pruning(facts: Value) -> Result<Answer, Error> {
+    let document = PruneDocument::of(facts)?;
+    answer(&document, text::pruning(&document, Palette::PLAIN))
 }
 
 fn answer(document: &impl Serialize, text: String) -> Result<Answer, Error> {

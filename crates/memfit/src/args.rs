@@ -42,6 +42,7 @@ Examples:
   memfit predict examples/gpt2.py:build                 what the step takes, and where
   memfit plan    examples/gpt2.py:build --budget 3GiB   how to make it fit
   memfit verify  examples/gpt2.py:build --budget 3GiB   run it both ways and compare
+  memfit prune   examples/gpt2.py:build --budget 3GiB   a smaller model whose step fits
   memfit place   step.csv --minimize                    offsets for allocations, lowest arena
   memfit show    step.memfit                            what is in a saved trace or plan
   memfit explain snapshot.pickle                        why a CUDA memory snapshot peaked
@@ -147,6 +148,19 @@ Examples:
 
 The unplanned step really runs: it needs the memory that `memfit predict` says.")]
     Verify(VerifyArguments),
+
+    /// Make a smaller model: without the channels and heads that it misses least
+    #[command(after_help = "\
+Examples:
+  memfit prune examples/resnet50.py:build --parameters 50% --save pruned.pt
+  memfit prune model.py:build --budget 3GiB --save pruned.pt     the least pruning whose step fits
+  memfit prune model.py:build --budget 60% --scores taylor       chosen by gradients of one step
+  memfit prune model.py:build --parameters 50% --format json     what went, and what stays and why
+
+`memfit.load_pruned(build, \"pruned.pt\")` builds the smaller model, to be trained on: nothing is trained
+here. Channels that have to go together are found in the recorded step; what is not understood stays.
+The model is built with its weights.")]
+    Prune(PruneArguments),
 
     /// Find offsets for allocations with known live ranges in the smallest arena
     #[command(after_help = "\
@@ -495,6 +509,49 @@ pub(crate) struct VerifyArguments {
 
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PruneArguments {
+    #[command(flatten)]
+    pub(crate) target: TargetArguments,
+
+    #[command(flatten)]
+    pub(crate) size: PruneSizeArguments,
+
+    /// What channels are worth: the squares of their parameters, or parameter times gradient in a step
+    #[arg(long, value_enum, default_value_t = ScoresChoice::Magnitude)]
+    pub(crate) scores: ScoresChoice,
+
+    /// Let channels go that a layer norm takes its mean over, such as the width of a transformer
+    ///
+    /// What is left is then normalised anew: the smaller model computes something else than the given one with zeros.
+    #[arg(long)]
+    pub(crate) through_norms: bool,
+
+    /// Write the smaller model, for `memfit.load_pruned`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save: Option<PathBuf>,
+}
+
+/// How small the model shall be.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct PruneSizeArguments {
+    /// Most memory the step may take: 3GiB, 800MiB, 2GB, plain bytes, or 60% of the unpruned peak
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
+    pub(crate) budget: Option<String>,
+
+    /// How many parameters may be left: 50%, or a number
+    #[arg(long, value_name = "COUNT", allow_hyphen_values = true)]
+    pub(crate) parameters: Option<String>,
+}
+
+/// What channels are chosen by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ScoresChoice {
+    Magnitude,
+    Taylor,
 }
 
 #[derive(Debug, Args)]

@@ -74,6 +74,21 @@ pub struct Calibration {
     pub folder: Option<PathBuf>,
 }
 
+/// How a model shall be pruned.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Pruning {
+    /// The budget of the step, as written; absent where parameters are counted.
+    pub budget: Option<String>,
+    /// How many parameters may be left, as written.
+    pub parameters: Option<String>,
+    /// What channels are chosen by: `magnitude` or `taylor`.
+    pub scores: String,
+    /// Whether channels may go that a norm takes its mean over.
+    pub through_norms: bool,
+    /// Where to write the smaller model.
+    pub save: Option<PathBuf>,
+}
+
 /// The side that can build a model and run it.
 pub trait Host {
     /// Has every build from now on make the weights for real, however much memory there is.
@@ -218,6 +233,18 @@ pub trait Host {
         trace: &[u8],
         budget_bytes: u64,
         request_json: &str,
+    ) -> Result<String, HostError>;
+
+    /// Prunes a target's model, writes it where the request says so, and returns the report as JSON.
+    ///
+    /// # Errors
+    ///
+    /// The target is wrong or fails, nothing can be pruned, or not enough.
+    fn prune(
+        &mut self,
+        target: &str,
+        settings: &Settings,
+        request: &Pruning,
     ) -> Result<String, HostError>;
 
     /// Runs an unmodified script under the count and returns what was seen as JSON.

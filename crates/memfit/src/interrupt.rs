@@ -124,6 +124,14 @@ mod tests {
         fn calibrate(&mut self, _: &crate::host::Calibration) -> Result<String, HostError> {
             unreachable!()
         }
+        fn prune(
+            &mut self,
+            _: &str,
+            _: &Settings,
+            _: &crate::host::Pruning,
+        ) -> Result<String, HostError> {
+            unreachable!()
+        }
         fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
             unreachable!()
         }

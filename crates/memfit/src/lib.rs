@@ -33,9 +33,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use clap::Parser as _;
 
-pub use answer::{Answer, calibration, oom_messages, replay, verification};
+pub use answer::{Answer, calibration, oom_messages, pruning, replay, verification};
 pub use exit::Exit;
-pub use host::{Calibration, Host, HostError, HostErrorKind, Script, ScriptLease, Settings};
+pub use host::{
+    Calibration, Host, HostError, HostErrorKind, Pruning, Script, ScriptLease, Settings,
+};
 pub use printer::Streams;
 pub use report::front::page_of_front;
 pub use report::schema::schema;

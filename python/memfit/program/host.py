@@ -241,6 +241,28 @@ class Host:
             found = make(device_kind, seconds=seconds, folder=folder)
             return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
+    def prune(self, target: str, settings: Settings, request_json: str) -> str:
+        """Prune a target's model, and write it where the request says so.
+
+        Args:
+            target: As in :meth:`capture`.
+            settings: As in :meth:`capture`.
+            request_json: What is asked for.
+
+        Returns:
+            The report as JSON.
+        """
+        with _torch():
+            from memfit.api.prune import prune
+            from memfit.program.target import workload_factory
+
+            request = json.loads(request_json)
+            path = request.pop("save")
+            made = prune(workload_factory(target, settings)(), **request)
+            if path is not None:
+                made.save(path)
+            return made.report.json()
+
     def verify(self, target: str, settings: Settings, plan_json: str) -> str:
         """Run real steps with and without a plan and compare them.
 

@@ -128,7 +128,7 @@ impl Builder {
         after
     }
 
-    fn push(
+    pub(crate) fn push(
         &mut self,
         name: &str,
         phase: Phase,

@@ -13,6 +13,7 @@ mod pareto;
 mod place;
 mod plan;
 mod predict;
+mod prune;
 mod ps;
 pub(crate) mod replay;
 mod run;
@@ -31,6 +32,7 @@ pub(crate) fn run(command: &Command, session: &mut Session<'_>) -> Result<Exit, 
         Command::Predict(arguments) => predict::run(arguments, session),
         Command::Plan(arguments) => plan::run(arguments, session),
         Command::Verify(arguments) => verify::run(arguments, session),
+        Command::Prune(arguments) => prune::run(arguments, session),
         Command::Place(arguments) => place::run(arguments, session),
         Command::Calibrate(arguments) => calibrate::run(arguments, session),
         Command::Run(arguments) => run::run(arguments, session),

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::calibration::CalibrateDocument;
 use super::document::{ReplayDocument, VerifyDocument};
+use super::pruning::PruneDocument;
 
 /// The answers by name under `properties`, and what they consist of under `$defs`.
 #[must_use]
@@ -24,6 +25,7 @@ pub fn schema() -> Value {
         "OomMessages": generator.subschema_for::<OomMessages>(),
         "Plan": generator.subschema_for::<Plan>(),
         "Prediction": generator.subschema_for::<Prediction>(),
+        "Pruning": generator.subschema_for::<PruneDocument>(),
         "Replay": generator.subschema_for::<ReplayDocument>(),
         "Verification": generator.subschema_for::<VerifyDocument>(),
     });

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings, Streams};
+use memfit::{Calibration, Host, HostError, HostErrorKind, Pruning, Script, Settings, Streams};
 use memfit_engine::file::{decode, encode};
 use memfit_engine::trace::Alternatives;
 use serde_json::{Value, json};
@@ -149,6 +149,25 @@ impl Host for FakeHost {
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
         let folder = self.cache.clone().unwrap();
         Ok(folder.join("memfit").join(format!("{device_kind}.json")))
+    }
+
+    fn prune(&mut self, _: &str, _: &Settings, request: &Pruning) -> Result<String, HostError> {
+        let facts = |peak: u64, parameters: u64| {
+            json!({ "predicted_peak_bytes": peak,
+            "parameters": parameters, "parameter_bytes": 4 * parameters })
+        };
+        let group = |layer: u32| {
+            json!({ "channels": 3072, "kept": 1536,
+            "parameters": [format!("h.{layer}.fc.weight"), format!("h.{layer}.out.weight")] })
+        };
+        let answer = json!({
+            "budget_bytes": null, "scores": request.scores, "share": 0.5,
+            "before": facts(300 << 20, 12_345_678), "after": facts(200 << 20, 6_172_839),
+            "groups": [group(0), group(1)],
+            "stays": [{ "why": "the model returns it", "parameters": ["head.weight", "head.bias"] }],
+            "trials": 1,
+        });
+        Ok(answer.to_string())
     }
 
     fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError> {

@@ -330,3 +330,32 @@ fn the_same_run_twice_says_the_same() {
     let first = run("plan model.py:build --budget 90%").stdout;
     assert_eq!(first, run("plan model.py:build --budget 90%").stdout);
 }
+
+#[test]
+fn prune_says_what_went_and_what_stays() {
+    let mut host = FakeHost::default();
+    let outcome = host.run("prune model.py:build --parameters 50%");
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (0, ""));
+    for line in [
+        "Predicted peak   300.0 MiB  200.0 MiB  66.7 %",
+        "Parameters      12,345,678  6,172,839  50.0 %",
+        "  h.*.fc.weight                   3,072  1,536       2",
+        "  head.weight and 1 more  the model returns it",
+    ] {
+        assert!(outcome.stdout.contains(line), "{line}\n{}", outcome.stdout);
+    }
+    let json = host.run("prune model.py:build --budget 60% --scores taylor --format json");
+    assert!(
+        json.stdout.contains("\"scores\":\"taylor\"")
+            || json.stdout.contains("\"scores\": \"taylor\"")
+    );
+    for wrong in [
+        "",
+        "--budget 60% --parameters 50%",
+        "--budget few",
+        "--parameters 50% --save no/folder/file.pt",
+    ] {
+        let outcome = host.run(&format!("prune model.py:build {wrong}"));
+        assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""), "{wrong}");
+    }
+}

@@ -65,6 +65,21 @@ class SourceLines:
             frame = frame.f_back
         return ""
 
+    def raised_at(self, error: BaseException | None) -> list[str]:
+        """The lines that an error came through, the innermost first.
+
+        Args:
+            error: The error.
+        """
+        traceback = None if error is None else error.__traceback__
+        lines = []
+        while traceback is not None:
+            prefix = self._prefix(traceback.tb_frame.f_code.co_filename)
+            if prefix is not None:
+                lines.append(f"{prefix}:{traceback.tb_lineno}")
+            traceback = traceback.tb_next
+        return lines[::-1]
+
     def _prefix(self, filename: str) -> str | None:
         """Short name of a file, or ``None`` when its frames are skipped."""
         if filename.startswith(("<", _TORCH, _MEMFIT)):
