@@ -25,6 +25,7 @@ COMMANDS = (
     "predict",
     "plan",
     "verify",
+    "prune",
     "explain",
     "replay",
     "place",
@@ -115,7 +116,14 @@ def test_the_json_reference_names_every_field():
     report = ROOT / "crates" / "memfit" / "src" / "report"
     source = "".join(
         (report / name).read_text()
-        for name in ("document.rs", "compiled.rs", "tracked.rs", "calibration.rs", "doctor.rs")
+        for name in (
+            "document.rs",
+            "compiled.rs",
+            "tracked.rs",
+            "calibration.rs",
+            "doctor.rs",
+            "pruning.rs",
+        )
     )
     structs = re.findall(
         r"^#\[derive\([^)]*\bSerialize\b[^)]*\)\]\npub\(crate\) struct \w+ \{\n(.*?)^\}",

@@ -163,6 +163,31 @@ def test_the_pruned_model_is_the_masked_one(name: str) -> None:
     assert torch.isfinite(loss)
 
 
+LEFT = {
+    "resnet18": (lambda: images(torchvision.models.resnet18(num_classes=100)), 2_824_580),
+    "mobilenet": (lambda: images(torchvision.models.mobilenet_v2()), 1_221_768),
+    "convnext": (lambda: images(timm.create_model("convnext_atto")), 1_032_260),
+    "vit": (lambda: images(timm.create_model("vit_tiny_patch16_224", num_heads=6), 224), 1_532_104),
+}
+"""Models, and the parameters that torch-pruning 1.6.1 leaves with half of their channels."""
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_as_many_parameters_are_left_as_by_depgraph(name: str) -> None:
+    build, left = LEFT[name]
+    found = separable(build(), through_norms=True)
+    removed = tuple(tuple(range(group.channels // 2)) for group in found.groups)
+    pruned = found.without(removed, weights=True)
+    found.require_as_meant(removed, pruned)
+    assert sum(parameter.numel() for parameter in pruned.model.parameters()) == left
+
+
+def test_the_width_goes_where_norms_may_take_their_mean_anew() -> None:
+    found = separable(llama(), through_norms=True)
+    names = {member.name for group in found.groups for member in group.members}
+    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= names
+
+
 def outputs(model: nn.Module, batch: Any) -> Tensor:
     out: Tensor = model(**batch).logits if isinstance(batch, dict) else model(batch)
     return out

@@ -222,10 +222,18 @@ def test_a_file_of_another_model_is_refused_by_name(
 def test_files_that_are_none_are_refused(tmp_path: Path):
     (tmp_path / "text").write_text("no")
     torch.save({"weight": torch.ones(1)}, tmp_path / "other.pt")
+    memfit.prune(workload(), parameters="50%").save(tmp_path / "good.pt")
+    content = torch.load(tmp_path / "good.pt", weights_only=True)
+    content["kept"]["0.weight"] = {0: torch.tensor([99])}
+    torch.save(content, tmp_path / "bad.pt")
+    del content["state_dict"]
+    torch.save(content, tmp_path / "half.pt")
     for name, said in [
         ("text", "no file that torch saved"),
         ("other.pt", "is no pruned model"),
         ("missing", "there is no such file"),
+        ("half.pt", "it has no `state_dict`"),
+        ("bad.pt", "what was kept cannot be read"),
     ]:
         with pytest.raises(memfit.UsageError, match=said):
             memfit.load_pruned(model, tmp_path / name)
@@ -282,6 +290,14 @@ def test_sizes_that_code_says_stay():
     assert any(
         stay.why.startswith("code says its size at test_prune.py") for stay in pruned.report.stays
     )
+
+
+def test_parameters_that_the_step_does_not_read_are_named():
+    built = Written()
+    built.other = nn.Linear(24, 24)
+    pruned = memfit.prune(memfit.Workload(built, torch.randn(2, 8)), parameters="90%")
+    (stay,) = (it for it in pruned.report.stays if it.why == "the step does not read it")
+    assert stay.parameters == ("other.weight", "other.bias")
 
 
 def test_weights_are_needed():

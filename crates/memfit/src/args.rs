@@ -157,9 +157,9 @@ Examples:
   memfit prune model.py:build --budget 60% --scores taylor       chosen by gradients of one step
   memfit prune model.py:build --parameters 50% --format json     what went, and what stays and why
 
-`memfit.load_pruned(build, \"pruned.pt\")` builds the smaller model, to be trained on: nothing is trained
-here. Channels that have to go together are found in the recorded step; what is not understood stays.
-The model is built with its weights.")]
+`memfit.load_pruned(build, \"pruned.pt\")` builds the smaller model. Nothing is trained here. Channels
+that have to go together are found in the recorded step; what is not understood stays. The model is
+built with its weights.")]
     Prune(PruneArguments),
 
     /// Find offsets for allocations with known live ranges in the smallest arena

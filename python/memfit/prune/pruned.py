@@ -209,6 +209,8 @@ def _require(least: int, most: int, words: Callable[[int], str], found: Separabl
         message = f"pruned as far as it goes the model takes {words(least)}: {asked} is too little"
         if found.stays:
             message += f"\nhint: {_largest_stay(found)}"
+            if not found.through_norms:
+                message += "; with `--through-norms` (`through_norms=True`) more can go"
         raise DoesNotFit(message, minimum_peak_bytes=least if words is _native.bytes_text else 0)
 
 

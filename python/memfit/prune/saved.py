@@ -124,7 +124,41 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     ]
     if wrong:
         raise UsageError(f"`{path}` is no whole pruned model: it has no `{wrong[0]}`")
+    if not (_is_kept(content) and _is_noted(content["attributes"])):
+        raise UsageError(f"`{path}` is no whole pruned model: what was kept cannot be read")
     return content
+
+
+def _is_kept(content: Mapping[str, Any]) -> bool:
+    """Whether the indices are some of the shapes' own."""
+    shapes = content["shapes"]
+    return all(
+        isinstance(dimensions, dict)
+        and isinstance(shapes.get(name), tuple)
+        and all(_are_indices(shapes[name], *one) for one in dimensions.items())
+        for name, dimensions in content["kept"].items()
+    )
+
+
+def _are_indices(shape: tuple[Any, ...], dimension: Any, indices: Any) -> bool:
+    return (
+        isinstance(dimension, int)
+        and 0 <= dimension < len(shape)
+        and isinstance(indices, Tensor)
+        and indices.dtype is torch.int64
+        and indices.dim() == 1
+        and indices.numel() > 0
+        and int(indices.min()) >= 0
+        and int(indices.max()) < shape[dimension]
+    )
+
+
+def _is_noted(attributes: Mapping[str, Any]) -> bool:
+    """Whether modules are given numbers and sizes alone."""
+    return all(
+        isinstance(noted, dict) and all(isinstance(it, int | tuple) for it in noted.values())
+        for noted in attributes.values()
+    )
 
 
 def _require_same(model: nn.Module, recipe: Recipe, path: str | os.PathLike[str]) -> None:

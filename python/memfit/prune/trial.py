@@ -44,6 +44,7 @@ class Separable:
         workload: The step.
         groups: Channels that can go.
         stays: What stays and why, as the engine says it.
+        through_norms: Whether channels may go that a norm takes its mean over.
         trials: How many copies were recorded to find out.
         native: The engine's half.
     """
@@ -51,6 +52,7 @@ class Separable:
     workload: Workload
     groups: tuple[Group, ...]
     stays: tuple[Mapping[str, Any], ...]
+    through_norms: bool
     trials: int
     native: _native.Separation
 
@@ -116,7 +118,8 @@ def separable(workload: Workload, *, through_norms: bool) -> Separable:
         request = {"through_norms": through_norms, "stays": stays}
         native = _native.Separation.of(trace, request)
         groups = tuple(Group.of(value) for value in native.groups())
-        found = Separable(workload, groups, tuple(native.stays()), trial, native)
+        stay = tuple(native.stays())
+        found = Separable(workload, groups, stay, through_norms, trial, native)
         if not groups:
             return found
         blamed = _tried(found, ops)

@@ -405,6 +405,11 @@ impl Axes {
         atoms
     }
 
+    /// Whether the forward touches an allocation.
+    pub(super) fn has(&self, allocation: usize) -> bool {
+        self.of_allocation.contains_key(&allocation)
+    }
+
     /// The axes of an allocation.
     pub(super) fn of_allocation(&self, allocation: usize) -> &[usize] {
         self.of_allocation

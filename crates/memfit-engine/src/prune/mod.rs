@@ -284,6 +284,12 @@ fn stays(trace: &Trace, axes: &Axes, channels: &mut Channels) -> Vec<Stay> {
         if trace.allocations[allocation].category != Category::Parameter {
             continue;
         }
+        if !axes.has(allocation) {
+            by_reason
+                .entry(Why::Unread)
+                .or_default()
+                .push(name.to_owned());
+        }
         for &axis in axes.of_allocation(allocation) {
             let atoms = axes.atoms(axis);
             let nodes = atoms.iter().rev().flat_map(axes::Atom::nodes);
@@ -332,6 +338,7 @@ fn reason(trace: &Trace, why: Why) -> String {
         Why::NotUnderstood(op) => format!("`{}` is not understood, at {}", at(op).0, at(op).1),
         Why::Reduced(op) => format!("`{}` takes all of it together, at {}", at(op).0, at(op).1),
         Why::Picked => "code takes one index of it".to_owned(),
+        Why::Unread => "the step does not read it".to_owned(),
         Why::Split | Why::Inner | Why::Position => {
             "views split it in ways that do not go together".to_owned()
         }

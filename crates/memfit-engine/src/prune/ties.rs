@@ -30,6 +30,8 @@ pub(super) enum Why {
     Picked,
     /// A view splits it, and it is the inner part.
     Inner,
+    /// The step does not read it.
+    Unread,
     /// Positions, not channels: a convolution's kernel, pixels.
     Position,
 }
