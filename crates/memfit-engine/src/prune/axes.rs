@@ -20,7 +20,7 @@ use crate::trace::{Trace, Value};
 /// More channels than this no dimension has that is worth pruning; such axes stay.
 const MOST_CHANNELS: u64 = 1 << 21;
 /// Most channels of a trace altogether: what lies beyond stays.
-const MOST_NODES: usize = 1 << 27;
+const MOST_NODES: usize = 1 << 25;
 
 /// One dimension of an allocation, of a size above 1.
 #[derive(Debug, Clone)]
@@ -121,7 +121,7 @@ impl Axes {
 
     /// Takes the axes of an allocation from the first value of it, if that is all of it.
     fn add_axes(&mut self, allocation: usize, value: &Value, whole_bytes: u64) {
-        let elements = value.shape.iter().product::<u64>().max(1);
+        let elements = product(value.shape.iter().copied()).max(1);
         let is_whole = value.offset == 0
             && value.stride.len() == value.shape.len()
             && whole_bytes.is_multiple_of(elements)
@@ -466,6 +466,11 @@ fn factors(axis: &Axis) -> Vec<(u64, u64)> {
         .collect()
 }
 
+/// The product of sizes, which saturates.
+pub(super) fn product(sizes: impl Iterator<Item = u64>) -> u64 {
+    sizes.fold(1, u64::saturating_mul)
+}
+
 /// Where the pieces have `count` elements inside.
 fn boundary(pieces: &[Piece], count: u64) -> Option<usize> {
     let mut product = 1_u64;
@@ -483,15 +488,11 @@ fn range(pieces: &[Piece], start: u64, count: u64) -> Option<Vec<Piece>> {
     let Some((outer, inner)) = pieces.split_first() else {
         return (start == 0 && count == 1).then(Vec::new);
     };
-    let inside: u64 = inner
-        .iter()
-        .map(|piece| piece.count)
-        .product::<u64>()
-        .max(1);
+    let inside = product(inner.iter().map(|piece| piece.count)).max(1);
     let moved = |first: u64| outer.start.checked_add(outer.unit.checked_mul(first)?);
     if start.is_multiple_of(inside) && count.is_multiple_of(inside) {
         let (first, count) = (start / inside, count / inside);
-        if first + count > outer.count {
+        if first.saturating_add(count) > outer.count {
             return None;
         }
         let piece = Piece {
@@ -503,7 +504,7 @@ fn range(pieces: &[Piece], start: u64, count: u64) -> Option<Vec<Piece>> {
         pieces.extend(inner);
         return Some(pieces);
     }
-    let is_within_one = start / inside == (start + count - 1) / inside;
+    let is_within_one = start / inside == start.saturating_add(count).saturating_sub(1) / inside;
     if is_within_one {
         range(inner, start % inside, count)
     } else {

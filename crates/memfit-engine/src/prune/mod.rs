@@ -139,18 +139,26 @@ fn values_of(ops: &[Op]) -> Vec<usize> {
     values
 }
 
-/// Has the dimensions of ops stay that were tried, and of all ops of their kind at the same line.
+/// Has the dimensions of ops stay that were tried, and of all ops of their kind at the same line in the same module of
+/// other layers.
 fn stay_as_tried(trace: &Trace, forward: usize, request: &Request, ties: &mut Ties) {
+    let kind = |op: &Op| (op.name, op.source, without_numbers(trace.string(op.module)));
     let tried = request
         .stays
         .iter()
         .filter_map(|&index| trace.ops.get(index));
-    let tried: BTreeSet<_> = tried.map(|op| (op.name, op.source)).collect();
+    let tried: BTreeSet<_> = tried.map(kind).collect();
     for (index, op) in trace.ops[..forward].iter().enumerate() {
-        if tried.contains(&(op.name, op.source)) {
+        if tried.contains(&kind(op)) {
             ties.stay_tried(trace, op, index);
         }
     }
+}
+
+/// A module's path without the numbers of layers.
+fn without_numbers(path: &str) -> Vec<&str> {
+    let parts = path.split('.');
+    parts.filter(|part| part.parse::<u64>().is_err()).collect()
 }
 
 /// Has what comes from outside stay, and what goes there.
@@ -425,7 +433,7 @@ impl Separation {
                 .count() as u64,
             None => piece.count,
         });
-        Some(left.product())
+        Some(axes::product(left))
     }
 }
 

@@ -238,3 +238,65 @@ fn another_step_than_meant_is_named() {
         "an op is missing"
     );
 }
+
+const SIZES: [u64; 7] = [0, 1, 2, 3, 12, 36, u64::MAX];
+const STRIDES: [i64; 7] = [-1, 0, 1, 4, 5, 12, i64::MAX];
+const NAMES: [&str; 12] = [
+    "aten.convolution.default",
+    "aten.addmm.default",
+    "aten.native_layer_norm.default",
+    "aten.native_group_norm.default",
+    "aten.mean.dim",
+    "aten._softmax.default",
+    "aten.cat.default",
+    "aten.stack.default",
+    "aten.embedding.default",
+    "aten.constant_pad_nd.default",
+    "aten.avg_pool2d.default",
+    "_",
+];
+const ARGUMENTS: [&str; 5] = [
+    "",
+    "dim=-1, keepdim=True, groups=3, group=4, normalized_shape=[12], pad=[1,1]",
+    "dim=[0,-9], groups=0, group=0, normalized_shape=[], transposed=True",
+    "dim=x, groups=-1, pad=[1",
+    "dim=[0], groups=18446744073709551615, group=18446744073709551615",
+];
+
+proptest::proptest! {
+    #[test]
+    fn no_trace_makes_it_panic(
+        values in proptest::collection::vec((0_usize..64, 0_usize..4, 0_usize..7, 0_usize..7), 0..6),
+        ops in proptest::collection::vec((0_usize..16, 0_usize..12, 0_usize..5), 0..4),
+        through_norms: bool,
+    ) {
+        let mut trace = packed_heads().0.trace;
+        for (at, dimension, size, stride) in values {
+            let count = trace.values.len();
+            let value = &mut trace.values[at % count];
+            if dimension < value.shape.len() {
+                value.shape[dimension] = SIZES[size];
+                value.stride[dimension] = STRIDES[stride];
+            } else {
+                value.offset = SIZES[size];
+                value.shape.pop();
+                value.stride.pop();
+            }
+        }
+        for (at, name, arguments) in ops {
+            let first = u32::try_from(trace.strings.len()).unwrap();
+            trace.strings.extend([NAMES[name].to_owned(), ARGUMENTS[arguments].to_owned()]);
+            let count = trace.ops.len();
+            let op = &mut trace.ops[at % count];
+            (op.name, op.arguments, op.view) = (first, first + 1, false);
+        }
+        let found = separate(&trace, &Request { through_norms, stays: vec![0] });
+        for group in &found.groups {
+            for member in &group.members {
+                proptest::prop_assert_eq!(member.positions.len(), group.channels);
+            }
+        }
+        let removed: Vec<_> = found.groups.iter().map(|_| vec![0, usize::MAX]).collect();
+        let _ = found.deviation(&trace, &removed, &trace);
+    }
+}

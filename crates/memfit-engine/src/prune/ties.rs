@@ -412,13 +412,19 @@ impl Rules<'_> {
         let normalised = self.numbers("normalized_shape")?.len();
         let first = rank.checked_sub(normalised)?;
         self.tie_like(input, out, |_| false)?;
-        let weights: Vec<_> = self.op.reads[1..].iter().map(|id| id.index()).collect();
+        let weights: Vec<_> = self.op.reads.iter().skip(1).map(|id| id.index()).collect();
         for weight in weights {
             for dimension in 0..self.shape(weight).len() {
                 self.tie((weight, dimension), (out, first + dimension));
             }
         }
-        let rest: Vec<_> = self.op.outputs[1..].iter().map(|id| id.index()).collect();
+        let rest: Vec<_> = self
+            .op
+            .outputs
+            .iter()
+            .skip(1)
+            .map(|id| id.index())
+            .collect();
         for statistic in rest {
             for dimension in 0..first {
                 self.tie((statistic, dimension), (out, dimension));
@@ -438,7 +444,7 @@ impl Rules<'_> {
         let groups: u64 = self.argument("group")?.parse().ok().filter(|&it| it > 0)?;
         let channels = *self.shape(out).get(1)?;
         self.tie_like(input, out, |_| false)?;
-        let weights: Vec<_> = self.op.reads[1..].iter().map(|id| id.index()).collect();
+        let weights: Vec<_> = self.op.reads.iter().skip(1).map(|id| id.index()).collect();
         for weight in weights {
             self.tie((weight, 0), (out, 1));
         }
@@ -449,7 +455,13 @@ impl Rules<'_> {
             part: inside,
         };
         self.ties.stays.push((side, Why::Reduced(self.index)));
-        let rest: Vec<_> = self.op.outputs[1..].iter().map(|id| id.index()).collect();
+        let rest: Vec<_> = self
+            .op
+            .outputs
+            .iter()
+            .skip(1)
+            .map(|id| id.index())
+            .collect();
         for statistic in rest {
             self.tie_parts(
                 (statistic, 1),
@@ -476,7 +488,11 @@ impl Rules<'_> {
         };
         let keeps = self.argument("keepdim") == Some("True");
         // The mean of squares in a norm that is written out.
-        let is_norm = self.through_norms && name == "mean" && keeps && reduced == [rank - 1];
+        let is_norm = self.through_norms
+            && name == "mean"
+            && keeps
+            && reduced.first().copied() == rank.checked_sub(1)
+            && reduced.len() == 1;
         let mut place = 0;
         for dimension in 0..rank {
             if reduced.contains(&dimension) {
@@ -514,7 +530,7 @@ impl Rules<'_> {
             self.tie_like(part, out, |dimension| dimension == along)?;
             let range = Part::Range(start, size);
             self.tie_parts((part, along), Part::All, (out, along), range);
-            start += size;
+            start = start.saturating_add(size);
         }
         Some(())
     }
