@@ -99,7 +99,7 @@ fn stays(stays: &[StayingParameters], palette: Palette) -> String {
             0 | 1 => String::new(),
             count => format!(" and {} more", count - 1),
         };
-        table.row([format!("{first}{more}"), words::inert(&stay.why, 90)]);
+        table.row([format!("{first}{more}"), words::inert(&stay.why, 200)]);
     }
     if table.is_empty() {
         return String::new();
