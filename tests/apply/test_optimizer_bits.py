@@ -255,6 +255,23 @@ def test_numbers_may_lie_in_another_order_than_their_dimensions():
         assert (found - wide).norm() <= 0.1 * (wide - start).norm()
 
 
+def test_a_dimension_of_one_may_have_any_stride():
+    """Depthwise convolutions give gradients with strides of (49, 1, 7, 1), for (49, 49, 7, 1)."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(96, 96, 7, padding=3, groups=96)
+    load = Workload(
+        model,
+        torch.randn(8, 96, 16, 16).to(memory_format=torch.channels_last),
+        lambda model, batch: model(batch).square().mean(),
+        OPTIMIZERS["AdamW"],
+    )
+    plan = plan_of(load, ["fuse_optimizer"])
+    with Fitted(load, plan) as fitted:
+        fitted.step()
+        held = fitted.optimizer.state[model.weight].held(fitted.optimizer)
+    assert held is not None, "updated in 32 bits"
+
+
 def test_state_is_offloaded_or_in_8_bits_and_not_both():
     load = workload()
     directions = {"tier": "disk", "window_bytes": 0, "least_bytes": 4096, "order": []}

@@ -202,8 +202,13 @@ def _goes_with(tensor: Tensor, parameter: Tensor) -> bool:
         and tensor.device == parameter.device
         and tensor.shape == parameter.shape
         and lies_densely(tensor)
-        and tensor.stride() == parameter.stride()
+        and _steps(tensor) == _steps(parameter)
     )
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    """Strides of the dimensions in which a tensor has more than one number."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _step_dtype() -> torch.dtype:
