@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.measure import measure_peak, static_tensors
+from memfit.plan.alternatives import with_alternatives
 from memfit.workload import Workload
 
 ALONE = ("chunk", "micro_batch")
@@ -108,13 +110,20 @@ def test_few_rows_and_large_weights_are_run_without_the_weight_cache():
     with_leave = least(load, allow="autocast", forbid=ALONE)
     assert with_leave <= least(load, forbid=ALONE)
     trace = memfit.trace(load).native
-    ways = [{"autocast": {"dtype": "bfloat16", "cache": cache}} for cache in (True, False)]
-    from memfit.plan.alternatives import with_alternatives
-
+    ways = [{"autocast": {"dtype": "bfloat16", "cache": cache}} for cache in (False, True)]
     both = memfit.Trace(with_alternatives(load, trace, ways))
-    cached = memfit.Trace(with_alternatives(load, trace, ways[:1]))
+    cached = memfit.Trace(with_alternatives(load, trace, ways[1:]))
     cast = {"allow": "autocast", "forbid": (*ALONE, "remat", "fuse_optimizer")}
     assert least(both, **cast) <= least(cached, **cast)
+
+
+@pytest.mark.parametrize(("uses", "caches"), [(1, [False]), (3, [False, True])])
+def test_the_weight_cache_is_tried_where_a_weight_is_cast_more_than_once(uses, caches):
+    load = workload(rows=64, uses=uses)
+    ways = [{"autocast": {"dtype": "bfloat16", "cache": cache}} for cache in (False, True)]
+    found = with_alternatives(load, memfit.trace(load).native, ways)
+    steps = json.loads(found.json())["alternatives"]["steps"]
+    assert [step["autocast"]["cache"] for step in steps] == caches
 
 
 def test_a_budget_that_the_plain_step_keeps_needs_no_autocast():

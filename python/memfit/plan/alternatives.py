@@ -9,6 +9,7 @@ nor for the slices (:mod:`memfit.apply.slices.in_slices`) and what is cast (torc
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def with_alternatives(
         for way in ways:
             refusal = _impossible(way, meta)
             try:
-                if not refusal:
+                if not refusal and not _is_needless(way, found.steps):
                     _record(stages, workload, way, found, may_cut=meta["second_batch"] > 0)
             except (MemfitError, RealStepNeeded) as error:
                 how = "under autocast" if "autocast" in way else "in slices"
@@ -75,6 +76,25 @@ def _impossible(way: Way, meta: dict[str, Any]) -> str:
         here = torch.cuda.is_bf16_supported(including_emulation=False)
         return "" if here else f"{torch.cuda.get_device_name()} does not compute in bfloat16"
     return ""
+
+
+def _is_needless(way: Way, steps: Sequence[tuple[Way, bytes, bytes | None]]) -> bool:
+    """Whether a way keeps casts of weights none of which the same without the cache makes twice."""
+    autocast = way.get("autocast")
+    if not autocast or not autocast["cache"]:
+        return False
+    without = {**way, "autocast": {**autocast, "cache": False}}
+    recorded = next((json.loads(first) for known, first, _ in steps if known == without), None)
+    if recorded is None:
+        return False
+    rows, values, strings = (recorded[it] for it in ("allocations", "values", "strings"))
+    cast = Counter(
+        values[op["reads"][0]]["allocation"]
+        for op in recorded["ops"]
+        if op["phase"] == "forward" and strings[op["name"]] == "aten._to_copy.default"
+    )
+    parameters = {i for i, row in enumerate(rows) if row["category"] == "parameter"}
+    return all(cast[parameter] <= 1 for parameter in parameters)
 
 
 @dataclass(slots=True)

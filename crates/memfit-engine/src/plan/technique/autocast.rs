@@ -2,8 +2,8 @@
 //!
 //! It is first of all an action of speed, and may raise a peak: each weight gets a copy in 16 bits that its product
 //! saves. With the weight cache such a copy is made once and stays to the end of forward, where no recomputation can
-//! touch it; without, it is made at each use and can be dropped like all else. Which of them is less depends on how
-//! often weights are used, so that both are captured.
+//! touch it; without, it is made at each use and can be dropped like all else. Where a weight is used more than once
+//! either may be less, so that both are captured.
 //!
 //! Responsible for when it may be, for the ways worth a capture, for the action and for the words. Not responsible for
 //! the capture and for which ops compute in which type (the Python package, torch), nor for trying it (`plan/ways.rs`).
@@ -120,7 +120,8 @@ pub(in crate::plan) fn may_any(trace: &Trace, request: &PlanRequest) -> bool {
     kinds.any(|kind| may(kind, trace, request))
 }
 
-/// The ways worth a capture, for each of the two that may be: with the weight cache, without, and without it in slices.
+/// The ways worth a capture, for each of the two that may be: without the weight cache, with it (which who captures
+/// leaves out where no weight is cast twice), and without it in slices.
 pub(in crate::plan) fn ways(
     trace: &Trace,
     request: &PlanRequest,
@@ -139,7 +140,7 @@ pub(in crate::plan) fn ways(
             }),
         };
         if may(kind, trace, request) {
-            ways.extend([way(None, true), way(None, false)]);
+            ways.extend([way(None, false), way(None, true)]);
             ways.extend(smallest.map(|chunk| way(Some(chunk), false)));
         }
     }
