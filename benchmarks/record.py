@@ -72,7 +72,10 @@ def memfit_json(command: str, *arguments: str) -> dict[str, Any]:
 
 
 def verified_at_least(
-    target: str, options: tuple[str, ...], floor: tuple[str, ...] = FLOOR
+    target: str,
+    options: tuple[str, ...],
+    floor: tuple[str, ...] = FLOOR,
+    budget: str = "1%",
 ) -> dict[str, Any]:
     """One real run at the smallest peak that plans reach, and the bytes that none can touch.
 
@@ -80,10 +83,12 @@ def verified_at_least(
         target: What is verified.
         options: Which plans are allowed.
         floor: The categories of these bytes.
+        budget: One that is taken instead where a plan keeps it.
     """
-    plan = memfit_json("plan", target, "--budget", "1%", *options)
-    least = plan["minimum_peak_bytes"] + plan["margin_bytes"]
-    found = memfit_json("verify", target, "--budget", str(least), *options)
+    plan = memfit_json("plan", target, "--budget", budget, *options)
+    least = str(plan["minimum_peak_bytes"] + plan["margin_bytes"])
+    taken = budget if plan["verdict"] == "fits" else least
+    found = memfit_json("verify", target, "--budget", taken, *options)
     breakdown = memfit_json("predict", target)["breakdown"]["category"]
     stays = sum(part["bytes"] for part in breakdown if part["name"] in floor)
     return {**found, "floor_bytes": stays}
