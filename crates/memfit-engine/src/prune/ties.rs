@@ -7,7 +7,7 @@
 //! what remains would be another number without its channel: a mean over it, a softmax. What no rule knows stays whole.
 
 use super::axes::Part;
-use crate::trace::{Op, Trace};
+use crate::trace::{ELEMENTWISE, Op, Trace};
 
 /// Why channels stay, the weightiest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -53,79 +53,20 @@ pub(super) struct Ties {
     pub(super) tried: Vec<(Side, Why)>,
 }
 
-/// Ops that treat each element apart, on tensors that are broadcast to the output.
-const ELEMENTWISE: &[&str] = &[
-    "abs",
-    "add",
+/// And those that only pruning takes so.
+const ALSO_ELEMENTWISE: [&str; 12] = [
+    "_prelu_kernel",
+    "_to_copy",
     "addcdiv",
     "addcmul",
-    "bernoulli",
-    "bitwise_and",
-    "bitwise_not",
-    "bitwise_or",
     "celu",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
     "clone",
     "copy",
-    "cos",
     "detach",
-    "div",
     "dropout",
-    "elu",
-    "empty_like",
-    "eq",
-    "erf",
-    "exp",
-    "fill",
-    "full_like",
-    "ge",
-    "gelu",
-    "gt",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "le",
-    "lerp",
     "lift_fresh",
-    "log",
-    "log1p",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "lt",
-    "masked_fill",
-    "maximum",
-    "minimum",
-    "mish",
-    "mul",
-    "native_dropout",
-    "ne",
-    "neg",
-    "ones_like",
-    "pow",
-    "_prelu_kernel",
-    "rand_like",
-    "reciprocal",
-    "relu",
     "relu6",
-    "rsqrt",
-    "rsub",
-    "sigmoid",
-    "silu",
-    "sin",
-    "softplus",
-    "sqrt",
-    "square",
-    "sub",
-    "tanh",
     "threshold",
-    "_to_copy",
-    "where",
-    "zero",
-    "zeros_like",
 ];
 
 /// Ops that treat each channel of each image apart.
@@ -218,7 +159,7 @@ pub(super) fn short_name<'a>(trace: &'a Trace, op: &Op) -> &'a str {
 }
 
 pub(super) fn is_elementwise(name: &str) -> bool {
-    ELEMENTWISE.contains(&name)
+    ELEMENTWISE.contains(&name) || ALSO_ELEMENTWISE.contains(&name)
 }
 
 impl Rules<'_> {

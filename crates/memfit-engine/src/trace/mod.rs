@@ -27,6 +27,7 @@
 mod alternative;
 mod batch;
 mod check;
+mod elementwise;
 #[cfg(test)]
 pub(crate) mod sample;
 mod sizes;
@@ -34,6 +35,7 @@ mod sizes;
 pub use alternative::{Alternative, Alternatives, Autocast, CallChunk, Chunk, LossChunk, Way};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
+pub(crate) use elementwise::ELEMENTWISE;
 pub use sizes::SizesError;
 
 use schemars::JsonSchema;
