@@ -95,7 +95,7 @@ def _workload(*layers: nn.Module, shape=(2, 48)) -> memfit.Workload:
 
 
 def _calls(workload: memfit.Workload) -> list[dict]:
-    chunks = memfit.trace(workload).native.chunks()
+    chunks = [way["chunk"] for way in memfit.trace(workload).native.ways()]
     return chunks[-1]["calls"] if chunks else []
 
 

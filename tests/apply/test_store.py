@@ -251,7 +251,10 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
         block = store.write(storage.data_ptr(), storage.nbytes(), storage)
         with pytest.raises(KeyboardInterrupt):
             wait(block)
-        assert sys.getrefcount(storage) == holders + 1
+        held = sys.getrefcount(storage)
+        # On a machine as busy as that the alarm may come when all is written.
+        is_under_way = store.statistics()["bytes_written"] < storage.nbytes()
+        assert held == holders + 1 or not is_under_way
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
