@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantised import Boxed, QuantisedLinear, quantised
 from torch import nn
 
 import memfit
@@ -12,6 +11,7 @@ from memfit.capture import record
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
 from memfit.workload import Workload
+from quantised import Boxed, QuantisedLinear, quantised
 
 WIDTH, ROWS = 256, 64
 INT8_BYTES, SCALE_BYTES = WIDTH * WIDTH, WIDTH * 4
