@@ -248,16 +248,20 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        block = store.write(storage.data_ptr(), storage.nbytes(), storage)
-        with pytest.raises(KeyboardInterrupt):
-            wait(block)
-        held = sys.getrefcount(storage)
-        # On a machine as busy as that the alarm may come when all is written.
-        is_under_way = store.statistics()["bytes_written"] < storage.nbytes()
-        assert held == holders + 1 or not is_under_way
+        for tries in range(1, 11):  # on a busy machine an alarm may come when all is written
+            block = store.write(storage.data_ptr(), storage.nbytes(), storage)
+            with pytest.raises(KeyboardInterrupt):
+                wait(block)
+            held = sys.getrefcount(storage)
+            is_under_way = store.statistics()["bytes_written"] < tries * storage.nbytes()
+            if is_under_way:
+                break
+            block = None
+        assert is_under_way
+        assert held == holders + 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    del block  # waits
+    block = None  # waits
     assert sys.getrefcount(storage) == holders
-    assert store.statistics()["bytes_written"] == storage.nbytes()
+    assert store.statistics()["bytes_written"] == tries * storage.nbytes()

@@ -81,7 +81,7 @@ def test_threads_that_hammer_never_exceed_the_budget():
     found = alone("""
         def hammer(seed):
             held = []
-            for k in range(150):
+            for k in range(300):  # enough for all to be refused, also where they run in turn
                 try:
                     size = 300_000 + (seed * 977 + k * 131) % 3_000_000
                     held.append(torch.ones(size, dtype=torch.uint8))
@@ -107,7 +107,7 @@ def test_threads_that_hammer_never_exceed_the_budget():
         answer(growth=worst[0] - base, left=after - in_use, served=len(served),
                refused=len(refused))
     """)
-    assert found["refused"] > 10
+    assert found["refused"] > 50
     assert found["served"] > 300
     # Stacks and Python's own objects of nine threads are not tensors.
     assert 40 * MIB < found["growth"] <= 48 * MIB + 3 * MIB
