@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.apply.precision.autocast import UnderAutocast
 from memfit.measure import measure_peak, static_tensors
 from memfit.plan.alternatives import with_alternatives
 from memfit.workload import Workload
@@ -152,6 +153,23 @@ def test_in_the_users_own_loop_forward_runs_under_autocast():
         seen.append([loss.detach(), *(p.detach() for p in load.model.parameters())])
         assert not torch.is_autocast_enabled("cpu")
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_a_block_of_the_callers_own_is_left_alone_and_ends_when_it_ends():
+    """A script's block around its model ends before the pass does, whose end restores a state."""
+    part = UnderAutocast(Classifier(), {"dtype": "bfloat16", "cache": False})
+    own = torch.autocast("cpu", torch.float16)
+    own.__enter__()
+    around = part.forward()
+    around.__enter__()
+    assert torch.get_autocast_dtype("cpu") is torch.float16
+    own.__exit__(None, None, None)
+    around.__exit__(None, None, None)
+    assert not torch.is_autocast_enabled("cpu")
+    assert part.divergence == "the forward autocasts by itself"
+    with part.forward():
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert not part.diverged
 
 
 def test_the_smallest_slices_run_under_autocast_too():

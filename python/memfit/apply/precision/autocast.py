@@ -46,7 +46,25 @@ class UnderAutocast(Part):
         self._dtype, self._cache = DTYPES[dtype], cache
         self.scales_loss = self._dtype is torch.float16
         self._device = next((p.device.type for p in model.parameters()), "cpu")
+        self._is_left = False
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last forward was under autocast already."""
+        return self._is_left
+
+    @property
+    def divergence(self) -> str:
+        """Why the plan's autocast was not used, as a sentence; empty if it was."""
+        return "the forward autocasts by itself" if self._is_left else ""
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """What a forward runs inside, the loss included; backward needs no more."""
+        """What a forward runs inside, the loss included; backward needs no more.
+
+        A block of the caller's own stays as it is: a script's ends before this does, and the state
+        that this would then restore is that of the block, which would stay on for good.
+        """
+        self._is_left = torch.is_autocast_enabled(self._device)
+        if self._is_left:
+            return contextlib.nullcontext()
         return torch.autocast(self._device, self._dtype, cache_enabled=self._cache)
