@@ -28,7 +28,7 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
     }
     if kinds_of(&arguments.allow).contains(&ActionKind::AutocastFp16) {
         let message =
-            "a script scales its own loss, or nobody does: `--allow autocast_fp16` has no meaning";
+            "`memfit run` does not scale a script's loss: `--allow autocast_fp16` has no meaning";
         return Err(Failure::usage(message).hint(
             "`--allow autocast` runs its passes in bfloat16, which needs no scale; or \
              `memfit.fit(workload, budget=..., allow=\"autocast_fp16\")`",

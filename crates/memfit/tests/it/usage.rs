@@ -167,7 +167,7 @@ fn what_a_script_keeps_as_it_is_cannot_be_allowed_to_change() {
     let outcome = run("run --budget 1GiB --allow autocast_fp16 train.py");
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
     insta::assert_snapshot!(outcome.stderr, @r#"
-    error: a script scales its own loss, or nobody does: `--allow autocast_fp16` has no meaning
+    error: `memfit run` does not scale a script's loss: `--allow autocast_fp16` has no meaning
     hint: `--allow autocast` runs its passes in bfloat16, which needs no scale; or `memfit.fit(workload, budget=..., allow="autocast_fp16")`
     "#);
 }

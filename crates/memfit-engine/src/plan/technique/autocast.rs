@@ -47,7 +47,7 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     refusal_of(ActionKind::Autocast, trace, request)
 }
 
-/// Why one of the two cannot be; `None` where it can, or where nobody asked for it.
+/// Why one of the two techniques cannot be used; `None` where it can, or where it was not asked for.
 pub(in crate::plan) fn refusal_of(
     kind: ActionKind,
     trace: &Trace,
@@ -71,7 +71,7 @@ pub(in crate::plan) fn refusal_of(
     }
 }
 
-/// The range of float16 needs a scaler, and steps that overflow are skipped: nobody gets that but by its name.
+/// Float16 needs a loss scale, and steps that overflow are skipped, so it has to be asked for by name.
 fn is_asked_for(kind: ActionKind, request: &PlanRequest) -> bool {
     if kind == ActionKind::AutocastFp16 {
         request.allow_kinds.contains(&kind)
