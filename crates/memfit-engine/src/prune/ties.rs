@@ -206,6 +206,18 @@ impl Rules<'_> {
         out.map(|id| id.index())
     }
 
+    /// What a norm reads beside its input.
+    fn weights(&self) -> Vec<usize> {
+        let reads = self.op.reads.iter().skip(1);
+        reads.map(|id| id.index()).collect()
+    }
+
+    /// What a norm returns beside its result.
+    fn statistics(&self) -> Vec<usize> {
+        let outputs = self.op.outputs.iter().skip(1);
+        outputs.map(|id| id.index()).collect()
+    }
+
     fn tie(&mut self, left: (usize, usize), right: (usize, usize)) {
         self.tie_parts(left, Part::All, right, Part::All);
     }
@@ -353,20 +365,12 @@ impl Rules<'_> {
         let normalised = self.numbers("normalized_shape")?.len();
         let first = rank.checked_sub(normalised)?;
         self.tie_like(input, out, |_| false)?;
-        let weights: Vec<_> = self.op.reads.iter().skip(1).map(|id| id.index()).collect();
-        for weight in weights {
+        for weight in self.weights() {
             for dimension in 0..self.shape(weight).len() {
                 self.tie((weight, dimension), (out, first + dimension));
             }
         }
-        let rest: Vec<_> = self
-            .op
-            .outputs
-            .iter()
-            .skip(1)
-            .map(|id| id.index())
-            .collect();
-        for statistic in rest {
+        for statistic in self.statistics() {
             for dimension in 0..first {
                 self.tie((statistic, dimension), (out, dimension));
             }
@@ -385,8 +389,7 @@ impl Rules<'_> {
         let groups: u64 = self.argument("group")?.parse().ok().filter(|&it| it > 0)?;
         let channels = *self.shape(out).get(1)?;
         self.tie_like(input, out, |_| false)?;
-        let weights: Vec<_> = self.op.reads.iter().skip(1).map(|id| id.index()).collect();
-        for weight in weights {
+        for weight in self.weights() {
             self.tie((weight, 0), (out, 1));
         }
         let inside = Part::Inside(channels / groups);
@@ -396,14 +399,7 @@ impl Rules<'_> {
             part: inside,
         };
         self.ties.stays.push((side, Why::Reduced(self.index)));
-        let rest: Vec<_> = self
-            .op
-            .outputs
-            .iter()
-            .skip(1)
-            .map(|id| id.index())
-            .collect();
-        for statistic in rest {
+        for statistic in self.statistics() {
             self.tie_parts(
                 (statistic, 1),
                 Part::All,
