@@ -199,6 +199,35 @@ def test_the_smallest_slices_run_under_autocast_too():
     assert peak <= plan.budget_bytes
 
 
+@pytest.mark.parametrize("kind", ["autocast", "autocast_fp16"])
+def test_pieces_of_the_batch_run_under_autocast_too(kind):
+    others = ("remat", "chunk", "unneeded_saves", "fuse_optimizer", "one_by_one")
+    load = workload(rows=2048, optimizer=torch.optim.SGD)
+    plan = memfit.plan(load, "55%", allow=["equivalent", kind], forbid=others)
+    assert plan.fits
+    assert {it.kind for it in plan.actions} == {kind, "micro_batch"}
+    with memfit.Fitted(load, plan) as fitted:
+        fitted.step()
+        peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
+        assert fitted.report().divergence == ""
+    assert peak == pytest.approx(plan.planned.predicted_peak_bytes, rel=1e-3)
+    assert peak <= plan.budget_bytes
+
+
+def test_leave_never_makes_a_plan_slower_nor_its_least_peak_higher():
+    load = workload(rows=1024)
+    trace = memfit.trace(load).native
+    ways = [{"autocast": {"dtype": "bfloat16", "cache": False}}]
+    recorded = memfit.Trace(with_alternatives(load, trace, [*trace.ways(), *ways]))
+    for percent in (92, 76, 60, 44, 28):
+        without = memfit.plan(recorded, f"{percent}%", allow="equivalent")
+        allowed = memfit.plan(recorded, f"{percent}%", allow="approximate")
+        assert allowed.minimum_peak_bytes <= without.minimum_peak_bytes
+        assert allowed.fits >= without.fits
+        if without.fits:
+            assert allowed.predicted_step_ratio <= without.predicted_step_ratio * (1 + 1e-9)
+
+
 def refusal(load, **options):
     plan = memfit.plan(load, "90%", allow="autocast", **options)
     return next((it.reason for it in plan.refusals if it.kind == "autocast"), None)
