@@ -582,6 +582,7 @@ class Trace:
         steps: Sequence[tuple[Mapping[str, Any], bytes, bytes | None]],
         refusal: str,
         autocast_refusal: str,
+        half_refusal: str,
     ) -> Trace:
         """Add captures of the step in other ways.
 
@@ -590,6 +591,7 @@ class Trace:
                 is one.
             refusal: Why there are no more in slices; empty if nothing failed.
             autocast_refusal: Why there are no more under autocast; likewise.
+            half_refusal: Why there are none with parameters in 16 bits; likewise.
 
         Raises:
             CaptureError: A trace is not valid, or not of the same step.
@@ -817,7 +819,7 @@ def expand_moment(is_second: bool, held: tuple[int, int], wide: tuple[int, int])
     """
 
 def update_by_adam(
-    rule: Mapping[str, float],
+    rule: Mapping[str, float | None],
     parameter: tuple[int, int],
     gradient: tuple[int, int],
     first: tuple[int, int],
@@ -831,8 +833,9 @@ def update_by_adam(
             gradient), ``decay`` (the parameter is multiplied by it before), ``first_added``,
             ``second_stays`` and ``second_added`` (parts of moments and gradient), ``step`` (the
             learning rate over the first correction), ``root_correction`` (one over the root of the
-            second) and ``epsilon``.
-        parameter: Address and bytes of its 32-bit numbers.
+            second), ``epsilon`` and ``seed`` (``None`` for numbers of 32 bits; for a ``bfloat16``
+            it decides how each is rounded, up or down in proportion).
+        parameter: Address and bytes of its numbers.
         gradient: Likewise, in the same order.
         first: Codes and scales of the first moment.
         second: Of the second.
@@ -854,8 +857,8 @@ def update_by_momentum(
     Args:
         rule: ``direction`` and ``penalty`` as in :func:`update_by_adam`; ``stays`` and ``added``
             (parts of momentum and gradient), ``nesterov`` (part of the momentum that is added to
-            the gradient; ``None`` where the momentum is the step) and ``step``.
-        parameter: Address and bytes of its 32-bit numbers.
+            the gradient; ``None`` where the momentum is the step), ``step`` and ``seed``.
+        parameter: Address and bytes of its numbers.
         gradient: Likewise, in the same order.
         held: Codes and scales of the momentum.
         threads: Most threads to use; they change no bit.

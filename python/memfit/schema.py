@@ -293,6 +293,28 @@ class AutocastFp16Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HalfParametersAction:
+    """Hold weights and their gradients in bfloat16.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        half_parameters: What the executor needs.
+    """
+
+    kind: Literal["half_parameters"]
+    promise: Promise
+    count: int
+    bytes: int
+    half_parameters: HalfParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAction:
     """Compute the loss over many classes, and wide layers, in slices of their rows.
 
@@ -328,6 +350,7 @@ Action: TypeAlias = (
     | OffloadParametersAction
     | AutocastAction
     | AutocastFp16Action
+    | HalfParametersAction
     | ChunkAction
 )
 """One technique as applied."""
@@ -1100,6 +1123,17 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HalfParameters:
+    """Parameters held in 16 bits, their gradients with them.
+
+    Attributes:
+        names: Names of the parameters in ``bfloat16``.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """Bytes of a device at a moment.
 
@@ -1128,6 +1162,7 @@ Kind = Literal[
     "offload_parameters",
     "autocast",
     "autocast_fp16",
+    "half_parameters",
     "chunk",
 ]
 """One technique.
@@ -1146,6 +1181,7 @@ Kind = Literal[
 - ``offload_parameters``: Offload parameters, with a bounded part of them resident.
 - ``autocast``: Compute matrix products and convolutions in bfloat16.
 - ``autocast_fp16``: Compute them in float16, with a loss scale.
+- ``half_parameters``: Hold weights and their gradients in bfloat16.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
 """
 

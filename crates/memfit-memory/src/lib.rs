@@ -12,6 +12,7 @@
 pub mod arena;
 mod blocks;
 mod fastest;
+pub mod forms;
 pub mod moments;
 pub mod narrow;
 pub mod park;

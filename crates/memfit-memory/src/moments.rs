@@ -12,7 +12,8 @@
 //! There, what is not zero never becomes zero, or the next update would divide by nothing.
 //!
 //! A block with numbers that are not finite has a scale that is none: all of it is then not a number, and stays so.
-//! The result does not depend on the number of threads nor on the processor.
+//! The result does not depend on the number of threads nor on the processor. Parameters and gradients have 32 bits, or are
+//! `bfloat16` (`forms.rs`); the arithmetic between has 32 bits either way.
 
 use std::num::NonZeroUsize;
 use std::thread;
@@ -21,7 +22,11 @@ use memfit_engine::step::Narrow;
 
 use crate::blocks::{BLOCK, WIDE, each, largest, nearest_code, part};
 use crate::fastest::fastest;
+use crate::forms::{Form, Half, Lies, Wide};
 
+/// Places of a block.
+#[expect(clippy::cast_possible_truncation, reason = "256")]
+const BLOCK_PLACES: u32 = BLOCK as u32;
 /// Fewer numbers for each thread are not worth one.
 const LEAST_OF_THREAD: usize = 1 << 17;
 /// The largest codes.
@@ -93,33 +98,45 @@ type Held<'m> = (&'m mut [u8], &'m mut [u8]);
 ///
 /// # Errors
 ///
-/// The gradient has another length than the parameter, or a moment has not [`Narrow::bytes`] of it.
+/// The gradient has another length than the parameter, or a moment has not [`Narrow::bytes`] of its numbers in 32 bits.
 pub fn adam(
     rule: Adam,
+    form: Form,
     parameter: &mut [u8],
     gradient: &[u8],
     first: &mut [u8],
     second: &mut [u8],
     threads: NonZeroUsize,
 ) -> Result<(), LengthError> {
-    check(parameter.len(), gradient.len(), "gradient", |it| it as u64)?;
-    check(parameter.len(), first.len(), "first moment", narrow)?;
-    check(parameter.len(), second.len(), "second moment", narrow)?;
-    let part = part(parameter.len() / WIDE, threads, LEAST_OF_THREAD);
+    check_gradient(form, parameter.len(), gradient.len())?;
+    let (wide, bytes) = (parameter.len() / form.bytes() * WIDE, form.bytes());
+    check(wide, first.len(), "first moment")?;
+    check(wide, second.len(), "second moment")?;
+    let part = part(wide / WIDE, threads, LEAST_OF_THREAD);
     let parts = parameter
-        .chunks_mut(part * WIDE)
-        .zip(gradient.chunks(part * WIDE))
+        .chunks_mut(part * bytes)
+        .zip(gradient.chunks(part * bytes))
         .zip(parts_of(first, part).zip(parts_of(second, part)));
     thread::scope(|scope| {
-        each(parts, |((parameter, gradient), moments), is_last| {
-            let (first, second) = moments;
-            let run = move || fastest_adam(rule, parameter, gradient, first, second);
-            if is_last {
-                run();
-            } else {
-                scope.spawn(run);
-            }
-        });
+        each(
+            parts.enumerate(),
+            |(number, (numbers, moments)), is_last| {
+                let (parameter, gradient) = numbers;
+                let (first, second) = moments;
+                let place = place(number, part);
+                let run = move || match form {
+                    Form::Wide => wide_adam(Wide, place, rule, parameter, gradient, first, second),
+                    Form::Half(seed) => {
+                        half_adam(Half(seed), place, rule, parameter, gradient, first, second);
+                    }
+                };
+                if is_last {
+                    run();
+                } else {
+                    scope.spawn(run);
+                }
+            },
+        );
     });
     Ok(())
 }
@@ -131,21 +148,30 @@ pub fn adam(
 /// As [`adam`].
 pub fn momentum(
     rule: Momentum,
+    form: Form,
     parameter: &mut [u8],
     gradient: &[u8],
     held: &mut [u8],
     threads: NonZeroUsize,
 ) -> Result<(), LengthError> {
-    check(parameter.len(), gradient.len(), "gradient", |it| it as u64)?;
-    check(parameter.len(), held.len(), "momentum", narrow)?;
-    let part = part(parameter.len() / WIDE, threads, LEAST_OF_THREAD);
+    check_gradient(form, parameter.len(), gradient.len())?;
+    let (wide, bytes) = (parameter.len() / form.bytes() * WIDE, form.bytes());
+    check(wide, held.len(), "momentum")?;
+    let part = part(wide / WIDE, threads, LEAST_OF_THREAD);
     let parts = parameter
-        .chunks_mut(part * WIDE)
-        .zip(gradient.chunks(part * WIDE))
+        .chunks_mut(part * bytes)
+        .zip(gradient.chunks(part * bytes))
         .zip(parts_of(held, part));
     thread::scope(|scope| {
-        each(parts, |((parameter, gradient), held), is_last| {
-            let run = move || fastest_momentum(rule, parameter, gradient, held);
+        each(parts.enumerate(), |(number, (numbers, held)), is_last| {
+            let (parameter, gradient) = numbers;
+            let place = place(number, part);
+            let run = move || match form {
+                Form::Wide => wide_momentum(Wide, place, rule, parameter, gradient, held),
+                Form::Half(seed) => {
+                    half_momentum(Half(seed), place, rule, parameter, gradient, held);
+                }
+            };
             if is_last {
                 run();
             } else {
@@ -162,7 +188,7 @@ pub fn momentum(
 ///
 /// `held` has not [`Narrow::bytes`] of `wide`.
 pub fn shrink(moment: Moment, wide: &[u8], held: &mut [u8]) -> Result<(), LengthError> {
-    check(wide.len(), held.len(), "codes", narrow)?;
+    check(wide.len(), held.len(), "codes")?;
     let (codes, scales) = held.split_at_mut(wide.len() / WIDE);
     let blocks = wide.chunks(BLOCK * WIDE).zip(codes.chunks_mut(BLOCK));
     for ((wide, codes), scale) in blocks.zip(scales.as_chunks_mut::<WIDE>().0) {
@@ -191,7 +217,7 @@ pub fn shrink(moment: Moment, wide: &[u8], held: &mut [u8]) -> Result<(), Length
 ///
 /// As [`shrink`].
 pub fn expand(moment: Moment, held: &[u8], wide: &mut [u8]) -> Result<(), LengthError> {
-    check(wide.len(), held.len(), "codes", narrow)?;
+    check(wide.len(), held.len(), "codes")?;
     let (codes, scales) = held.split_at(wide.len() / WIDE);
     let blocks = wide.chunks_mut(BLOCK * WIDE).zip(codes.chunks(BLOCK));
     for ((wide, codes), scale) in blocks.zip(scales.as_chunks::<WIDE>().0) {
@@ -214,13 +240,9 @@ fn narrow(wide: usize) -> u64 {
     Narrow::EightBit.bytes(wide as u64)
 }
 
-fn check(
-    wide: usize,
-    found: usize,
-    what: &'static str,
-    expected: fn(usize) -> u64,
-) -> Result<(), LengthError> {
-    let expected = expected(wide);
+/// Checks that so many bytes of numbers in 32 bits go with what holds a moment of them.
+fn check(wide: usize, found: usize, what: &'static str) -> Result<(), LengthError> {
+    let expected = narrow(wide);
     if wide.is_multiple_of(WIDE) && expected == found as u64 {
         return Ok(());
     }
@@ -230,6 +252,24 @@ fn check(
         found,
         expected,
     })
+}
+
+fn check_gradient(form: Form, numbers: usize, found: usize) -> Result<(), LengthError> {
+    if numbers.is_multiple_of(form.bytes()) && numbers == found {
+        return Ok(());
+    }
+    Err(LengthError {
+        wide: numbers,
+        what: "gradient",
+        found,
+        expected: numbers as u64,
+    })
+}
+
+/// The place of the first number of a part; places begin anew after 2^32.
+#[expect(clippy::cast_possible_truncation, reason = "it begins anew")]
+const fn place(number: usize, part: usize) -> u32 {
+    number.wrapping_mul(part) as u32
 }
 
 /// The memory of a moment in parts of so many numbers.
@@ -246,15 +286,19 @@ const fn numbers_in(held: usize) -> usize {
     held - held.div_ceil(BLOCK + WIDE) * WIDE
 }
 
-fastest!(fastest_adam, adam_blocks, rule: Adam, parameter: &mut [u8], gradient: &[u8], first: Held<'_>, second: Held<'_>);
-fastest!(fastest_momentum, momentum_blocks, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);
+fastest!(wide_adam, adam_blocks, form: Wide, place: u32, rule: Adam, parameter: &mut [u8], gradient: &[u8], first: Held<'_>, second: Held<'_>);
+fastest!(half_adam, adam_blocks, form: Half, place: u32, rule: Adam, parameter: &mut [u8], gradient: &[u8], first: Held<'_>, second: Held<'_>);
+fastest!(wide_momentum, momentum_blocks, form: Wide, place: u32, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);
+fastest!(half_momentum, momentum_blocks, form: Half, place: u32, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);
 
 #[expect(
     clippy::inline_always,
     reason = "compiled anew for each kind of processor"
 )]
 #[inline(always)]
-fn adam_blocks(
+fn adam_blocks<const N: usize, F: Lies<N>>(
+    form: F,
+    mut place: u32,
     rule: Adam,
     parameter: &mut [u8],
     gradient: &[u8],
@@ -262,22 +306,26 @@ fn adam_blocks(
     second: Held<'_>,
 ) {
     let numbers = parameter
-        .chunks_mut(BLOCK * WIDE)
-        .zip(gradient.chunks(BLOCK * WIDE));
+        .chunks_mut(BLOCK * N)
+        .zip(gradient.chunks(BLOCK * N));
     let moments = blocks(first).zip(blocks(second));
     let (mut means, mut roots) = ([0.0_f32; BLOCK], [0.0_f32; BLOCK]);
     for ((parameter, gradient), ((first, mean), (second, root))) in numbers.zip(moments) {
-        let parameter = parameter.as_chunks_mut::<WIDE>().0;
-        let gradient = gradient.as_chunks::<WIDE>().0;
+        let parameter = parameter.as_chunks_mut::<N>().0;
+        let gradient = gradient.as_chunks::<N>().0;
         let (mean_scale, root_scale) = (f32::from_ne_bytes(*mean), f32::from_ne_bytes(*root));
         let (means, roots) = (&mut means[..first.len()], &mut roots[..first.len()]);
         let old = first.iter().zip(second.iter());
         let new = means.iter_mut().zip(roots.iter_mut());
-        for (((number, gradient), (&first, &second)), (mean, root)) in
-            parameter.iter_mut().zip(gradient).zip(old).zip(new)
+        let places = (0..BLOCK_PLACES).map(|it| place.wrapping_add(it));
+        for (((number, gradient), (&first, &second)), ((mean, root), place)) in parameter
+            .iter_mut()
+            .zip(gradient)
+            .zip(old)
+            .zip(new.zip(places))
         {
-            let before = f32::from_ne_bytes(*number);
-            let slope = rule.direction * f32::from_ne_bytes(*gradient) + rule.penalty * before;
+            let before = F::read(*number);
+            let slope = rule.direction * F::read(*gradient) + rule.penalty * before;
             let old = decode(first, mean_scale);
             *mean = old + rule.first_added * (slope - old);
             let old = decode_root(second, root_scale);
@@ -285,8 +333,9 @@ fn adam_blocks(
             *root = (square + rule.second_added * slope * slope).sqrt();
             let per = *root * rule.root_correction + rule.epsilon;
             let after = before * rule.decay - rule.step * (*mean / per);
-            *number = after.to_ne_bytes();
+            *number = form.written(place, after);
         }
+        place = place.wrapping_add(BLOCK_PLACES);
         *mean = encode(means, first).to_ne_bytes();
         *root = encode_roots(roots, second).to_ne_bytes();
     }
@@ -297,26 +346,36 @@ fn adam_blocks(
     reason = "compiled anew for each kind of processor"
 )]
 #[inline(always)]
-fn momentum_blocks(rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>) {
+fn momentum_blocks<const N: usize, F: Lies<N>>(
+    form: F,
+    mut place: u32,
+    rule: Momentum,
+    parameter: &mut [u8],
+    gradient: &[u8],
+    held: Held<'_>,
+) {
     let numbers = parameter
-        .chunks_mut(BLOCK * WIDE)
-        .zip(gradient.chunks(BLOCK * WIDE));
+        .chunks_mut(BLOCK * N)
+        .zip(gradient.chunks(BLOCK * N));
     let mut moved = [0.0_f32; BLOCK];
     let (slopes, again) = rule.nesterov.map_or((0.0, 1.0), |again| (1.0, again));
     for ((parameter, gradient), (codes, scale)) in numbers.zip(blocks(held)) {
-        let parameter = parameter.as_chunks_mut::<WIDE>().0;
-        let gradient = gradient.as_chunks::<WIDE>().0;
+        let parameter = parameter.as_chunks_mut::<N>().0;
+        let gradient = gradient.as_chunks::<N>().0;
         let old_scale = f32::from_ne_bytes(*scale);
         let moved = &mut moved[..codes.len()];
         let moments = codes.iter().zip(moved.iter_mut());
-        for ((number, gradient), (&code, moved)) in parameter.iter_mut().zip(gradient).zip(moments)
+        let places = (0..BLOCK_PLACES).map(|it| place.wrapping_add(it));
+        for ((number, gradient), ((&code, moved), place)) in
+            parameter.iter_mut().zip(gradient).zip(moments.zip(places))
         {
-            let before = f32::from_ne_bytes(*number);
-            let slope = rule.direction * f32::from_ne_bytes(*gradient) + rule.penalty * before;
+            let before = F::read(*number);
+            let slope = rule.direction * F::read(*gradient) + rule.penalty * before;
             *moved = rule.stays * decode(code, old_scale) + rule.added * slope;
             let along = slopes * slope + again * *moved;
-            *number = (before - rule.step * along).to_ne_bytes();
+            *number = form.written(place, before - rule.step * along);
         }
+        place = place.wrapping_add(BLOCK_PLACES);
         *scale = encode(moved, codes).to_ne_bytes();
     }
 }

@@ -182,13 +182,14 @@ mod _native {
             Value(py.detach(|| plan::ways(&self.0, &widest, None)))
         }
 
-        /// The trace with the step in other ways. The refusals say why there are no more in slices, or under autocast.
+        /// The trace with the step in other ways. The refusals say why there are no more in slices, or under autocast, and none with narrow parameters.
         fn with_alternatives(
             &self,
             py: Python<'_>,
             steps: Vec<InWay>,
             refusal: String,
             autocast_refusal: String,
+            half_refusal: String,
         ) -> PyResult<Self> {
             let whole = py.detach(|| {
                 let steps = steps.into_iter().map(|(way, first, second)| {
@@ -199,6 +200,7 @@ mod _native {
                     steps: steps.collect::<PyResult<_>>()?,
                     refusal,
                     autocast_refusal,
+                    half_refusal,
                 };
                 let whole = self.0.with_alternatives(alternatives);
                 whole.map_err(|error| {

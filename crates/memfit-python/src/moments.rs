@@ -5,6 +5,7 @@
 use std::num::NonZeroUsize;
 
 use memfit_memory::arena::host::{LentBytes, LentBytesMut};
+use memfit_memory::forms::Form;
 use memfit_memory::moments::{self, Adam, Moment, Momentum};
 use pyo3::prelude::*;
 
@@ -26,6 +27,7 @@ pub(crate) struct AdamRule {
     step: f32,
     root_correction: f32,
     epsilon: f32,
+    seed: Option<u32>,
 }
 
 /// What an update by gradient descent with momentum is made of.
@@ -38,6 +40,7 @@ pub(crate) struct MomentumRule {
     added: f32,
     nesterov: Option<f32>,
     step: f32,
+    seed: Option<u32>,
 }
 
 /// Updates the parameter at an address by Adam.
@@ -51,6 +54,7 @@ pub(crate) fn update_by_adam(
     second: Memory,
     threads: usize,
 ) -> PyResult<()> {
+    let form = rule.seed.map_or(Form::Wide, Form::Half);
     let rule = Adam {
         direction: rule.direction,
         penalty: rule.penalty,
@@ -68,7 +72,7 @@ pub(crate) fn update_by_adam(
     let (gradient, parameter) = (gradient.as_ref(), parameter.as_mut());
     let (first, second) = (first.as_mut(), second.as_mut());
     let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
-    let done = py.detach(|| moments::adam(rule, parameter, gradient, first, second, threads));
+    let done = py.detach(|| moments::adam(rule, form, parameter, gradient, first, second, threads));
     done.map_err(|error| UsageError::new_err(error.to_string()))
 }
 
@@ -82,6 +86,7 @@ pub(crate) fn update_by_momentum(
     held: Memory,
     threads: usize,
 ) -> PyResult<()> {
+    let form = rule.seed.map_or(Form::Wide, Form::Half);
     let rule = Momentum {
         direction: rule.direction,
         penalty: rule.penalty,
@@ -94,7 +99,7 @@ pub(crate) fn update_by_momentum(
     let (mut parameter, mut held) = (written(parameter)?, written(held)?);
     let (gradient, parameter, held) = (gradient.as_ref(), parameter.as_mut(), held.as_mut());
     let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
-    let done = py.detach(|| moments::momentum(rule, parameter, gradient, held, threads));
+    let done = py.detach(|| moments::momentum(rule, form, parameter, gradient, held, threads));
     done.map_err(|error| UsageError::new_err(error.to_string()))
 }
 

@@ -165,8 +165,9 @@ impl Session<'_> {
         recorded: &mut Recorded,
         ways: &[Way],
     ) -> Result<(), Failure> {
-        let is_cast = ways.iter().any(|way| way.autocast.is_some());
-        let how = if is_cast {
+        let how = if ways.iter().any(|way| way.half_parameters.is_some()) {
+            "in fewer bits"
+        } else if ways.iter().any(|way| way.autocast.is_some()) {
             "under autocast"
         } else {
             "in slices"

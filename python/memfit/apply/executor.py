@@ -39,10 +39,12 @@ from memfit.apply.part import Part
 from memfit.apply.pieces.in_pieces import InPieces
 from memfit.apply.precision.autocast import UnderAutocast
 from memfit.apply.precision.eight_bit_state import EightBitState
+from memfit.apply.precision.half_parameters import HalfParameters
 from memfit.apply.precision.optimizer_bits import UpdatesInEightBits
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
 from memfit.errors import UsageError
+from memfit.tensors.narrow_parameters import widen
 from memfit.tensors.optimizers import gradients_reduced_later
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 
 NARROW_STATE = "optimizer_bits"
 """The kind of action that holds the optimizer's state in 8 bits."""
+
+NARROW_PARAMETERS = "half_parameters"
+"""The kind of action that holds parameters in 16 bits."""
 
 OF_OPTIMIZER = (*BETWEEN_STEPS, "one_by_one", "fuse_optimizer")
 """Kinds of action that need the optimizer of a step."""
@@ -171,6 +176,10 @@ def _slices(subject: Subject, actions: Actions) -> Part:
     return InSlices(subject.model, _said(actions, "chunk") or {}, warn=subject.warn)
 
 
+def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
+    return HalfParameters(subject.model, _said(actions, NARROW_PARAMETERS) or {})
+
+
 def _parameters(subject: Subject, actions: Actions) -> Part:
     directions = ParameterDirections.read(_said(actions, "offload_parameters") or {})
     return ParametersElsewhere(subject.model, directions, subject.offload_dir)
@@ -195,6 +204,7 @@ TECHNIQUES = {
     "allocator_settings": Technique(_allocator, for_inference=True),
     "fuse_optimizer": Technique(_optimizer_in_backward, needs_whole_step=True),
     "one_by_one": Technique(_one_by_one, needs_whole_step=True),
+    NARROW_PARAMETERS: Technique(_narrow_parameters, needs_whole_step=True),
     NARROW_STATE: Technique(_narrow_state, needs_whole_step=True),
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
@@ -398,6 +408,8 @@ class Executor:
             bring_home(self.subject.optimizer, stays)
         if self.parameters is None:
             bring_parameters_home(self.subject.model)
+        if NARROW_PARAMETERS not in self._parts:
+            widen(self.subject.model.parameters())
         for part in self._parts.values():
             part.place()
 
@@ -414,6 +426,7 @@ def bring_all_home(subject: Subject) -> None:
     if subject.optimizer is not None:
         bring_home(subject.optimizer)
     bring_parameters_home(subject.model)
+    widen(subject.model.parameters())
 
 
 def without(plan: Mapping[str, Any], kinds: tuple[str, ...]) -> Mapping[str, Any]:

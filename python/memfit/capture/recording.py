@@ -338,6 +338,7 @@ def _record(
         fused_optimizer_refusal=fused_optimizer_refusal(stage),
         per_parameter_refusal=per_parameter_refusal(stage),
         eight_bit_refusal=eight_bit_refusal(stage.optimizer) if stage.optimizer else None,
+        half_parameters=stage.has_narrow_parameters,
         micro_batch_refusal=gradient_hooks(workload.model),
         offloaded_parameters_refusal=offloaded_parameters_refusal(),
         loss_reduction=reduction.kind,

@@ -32,6 +32,7 @@ class Meta(TypedDict):
         fused_optimizer_refusal: Why the optimizer cannot run inside backward.
         per_parameter_refusal: Why it cannot run parameter by parameter after backward.
         eight_bit_refusal: Why the optimizer's state has no form in 8 bits.
+        half_parameters: Whether parameters were narrowed for this recording.
         micro_batch_refusal: Why the batch cannot be cut for reasons that its ops do not show.
         offloaded_parameters_refusal: Why parameters cannot be offloaded with this torch.
         loss_reduction: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
@@ -50,6 +51,7 @@ class Meta(TypedDict):
     fused_optimizer_refusal: NotRequired[str | None]
     per_parameter_refusal: NotRequired[str | None]
     eight_bit_refusal: NotRequired[str | None]
+    half_parameters: NotRequired[bool]
     micro_batch_refusal: NotRequired[str | None]
     offloaded_parameters_refusal: NotRequired[str | None]
     loss_reduction: NotRequired[str]

@@ -1,4 +1,4 @@
-"""The step once more, in other ways: in slices, under autocast.
+"""The step once more, in other ways: in slices, under autocast, with narrow parameters.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
 parts of an executor that a plan would use, so that what is predicted is what will run. Not
@@ -22,8 +22,9 @@ from memfit.apply.slices.in_slices import InSlices
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 from memfit.tensors.garbage import no_collection
+from memfit.tensors.narrow_parameters import NARROW, alias_refusal
 
 if TYPE_CHECKING:
     from memfit.capture.stage.stage import Stage
@@ -50,7 +51,7 @@ def with_alternatives(
     meta = json.loads(trace.json())["meta"] if ways else {}
     if meta.get("captured") == "real":
         refusal = "the step was captured by running it"
-        return trace.with_alternatives([], refusal, refusal)
+        return trace.with_alternatives([], refusal, refusal, refusal)
     found = _Found()
     with preserved_random_state(), no_collection():
         stages = _Stages(workload, device)
@@ -60,13 +61,19 @@ def with_alternatives(
                 if not refusal and not _is_needless(way, found.steps):
                     _record(stages, workload, way, found, may_cut=meta["second_batch"] > 0)
             except (MemfitError, RealStepNeeded) as error:
-                how = "under autocast" if "autocast" in way else "in slices"
-                refusal = f"the step fails {how}: {error}"
-            if refusal and "autocast" in way:
-                found.autocast_refusal = refusal
-            elif refusal:
-                found.refusal = refusal
-    return trace.with_alternatives(found.steps, found.refusal, found.autocast_refusal)
+                refusal = f"the step fails {_how(way)}: {error}"
+            if refusal:
+                found.refuse(way, refusal)
+    return trace.with_alternatives(
+        found.steps, found.refusal, found.autocast_refusal, found.half_refusal
+    )
+
+
+def _how(way: Way) -> str:
+    """How a step runs in a way, in words."""
+    if "half_parameters" in way:
+        return "with parameters in bfloat16"
+    return "under autocast" if "autocast" in way else "in slices"
 
 
 def _impossible(way: Way, meta: dict[str, Any]) -> str:
@@ -99,18 +106,37 @@ def _is_needless(way: Way, steps: Sequence[tuple[Way, bytes, bytes | None]]) -> 
 
 @dataclass(slots=True)
 class _Stages:
-    """Copies of a workload on fakes: one for all ways, made when it is needed."""
+    """Copies of a workload on fakes: one for all ways with the same parameters, when needed."""
 
     workload: Workload
     device: str | None
-    stage: Stage | None = None
+    made: dict[tuple[str, ...], Stage] = field(default_factory=dict)
 
-    def of(self, running: Workload) -> Stage:
-        """The stage of a step in another way."""
-        if self.stage is None:
-            self.stage = fake_stage(self.workload, self.device)
-        self.stage.workload = running
-        return self.stage
+    def of(self, running: Workload, way: Way) -> Stage:
+        """The stage of a step in another way.
+
+        Raises:
+            UsageError: It needs narrow parameters, and one cannot be narrowed.
+        """
+        names = tuple(way.get("half_parameters", {}).get("names", ()))
+        stage = self.made.get(names)
+        if stage is None:
+            stage = self.made[names] = self._narrowed(names)
+        stage.workload = running
+        return stage
+
+    def _narrowed(self, names: tuple[str, ...]) -> Stage:
+        if reason := alias_refusal(self.workload.model, names):
+            raise UsageError(reason)
+        stage = fake_stage(self.workload, self.device)
+        if not names or stage.fake_mode is None:
+            return stage
+        named = dict(stage.model.named_parameters(remove_duplicate=False))
+        with stage.fake_mode:
+            for name in names:
+                named[name].data = named[name].data.to(NARROW)
+        stage.has_narrow_parameters = True
+        return stage
 
 
 @dataclass(slots=True)
@@ -121,13 +147,24 @@ class _Found:
         steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
         refusal: Why there are no more in slices.
         autocast_refusal: Why there are no more under autocast.
+        half_refusal: Why there are none with narrow parameters.
         whole_loss: Whether the loss cannot be computed in slices.
     """
 
     steps: list[tuple[Way, bytes, bytes | None]] = field(default_factory=list)
     refusal: str = ""
     autocast_refusal: str = ""
+    half_refusal: str = ""
     whole_loss: bool = False
+
+    def refuse(self, way: Way, refusal: str) -> None:
+        """Take note that a way is not to be had."""
+        if "half_parameters" in way:
+            self.half_refusal = refusal
+        elif "autocast" in way:
+            self.autocast_refusal = refusal
+        else:
+            self.refusal = refusal
 
 
 def _record(stages: _Stages, workload: Workload, way: Way, found: _Found, *, may_cut: bool) -> None:
@@ -139,7 +176,7 @@ def _record(stages: _Stages, workload: Workload, way: Way, found: _Found, *, may
     if chunk and not chunk.get("loss") and not calls:
         return
     running = _Observed(workload, chunk)
-    stage = stages.of(replace(workload, loss=running.loss, **_cast(way)))
+    stage = stages.of(replace(workload, loss=running.loss, **_cast(way)), way)
     first = record_stage(stage, None, probe=True, updates=True)
     refusal = ""
     if running.refusal:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
+from memfit.tensors.narrow_parameters import own_type
 from memfit.tensors.storage import is_wrapper
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def parameter_refusal(parameter: Tensor) -> str | None:
         return (
             f"{what} is on `{kind}`, and memfit's update of state in 8 bits runs on the CPU alone"
         )
-    if parameter.dtype is not torch.float32:
+    if own_type(parameter) is not torch.float32:
         return f"{what} is of type {parameter.dtype}, not torch.float32"
     if not lies_densely(parameter):
         return f"{what} does not lie densely in memory"

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.executor import NARROW_STATE
 from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
 from memfit.run.fitted import Fitted
+from memfit.tensors.narrow_parameters import own_type, widen
 from memfit.track import cpu
 from memfit.verify.approximation import approximation, batch_noise, update_error
 from memfit.workload import Workload
@@ -213,7 +214,7 @@ def _update_error(
             assert fitted is not None
             fitted.step()
         named = workload.model.named_parameters()
-        after.append({n: p.detach().clone() for n, p in named if p.requires_grad})
+        after.append({n: _wide_copy(p, p) for n, p in named if p.requires_grad})
         state.restore(workload)
     return update_error(*after)
 
@@ -253,7 +254,7 @@ def observe(workload: Workload, fitted: Fitted) -> Observed:
 
             def keep(p: Any, name: str = name) -> None:
                 if p.grad is not None:
-                    gradient = p.grad.detach().clone().to_dense()
+                    gradient = _wide_copy(p.grad, p).to_dense()
                     scale = fitted.loss_scale
                     seen.gradients[name] = gradient if scale == 1 else gradient / scale
 
@@ -266,9 +267,7 @@ def observe(workload: Workload, fitted: Fitted) -> Observed:
             handle.remove()
     given = [t.detach().clone() for t in tree_leaves(result) if isinstance(t, Tensor)]
     seen.loss = {str(index): tensor for index, tensor in enumerate(given)}
-    seen.parameters = {
-        n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad
-    }
+    seen.parameters = {n: _wide_copy(p, p) for n, p in model.named_parameters() if p.requires_grad}
     seen.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     return seen
 
@@ -316,6 +315,7 @@ class State:
 
     def restore(self, workload: Workload) -> None:
         """Put it back."""
+        widen(workload.model.parameters())
         with torch.no_grad():
             for tensor, before in zip(_persistent(workload.model), self.tensors, strict=True):
                 tensor.copy_(before)
@@ -328,6 +328,11 @@ class State:
                     state = next(states)
                     if state:
                         optimizer.state[parameter] = {k: _copied(v) for k, v in state.items()}
+
+
+def _wide_copy(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a parameter or its gradient, in the type that the parameter has without a plan."""
+    return tensor.detach().to(own_type(parameter), copy=True)
 
 
 def _persistent(model: nn.Module) -> list[Tensor]:

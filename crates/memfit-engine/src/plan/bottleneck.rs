@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::Bottleneck;
 use super::search::problem::Candidate;
 use crate::bytes::Bytes;
-use crate::step::{EightBitState, Evaluator, StepModel, Variant};
+use crate::step::{Evaluator, StepModel, Variant};
 use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
 
 /// What is alive at the peak of a candidate.
@@ -86,14 +86,8 @@ fn standing_bytes(trace: &Trace, least: Variant) -> Vec<(Category, Bytes)> {
     }
     let moments = least.eight_bit_state.map(|narrow| narrow.moments(trace));
     let moments = moments.into_iter().flatten().flatten();
-    let narrow: BTreeMap<AllocationId, Bytes> = moments
-        .map(|id| {
-            (
-                id,
-                EightBitState::bytes(trace.allocations[id.index()].bytes),
-            )
-        })
-        .collect();
+    let narrow: BTreeMap<AllocationId, Bytes> =
+        moments.map(|moment| (moment.state, moment.bytes)).collect();
     let ids = (0..).map(AllocationId);
     for (id, allocation) in ids.zip(&trace.allocations) {
         let throughout = allocation.natural.first() == Some(&(OpIndex(0), trace.end()));

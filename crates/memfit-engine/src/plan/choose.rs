@@ -9,7 +9,7 @@ use super::context::{Outcome, PlanError, Planner};
 use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
-use super::technique::{autocast, optimizer_bits, shrink};
+use super::technique::{optimizer_bits, shrink};
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
     TECHNIQUES, Verdict, actions, arena, ways,
@@ -18,7 +18,7 @@ use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
 use crate::predict;
 use crate::step::{Treatment, Variant};
-use crate::trace::Trace;
+use crate::trace::{Trace, Way};
 
 /// Plans a step.
 ///
@@ -170,8 +170,8 @@ impl Planner<'_> {
             may_narrow_state: optimizer_bits::may(self.trace, self.request),
             ..*self
         };
-        let may_cast = autocast::may_any(self.trace, self.request);
-        if approximating.may_shrink || approximating.may_narrow_state || may_cast {
+        let in_other_ways = ways::may_change_numbers(self.trace, self.request);
+        if approximating.may_shrink || approximating.may_narrow_state || in_other_ways {
             outcomes.extend(approximating.approximate(&outcomes, self.share));
         }
         plan.evaluations = outcomes
@@ -262,7 +262,8 @@ impl Planner<'_> {
     fn equivalent(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let kinds = 1 + usize::from(self.may_cut_batch());
         let part = share.part(0, kinds);
-        let mut outcomes = ways::outcomes(self, Class::Equivalent, part, best_seconds);
+        let is_equivalent = |way: &Way| ways::class_of(way) == Class::Equivalent;
+        let mut outcomes = ways::outcomes(self, is_equivalent, part, best_seconds);
         if self.may_cut_batch() {
             let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
             let best = best_seconds.min(best.unwrap_or(f64::INFINITY));
@@ -273,23 +274,33 @@ impl Planner<'_> {
 
     /// The combinations of all classes once more, with activations and state in narrower forms, and the ways that change
     /// numbers. Each is searched for what is faster than the best so far, so that leave to change numbers never makes a
-    /// plan slower.
+    /// plan slower; autocast comes first, as it makes most of the others hopeless. Narrow parameters are for where nothing
+    /// else fits, or for those who name them.
     fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let seconds = |outcomes: &[Outcome], best: f64| {
             let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
             seconds.fold(best, f64::min)
         };
-        let best = seconds(others, f64::INFINITY);
-        let may_narrow = self.may_shrink || self.may_narrow_state;
-        let mut outcomes = if may_narrow {
-            self.whole_batch(share, best)
-        } else {
-            Vec::new()
-        };
-        let best = seconds(&outcomes, best);
-        outcomes.extend(ways::outcomes(self, Class::Approximate, share, best));
-        if may_narrow && seconds(&outcomes, best).is_infinite() {
-            outcomes.extend(self.equivalent(share, f64::INFINITY));
+        let is_half = |way: &Way| way.half_parameters.is_some();
+        let is_cast =
+            |way: &Way| ways::class_of(way) == Class::Approximate && way.half_parameters.is_none();
+        let mut best = seconds(others, f64::INFINITY);
+        let mut outcomes = ways::outcomes(self, is_cast, share, best);
+        best = seconds(&outcomes, best);
+        if self.may_shrink || self.may_narrow_state {
+            outcomes.extend(self.whole_batch(share, best));
+            best = seconds(&outcomes, best);
+            if best.is_infinite() {
+                outcomes.extend(self.equivalent(share, f64::INFINITY));
+                best = seconds(&outcomes, best);
+            }
+        }
+        let named = self
+            .request
+            .allow_kinds
+            .contains(&ActionKind::HalfParameters);
+        if named || best.is_infinite() {
+            outcomes.extend(ways::outcomes(self, is_half, share, best));
         }
         outcomes
     }

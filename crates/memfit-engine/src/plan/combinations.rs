@@ -12,7 +12,8 @@ use super::search::problem::Allowed;
 use super::search::transfers::{Offer, Schedule};
 use super::technique::offload_optimizer::LEAST_STATE;
 use super::technique::{
-    fuse_optimizer, micro_batch, offload, offload_optimizer, one_by_one, optimizer_bits, shrink,
+    fuse_optimizer, half_parameters, micro_batch, offload, offload_optimizer, one_by_one,
+    optimizer_bits, shrink,
 };
 use crate::bytes::Bytes;
 use crate::cost::Costs;
@@ -64,7 +65,8 @@ impl Planner<'_> {
 
     /// Rooms for parameters that are elsewhere; none where only state in 8 bits is new, which is not tried with them.
     fn untried_rooms(&self) -> Vec<ParametersAway> {
-        if self.may_narrow_state && !self.may_shrink && !self.is_new {
+        let is_known = !self.may_shrink && !self.is_new;
+        if self.may_narrow_state && (is_known || half_parameters::must_narrow_state(self.trace)) {
             return Vec::new();
         }
         self.parameters_away()
@@ -137,7 +139,8 @@ impl Planner<'_> {
             eight_bit_state: Some(optimizer_bits::STATE),
             ..plain
         });
-        let is_worth_it = self.may_shrink || self.is_new;
+        let is_worth_it =
+            (self.may_shrink || self.is_new) && !half_parameters::must_narrow_state(self.trace);
         let usual = usual.into_iter().filter(|_| is_worth_it);
         usual.chain(narrow).collect()
     }

@@ -7,7 +7,7 @@
 use super::context::{OtherWay, Outcome, Planner};
 use super::search::limits::Share;
 use super::technique::chunk::candidates::chunks;
-use super::technique::{autocast, autocast_fp16};
+use super::technique::{autocast, autocast_fp16, half_parameters};
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
@@ -17,7 +17,7 @@ use crate::trace::{Autocast, Trace, Way};
 /// already. `made` is the plan made without them, or absent before any.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
-    let asked = request.allow >= Class::Equivalent || autocast::may_any(trace, request);
+    let asked = request.allow >= Class::Equivalent || may_change_numbers(trace, request);
     let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
     if trace.alternatives.is_some() || !may_help {
         return Vec::new();
@@ -29,7 +29,26 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     let mut ways: Vec<_> = sliced.into_iter().map(Way::in_slices).collect();
     let smallest = ways.last().and_then(|way| way.chunk.clone());
     ways.extend(autocast::ways(trace, request, smallest.as_ref()));
+    ways.extend(half_parameters::ways(trace, request, smallest.as_ref()));
     ways
+}
+
+/// May the step run in a way that changes numbers?
+pub(super) fn may_change_numbers(trace: &Trace, request: &PlanRequest) -> bool {
+    autocast::may_any(trace, request) || half_parameters::may(trace, request)
+}
+
+/// May it run in this one?
+fn may_be(way: &Way, trace: &Trace, request: &PlanRequest) -> bool {
+    let may_slice = !request.forbid.contains(&ActionKind::Chunk);
+    if way.chunk.is_some() && !may_slice {
+        return false;
+    }
+    if way.half_parameters.is_some() {
+        return half_parameters::may(trace, request);
+    }
+    let may_cast = |it: &Autocast| autocast::may(autocast::kind_of(it), trace, request);
+    way.autocast.as_ref().is_none_or(may_cast)
 }
 
 /// Every captured way that is allowed, with its op times. Those of a profiled step are known op by op: an op that both
@@ -40,17 +59,18 @@ pub(super) fn with_costs<'t>(
     costs: &Costs,
     request: &PlanRequest,
 ) -> Result<Vec<OtherWay<'t>>, CostError> {
-    let may_slice = !request.forbid.contains(&ActionKind::Chunk);
-    let may_cast = |it: &Autocast| autocast::may(autocast::kind_of(it), trace, request);
-    let allowed = trace.alternatives().iter().filter(|it| {
-        (it.way.chunk.is_none() || may_slice) && it.way.autocast.as_ref().is_none_or(may_cast)
-    });
+    let captured = trace.alternatives().iter();
+    let allowed = captured.filter(|it| may_be(&it.way, trace, request));
     let steps = allowed.map(|alternative| {
         let costs = match source {
             CostSource::Roofline { .. } => Costs::new(&alternative.trace, source)?,
             CostSource::Profile { .. } => costs.carried_over(trace, &alternative.trace),
         };
-        let mut request = request.clone();
+        let mut request = if alternative.way.half_parameters.is_some() {
+            half_parameters::request_in_way(request)
+        } else {
+            request.clone()
+        };
         if autocast::is_used(ActionKind::AutocastFp16, &alternative.way) {
             request.forbid.push(autocast_fp16::NOT_WITH);
         }
@@ -63,10 +83,10 @@ pub(super) fn with_costs<'t>(
     steps.collect()
 }
 
-/// Every way of a promise, solved: alone, and the last one, with the least bytes, on pieces of the batch too.
+/// Every way that is wanted, solved: alone, and the last one, with the least bytes, on pieces of the batch too.
 pub(super) fn outcomes(
     planner: &Planner<'_>,
-    promise: Class,
+    is_wanted: impl Fn(&Way) -> bool,
     share: Share<'_>,
     mut best_seconds: f64,
 ) -> Vec<Outcome> {
@@ -74,7 +94,7 @@ pub(super) fn outcomes(
     let may_cut = planner.may_cut_batch();
     let ways = planner.ways.iter().enumerate();
     let ways: Vec<_> = ways
-        .filter(|(_, step)| class_of(&step.alternative.way) == promise)
+        .filter(|(_, step)| is_wanted(&step.alternative.way))
         .collect();
     for (number, &(index, step)) in ways.iter().enumerate() {
         let own = planner.in_way(step);
@@ -103,6 +123,9 @@ pub(super) fn class_of(way: &Way) -> Class {
     let kinds = [
         way.chunk.as_ref().map(|_| ActionKind::Chunk),
         way.autocast.as_ref().map(autocast::kind_of),
+        way.half_parameters
+            .as_ref()
+            .map(|_| ActionKind::HalfParameters),
     ];
     let promises = kinds.into_iter().flatten().map(|it| it.technique().promise);
     promises.max().unwrap_or_default()
@@ -124,6 +147,7 @@ impl<'t> Planner<'t> {
             request: &step.request,
             ways: &[],
             target: self.target - more,
+            may_narrow_state: self.may_narrow_state || half_parameters::must_narrow_state(trace),
             is_new: true,
             ..*self
         }
@@ -277,11 +301,11 @@ mod tests {
         }
         let steps = cached.iter().map(|&cache| Alternative {
             way: Way {
-                chunk: None,
                 autocast: Some(Autocast {
                     dtype: "bfloat16".to_owned(),
                     cache,
                 }),
+                ..Way::default()
             },
             trace: halved.clone(),
         });
@@ -388,11 +412,11 @@ mod tests {
         trace.ops[0].flops = 1 << 20;
         let found = trace.alternatives.as_mut().unwrap();
         found.steps[0].way = Way {
-            chunk: None,
             autocast: Some(Autocast {
                 dtype: "float16".to_owned(),
                 cache: true,
             }),
+            ..Way::default()
         };
         let made = plan(&trace, &source(&trace), &named).unwrap();
         let kinds: Vec<_> = made.actions.iter().map(Action::kind).collect();

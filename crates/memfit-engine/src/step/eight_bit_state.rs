@@ -6,41 +6,79 @@
 use super::layout::treatment::Narrow;
 use super::variant::EightBitState;
 use crate::bytes::Bytes;
-use crate::trace::{AllocationId, Category, Trace};
+use crate::trace::{AllocationId, Category, ParameterUpdate, Trace};
+
+/// A moment in 8 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NarrowMoment {
+    /// As the trace has it.
+    pub state: AllocationId,
+    /// How many it has.
+    pub numbers: u64,
+    /// What it takes.
+    pub bytes: Bytes,
+}
 
 impl EightBitState {
-    /// Of each update, the moments in 8 bits: those of parameters that are large enough, with a 32-bit number for each of
-    /// the parameter's. The update of a parameter that has any makes no temporaries.
+    /// Of each update, the moments in 8 bits: those of parameters that are large enough, with a number for each of the
+    /// parameter's, of the same type. That has 32 bits, or 16 where parameters were narrowed for the recording. The
+    /// update of a parameter that has any makes no temporaries.
     #[must_use]
-    pub fn moments(self, trace: &Trace) -> Vec<Vec<AllocationId>> {
-        let mut is_float32: Vec<bool> = trace
-            .allocations
-            .iter()
-            .map(|it| it.bytes.0.is_multiple_of(4))
-            .collect();
-        for value in &trace.values {
-            is_float32[value.allocation.index()] &= trace.string(value.dtype) == "float32";
-        }
-        let of_update = |update: &crate::trace::ParameterUpdate| {
+    pub fn moments(self, trace: &Trace) -> Vec<Vec<NarrowMoment>> {
+        let width = widths(trace);
+        let of_update = |update: &ParameterUpdate| {
             let parameter = &trace.allocations[update.parameter.index()];
-            let is_large = parameter.bytes >= self.least_bytes.max(Bytes(1));
-            let states = update.state.iter().copied();
-            let moments = states.filter(|id| {
+            let Some(wide) = width[update.parameter.index()] else {
+                return Vec::new();
+            };
+            let numbers = parameter.bytes.0 / wide;
+            if numbers < self.least_numbers().max(1) {
+                return Vec::new();
+            }
+            let states = update.state.iter().copied().filter(|id| {
                 let state = &trace.allocations[id.index()];
-                is_large
-                    && is_float32[update.parameter.index()]
-                    && state.category == Category::OptimizerState
+                state.category == Category::OptimizerState
                     && state.bytes == parameter.bytes
-                    && is_float32[id.index()]
+                    && width[id.index()] == Some(wide)
+            });
+            let bytes = Bytes(Narrow::EightBit.bytes(numbers * WIDE));
+            let moments = states.map(|state| NarrowMoment {
+                state,
+                numbers,
+                bytes,
             });
             moments.collect()
         };
         trace.updates.iter().map(of_update).collect()
     }
 
-    /// Bytes of a moment that takes so many in 32 bits.
-    #[must_use]
-    pub const fn bytes(full: Bytes) -> Bytes {
-        Bytes(Narrow::EightBit.bytes(full.0))
+    /// Numbers of the smallest parameter whose state is in 8 bits.
+    const fn least_numbers(self) -> u64 {
+        self.least_bytes.0.div_ceil(WIDE)
     }
+}
+
+/// Bytes of a number of 32 bits.
+const WIDE: u64 = 4;
+
+/// Bytes of each allocation's numbers, where all of them are of a type that moments may have.
+fn widths(trace: &Trace) -> Vec<Option<u64>> {
+    let mut dtypes: Vec<Option<&str>> = vec![None; trace.allocations.len()];
+    for value in &trace.values {
+        let dtype = trace.string(value.dtype);
+        let known = dtypes[value.allocation.index()].get_or_insert(dtype);
+        if *known != dtype {
+            *known = "";
+        }
+    }
+    let sizes = trace.allocations.iter().zip(dtypes);
+    let width = sizes.map(|(allocation, dtype)| {
+        let width = match dtype {
+            None | Some("float32") => WIDE,
+            Some("bfloat16") if trace.meta.half_parameters => WIDE / 2,
+            Some(_) => return None,
+        };
+        allocation.bytes.0.is_multiple_of(width).then_some(width)
+    });
+    width.collect()
 }

@@ -19,6 +19,7 @@ mod sweep;
 mod variant;
 
 pub use by_hand::{EvaluationByHand, EvaluationRequest, NoAllocation, Treated, evaluate_by_hand};
+pub use eight_bit_state::NarrowMoment;
 pub use layout::model::{StepModel, Undroppable};
 pub use layout::treatment::{Narrow, Treatment, Unstorable};
 pub use offload::parameters::Passes;

@@ -84,6 +84,14 @@ pub(crate) fn build(recipe: &Recipe) -> Trace {
     }
     let loss = latest(&builder, *values.last().unwrap());
     backward(&mut builder, &to_save, loss, parameter);
+    if recipe.first().is_some_and(|op| op.2 % 4 == 3) {
+        for name in &mut builder.trace.strings {
+            if name == "float32" {
+                "bfloat16".clone_into(name);
+            }
+        }
+        builder.trace.meta.half_parameters = true;
+    }
     if recipe.first().is_some_and(|op| op.1 % 8 == 7) {
         let fixed = builder.trace.allocation_of(parameter);
         builder.trace.meta.fixed_parameters = vec![fixed];

@@ -3,8 +3,8 @@
 //! Responsible for the types, and for what an alternative must have in common with its trace. Not
 //! responsible for which ways are worth a capture ([`crate::plan::ways`]) nor for choosing one (`plan/ways.rs`).
 //!
-//! Slices and autocast change which ops run, so their memory is not derived from the plain trace: the step is
-//! captured once more in that way, and that trace is as good as any.
+//! Slices, autocast and parameters in 16 bits change which ops run, so their memory is not derived from the plain trace:
+//! the step is captured once more in that way, and that trace is as good as any.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{Trace, TraceError};
 use crate::bytes::Bytes;
 
-/// How a step runs, where not plainly; one of the two at least.
+/// How a step runs, where not plainly; one of these at least.
 #[derive(Debug, Clone, Default, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Way {
     /// What runs in slices.
@@ -21,6 +21,9 @@ pub struct Way {
     /// The types that ops compute in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autocast: Option<Autocast>,
+    /// Which parameters are in 16 bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub half_parameters: Option<HalfParameters>,
 }
 
 /// Forward under `torch.autocast`.
@@ -30,6 +33,13 @@ pub struct Autocast {
     pub dtype: String,
     /// Whether the narrow copies of parameters are kept to the end of forward, for further uses.
     pub cache: bool,
+}
+
+/// Parameters held in 16 bits, their gradients with them.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct HalfParameters {
+    /// Names of the parameters in `bfloat16`.
+    pub names: Vec<String>,
 }
 
 /// What of a step runs in slices; one of the two at least.
@@ -96,6 +106,9 @@ pub struct Alternatives {
     /// Why there are no more under autocast; empty when nothing failed.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub autocast_refusal: String,
+    /// Why there are none with parameters in 16 bits; empty when nothing failed.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub half_refusal: String,
 }
 
 impl Way {
@@ -104,13 +117,14 @@ impl Way {
     pub fn in_slices(chunk: Chunk) -> Self {
         Self {
             chunk: Some(chunk),
-            autocast: None,
+            ..Self::default()
         }
     }
 
     /// Whether it says anything, and no nonsense.
     fn is_valid(&self) -> bool {
-        let is_other = self.chunk.is_some() || self.autocast.is_some();
+        let is_narrow = self.autocast.is_some() || self.half_parameters.is_some();
+        let is_other = self.chunk.is_some() || is_narrow;
         is_other && self.chunk.as_ref().is_none_or(Chunk::is_valid)
     }
 }
@@ -243,8 +257,8 @@ mod tests {
             cache: false,
         };
         let way = Way {
-            chunk: None,
             autocast: Some(autocast),
+            ..Way::default()
         };
         Alternative { way, trace }
     }

@@ -32,7 +32,9 @@ mod elementwise;
 pub(crate) mod sample;
 mod sizes;
 
-pub use alternative::{Alternative, Alternatives, Autocast, CallChunk, Chunk, LossChunk, Way};
+pub use alternative::{
+    Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, LossChunk, Way,
+};
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
 pub(crate) use elementwise::ELEMENTWISE;
@@ -142,6 +144,10 @@ pub struct Meta {
     /// Why the optimizer's state has no form in 8 bits; absent when it has.
     #[serde(default = "unknown_optimizer")]
     pub eight_bit_refusal: Option<String>,
+    /// Parameters were narrowed for this recording, see [`Way::half_parameters`]: who runs the step holds the state of
+    /// those that train in a form of its own, not in that of the recorded optimizer.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub half_parameters: bool,
     /// Why the batch cannot be cut for reasons that its ops do not show, such as hooks on gradients; absent when it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch_refusal: Option<String>,

@@ -28,6 +28,7 @@ impl Builder {
             micro_batch_refusal: None,
             per_parameter_refusal: None,
             eight_bit_refusal: None,
+            half_parameters: false,
             offloaded_parameters_refusal: None,
             loss_reduction: "mean".into(),
             fixed_parameters: Vec::new(),

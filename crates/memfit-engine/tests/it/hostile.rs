@@ -180,6 +180,7 @@ prop_compose! {
             micro_batch_refusal: None,
             per_parameter_refusal: None,
             eight_bit_refusal: None,
+            half_parameters: false,
             offloaded_parameters_refusal: None,
                 loss_reduction: "mean".into(),
                 fixed_parameters: Vec::new(),

@@ -160,6 +160,7 @@ fn an_update_by_adam_is_that_of_the_moments_it_finds() {
         let gradient = bytes(&gradients);
         adam(
             rule,
+            Form::Wide,
             &mut parameter,
             &gradient,
             &mut first,
@@ -216,6 +217,7 @@ fn an_update_by_momentum_is_that_of_the_momentum_it_finds() {
         let threads = NonZeroUsize::MIN;
         momentum(
             rule,
+            Form::Wide,
             &mut parameter,
             &bytes(&gradients),
             &mut moved,
@@ -252,6 +254,7 @@ fn threads_change_no_bit() {
         let threads = NonZeroUsize::new(threads).unwrap();
         adam(
             ADAM,
+            Form::Wide,
             &mut parameter,
             &gradient,
             &mut first,
@@ -259,7 +262,15 @@ fn threads_change_no_bit() {
             threads,
         )
         .unwrap();
-        momentum(MOMENTUM, &mut parameter, &gradient, &mut first, threads).unwrap();
+        momentum(
+            MOMENTUM,
+            Form::Wide,
+            &mut parameter,
+            &gradient,
+            &mut first,
+            threads,
+        )
+        .unwrap();
         (parameter, first, second)
     };
     assert!(updated(1) == updated(3));
@@ -279,6 +290,7 @@ fn what_is_not_finite_is_told_by_all_of_its_block_and_by_no_other() {
         let threads = NonZeroUsize::MIN;
         adam(
             ADAM,
+            Form::Wide,
             &mut parameter,
             &bytes(&gradients),
             &mut first,
@@ -302,13 +314,22 @@ fn what_is_not_finite_is_told_by_all_of_its_block_and_by_no_other() {
 fn lengths_that_do_not_fit_are_refused() {
     let threads = NonZeroUsize::MIN;
     let said = |error: LengthError| error.to_string();
-    let error = momentum(MOMENTUM, &mut [0; 8], &[0; 4], &mut [0; 6], threads).unwrap_err();
+    let error = momentum(
+        MOMENTUM,
+        Form::Wide,
+        &mut [0; 8],
+        &[0; 4],
+        &mut [0; 6],
+        threads,
+    )
+    .unwrap_err();
     assert_eq!(
         said(error),
         "8 bytes of numbers go with 8 bytes of gradient, not 4"
     );
     let error = adam(
         ADAM,
+        Form::Wide,
         &mut [0; 8],
         &[0; 8],
         &mut [0; 6],
@@ -327,15 +348,97 @@ fn lengths_that_do_not_fit_are_refused() {
 #[test]
 fn wider_registers_change_no_bit() {
     const COUNT: usize = 3 * BLOCK + 5;
-    type Pass = fn(Adam, &mut [u8], &[u8], Held<'_>, Held<'_>);
-    let updated = |pass: Pass| {
+    type Pass<F> = fn(F, u32, Adam, &mut [u8], &[u8], Held<'_>, Held<'_>);
+    fn updated<F>(form: F, bytes: fn(&[f32]) -> Vec<u8>, pass: Pass<F>) -> [Vec<u8>; 3] {
         let mut parameter = bytes(&spread(COUNT, 1));
         let mut first = held(Moment::First, &spread(COUNT, 3));
         let mut second = held(Moment::Second, &vec![1e-3; COUNT]);
         let gradient = bytes(&spread(COUNT, 2));
         let (means, roots) = (first.split_at_mut(COUNT), second.split_at_mut(COUNT));
-        pass(ADAM, &mut parameter, &gradient, means, roots);
+        pass(form, 300, ADAM, &mut parameter, &gradient, means, roots);
+        [parameter, first, second]
+    }
+    assert!(updated(Wide, bytes, wide_adam) == updated(Wide, bytes, adam_blocks));
+    assert!(updated(Half(7), halves, half_adam) == updated(Half(7), halves, adam_blocks));
+}
+
+/// Numbers in `bfloat16`, cut off.
+fn halves(numbers: &[f32]) -> Vec<u8> {
+    let upper = numbers.iter().map(|it| it.to_bits() >> 16);
+    upper
+        .flat_map(|it| u16::try_from(it).unwrap().to_ne_bytes())
+        .collect()
+}
+
+/// The same in 32 bits.
+fn widened(halves: &[u8]) -> Vec<f32> {
+    let halves = halves.as_chunks::<2>().0.iter();
+    halves.map(|&it| Half::read(it)).collect()
+}
+
+#[test]
+fn a_narrow_parameter_becomes_one_of_the_two_that_are_next_to_what_a_wide_one_becomes() {
+    let (count, threads) = (1000, NonZeroUsize::MIN);
+    let (parameters, gradients) = (halves(&spread(count, 1)), halves(&spread(count, 2)));
+    let updated = |form: Form, mut parameter: Vec<u8>, gradient: &[u8]| {
+        let mut first = held(Moment::First, &spread(count, 3));
+        let mut second = held(Moment::Second, &vec![1e-3; count]);
+        adam(
+            ADAM,
+            form,
+            &mut parameter,
+            gradient,
+            &mut first,
+            &mut second,
+            threads,
+        )
+        .unwrap();
         (parameter, first, second)
     };
-    assert!(updated(fastest_adam) == updated(adam_blocks));
+    let wide = |numbers: &[u8]| bytes(&widened(numbers));
+    let expected = updated(Form::Wide, wide(&parameters), &wide(&gradients));
+    let found = updated(Form::Half(3), parameters.clone(), &gradients);
+    assert!(
+        expected.1 == found.1 && expected.2 == found.2,
+        "moments are the same"
+    );
+    let (mut up, mut down) = (0, 0);
+    for (expected, found) in numbers(&expected.0).into_iter().zip(widened(&found.0)) {
+        let below = expected.to_bits() & 0xffff_0000;
+        let (above, found) = (below.wrapping_add(1 << 16), found.to_bits());
+        assert!(found == below || found == above, "{expected} {found}");
+        up += usize::from(found == above);
+        down += usize::from(found == below);
+    }
+    assert!(up > count / 4 && down > count / 4, "{up} {down}");
+    let other = updated(Form::Half(4), parameters.clone(), &gradients);
+    let again = updated(Form::Half(4), parameters.clone(), &gradients);
+    let more = updated(Form::Half(5), parameters, &gradients);
+    assert!(
+        other == again && other.0 != more.0,
+        "the seed alone decides"
+    );
+}
+
+#[test]
+fn threads_change_no_bit_of_a_narrow_parameter() {
+    let count = 5 * LEAST_OF_THREAD / 2 + 77;
+    let updated = |threads: usize| {
+        let mut parameter = halves(&spread(count, 1));
+        let gradient = halves(&spread(count, 2));
+        let mut moved = held(Moment::First, &spread(count, 3));
+        let threads = NonZeroUsize::new(threads).unwrap();
+        let form = Form::Half(11);
+        momentum(
+            MOMENTUM,
+            form,
+            &mut parameter,
+            &gradient,
+            &mut moved,
+            threads,
+        )
+        .unwrap();
+        (parameter, moved)
+    };
+    assert!(updated(1) == updated(3));
 }

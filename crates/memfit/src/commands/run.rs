@@ -26,6 +26,12 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         return Err(Failure::usage(message)
             .hint("`memfit.fit(workload, budget=..., allow=\"optimizer_bits\")` holds it in 8"));
     }
+    if kinds_of(&arguments.allow).contains(&ActionKind::HalfParameters) {
+        let message = "`memfit run` leaves a script's parameters in their type: `--allow half_parameters` has no meaning";
+        return Err(Failure::usage(message).hint(
+            "`memfit.fit(workload, budget=..., allow=\"half_parameters\")` holds them in bfloat16",
+        ));
+    }
     if kinds_of(&arguments.allow).contains(&ActionKind::AutocastFp16) {
         let message =
             "`memfit run` does not scale a script's loss: `--allow autocast_fp16` has no meaning";

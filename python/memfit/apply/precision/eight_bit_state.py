@@ -2,7 +2,8 @@
 
 Responsible for :class:`EightBitState`, which stands for the plain dictionary in
 ``optimizer.state``, and for the update of a parameter that has one: one pass of a kernel
-(``crates/memfit-memory/src/moments.rs``), in which nothing is allocated. Not responsible for which
+(``crates/memfit-memory/src/moments.rs``), in which nothing is allocated. A parameter in
+``bfloat16`` is updated by nothing else, and rounded at random. Not responsible for which
 parameters have one (:mod:`memfit.apply.precision.optimizer_bits`).
 
 Whoever reads a moment gets it in 32 bits, and from then on it is so: writing to it counts. It is
@@ -11,6 +12,7 @@ shrunk again before the next step, unless somebody keeps it; until then torch's 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +23,12 @@ from torch.optim import SGD, AdamW
 from memfit import _native
 from memfit.apply.offload.state_view import AwayState, Stored
 from memfit.apply.precision.narrow import Here, memory_of
+from memfit.errors import UsageError
 from memfit.tensors.moments import group_refusal, lies_densely, moments_of, parameter_refusal
+from memfit.tensors.narrow_parameters import is_narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.optim import Optimizer
 
@@ -62,6 +66,17 @@ class EightBitState(AwayState):
 
     Empty, it waits for the first update.
     """
+
+    def __init__(self, values: Mapping[str, Any], number: int = 0) -> None:
+        """Take over values, all of them in 32 bits.
+
+        Args:
+            values: The state.
+            number: Tells it from other states of the optimizer.
+        """
+        super().__init__(values)
+        self._number = number
+        self._updates = 0
 
     def begin(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Be the state before the first update.
@@ -104,9 +119,36 @@ class EightBitState(AwayState):
         Args:
             optimizer: The optimizer.
         """
-        parcels = [self._away[key].parcel for key in moments_of(optimizer) if key in self._away]
-        held = [parcel.held for parcel in parcels if isinstance(parcel, _Moment)]
-        return held if len(held) == len(moments_of(optimizer)) else None
+        keys = moments_of(optimizer)
+        return [self.codes(key) for key in keys] if self._away.keys() >= keys.keys() else None
+
+    def codes(self, key: str) -> Tensor:
+        """Codes and scales of a moment that is in 8 bits.
+
+        Args:
+            key: Which.
+        """
+        moment = self._away[key].parcel
+        assert isinstance(moment, _Moment), "nothing else is sent by this state"
+        return moment.held
+
+    def wide(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The moments that are in 32 bits, as somebody keeps them.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        there = (key for key in moments_of(optimizer) if key not in self._away)
+        return {key: dict.__getitem__(self, key) for key in there}
+
+    def next_seed(self) -> int:
+        """What decides how the next update is rounded: another number each time and for each state.
+
+        It follows the count of updates where the optimizer keeps one, as a checkpoint does.
+        """
+        self._updates += 1
+        count = int(self.step().item()) if "step" in self else self._updates
+        return (self._number * 0x9E3779B1 + count) & 0xFFFFFFFF
 
     def in_memory(self) -> dict[str, Any]:
         """What is there: codes and scales of what is in 8 bits."""
@@ -136,30 +178,77 @@ def updated_in_eight_bits(
     state, gradient = optimizer.state.get(parameter), parameter.grad
     if not isinstance(state, EightBitState) or gradient is None:
         return False
-    if group_refusal(optimizer, group) or parameter_refusal(parameter):
-        return False
-    if not _goes_with(gradient, parameter):
-        return False
+    refusal = group_refusal(optimizer, group) or parameter_refusal(parameter)
+    if not refusal and (gradient.dtype is not parameter.dtype or not _lies_as(gradient, parameter)):
+        refusal = "its gradient is of another type or order"
+    if refusal:
+        return _left_to_torch(parameter, refusal)
     is_first = not state
     if is_first:
         state.begin(optimizer, parameter)
     held = state.held(optimizer)
-    if held is None:
+    if held is None and not is_narrow(parameter):
         return False
-    numbers, slopes = memory_of(parameter), memory_of(gradient)
+    around = _held_meanwhile(state, optimizer) if held is None else contextlib.nullcontext(held)
+    with around as held:
+        _run(optimizer, group, parameter, state, held, is_first=is_first)
+        for changed in (parameter, *held):
+            increment_version(changed)
+    return True
+
+
+def _left_to_torch(parameter: Tensor, refusal: str) -> bool:
+    """Have torch update a parameter, which it does not where it is narrow.
+
+    Raises:
+        UsageError: It is.
+    """
+    if is_narrow(parameter):
+        message = (
+            f"a parameter of shape {list(parameter.shape)} is held in bfloat16, and memfit cannot "
+            f"update it: {refusal}\nhint: plan again with `half_parameters` forbidden"
+        )
+        raise UsageError(message)
+    return False
+
+
+@contextlib.contextmanager
+def _held_meanwhile(state: EightBitState, optimizer: Optimizer) -> Iterator[list[Tensor]]:
+    """Codes and scales of all moments; what somebody keeps in 32 bits is written back after."""
+    wide = state.wide(optimizer)
+    kinds = moments_of(optimizer)
+    copies = {key: _Moment(wide[key].numel(), is_square=kinds[key]) for key in wide}
+    for key, moment in copies.items():
+        moment.take(wide[key])
+    yield [copies[key].held if key in copies else state.codes(key) for key in kinds]
+    for key, moment in copies.items():
+        moment.fetch(wide[key])
+        increment_version(wide[key])
+
+
+def _run(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    state: EightBitState,
+    held: list[Tensor],
+    *,
+    is_first: bool,
+) -> None:
+    """One pass of the kernel."""
+    assert parameter.grad is not None, "asked for only with one"
+    numbers, slopes = memory_of(parameter), memory_of(parameter.grad)
     threads = torch.get_num_threads()
+    seed = state.next_seed() if is_narrow(parameter) else None
     if type(optimizer) is SGD:
-        by_momentum = _momentum(group, is_first=is_first)
+        by_momentum = {**_momentum(group, is_first=is_first), "seed": seed}
         _native.update_by_momentum(by_momentum, numbers, slopes, memory_of(held[0]), threads)
     else:
         count = state.step()
         count.fill_(count.item() + 1)
-        by_adam = _adam(optimizer, group, count.item())
+        by_adam = {**_adam(optimizer, group, count.item()), "seed": seed}
         first, second = map(memory_of, held)
         _native.update_by_adam(by_adam, numbers, slopes, first, second, threads)
-    for changed in (parameter, *held):
-        increment_version(changed)
-    return True
 
 
 def _adam(optimizer: Optimizer, group: Mapping[str, Any], count: float) -> dict[str, float]:
@@ -197,9 +286,13 @@ def _stored(like: Tensor, moment: _Moment) -> Stored:
 
 def _goes_with(tensor: Tensor, parameter: Tensor) -> bool:
     """Whether a tensor has a number of 32 bits for each of a parameter's, in the same order."""
+    return tensor.dtype is torch.float32 and _lies_as(tensor, parameter)
+
+
+def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor has a number for each of a parameter's, in the same order."""
     return (
-        tensor.dtype is torch.float32
-        and tensor.device == parameter.device
+        tensor.device == parameter.device
         and tensor.shape == parameter.shape
         and lies_densely(tensor)
         and _steps(tensor) == _steps(parameter)

@@ -64,8 +64,8 @@ class UpdatesInEightBits(UpdatesOneByOne):
         """Have all of it in 8 bits that somebody does not keep."""
         optimizer = self._optimizer
         save_plainly(optimizer)
-        for parameter in self._parameters:
+        for number, parameter in enumerate(self._parameters):
             state = optimizer.state.get(parameter)
             if not isinstance(state, EightBitState):
-                state = optimizer.state[parameter] = EightBitState(state or {})
+                state = optimizer.state[parameter] = EightBitState(state or {}, number)
             state.shrink(optimizer, parameter)

@@ -33,6 +33,7 @@ from memfit.capture.stage.stage import (
     resize_batch,
 )
 from memfit.errors import MemfitError, WorkloadError
+from memfit.tensors.narrow_parameters import is_narrow, own_type
 from memfit.weights.one_device import refuse_several
 from memfit.weights.weightless import fake_mode_of
 from memfit.workload import Workload, batch_size
@@ -61,8 +62,11 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
     except Exception as error:
         message = f"the model cannot be copied onto fake tensors ({type(error).__name__}: {error})"
         raise RealStepNeeded(message) from error
-    for parameter in model.parameters():
+    for mine, parameter in zip(workload.model.parameters(), model.parameters(), strict=True):
         parameter.grad = None
+        if is_narrow(mine):  # by a plan, and the step is planned anew
+            with mode:
+                parameter.data = parameter.data.to(own_type(mine))
     if any(tensor.layout is not torch.strided for _, tensor in batch_entries(workload.batch)):
         raise RealStepNeeded("the batch holds a sparse tensor")
     kind = device or device_of(workload.model)

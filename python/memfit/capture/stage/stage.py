@@ -34,6 +34,7 @@ class Stage:
         real_batch: The real tensors behind a fake batch, for their values.
         real_buffers: The real tensors behind fake module buffers, by qualified name.
         device: ``cpu`` or ``cuda``.
+        has_narrow_parameters: Whether parameters were narrowed for a plan that holds them so.
     """
 
     workload: Workload
@@ -44,6 +45,7 @@ class Stage:
     real_batch: Any
     real_buffers: dict[str, Tensor]
     device: str = "cpu"
+    has_narrow_parameters: bool = False
 
     def trainable(self) -> list[nn.Parameter]:
         """Parameters that may get a gradient, each once, in the model's order."""

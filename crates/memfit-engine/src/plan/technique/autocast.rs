@@ -81,7 +81,11 @@ fn is_asked_for(kind: ActionKind, request: &PlanRequest) -> bool {
 }
 
 /// The same by the plain step alone, whatever was captured.
-fn step_refusal(kind: ActionKind, trace: &Trace, request: &PlanRequest) -> Option<String> {
+pub(in crate::plan) fn step_refusal(
+    kind: ActionKind,
+    trace: &Trace,
+    request: &PlanRequest,
+) -> Option<String> {
     if request.forbid.contains(&kind) {
         return Some("forbidden by the request".to_owned());
     }
@@ -138,6 +142,7 @@ pub(in crate::plan) fn ways(
                 dtype: dtype.to_owned(),
                 cache,
             }),
+            half_parameters: None,
         };
         if may(kind, trace, request) {
             ways.extend([way(None, false), way(None, true)]);
@@ -163,8 +168,8 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
 pub(in crate::plan) fn cast(chosen: &Chosen<'_>, plan: &mut Plan) -> Option<(Autocast, Bytes)> {
     let autocast = chosen.outcome.way.autocast.clone()?;
     let alone = Way {
-        chunk: None,
         autocast: Some(autocast.clone()),
+        ..Way::default()
     };
     let less = chosen.planner.unplanned_peak - chosen.peak_in(&alone);
     let cache = if autocast.cache {

@@ -14,6 +14,7 @@ pub(super) mod autocast;
 pub(super) mod autocast_fp16;
 pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
+pub(super) mod half_parameters;
 pub(super) mod micro_batch;
 #[cfg(test)]
 mod noop;
@@ -34,7 +35,7 @@ use super::actions::Chosen;
 use super::context::Outcome;
 use super::search::problem::Candidate;
 use super::{ActionSummary, Class, Plan, PlanRequest};
-use crate::trace::{Autocast, Chunk, Trace};
+use crate::trace::{Autocast, Chunk, HalfParameters, Trace};
 
 /// All that is known of a technique beside what it does to memory.
 #[derive(Debug)]
@@ -165,6 +166,8 @@ techniques! {
     Autocast { autocast: Autocast } in autocast;
     /// Compute them in float16, with a loss scale.
     AutocastFp16 { autocast_fp16: Autocast } in autocast_fp16;
+    /// Hold weights and their gradients in bfloat16.
+    HalfParameters { half_parameters: HalfParameters } in half_parameters;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.
     Chunk { chunk: Chunk } in chunk;
     #[cfg(test)]

@@ -15,8 +15,8 @@ use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
-use crate::step::{EightBitState, Variant};
-use crate::trace::{AllocationId, ParameterUpdate, Trace};
+use crate::step::{EightBitState, NarrowMoment, Variant};
+use crate::trace::{ParameterUpdate, Trace};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::OptimizerBits,
@@ -80,7 +80,9 @@ pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
 }
 
 /// The updates with moments in 8 bits.
-fn narrow(trace: &Trace) -> impl Iterator<Item = (&ParameterUpdate, Vec<AllocationId>)> {
+pub(in crate::plan) fn narrow(
+    trace: &Trace,
+) -> impl Iterator<Item = (&ParameterUpdate, Vec<NarrowMoment>)> {
     let moments = STATE.moments(trace);
     let updates = trace.updates.iter().zip(moments);
     updates.filter(|(_, moments)| !moments.is_empty())
@@ -106,14 +108,13 @@ pub(in crate::plan) fn update_seconds(
     let all: f64 = trace.updates.iter().map(moved).sum();
     let (mut spared, mut taken) = (0.0, 0.0_f64);
     for (update, moments) in narrow(trace) {
-        let full = trace.allocations[update.parameter.index()].bytes;
-        let held: f64 = moments
-            .iter()
-            .map(|_| EightBitState::bytes(full).as_f64())
-            .sum();
+        let held: f64 = moments.iter().map(|it| it.bytes.as_f64()).sum();
+        // Arithmetic has 32 bits in any case.
+        let full = moments.first().map_or(0, |it| it.numbers * 4);
         spared += moved(update);
         // The parameter is read and written, the gradient read; a copy does both.
-        taken += COPIES * costs.copy_seconds(1.5 * full.as_f64() + held) + REQUEST_SECONDS;
+        let copied = 1.5 * Bytes(full).as_f64() + held;
+        taken += COPIES * costs.copy_seconds(copied) + REQUEST_SECONDS;
     }
     // Time is no reason to round: where the kernel is faster, that is not counted.
     let spared = update_seconds * spared / all.max(1.0);
@@ -127,8 +128,7 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         let parameter = &trace.allocations[update.parameter.index()];
         names.push(trace.string(parameter.name).to_owned());
         for moment in moments {
-            let full = trace.allocations[moment.index()].bytes;
-            bytes += full - EightBitState::bytes(full);
+            bytes += Bytes(moment.numbers * 4) - moment.bytes;
         }
     }
     let count = names.len() as u64;
@@ -144,7 +144,7 @@ mod tests {
     use crate::cost::CostSource;
     use crate::plan::{Verdict, plan};
     use crate::step::{Evaluator, StepModel, Treatment};
-    use crate::trace::{Category, sample};
+    use crate::trace::{AllocationId, Category, sample};
 
     /// The chain with a weight of 256,000 bytes, two moments of its size, and a count of steps.
     fn with_moments() -> Trace {

@@ -11,7 +11,7 @@
 use super::event::Event;
 use super::treatment::Unstorable;
 use crate::bytes::Bytes;
-use crate::step::variant::{EightBitState, Variant};
+use crate::step::variant::Variant;
 use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace, op_index};
 
 /// A version of an allocation: the unit that is recomputed.
@@ -229,8 +229,7 @@ impl StepModel {
                 self.temporary_bytes[update] = 0;
             }
             for moment in moments {
-                let full = trace.allocations[moment.index()].bytes;
-                self.bytes[moment.index()] = EightBitState::bytes(full).0;
+                self.bytes[moment.state.index()] = moment.bytes.0;
             }
         }
     }

@@ -95,18 +95,31 @@ fn is_narrow_state(trace: &Trace, variant: Variant, i: usize, a: usize) -> bool 
         return false;
     };
     let update = &trace.updates[i];
-    let whole = trace.allocations[update.parameter.index()].bytes.0;
-    let is_float32 = |of: usize| {
-        let mut values = trace.values.iter();
-        let other = values
-            .any(|value| value.allocation.index() == of && trace.string(value.dtype) != "float32");
-        !other && trace.allocations[of].bytes.0.is_multiple_of(4)
+    let parameter = update.parameter.index();
+    let whole = trace.allocations[parameter].bytes.0;
+    let Some(width) = width_of(trace, parameter) else {
+        return false;
     };
     let alike = trace.allocations[a].bytes.0 == whole
         && trace.allocations[a].category == Category::OptimizerState;
     let is_its = update.state.iter().any(|state| state.index() == a);
-    let is_large = whole >= narrow.least_bytes.0.max(1);
-    is_its && alike && is_large && is_float32(a) && is_float32(update.parameter.index())
+    let is_large = whole / width * 4 >= narrow.least_bytes.0.max(4);
+    is_its && alike && is_large && width_of(trace, a) == Some(width)
+}
+
+/// Bytes of the numbers of `a`, if they are of one type and that may be a moment's.
+fn width_of(trace: &Trace, a: usize) -> Option<u64> {
+    let values = trace.values.iter();
+    let its = values.filter(|value| value.allocation.index() == a);
+    let mut dtypes: Vec<&str> = its.map(|value| trace.string(value.dtype)).collect();
+    dtypes.dedup();
+    let width = match dtypes[..] {
+        [] | ["float32"] => 4,
+        ["bfloat16"] if trace.meta.half_parameters => 2,
+        _ => return None,
+    };
+    let whole = trace.allocations[a].bytes.0.is_multiple_of(width);
+    whole.then_some(width)
 }
 
 /// Bytes of each moment in 8 bits: a code for each number, and a scale for each 256 of them.
@@ -115,7 +128,8 @@ pub(super) fn narrow_state_bytes(trace: &Trace, variant: Variant) -> BTreeMap<us
     for i in 0..trace.updates.len() {
         for state in &trace.updates[i].state {
             if is_narrow_state(trace, variant, i, state.index()) {
-                let numbers = trace.allocations[state.index()].bytes.0 / 4;
+                let width = width_of(trace, state.index()).unwrap_or(4);
+                let numbers = trace.allocations[state.index()].bytes.0 / width;
                 found.insert(state.index(), numbers + numbers.div_ceil(256) * 4);
             }
         }

@@ -1,0 +1,416 @@
+//! Parameters in `bfloat16`, their gradients with them: half of the bytes of both.
+//!
+//! Forward runs under autocast, which casts whatever meets a narrow parameter, and casts the parameter itself no more. An
+//! update in so few bits would be lost where it is smaller than half of a last bit, so memfit updates such parameters
+//! itself: the arithmetic has 32 bits, and the result is rounded up or down by chance, in proportion (Zamirai et al.,
+//! *Revisiting `BFloat16` Training*, 2020). Their optimizer's state is in 8 bits, as the same kernel has it. What norms,
+//! biases and other arithmetic read stays in 32 bits.
+//!
+//! Responsible for which parameters, for when it may be, for the ways worth a capture, for the action and for the words.
+//! Not responsible for autocast (`autocast.rs`), for the state (`optimizer_bits.rs`) nor for the update (the kernel,
+//! `memfit-memory/src/moments.rs`).
+
+use std::collections::BTreeSet;
+
+use super::{ActsOn, Technique, autocast, counted, optimizer_bits};
+use crate::bytes::Bytes;
+use crate::plan::actions::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::trace::{AllocationId, Autocast, Category, Chunk, HalfParameters, Trace, Way};
+
+pub(super) static TECHNIQUE: Technique = Technique {
+    kind: ActionKind::HalfParameters,
+    name: "half_parameters",
+    title: "parameters in bfloat16",
+    help: "Hold weights and their gradients in bfloat16, norms in float32",
+    promise: Class::Approximate,
+    effect: |action| format!("{} in bfloat16", counted(action.count, "parameter")),
+    short: None,
+    acts_on: ActsOn::Parameters,
+    only_where_needed: false,
+    refusal,
+    is_used: |outcome, _| outcome.way.half_parameters.is_some(),
+    write,
+};
+
+/// Numbers of the smallest parameter that is narrowed: those whose state is in 8 bits.
+const LEAST_NUMBERS: u64 = optimizer_bits::STATE.least_bytes.0 / WIDE;
+/// Bytes of a number of 32 bits.
+const WIDE: u64 = 4;
+
+/// The ops that compute with a narrow operand under autocast, or only look numbers up.
+const PRODUCTS: [&str; 8] = [
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.convolution.default",
+    "aten.mkldnn_convolution.default",
+    "aten.linear.default",
+    "aten.embedding.default",
+];
+
+fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    if !request.asks_for(ActionKind::HalfParameters) {
+        return None;
+    }
+    if let Some(reason) = step_refusal(trace, request) {
+        return Some(reason);
+    }
+    let found = trace.alternatives.as_ref()?;
+    let is_captured = found
+        .steps
+        .iter()
+        .any(|it| it.way.half_parameters.is_some());
+    match (is_captured, found.half_refusal.as_str()) {
+        (true, _) => None,
+        (false, "") => Some("the step was not captured with parameters in 16 bits".to_owned()),
+        (false, reason) => Some(reason.to_owned()),
+    }
+}
+
+/// The same by the plain step alone, whatever was captured.
+fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    if request.forbid.contains(&ActionKind::HalfParameters) {
+        return Some("forbidden by the request".to_owned());
+    }
+    for needed in NEEDED {
+        if request.forbid.contains(&needed) {
+            let name = needed.technique().name;
+            return Some(format!("it needs `{name}`, which is forbidden"));
+        }
+    }
+    if request.own_loop {
+        return Some("parameters are updated by the user's own loop".to_owned());
+    }
+    let needed = PlanRequest {
+        allow_kinds: NEEDED.to_vec(),
+        ..request.clone()
+    };
+    if let Some(reason) = autocast::step_refusal(ActionKind::Autocast, trace, &needed) {
+        return Some(reason);
+    }
+    if narrowed(trace, &needed).is_empty() {
+        return Some(optimizer_bits::refusal(trace, &needed).unwrap_or_else(|| {
+            format!(
+                "no parameter of {LEAST_NUMBERS} numbers of 32 bits or more is read by matrix products, convolutions and \
+                 embeddings alone"
+            )
+        }));
+    }
+    None
+}
+
+/// What it consists of.
+const NEEDED: [ActionKind; 2] = [ActionKind::Autocast, ActionKind::OptimizerBits];
+
+/// May it be used, where somebody asked for it?
+pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
+    request.asks_for(ActionKind::HalfParameters) && step_refusal(trace, request).is_none()
+}
+
+/// The ways worth a capture: whole, and with the smallest slices. Weights are not cast, so that a cache would hold next to
+/// nothing.
+pub(in crate::plan) fn ways(
+    trace: &Trace,
+    request: &PlanRequest,
+    smallest: Option<&Chunk>,
+) -> Vec<Way> {
+    if !may(trace, request) {
+        return Vec::new();
+    }
+    let names = narrowed(trace, request);
+    let way = |chunk: Option<&Chunk>| Way {
+        chunk: chunk.cloned(),
+        autocast: Some(Autocast {
+            dtype: autocast::BFLOAT16.to_owned(),
+            cache: false,
+        }),
+        half_parameters: Some(HalfParameters {
+            names: names.clone(),
+        }),
+    };
+    let mut ways = vec![way(None)];
+    ways.extend(smallest.map(|chunk| way(Some(chunk))));
+    ways
+}
+
+/// What may be done with a step in such a way, given what may be done with the plain one: the state of parameters that
+/// train is in 8 bits, whoever asked for that.
+pub(in crate::plan) fn request_in_way(request: &PlanRequest) -> PlanRequest {
+    let mut allow_kinds = request.allow_kinds.clone();
+    allow_kinds.extend(NEEDED);
+    PlanRequest {
+        allow_kinds,
+        ..request.clone()
+    }
+}
+
+/// Must the state be in 8 bits? It must where a parameter that trains was narrowed.
+pub(in crate::plan) fn must_narrow_state(trace: &Trace) -> bool {
+    let is_narrow = |id: AllocationId| {
+        let mut values = trace.values.iter();
+        values.any(|it| it.allocation == id && trace.string(it.dtype) == autocast::BFLOAT16)
+    };
+    trace.meta.half_parameters && trace.updates.iter().any(|it| is_narrow(it.parameter))
+}
+
+/// Names of the parameters that are narrowed, in the trace's order: large ones of 32 bits that forward reads in products
+/// and embeddings alone. One that trains needs state in 8 bits.
+fn narrowed(trace: &Trace, request: &PlanRequest) -> Vec<String> {
+    let other = read_otherwise(trace);
+    let trains: BTreeSet<AllocationId> = trace.updates.iter().map(|it| it.parameter).collect();
+    let request = request_in_way(request);
+    let updated: BTreeSet<AllocationId> = if optimizer_bits::may(trace, &request) {
+        let narrow = optimizer_bits::narrow(trace);
+        narrow.map(|(update, _)| update.parameter).collect()
+    } else {
+        BTreeSet::new()
+    };
+    let ids = (0..).map(AllocationId).zip(&trace.allocations);
+    let suit = ids.filter(|(id, allocation)| {
+        allocation.category == Category::Parameter
+            && allocation.bytes.0 >= LEAST_NUMBERS * WIDE
+            && allocation.name != 0
+            && !other.contains(id)
+            && !trace.meta.fixed_parameters.contains(id)
+            && (!trains.contains(id) || updated.contains(id))
+    });
+    let names = suit.map(|(_, allocation)| trace.string(allocation.name).to_owned());
+    names.collect()
+}
+
+/// The allocations of which a value is of another type than `float32`, or that anything in forward reads beside products,
+/// embeddings and views; and those that nothing reads.
+fn read_otherwise(trace: &Trace) -> BTreeSet<AllocationId> {
+    let mut unread: BTreeSet<_> = (0..)
+        .map(AllocationId)
+        .take(trace.allocations.len())
+        .collect();
+    let mut other = BTreeSet::new();
+    for value in &trace.values {
+        if trace.string(value.dtype) != "float32" {
+            other.insert(value.allocation);
+        }
+    }
+    for op in &trace.ops[..trace.forward_end().index()] {
+        let is_product = PRODUCTS.contains(&trace.string(op.name));
+        for &value in &op.reads {
+            let id = trace.allocation_of(value);
+            unread.remove(&id);
+            if !is_product && !op.view {
+                other.insert(id);
+            }
+        }
+    }
+    other.append(&mut unread);
+    other
+}
+
+fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
+    let Some(half_parameters) = chosen.outcome.way.half_parameters.clone() else {
+        return;
+    };
+    let trace = chosen.planner.trace;
+    let names: BTreeSet<&str> = half_parameters.names.iter().map(String::as_str).collect();
+    let narrowed = trace
+        .allocations
+        .iter()
+        .filter(|it| it.category == Category::Parameter && names.contains(trace.string(it.name)));
+    let bytes: Bytes = narrowed.map(|it| Bytes(it.bytes.0 / 2)).sum();
+    plan.notes.push(
+        "parameters in bfloat16: updates are computed in float32 and rounded at random, up or down in proportion; \
+         closing the fitted workload makes them float32 again"
+            .to_owned(),
+    );
+    let count = half_parameters.names.len() as u64;
+    let details = Details::HalfParameters { half_parameters };
+    plan.actions.push(Action::new(details, count, bytes));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::Budget;
+    use crate::cost::CostSource;
+    use crate::plan::{Plan, plan};
+    use crate::trace::{Alternative, Alternatives, Phase, sample};
+
+    /// A step with a matrix product whose weight is large and has a moment.
+    fn product() -> Trace {
+        let mut trace = sample::chain();
+        for allocation in &mut trace.allocations {
+            allocation.bytes = Bytes(allocation.bytes.0 * 1000);
+        }
+        let mut strings = trace.strings.clone();
+        let number = |strings: &mut Vec<String>, text: &str| {
+            strings.push(text.to_owned());
+            u32::try_from(strings.len() - 1).unwrap()
+        };
+        let (name, mm) = (
+            number(&mut strings, "head.weight"),
+            number(&mut strings, "aten.mm.default"),
+        );
+        trace.strings = strings;
+        let weight = trace.updates[0].parameter;
+        trace.allocations[weight.index()].name = name;
+        let mut state = trace.allocations[weight.index()].clone();
+        (state.category, state.name) = (Category::OptimizerState, 0);
+        let id = AllocationId(u32::try_from(trace.allocations.len()).unwrap());
+        trace.allocations.push(state);
+        trace.updates[0].state.push(id);
+        let mut value = trace.values[0].clone();
+        (value.allocation, value.version) = (id, 0);
+        trace.values.push(value);
+        let allocations: Vec<_> = trace.values.iter().map(|it| it.allocation).collect();
+        for op in &mut trace.ops {
+            let mut read = op.reads.iter().map(|value| allocations[value.index()]);
+            if op.phase == Phase::Forward && read.any(|it| it == weight) {
+                (op.name, op.flops) = (mm, 1 << 20);
+            }
+        }
+        assert_eq!(trace.check(), Ok(()));
+        trace
+    }
+
+    /// The same with the weight, its gradient and its state in half of the bytes.
+    fn halved(trace: &Trace) -> Trace {
+        let mut narrow = trace.clone();
+        narrow.meta.half_parameters = true;
+        narrow.strings.push("bfloat16".to_owned());
+        let dtype = u32::try_from(narrow.strings.len() - 1).unwrap();
+        let update = narrow.updates[0].clone();
+        for id in [update.parameter, update.gradient]
+            .into_iter()
+            .chain(update.state)
+        {
+            narrow.allocations[id.index()].bytes.0 /= 2;
+            for value in narrow.values.iter_mut().filter(|it| it.allocation == id) {
+                value.dtype = dtype;
+            }
+        }
+        narrow
+    }
+
+    fn request(allow: &[ActionKind], budget: u64) -> PlanRequest {
+        PlanRequest {
+            budget: Budget::Absolute(Bytes(budget)),
+            allow_kinds: allow.to_vec(),
+            forbid: vec![ActionKind::Chunk, ActionKind::MicroBatch],
+            ..PlanRequest::default()
+        }
+    }
+
+    fn planned(trace: &Trace, request: &PlanRequest) -> Plan {
+        let costs = CostSource::profile(vec![1.0; trace.ops.len()]);
+        plan(trace, &costs, request).unwrap()
+    }
+
+    fn captured(trace: &Trace, request: &PlanRequest) -> Trace {
+        let steps = ways(trace, request, None)
+            .into_iter()
+            .map(|way| Alternative {
+                way,
+                trace: halved(trace),
+            });
+        trace
+            .with_alternatives(Alternatives {
+                steps: steps.collect(),
+                ..Alternatives::default()
+            })
+            .unwrap()
+    }
+
+    #[test]
+    fn what_products_alone_read_is_narrowed() {
+        let half = request(&[ActionKind::HalfParameters], 1);
+        let mut trace = product();
+        assert_eq!(narrowed(&trace, &half), ["head.weight"]);
+        let weight = trace.updates[0].parameter;
+        trace.meta.fixed_parameters = vec![weight];
+        assert!(
+            narrowed(&trace, &half).is_empty(),
+            "it is not memfit's to let go"
+        );
+        trace.meta.fixed_parameters.clear();
+        let read = trace.values.iter().position(|it| it.allocation == weight);
+        let read = crate::trace::ValueId(u32::try_from(read.unwrap()).unwrap());
+        let last = trace.forward_end().index() - 1;
+        trace.ops[last].reads.push(read);
+        assert!(
+            narrowed(&trace, &half).is_empty(),
+            "an op that is no product reads it"
+        );
+    }
+
+    #[test]
+    fn state_of_narrow_parameters_is_in_8_bits_though_nobody_asked() {
+        let half = request(&[ActionKind::HalfParameters], 1);
+        let trace = captured(&product(), &half);
+        let lowest = planned(&trace, &half);
+        let kinds: Vec<_> = lowest.actions.iter().map(Action::kind).collect();
+        for needed in [
+            ActionKind::HalfParameters,
+            ActionKind::Autocast,
+            ActionKind::OptimizerBits,
+        ] {
+            assert!(kinds.contains(&needed), "{kinds:?}");
+        }
+        assert_eq!(lowest.promise, Class::Approximate);
+        let action = lowest
+            .actions
+            .iter()
+            .find(|it| it.kind() == ActionKind::HalfParameters);
+        let full = trace.allocations[trace.updates[0].parameter.index()].bytes;
+        assert_eq!(action.unwrap().bytes, Bytes(full.0 / 2));
+        let exact = planned(&trace, &request(&[], 1));
+        assert!(lowest.minimum_peak_bytes + full < exact.minimum_peak_bytes);
+    }
+
+    #[test]
+    fn the_whole_class_takes_it_last() {
+        let half = request(&[ActionKind::HalfParameters], 1);
+        let trace = captured(&product(), &half);
+        let exact = planned(&trace, &request(&[], 1)).minimum_budget_bytes().0;
+        let all = |budget| PlanRequest {
+            allow: Class::Approximate,
+            ..request(&[], budget)
+        };
+        let uses = |plan: &Plan| {
+            let mut kinds = plan.actions.iter().map(Action::kind);
+            kinds.any(|kind| kind == ActionKind::HalfParameters)
+        };
+        assert!(!uses(&planned(&trace, &all(exact))));
+        assert!(uses(&planned(&trace, &all(1))));
+    }
+
+    #[test]
+    fn it_is_refused_by_a_sentence() {
+        let mut trace = product();
+        let half = request(&[ActionKind::HalfParameters], 1);
+        assert_eq!(refusal(&trace, &half), None);
+        let without = PlanRequest {
+            forbid: vec![ActionKind::OptimizerBits],
+            ..half.clone()
+        };
+        assert_eq!(
+            refusal(&trace, &without).unwrap(),
+            "it needs `optimizer_bits`, which is forbidden"
+        );
+        trace.meta.eight_bit_refusal = Some("`RMSprop` has no form in 8 bits".to_owned());
+        assert_eq!(
+            refusal(&trace, &half).unwrap(),
+            "`RMSprop` has no form in 8 bits"
+        );
+        assert_eq!(refusal(&trace, &request(&[], 1)), None, "nobody asked");
+        trace = product();
+        for op in &mut trace.ops {
+            op.flops = 0;
+        }
+        assert!(
+            refusal(&trace, &half)
+                .unwrap()
+                .contains("no matrix product")
+        );
+    }
+}

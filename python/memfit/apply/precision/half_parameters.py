@@ -1,0 +1,56 @@
+"""Parameters and their gradients in ``bfloat16``.
+
+Responsible for a plan's ``half_parameters`` action: which parameters are narrow while the plan is
+followed, and from when on. Forward runs under autocast, which the same plan asks for
+(:mod:`memfit.apply.precision.autocast`); updates are memfit's, which round at random
+(:mod:`memfit.apply.precision.eight_bit_state`). Not responsible for the conversion
+(:mod:`memfit.tensors.narrow_parameters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from memfit.apply.part import Part
+from memfit.errors import UsageError
+from memfit.tensors.narrow_parameters import alias_refusal, narrow, widen
+from memfit.tensors.optimizers import gradients_reduced_later
+
+
+class HalfParameters(Part):
+    """Holds parameters of a model in ``bfloat16``."""
+
+    def __init__(self, model: nn.Module, said: Mapping[str, Any]) -> None:
+        """Prepare; nothing is narrowed before :meth:`place`.
+
+        Args:
+            model: Whose parameters the plan names.
+            said: ``HalfParameters`` of the plan as parsed JSON.
+
+        Raises:
+            UsageError: It is no such thing, or a parameter cannot be narrowed.
+        """
+        names = said.get("names")
+        if not isinstance(names, list):
+            message = "what the plan says of `half_parameters` is malformed: it has no `names`"
+            raise UsageError(message)
+        reason = alias_refusal(model, names) or gradients_reduced_later(model)
+        if reason is not None:
+            message = (
+                f"the plan holds parameters in bfloat16, but {reason}\n"
+                "hint: plan again with `half_parameters` forbidden"
+            )
+            raise UsageError(message)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self._model = model
+        self._parameters = [named[name] for name in names]
+
+    def place(self) -> None:
+        """Have these parameters narrow, and no others."""
+        chosen = {id(parameter) for parameter in self._parameters}
+        widen(p for p in self._model.parameters() if id(p) not in chosen)
+        for parameter in self._parameters:
+            narrow(parameter)
