@@ -153,9 +153,20 @@ impl Planner<'_> {
         // Without leave, equivalent actions are for where no exact plan fits; otherwise they are only
         // looked at, to say what they would gain.
         let needed = !exact_fits || self.request.allow >= Class::Equivalent;
-        let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
-        let best = best.unwrap_or(f64::INFINITY);
-        let share = self.share.between(EXACT_TIME, 1.0);
+        let approximating = Self {
+            may_shrink: shrink::may(self.trace, self.request),
+            may_narrow_state: optimizer_bits::may(self.trace, self.request),
+            ..*self
+        };
+        let may_change_numbers = approximating.may_shrink
+            || approximating.may_narrow_state
+            || ways::may_change_numbers(self.trace, self.request);
+        if may_change_numbers {
+            // First: it makes most of the others hopeless.
+            outcomes.extend(approximating.under_autocast(&outcomes, self.share));
+        }
+        let best = best_seconds(&outcomes);
+        let share = self.share.between(EXACT_TIME, 1.0).beside(best);
         let mut next = if needed {
             plan.refusals.extend(self.refusals(true));
             self.equivalent(share, best)
@@ -165,13 +176,7 @@ impl Planner<'_> {
         if needed {
             outcomes.append(&mut next);
         }
-        let approximating = Self {
-            may_shrink: shrink::may(self.trace, self.request),
-            may_narrow_state: optimizer_bits::may(self.trace, self.request),
-            ..*self
-        };
-        let in_other_ways = ways::may_change_numbers(self.trace, self.request);
-        if approximating.may_shrink || approximating.may_narrow_state || in_other_ways {
+        if may_change_numbers {
             outcomes.extend(approximating.approximate(&outcomes, self.share));
         }
         plan.evaluations = outcomes
@@ -272,27 +277,28 @@ impl Planner<'_> {
         outcomes
     }
 
-    /// The combinations of all classes once more, with activations and state in narrower forms, and the ways that change
-    /// numbers. Each is searched for what is faster than the best so far, so that leave to change numbers never makes a
-    /// plan slower; autocast comes first, as it makes most of the others hopeless. Narrow parameters are for where nothing
-    /// else fits, or for those who name them.
-    fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
-        let seconds = |outcomes: &[Outcome], best: f64| {
-            let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
-            seconds.fold(best, f64::min)
-        };
-        let is_half = |way: &Way| way.half_parameters.is_some();
+    /// The ways of the step under autocast, with activations and state in narrower forms too.
+    fn under_autocast(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
+        let best = best_seconds(others);
         let is_cast =
             |way: &Way| ways::class_of(way) == Class::Approximate && way.half_parameters.is_none();
-        let mut best = seconds(others, f64::INFINITY);
-        let mut outcomes = ways::outcomes(self, is_cast, share, best);
-        best = seconds(&outcomes, best);
+        ways::outcomes(self, is_cast, share.beside(best), best)
+    }
+
+    /// The combinations of all classes once more, with activations and state in narrower forms, and the way with narrow
+    /// parameters. Each is searched for what is faster than the best so far, so that leave to change numbers never makes a
+    /// plan slower. Narrow parameters are for where nothing else fits, or for those who name them.
+    fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
+        let mut best = best_seconds(others);
+        let share = share.beside(best);
+        let is_half = |way: &Way| way.half_parameters.is_some();
+        let mut outcomes = Vec::new();
         if self.may_shrink || self.may_narrow_state {
-            outcomes.extend(self.whole_batch(share, best));
-            best = seconds(&outcomes, best);
+            outcomes = self.whole_batch(share, best);
+            best = best.min(best_seconds(&outcomes));
             if best.is_infinite() {
                 outcomes.extend(self.equivalent(share, f64::INFINITY));
-                best = seconds(&outcomes, best);
+                best = best_seconds(&outcomes);
             }
         }
         let named = self
@@ -319,7 +325,9 @@ impl Planner<'_> {
         if !approximating.may_shrink && !approximating.may_narrow_state {
             return None;
         }
-        let outcomes = approximating.approximate(others, self.share.glance());
+        let share = self.share.glance();
+        let mut outcomes = approximating.under_autocast(others, share);
+        outcomes.extend(approximating.approximate(others, share));
         let (outcome, candidate) = fastest(&outcomes)?;
         let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
         Some(NextClass {
@@ -370,6 +378,12 @@ impl Planner<'_> {
 const WORTH_TELLING: f64 = 0.995;
 /// Part of a time limit that is for exact plans, where there may be others.
 const EXACT_TIME: f64 = 0.6;
+
+/// Seconds of the fastest plan that fits; infinite without one.
+fn best_seconds(outcomes: &[Outcome]) -> f64 {
+    let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
+    seconds.fold(f64::INFINITY, f64::min)
+}
 
 fn fastest(outcomes: &[Outcome]) -> Option<(&Outcome, &Candidate)> {
     let fitting = outcomes

@@ -187,7 +187,8 @@ impl Planner<'_> {
     ) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
         for (number, &(variant, pieces)) in tries.iter().enumerate() {
-            let share = share.part(number, tries.len());
+            let is_last = number + 1 == tries.len();
+            let share = share.part(number, tries.len()).for_one(is_last);
             let outcome = self.outcome(variant, pieces, share, best_seconds);
             if let Some(best) = &outcome.best {
                 best_seconds = best_seconds.min(outcome.seconds(best));

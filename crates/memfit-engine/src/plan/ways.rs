@@ -98,10 +98,12 @@ pub(super) fn outcomes(
         .collect();
     for (number, &(index, step)) in ways.iter().enumerate() {
         let own = planner.in_way(step);
-        let share = share.part(number, ways.len());
-        let is_cut = number + 1 == ways.len() && may_cut && own.trace.couplings.is_some();
+        let is_last = number + 1 == ways.len();
+        let share = share.part(number, ways.len()).for_one(is_last);
+        let is_cut = is_last && may_cut && own.trace.couplings.is_some();
         let kinds = 1 + usize::from(is_cut);
-        let mut outcomes = own.whole_batch(share.part(0, kinds), best_seconds);
+        let whole = share.part(0, kinds).for_one(!is_cut);
+        let mut outcomes = own.whole_batch(whole, best_seconds);
         best_seconds = outcomes
             .iter()
             .filter_map(Outcome::best_seconds)

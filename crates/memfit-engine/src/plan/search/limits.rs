@@ -44,11 +44,19 @@ pub enum Limit<'a> {
     Work(f64),
 }
 
+/// Which combinations are followed down to their smallest peak, of those that cannot be faster than the best so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Bottoms {
+    OfEach,
+    OfLast,
+    None,
+}
+
 /// What one search may spend.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::plan) struct Share<'a> {
     events: u64,
-    glance: bool,
+    bottoms: Bottoms,
     /// The work of the searches before this one, where work is the clock.
     work: Option<&'a AtomicU64>,
     /// The limit, and the part of its time at whose start and end this share begins and ends.
@@ -59,7 +67,7 @@ impl<'a> Share<'a> {
     /// All there is.
     pub(in crate::plan) const FULL: Self = Self {
         events: EVENTS,
-        glance: false,
+        bottoms: Bottoms::OfEach,
         work: None,
         time: None,
     };
@@ -68,9 +76,29 @@ impl<'a> Share<'a> {
     pub(in crate::plan) const fn glance(self) -> Self {
         Self {
             events: self.events / 4,
-            glance: true,
+            bottoms: Bottoms::None,
             ..self
         }
+    }
+
+    /// The same beside a plan that takes so many seconds; they are infinite where there is none yet. Where there is, of
+    /// several combinations that cannot be faster the last alone is followed down to its smallest peak: it narrows and cuts
+    /// what the others do.
+    pub(in crate::plan) fn beside(self, best_seconds: f64) -> Self {
+        let bottoms = match self.bottoms {
+            Bottoms::OfEach if best_seconds.is_finite() => Bottoms::OfLast,
+            bottoms => bottoms,
+        };
+        Self { bottoms, ..self }
+    }
+
+    /// The same for one of several combinations.
+    pub(in crate::plan) const fn for_one(self, is_last: bool) -> Self {
+        let bottoms = match self.bottoms {
+            Bottoms::OfLast if !is_last => Bottoms::None,
+            bottoms => bottoms,
+        };
+        Self { bottoms, ..self }
     }
 
     /// All of a limit, by a clock that [`Share::done`] moves on where work is the limit.
@@ -91,7 +119,7 @@ impl<'a> Share<'a> {
         let events = (limit.seconds * EVENTS_PER_SECOND).max(0.0) as u64;
         Self {
             events: events.max(EVENTS),
-            glance: false,
+            bottoms: Bottoms::OfEach,
             work,
             time: Some((limit, 0.0, 1.0)),
         }
@@ -122,8 +150,8 @@ impl<'a> Share<'a> {
         Self { time, ..self }
     }
 
-    pub(super) const fn is_glance(&self) -> bool {
-        self.glance
+    pub(super) fn has_bottom(&self) -> bool {
+        self.bottoms != Bottoms::None
     }
 
     /// Which limit says that this part of the share is spent; `None` while it is not.

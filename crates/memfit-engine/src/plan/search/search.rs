@@ -56,7 +56,7 @@ pub(in crate::plan) struct Found {
 }
 
 /// `least` is the bound for the target. Where it shows that no plan adds less than `worth` seconds,
-/// only the bottom is looked for; in a `glance` not even that.
+/// only the bottom is looked for; where the share has none, not even that.
 pub(in crate::plan) fn search(
     problem: &Problem<'_>,
     target: Bytes,
@@ -66,7 +66,7 @@ pub(in crate::plan) fn search(
 ) -> Found {
     let mut search = Search::new(problem, share);
     let hopeless = least.added_seconds >= worth;
-    if hopeless && share.is_glance() {
+    if hopeless && !share.has_bottom() {
         let lowest = search.scorer.score(search.nothing());
         return search.found(None, lowest, least);
     }
