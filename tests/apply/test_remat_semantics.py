@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -674,3 +675,39 @@ def test_cells_write_to_parts_that_count_their_own_versions(cell, stored, tmp_pa
     outcome = compare(model, lambda: model(x), remat)
     assert outcome.observations.divergence == ""
     assert outcome.observations.dropped_saves + outcome.observations.offloaded_saves > 0
+
+
+# Threads
+
+
+class Parts(nn.Module):
+    """One part in the thread that calls, and after it two in threads of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = Block()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.in_threads = True
+
+    def forward(self, x):
+        h = self.before(x)
+        with ThreadPoolExecutor() as pool:
+            each = pool.map if self.in_threads else map
+            return sum(each(lambda part: part(h).tanh(), self.parts)).square().mean()
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_parts_that_run_in_threads_run_as_they_are(x, is_stored, tmp_path):
+    model = Parts()
+    model.in_threads = False
+    ops = record(model, lambda: model(x), backward=True)
+    model.in_threads = True
+    regions = [("before", 0), ("parts.0", 0), ("parts.1", 0)]
+    tier = DiskTier(1 << 20, tmp_path, allow_memory=True)
+    if is_stored:
+        planned = Rematerialiser(model, None, ops.offload(regions=regions), tier)
+    else:
+        planned = Rematerialiser(model, ops.remat(regions=regions))
+    with pytest.warns(DivergenceWarning, match="it calls modules in other threads"):
+        seen = compare(model, lambda: model(x), planned).observations
+    assert seen.offloaded_saves + seen.dropped_saves > 3, "of the part before"

@@ -8,11 +8,13 @@ import time
 import pytest
 import torch
 from small_examples import SMALL, small_example
+from threads import in_threads
 from torch import nn
 
 from memfit.capture import capture, record, record_pair
 from memfit.capture.recording import second_batch_size
 from memfit.capture.stage.stage import batch_entries, resize_batch
+from memfit.errors import CaptureError
 from memfit.workload import Workload, batch_size, slice_batch
 
 
@@ -141,3 +143,24 @@ def test_capture_takes_time_in_proportion_to_depth():
     assert many > 5_000
     # Where each op cost a search through all, it would be five times as much.
     assert deep / many < 2 * shallow / few, (shallow, deep)
+
+
+class InThreads(nn.Module):
+    """Its parts run in threads of their own; what they raise may get lost there."""
+
+    def __init__(self, keeps_errors):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.keeps_errors = keeps_errors
+
+    def forward(self, x):
+        made = in_threads(2, lambda: self.parts[1](self.parts[0](x)))
+        return sum(x if self.keeps_errors and isinstance(m, Exception) else m for m in made)
+
+
+@pytest.mark.parametrize("keeps_errors", [False, True])
+@pytest.mark.parametrize("loss", [lambda model, x: model(x).mean(), None])
+def test_modules_called_in_threads_are_refused_by_name(keeps_errors, loss):
+    model = InThreads(keeps_errors)
+    with pytest.raises(CaptureError, match=r"forward calls `parts\.0` in another thread"):
+        record_pair(Workload(model, torch.randn(2, 4), loss), probe=False)

@@ -123,6 +123,11 @@ def again(side: Side) -> None:
     side.model.mode = "again"
 
 
+@change()
+def in_a_thread_and_back(side: Side) -> None:
+    side.model.mode = "thread" if side.step % 2 else ""
+
+
 @change(once=1)
 def written(side: Side) -> None:
     side.model.mode = "written"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -169,6 +170,9 @@ class Rematerialiser(Part):
 
         def before(_module: nn.Module, _args: Any) -> None:
             nonlocal calls
+            if running.is_elsewhere:
+                running.watch.leave_alone("it calls modules in other threads")
+                return
             if torch._C._current_autograd_node() is not None:
                 running.enter(None)  # a user's checkpoint runs the module again in backward
                 return
@@ -177,6 +181,8 @@ class Rematerialiser(Part):
             running.enter(region)
 
         def after(_module: nn.Module, _args: Any, _result: Any) -> None:
+            if running.is_elsewhere:
+                return
             running.leave(complete=sys.exc_info()[0] is None)
 
         return [
@@ -252,6 +258,8 @@ def _others() -> str:
 class _Forward:
     """One forward under way: the watch, its replayer, and the regions that are open.
 
+    What watches belongs to a thread, in torch too. Modules that other threads call run as they are.
+
     Attributes:
         watch: Watches the ops.
         replayer: Computes again, and fetches.
@@ -266,6 +274,12 @@ class _Forward:
         stored = transits.get("offload")
         self.replayer = Replayer(stored.ahead if stored is not None else None)
         self._open: list[contextlib.ExitStack | None] = []
+        self._thread = threading.get_ident()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is another thread than the one that the forward began in."""
+        return threading.get_ident() != self._thread
 
     def enter(self, region: Region | None) -> None:
         """A watched module is entered; ``None``, or a region inside a region, watches nothing."""

@@ -173,12 +173,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lately = None
 
     def leave_alone(self, why: str) -> None:
-        """A region runs as it is.
+        """A call that the plan watches runs as it is; the region that is open, if any, goes on.
 
         Args:
             why: A clause that says so of the model.
         """
-        self._diverge(why)
+        self._say(why)
 
     def close(self) -> None:
         """Let go of everything that only forward needs; tokens and their records live on."""
@@ -248,6 +248,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _diverge(self, where: str) -> None:
         self._following = False
+        self._say(where)
+
+    def _say(self, where: str) -> None:
         if not self.observations.divergence:
             self.observations.divergence = where
             self._on_divergence(where)

@@ -1,12 +1,14 @@
 """Which module is running, and which ops each module call spans.
 
-Responsible for the stack of running modules and for regions. Not responsible for ops. It works by
-``torch``'s global module hooks, put in for the time of a step only, so no module is touched; a call
-that raises is closed like any other.
+Responsible for the stack of running modules and for regions, which are those of one thread; what
+other threads call in forward cannot be recorded. Not responsible for ops. It works by ``torch``'s
+global module hooks, put in for the time of a step only, so no module is touched; a call that raises
+is closed like any other.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +21,7 @@ from torch.nn.modules.module import (
 )
 
 from memfit.capture.record.ledger import Ledger
+from memfit.errors import CaptureError
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class ModuleCalls:
         recording: Whether calls become regions; off in backward, where user checkpointing may call
             modules again.
         learning: The calls of the forward phase that could let a loss depend on parameters.
+        in_threads: Path of a module that forward called in another thread; ``None`` without one.
     """
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
@@ -81,6 +85,8 @@ class ModuleCalls:
         self.regions: list[Region] = []
         self.recording = True
         self.learning = LearningCalls()
+        self.in_threads: str | None = None
+        self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._ledger = ledger
         self._stack: list[tuple[int, str, Region | None]] = []
@@ -112,9 +118,32 @@ class ModuleCalls:
         """Whether any module is running."""
         return bool(self._stack)
 
+    def refuse_threads(self) -> None:
+        """Refuse a forward that called modules in other threads.
+
+        Raises:
+            CaptureError: It did; what they did was not seen, or was mixed up.
+        """
+        if self.in_threads is not None:
+            message = (
+                f"forward calls `{self.in_threads or 'the model'}` in another thread, and a step "
+                "is recorded in one"
+            )
+            hint = "have forward call its modules in its own thread, at least while it is planned"
+            raise CaptureError(f"{message}\nhint: {hint}")
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread than the step's, and not one of autograd's."""
+        return threading.get_ident() != self._thread and torch._C._current_autograd_node() is None
+
     def _before(self, module: nn.Module, _args: Any) -> None:
         identity = id(module)
         path = self._paths.get(identity)
+        if self.recording and self._is_elsewhere():
+            if path is not None:
+                self.in_threads = path
+                self.refuse_threads()
+            return  # somebody else's
         region = None
         if path is not None and self.recording:
             self.learning.add(module)
@@ -128,6 +157,8 @@ class ModuleCalls:
 
     def _after(self, module: nn.Module, _args: Any, _result: Any) -> None:
         identity = id(module)
+        if self.recording and self._is_elsewhere():
+            return
         if not any(entry[0] == identity for entry in self._stack):
             return
         while self._stack:

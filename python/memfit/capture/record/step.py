@@ -112,9 +112,12 @@ class StepRunner:
         with self._guarded("forward"), self.forward_context():
             if workload.loss is None:
                 with gradient_mode(self.gradients):
-                    return workload.infer(stage.model, stage.batch)
+                    result = workload.infer(stage.model, stage.batch)
+                recorder.modules.refuse_threads()
+                return result
             with recorder.saved.hooks():
                 loss = workload.loss(stage.model, stage.batch)
+        recorder.modules.refuse_threads()
         if not isinstance(loss, Tensor):
             message = f"`loss` must return a tensor, got `{type(loss).__name__}`"
             raise UsageError(message)
@@ -249,6 +252,7 @@ class StepRunner:
         except (MemfitError, RealStepNeeded):
             raise
         except Exception as error:
+            self.recorder.modules.refuse_threads()  # whatever that led to
             if self.recorder.failure is not None:
                 raise RealStepNeeded(self.recorder.failure) from error
             if self.stage.fake_mode is not None and (
