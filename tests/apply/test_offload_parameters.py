@@ -252,9 +252,21 @@ def test_who_looks_between_steps_finds_parameters_and_may_change_them():
     assert same(*results)
 
 
-@pytest.mark.parametrize("transform", ["jvp", "vmap", "grad"])
+@pytest.mark.parametrize("transform", ["jvp", "vmap", "grad", "of parameters", "of one"])
 def test_transforms_between_steps_find_parameters(transform):
     def transformed(model, batch):
+        parameters = dict(model.named_parameters())
+        weight = parameters["5.outer.weight"]
+        if transform == "of parameters":
+
+            def of_parameters(values):
+                return torch.func.functional_call(model, values, (batch,)).square().mean()
+
+            gradients = torch.func.grad(of_parameters)(parameters)
+            return torch.cat([g.flatten() for g in gradients.values()])
+        if transform == "of one":
+            rows = torch.func.vmap(lambda row: row.flip(0).sin())(weight)
+            return torch.func.functionalize(lambda w, r: w.t() @ r)(weight, rows)
         if transform == "jvp":
             return torch.func.jvp(model, (batch,), (batch,))[1]
         if transform == "vmap":

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from memfit.tensors.transforms import ask_classes
+
 OnUse = Callable[[list[Tensor]], contextlib.AbstractContextManager[Any]]
 """Of tensors that are about to be used, what their use runs inside."""
 
@@ -53,6 +55,7 @@ class Barrier:
 
     def put_up(self) -> None:
         """Let nobody use the tensors unnoticed."""
+        ask_classes("memfit_owner")
         for tensor, kind in zip(self._tensors, self._classes, strict=True):
             tensor.__class__ = self._barred[kind]
 
