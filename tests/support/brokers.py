@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import socket
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit import _native
+
+APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+"""Runs something in a pid namespace of its own, as containers do."""
 
 START_SECONDS = 60.0
 """How long anything may take on a busy machine."""
@@ -27,10 +31,13 @@ class Broker:
         self.socket = folder / "broker.sock"
         self.log = folder / "broker.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.is_apart = False
 
-    def start(self, *arguments: str, memory: str = "host=1000") -> Broker:
-        """Start it and wait until it listens."""
-        command = [sys.executable, "-m", "memfit", "broker", "--socket", str(self.socket)]
+    def start(self, *arguments: str, memory: str = "host=1000", is_apart: bool = False) -> Broker:
+        """Start it and wait until it listens; where it sees no process but itself, if asked."""
+        self.is_apart = is_apart
+        apart = APART if is_apart else []
+        command = [*apart, sys.executable, "-m", "memfit", "broker", "--socket", str(self.socket)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--memory", memory, *arguments], stderr=log, stdin=subprocess.DEVNULL
@@ -54,7 +61,11 @@ class Broker:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end."""
         assert self.process is not None
-        self.process.send_signal(number)
+        if self.is_apart:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            os.kill(int(children.read_text()), number)
+        else:
+            self.process.send_signal(number)
         return self.process.wait(START_SECONDS)
 
     def fill_the_disk(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import stat
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import Broker, Line, until
+from brokers import APART, Broker, Line, until
 
 from memfit import _native
 from memfit.errors import LeaseError
@@ -354,6 +355,46 @@ def test_a_restart_loses_no_lease_of_a_living_process_and_grants_nothing_twice(
     assert broker.granted() == 300
     client.release(lease)
     assert broker.granted() == 0
+
+
+@pytest.fixture
+def unseen(idle_broker: Broker) -> Broker:
+    """A broker in a pid namespace of its own: it cannot see who its clients are."""
+    probe = [*APART, "true"]
+    if shutil.which("unshare") is None or subprocess.run(probe, check=False).returncode != 0:
+        pytest.skip("needs leave to make pid namespaces")
+    return idle_broker.start("--grace", "2", is_apart=True)
+
+
+def test_clients_that_cannot_be_seen_keep_what_they_hold_over_a_restart(unseen: Broker) -> None:
+    client = _native.LeaseClient(unseen.socket, "holder")
+    lease, _, _ = client.acquire({"host": 700}, None, 0, 0, None, None)
+    unseen.kill()
+    unseen.start("--grace", "2", is_apart=True)
+    other = Line(unseen.socket)
+    other.hello()
+    assert other.ask(RESERVE)["refused"]["refusal"]["reason"] in {"no_room", "held_back"}
+    until(lambda: [held["state"] for held in unseen.status()["leases"]] == ["committed"])
+    client.release(lease)
+    assert unseen.granted() == 0
+    other.close()
+
+
+def test_clients_that_cannot_be_seen_and_are_not_back_in_time_hold_nothing(unseen: Broker) -> None:
+    line = Line(unseen.socket)
+    client = line.hello()["welcome"]["client"]
+    lease = reserve(line, 1, 600)["granted"]["lease"]
+    assert "error" in line.ask(b"nonsense\n")
+    assert unseen.granted() == 600, "it may come back"
+    back, again = Line(unseen.socket), Line(unseen.socket)
+    held = {"lease": lease, "revision": 2, "claims": {"host": 600}, "is_committed": True}
+    resume = {"client": client, "leases": [held]}
+    assert back.hello(resume=resume)["welcome"]["leases"] == [held]
+    assert "error" in back.ask(b"nonsense\n")
+    until(lambda: unseen.granted() == 0)
+    assert again.hello(resume=resume)["welcome"]["leases"] == [], "who comes too late is told"
+    for each in (line, back, again):
+        each.close()
 
 
 def test_who_waits_over_a_restart_is_served_after_it(broker: Broker, script: Script) -> None:

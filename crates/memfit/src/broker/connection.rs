@@ -5,7 +5,8 @@
 //! for what the lines ask.
 //!
 //! A client that is cut off keeps what it holds for as long as its process can be seen to live: it does not know
-//! yet, and may come back. One that closes the connection itself gives back what it held.
+//! yet, and may come back. Of one in another pid namespace that cannot be seen: it has as long as after a restart of
+//! the broker. One that closes the connection itself gives back what it held.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -32,6 +33,7 @@ const HELLO_WITHIN: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// Serves a client until it is gone.
 pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
+    let peer = peer(&stream);
     let stream = match stream.into_std().and_then(Stream::new) {
         Ok(stream) => Rc::new(stream),
         Err(error) => {
@@ -41,7 +43,7 @@ pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
         }
     };
     let outbox = Rc::new(Outbox::new(Rc::clone(&stream)));
-    let process = match peer(&stream) {
+    let process = match peer {
         Ok(process) => process,
         Err(fault) => {
             end_with(&outbox, &server, fault);
@@ -70,30 +72,50 @@ pub(crate) async fn serve(stream: UnixStream, server: Rc<RefCell<Server>>) {
         server,
         stream,
         outbox,
+        process,
         ..
     } = connection;
     let of_the_socket = (stream, outbox);
     let Some(client) = client else { return };
-    if how == "fault" && death.is_some() && server.borrow_mut().cut_off(client) {
+    let may_live = death.is_some() || !process.is_seen();
+    if how == "fault" && may_live && server.borrow_mut().cut_off(client) {
         drop(of_the_socket);
-        ended(death.as_ref()).await;
-        if server.borrow().is_away(client) {
-            server.borrow_mut().leave(client, "process_ended");
-        }
+        leave_unless_back(&server, client, death.as_ref()).await;
     } else {
         server.borrow_mut().leave(client, how);
     }
 }
 
 /// The process on the other side, if it is one of ours.
-fn peer(stream: &Stream) -> Result<Process, Fault> {
-    let (user, pid) = stream
-        .peer()
+fn peer(stream: &UnixStream) -> Result<Process, Fault> {
+    let peer = stream
+        .peer_cred()
         .map_err(|error| format!("who are you? {error}"))?;
-    if user != own_user() {
+    if peer.uid() != own_user() {
         return Err("this broker serves its own user only".to_owned());
     }
+    let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
     Ok(Process::now(pid.unwrap_or(0)))
+}
+
+/// Takes back what a client holds that is away, once its process ends, unless it is back by then; where its process
+/// cannot be seen, once the time for coming back is over.
+pub(super) async fn leave_unless_back(
+    server: &RefCell<Server>,
+    client: ClientId,
+    death: Option<&AsyncFd<OwnedFd>>,
+) {
+    let how = if death.is_some() {
+        ended(death).await;
+        "process_ended"
+    } else {
+        let grace = server.borrow().grace;
+        tokio::time::sleep(grace).await;
+        "not_back"
+    };
+    if server.borrow().is_away(client) {
+        server.borrow_mut().leave(client, how);
+    }
 }
 
 /// Becomes readable when the process ends.
@@ -193,7 +215,7 @@ fn unreadable(error: &serde_json::Error) -> Fault {
 }
 
 /// Returns when the process has ended; never, when that cannot be seen.
-pub(super) async fn ended(death: Option<&AsyncFd<OwnedFd>>) {
+async fn ended(death: Option<&AsyncFd<OwnedFd>>) {
     match death {
         Some(death) => drop(death.readable().await),
         None => std::future::pending().await,

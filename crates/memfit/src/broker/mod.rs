@@ -184,16 +184,13 @@ fn watch_the_absent(server: &Rc<RefCell<Server>>) {
     let absent: Vec<(ClientId, process::Process)> = server.borrow().absent().collect();
     for (client, process) in absent {
         let death = process.open().and_then(connection::watch_death);
-        let Some(death) = death else {
+        if death.is_none() && process.is_seen() {
             server.borrow_mut().leave(client, "process_ended");
             continue;
-        };
+        }
         let server = Rc::clone(server);
         spawn_local(async move {
-            connection::ended(Some(&death)).await;
-            if server.borrow().is_away(client) {
-                server.borrow_mut().leave(client, "process_ended");
-            }
+            connection::leave_unless_back(&server, client, death.as_ref()).await;
         });
     }
 }

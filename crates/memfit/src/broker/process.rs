@@ -28,6 +28,11 @@ impl Process {
         }
     }
 
+    /// Whether it can be seen to live: not from outside of its pid namespace.
+    pub(crate) const fn is_seen(self) -> bool {
+        self.pid != 0
+    }
+
     /// A descriptor that becomes readable when the process ends; nothing when it has ended or cannot be
     /// seen.
     pub(crate) fn open(self) -> Option<OwnedFd> {

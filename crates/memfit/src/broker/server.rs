@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use memfit_engine::share::lease::{
     Ask, ClientId, Effect, Event, Imbalance, LeaseId, Machine, Millis, Presented, Priority,
@@ -65,6 +65,8 @@ pub(crate) struct Server {
     pub(super) only_free: bool,
     /// When that was looked at last.
     pub(super) looked: Option<Instant>,
+    /// How long clients have to come back.
+    pub(super) grace: Duration,
     /// Why nothing is decided any longer, and who waits to hear it.
     pub(super) fault: Option<Imbalance>,
     pub(super) has_fault: Rc<Notify>,
@@ -105,6 +107,7 @@ impl Server {
             began: milliseconds(),
             only_free: false,
             looked: None,
+            grace: Duration::ZERO,
             fault: None,
             has_fault: Rc::new(Notify::new()),
             deadline_changed: Rc::new(Notify::new()),

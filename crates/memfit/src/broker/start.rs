@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::share::lease::{
@@ -147,6 +148,7 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     let journal = Journal::begin(path, known);
     let mut server = Server::new(machine, devices, (journal, log), clients);
     server.only_free = options.only_free;
+    server.grace = Duration::from_millis(options.grace_ms);
     if server.journal.error.is_some() {
         server.stop_granting();
     }

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -34,13 +34,6 @@ impl Stream {
     pub(super) fn new(stream: UnixStream) -> io::Result<Self> {
         let watched = watch(stream.into(), Interest::READABLE)?;
         Ok(Self { watched })
-    }
-
-    /// The user and the process on the other side; the process where it can be seen.
-    pub(super) fn peer(&self) -> io::Result<(u32, Option<u32>)> {
-        let peer = sockopt::socket_peercred(self.watched.get_ref())?;
-        let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).ok();
-        Ok((peer.uid.as_raw(), pid))
     }
 
     /// Waits for bytes and adds them; how many, 0 at the end. Nothing is lost when it is not waited for.

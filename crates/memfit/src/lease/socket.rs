@@ -6,7 +6,6 @@
 use std::env;
 use std::fs;
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -220,7 +219,16 @@ fn has_lived_at(socket: &Path) -> bool {
     }
 }
 
-fn user_behind(stream: impl AsFd) -> io::Result<u32> {
-    let credentials = rustix::net::sockopt::socket_peercred(stream)?;
-    Ok(credentials.uid.as_raw())
+/// The user of the process on the other side.
+///
+/// `rustix` would ask for less, and takes a process in a pid namespace that is not seen from here for an error.
+fn user_behind(stream: &UnixStream) -> io::Result<u32> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .build()?;
+    let _inside = runtime.enter();
+    stream.set_nonblocking(true)?;
+    let credentials = tokio::net::UnixStream::from_std(stream.try_clone()?)?.peer_cred();
+    stream.set_nonblocking(false)?;
+    Ok(credentials?.uid())
 }
