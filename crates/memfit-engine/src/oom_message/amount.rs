@@ -72,9 +72,10 @@ impl Amount {
         let low = twice.saturating_sub(slack).checked_mul(unit)?;
         let high = (twice + slack).checked_mul(unit)? / (2 * scale);
         let low = low.div_ceil(2 * scale);
-        let low = u64::try_from(low).ok()?;
+        // So many decimals may lie between two whole numbers: then it is one of both.
+        let (low, high) = (low.min(high), high.max(low));
         Some(Self {
-            low_bytes: Bytes(low),
+            low_bytes: Bytes(u64::try_from(low).ok()?),
             high_bytes: Bytes(u64::try_from(high).ok()?),
         })
     }
@@ -158,6 +159,8 @@ mod tests {
         // 1.99 GiB: from 1.985 to 1.995.
         assert_eq!(range("1.99", GIB), (2_131_377_521, 2_142_114_938));
         assert_eq!(range("20", 1 << 20).0, (39 << 20) / 2);
+        assert_eq!(range("0.005555555", 1 << 20), (5825, 5826));
+        assert_eq!(range("1.5", 1), (1, 2));
         for bad in ["", ".", ".5", "1.2.3", "-1", "1e9", "1.0000000001", "nan"] {
             assert_eq!(Amount::parse(bad, GIB), None, "{bad}");
         }
