@@ -10,7 +10,7 @@ import torch
 
 from memfit.capture.record.saves import InMemory
 from memfit.run.script import spill
-from memfit.run.script.spill import InFile, SpillFile
+from memfit.run.script.spill import MOST_MEMORIES, InFile, SpillFile
 
 SIZE = 1 << 16
 
@@ -19,7 +19,7 @@ SIZE = 1 << 16
 def file():
     made = SpillFile()
     yield made
-    made._file.close()
+    made._room.file.close()
 
 
 def storage(value):
@@ -41,6 +41,23 @@ def test_forwards_that_never_see_a_backward_do_not_grow_it(file):
         kept = file.keep(storage(value))
         assert file.bytes <= 2 * SIZE
     assert set(kept.storage.tolist()) == {39}
+
+
+def test_all_room_goes_back_when_nobody_needs_any(file):
+    first, second = file.keep(storage(1)), file.keep(storage(2))
+    written = os.fstat(file._room.file.fileno()).st_size
+    del first
+    assert (written, file.bytes) == (2 * SIZE, 2 * SIZE)
+    del second
+    assert (os.fstat(file._room.file.fileno()).st_size, file.bytes) == (0, 0)
+    assert set(file.keep(storage(3)).storage.tolist()) == {3}
+
+
+def test_it_holds_a_few_times_what_memory_would(file, monkeypatch):
+    monkeypatch.setattr(spill, "available_bytes", lambda: SIZE)
+    kept = [file.keep(storage(value)) for value in range(6)]
+    assert [type(one) for one in kept] == [InFile] * MOST_MEMORIES + [InMemory] * 2
+    assert "4 times what was free in memory" in file.problem
 
 
 def test_half_of_what_is_free_stays_free(file, monkeypatch):

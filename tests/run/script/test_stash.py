@@ -27,8 +27,8 @@ def run(parameters, compute):
     stash.close()
     for handle in handles:
         handle.remove()
-    if spill._file is not None:
-        spill._file.close()
+    if spill._room is not None:
+        spill._room.file.close()
     return away, [p.grad.clone() for p in parameters]
 
 
@@ -188,7 +188,7 @@ def test_a_gradient_that_cannot_be_read_again_is_an_error(pair):
     stash.begin()
     handle = pair[0].register_post_accumulate_grad_hook(stash.complete)
     (pair[0] * pair[0]).sum().backward()
-    spill._file.truncate(0)
+    spill._room.file.truncate(0)
     with pytest.raises(OSError, match="cut off"):
         _ = pair[0].grad
     with pytest.raises(OSError, match="cut off"):
@@ -198,7 +198,7 @@ def test_a_gradient_that_cannot_be_read_again_is_an_error(pair):
     handle.remove()
     stash._away.clear()
     stash.close()
-    spill._file.close()
+    spill._room.file.close()
     assert "grad" not in vars(nn.Parameter)
 
 
@@ -219,7 +219,7 @@ def test_a_parameter_where_another_was_that_has_gone_is_nobodys():
     stash._away = {key: away}
     assert torch.equal(gone.grad, torch.full((SIZE,), 2.0))
     stash.close()
-    spill._file.close()
+    spill._room.file.close()
     assert "grad" not in vars(nn.Parameter)
 
 

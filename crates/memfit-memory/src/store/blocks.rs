@@ -58,12 +58,57 @@ pub(super) struct Blocks {
     queue: VecDeque<Job>,
     extents: Extents,
     next: BlockId,
+    length: FileLength,
     /// Bytes on their way out.
     outgoing: u64,
     /// Bytes on their way in.
     incoming: u64,
     pub(super) is_closing: bool,
     pub(super) statistics: Statistics,
+}
+
+/// Times in a row after which a file that is too long is cut.
+const SHORT_TURNS: u32 = 8;
+
+/// How long the file is, and how much of it is of use.
+///
+/// A file that was long once would stay so; one that is cut whenever nothing is in it would grow again in every step.
+#[derive(Debug, Default)]
+struct FileLength {
+    bytes: u64,
+    /// The most since the file held nothing.
+    reached: u64,
+    /// The most in the short turns up to now.
+    enough: u64,
+    /// Times in a row that at most half was of use between two moments in which it held nothing.
+    short_turns: u32,
+}
+
+impl FileLength {
+    fn reach(&mut self, end: u64) {
+        self.reached = self.reached.max(end);
+        self.bytes = self.bytes.max(end);
+    }
+
+    /// The file holds nothing; how long it is from now on, if that changes.
+    fn rest(&mut self) -> Option<u64> {
+        let reached = std::mem::take(&mut self.reached);
+        if reached == 0 {
+            return None;
+        }
+        if reached > self.bytes / 2 {
+            (self.enough, self.short_turns) = (0, 0);
+            return None;
+        }
+        self.enough = self.enough.max(reached);
+        self.short_turns += 1;
+        if self.short_turns < SHORT_TURNS {
+            return None;
+        }
+        self.short_turns = 0;
+        self.bytes = std::mem::take(&mut self.enough);
+        Some(self.bytes)
+    }
 }
 
 impl Blocks {
@@ -100,6 +145,7 @@ impl Blocks {
             source,
         });
         self.outgoing = self.outgoing.saturating_add(length);
+        self.length.reach(self.extents.end());
         self.statistics.file_bytes = self.statistics.file_bytes.max(self.extents.end());
         self.note_in_flight();
         id
@@ -203,6 +249,11 @@ impl Blocks {
     /// Whether a thread is at work on the block.
     pub(super) fn is_under_way(&self, id: BlockId) -> bool {
         self.known.get(&id).is_some_and(Block::is_under_way)
+    }
+
+    /// To how many bytes the file may be cut, now that nobody may begin a transfer; it holds nothing then.
+    pub(super) fn shorter(&mut self) -> Option<u64> {
+        self.known.is_empty().then(|| self.length.rest()).flatten()
     }
 
     /// Blocks, bytes on their way and the end of the file: all zero when everything was forgotten.

@@ -147,6 +147,12 @@ impl StoreFile {
         let _refused = rustix::fs::fadvise(&self.file, offset, length, Advice::DontNeed);
     }
 
+    /// Cuts it, so that the file system has the room back.
+    pub(crate) fn shorten(&self, length: u64) {
+        // Where that cannot be, it stays as it is, and as right.
+        let _refused = self.file.set_len(length);
+    }
+
     fn available(&self) -> Option<u64> {
         let filesystem = rustix::fs::fstatvfs(&self.file).ok()?;
         Some(filesystem.f_bavail.saturating_mul(filesystem.f_frsize))

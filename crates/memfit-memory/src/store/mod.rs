@@ -267,6 +267,9 @@ impl StoredBlock {
         while blocks.is_under_way(self.id) {
             blocks = shared.rest(blocks, None);
         }
+        if let Some(length) = blocks.shorter() {
+            shared.file.shorten(length); // before anybody else can have a range of it
+        }
         drop(blocks);
         drop(unused);
         shared.done.notify_all();

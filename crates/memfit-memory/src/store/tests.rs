@@ -330,6 +330,23 @@ fn room_in_the_file_is_used_again() {
 }
 
 #[test]
+fn a_file_that_was_long_once_gives_its_room_back() {
+    let store = store(OPTIONS);
+    let write = |i: u8| store.write(Box::new(vec![i; 40_960]), &mut never).unwrap();
+    let length = || store.inner.shared.file.handle().metadata().unwrap().len();
+    let many: Vec<StoredBlock> = (0..10).map(write).collect();
+    assert!(many.iter().all(|block| block.settle(&mut never).is_ok()));
+    drop(many);
+    assert_eq!(length(), 409_600, "the next step may need it");
+    for i in 0..20 {
+        let two = [write(i), write(i + 1)];
+        let back = two.each_ref().map(read_back);
+        assert_eq!(back, [vec![i; 40_960], vec![i + 1; 40_960]]);
+    }
+    assert_eq!(length(), 81_920);
+}
+
+#[test]
 fn blocks_outlive_their_store() {
     let store = store(OPTIONS);
     let block = store.write(Box::new(vec![3_u8; 100]), &mut never).unwrap();

@@ -4,16 +4,19 @@ Responsible for keeping storages and giving them back, bit for bit: of a GPU in 
 else in a file. Not responsible for which.
 
 The file has no name from the start, so nothing stays behind, whatever becomes of the process. Room
-of contents that nobody needs is used again, and half of what was free in the folder stays free, for
-a script may run forward as often as it likes and keep what it saved. Where nothing may be written,
-contents stay in memory: an observed step then takes more, and is as right.
+of contents that nobody needs is used again, and all of it goes back when nobody needs any. A script
+may run forward as often as it likes and keep what it saved: half of what was free in the folder
+stays free, and the file holds at most a few times what memory would have. Where nothing may be
+written, contents stay in memory: an observed step then takes more, and is as right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import tempfile
+import threading
 import weakref
 from collections import defaultdict
 from typing import Any, BinaryIO
@@ -26,9 +29,45 @@ from memfit.capture.record.saves import InMemory
 SMALLEST = 4096
 """Storages below this size are copied in memory."""
 
+MOST_MEMORIES = 4
+"""The file holds at most so many times what was free in memory."""
 
-_Free = defaultdict[int, list[int]]
-"""Offsets that are free again, by the size of what was there: a step saves the same sizes."""
+
+class _Room:
+    """The file, and which parts of it are free: a step saves the same sizes again and again."""
+
+    def __init__(self) -> None:
+        # Closed when the last contents go, which may be long after the step.
+        self.file: BinaryIO = tempfile.TemporaryFile(prefix="memfit-", buffering=0)  # noqa: SIM115
+        self.bytes = 0
+        self._most_bytes = MOST_MEMORIES * available_bytes()
+        self._used = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._lock = threading.RLock()  # contents may go while others come, in this thread too
+
+    def take(self, size: int) -> int | None:
+        """An offset; none where there is no room, or not enough would be left to others."""
+        with self._lock:
+            free = self._free[size]
+            if not free:
+                is_full = self.bytes + size > self._most_bytes
+                if is_full or _free_bytes(self.file) - size < _kept_free(self.file):
+                    return None
+                free.append(self.bytes)
+                self.bytes += size
+            self._used += 1
+            return free.pop()
+
+    def give_back(self, size: int, offset: int) -> None:
+        """What was taken is free again."""
+        with self._lock:
+            self._used -= 1
+            self._free[size].append(offset)
+            if not self._used:
+                self._free.clear()
+                self.bytes = 0
+                with contextlib.suppress(OSError, ValueError):  # not cut, or closed
+                    os.ftruncate(self.file.fileno(), 0)
 
 
 class OnHost:
@@ -55,17 +94,15 @@ class OnHost:
 class InFile:
     """Contents of a storage, written down; read when they are asked for."""
 
-    __slots__ = ("__weakref__", "_device", "_file", "_free", "_loaded", "_offset", "_size")
+    __slots__ = ("__weakref__", "_device", "_loaded", "_offset", "_room", "_size")
 
-    def __init__(
-        self, file: BinaryIO, offset: int, storage: torch.UntypedStorage, free: _Free
-    ) -> None:
+    def __init__(self, room: _Room, offset: int, storage: torch.UntypedStorage) -> None:
         """Write a storage at an offset, which is free again when this goes.
 
         Raises:
             OSError: It cannot be written.
         """
-        self._file = file
+        self._room = room
         self._offset = offset
         self._size = storage.nbytes()
         self._device = storage.device
@@ -74,14 +111,11 @@ class InFile:
         written = 0
         with _bytes_of(held) as view:
             while written < self._size:
-                written += os.pwrite(file.fileno(), view[written:], offset + written)
-        self._free = free
+                written += os.pwrite(room.file.fileno(), view[written:], offset + written)
 
     def __del__(self) -> None:
-        """Give the room back, if it was ever taken."""
-        free: _Free | None = getattr(self, "_free", None)
-        if free is not None:
-            free[self._size].append(self._offset)
+        """Give the room back."""
+        self._room.give_back(self._size, self._offset)
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -110,7 +144,7 @@ class InFile:
         done = 0
         with _bytes_of(storage) as view:
             while done < self._size:
-                count = os.preadv(self._file.fileno(), [view[done:]], self._offset + done)
+                count = os.preadv(self._room.file.fileno(), [view[done:]], self._offset + done)
                 if count == 0:
                     raise OSError("the file of saved tensors has been cut off")
                 done += count
@@ -121,16 +155,18 @@ class SpillFile:
 
     Attributes:
         problem: Why contents are kept in memory; empty while they are not.
-        bytes: Size of the file.
     """
 
     def __init__(self) -> None:
         """Open none yet."""
         self.problem = ""
-        self.bytes = 0
-        self._file: BinaryIO | None = None
-        self._free: _Free = defaultdict(list)
+        self._room: _Room | None = None
         self._host_floor_bytes = -1
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return 0 if self._room is None else self._room.bytes
 
     def keep(self, storage: torch.UntypedStorage) -> InMemory | OnHost | InFile:
         """Keep the contents of a storage as they are now."""
@@ -145,23 +181,18 @@ class SpillFile:
         if size < SMALLEST or self.problem or storage.device.type not in ("cpu", "cuda"):
             return None
         try:
-            if self._file is None:
-                # Closed when the last contents go, which may be long after the step.
-                self._file = tempfile.TemporaryFile(prefix="memfit-", buffering=0)  # noqa: SIM115
-            assert self._file is not None
-            free = self._free[size]
-            if free:
-                return InFile(self._file, free.pop(), storage, self._free)
-            if _free_bytes(self._file) - size < _kept_free(self._file):
-                self.problem = f"half of what was free in `{tempfile.gettempdir()}` is in use"
-                return None
-            kept = InFile(self._file, self.bytes, storage, self._free)
+            self._room = self._room or _Room()
+            offset = self._room.take(size)
+            if offset is not None:
+                return InFile(self._room, offset, storage)
+            self.problem = (
+                f"half of what was free in `{tempfile.gettempdir()}` is in use, or {MOST_MEMORIES} "
+                "times what was free in memory"
+            )
         except OSError as error:
             folder = tempfile.gettempdir()
             self.problem = f"cannot write to `{folder}`: {error.strerror or error}"
-            return None
-        self.bytes += size
-        return kept
+        return None
 
     def _has_room_on_host(self, size: int) -> bool:
         """Whether half of what was free in the host's memory stays so."""
