@@ -90,6 +90,23 @@ def test_one_call_of_a_module_called_twice(x):
     assert outcome.observations.divergence == ""
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_modules_that_run_in_another_order_than_planned(x, is_stored, tmp_path):
+    """Ops run again in the order in which they ran: what an op reads is there by then."""
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    turned = nn.Sequential(*reversed(model))
+    ops = record(model, lambda: model(x).mean(), backward=True)
+    regions = {"regions": [(str(index), 0) for index in range(3)]}
+    tier = DiskTier(1 << 20, tmp_path, allow_memory=True) if is_stored else None
+    adds = [made for made in ops.made if made.name == "aten.add.Tensor"]
+    store = ops.offload(lambda m: m in adds, **regions) if is_stored else None
+    planned = Rematerialiser(
+        model, ops.remat(lambda m: not store or m not in adds, **regions), store, tier
+    )
+    seen = compare(model, lambda: turned(x).mean(), planned).observations
+    assert seen.dropped_saves > 10
+
+
 def test_shared_parameters(x):
     model = Stack()
     model.blocks[2].up.weight = model.blocks[0].up.weight

@@ -124,6 +124,11 @@ def again(side: Side) -> None:
 
 
 @change()
+def reordered_and_back(side: Side) -> None:
+    side.model.mode = "reordered" if side.step % 2 else ""
+
+
+@change()
 def in_a_thread_and_back(side: Side) -> None:
     side.model.mode = "thread" if side.step % 2 else ""
 

@@ -31,7 +31,8 @@ class Switched(nn.Module):
         self.mode = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = in_threads(1, lambda: self.body(x))[0] if self.mode == "thread" else self.body(x)
+        body = nn.Sequential(*reversed(self.body)) if self.mode == "reordered" else self.body
+        h = in_threads(1, lambda: body(x))[0] if self.mode == "thread" else body(x)
         if self.mode == "branch":
             h = torch.tanh(h) * 2
         if self.mode == "couples":

@@ -101,18 +101,20 @@ class State:
 
     Attributes:
         producer: The record that makes it, ``None`` once that ran for good; or how to fetch it.
-        made_at: Index of the forward op that made the value.
+        made_at: Index of the forward op that made the value, as the plan counts them.
+        turn: How many ops forward had run by then: modules may run in another order than planned.
         anchor: A tensor over the materialised storage; ``None`` before the record ran, and after a
             replayed in-place op took the storage over.
         readers: Every token and record that ever referred to this state, weakly.
     """
 
-    __slots__ = ("__weakref__", "anchor", "made_at", "producer", "readers")
+    __slots__ = ("__weakref__", "anchor", "made_at", "producer", "readers", "turn")
 
-    def __init__(self, producer: Record | Fetch, made_at: int) -> None:
+    def __init__(self, producer: Record | Fetch, made_at: int, turn: int) -> None:
         """Create the state that ``producer`` makes."""
         self.producer: Record | Fetch | None = producer
         self.made_at = made_at
+        self.turn = turn
         self.anchor: Tensor | None = None
         self.readers: list[weakref.ref[Token | Record]] = []
 
@@ -185,7 +187,8 @@ class Record:
     """One op of forward, kept so that it can run once more.
 
     Attributes:
-        index: Index among the ops of forward; replays run in this order.
+        index: Index among the ops of forward, as the plan counts them.
+        turn: As of :class:`State`; replays run in this order.
         operator: The op and the facts about it.
         args: Positional arguments; tensors are :class:`Ref`, :class:`Pin` or :class:`ShapeOnly`.
         kwargs: Keyword arguments, likewise.
@@ -209,11 +212,13 @@ class Record:
         "outputs",
         "states",
         "target",
+        "turn",
     )
 
-    def __init__(self, index: int, operator: Operator) -> None:
+    def __init__(self, index: int, operator: Operator, turn: int) -> None:
         """Create an empty record of the op at ``index`` of forward."""
         self.index = index
+        self.turn = turn
         self.operator = operator
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}

@@ -179,9 +179,9 @@ class _Request:
 def _place(errand: Record | State) -> tuple[int, bool, int]:
     """Where an errand comes: in the order of forward, fetches before the replay of the same op."""
     if isinstance(errand, Record):
-        return errand.index, True, 0
+        return errand.turn, True, 0
     assert isinstance(errand.producer, Fetch)
-    return errand.made_at, False, errand.producer.ordinal
+    return errand.turn, False, errand.producer.ordinal
 
 
 def _states_of(errand: Record | State) -> list[State]:

@@ -137,6 +137,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = Observations()
         self.index = 0
+        self._turn = 0
         self._end = 0
         self._following = False
         self._lately: deque[str] | None = None
@@ -202,6 +203,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not operator.counted:
             return func(*args, **kwargs)
         self._shape_saves.op(operator.name, args)
+        self._turn += 1
         index = self.index
         planned: dict[int, Planned] | None = None
         if self._following and self._expected(index, operator):
@@ -298,7 +300,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if output.goes_to is not None:
                 self._store(index, ordinal, output.goes_to, output.home, operator, made)
             elif record is not None:
-                state = State(record, index)
+                state = State(record, index, self._turn)
                 record.makes(Output(ordinal, weakref.ref(state), Geometry.of(made)), output.home)
                 self._track(made, state)
         return result
@@ -317,7 +319,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif size > 0 and transit is not None:
             fetch = Fetch(goal, ordinal, size, made.device, home)
             fetch.stay = transit.stay
-            state = State(fetch, index)
+            state = State(fetch, index, self._turn)
             transit.ahead.expect((index, ordinal), state)
             self._track(made, state)
 
@@ -356,7 +358,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.untyped_storage().nbytes() != size:
             self._tracked.pop(key, None)
             return result
-        state = State(record, index)
+        state = State(record, index, self._turn)
         record.makes(Output(0, weakref.ref(state), Geometry.of(target)), NO_HOME)
         tracked.state = state
         tracked.is_written_to(target, version)
@@ -439,7 +441,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, index: int, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Record:
         """Record a call that is about to happen."""
-        record = Record(index, operator)
+        record = Record(index, operator, self._turn)
         if operator.random or operator.unknown:
             record.generator = GeneratorState.before(args, kwargs)
         states: dict[State, None] = {}
