@@ -10,6 +10,7 @@ import copy
 import ctypes
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +37,11 @@ class Squashed(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
         self.shown = torch.empty(0)
+        self.between = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
         self.shown = torch.tanh(x * self.scale)
+        self.between()
         return (self.shown * self.shown).sum()
 
 
@@ -62,8 +65,8 @@ def to_a_parameter(model, _batch):
     model.scale.data.add_(1.0)
 
 
-def gradient(plan, change, folder):
-    """The gradient of a forward, a change that torch is not told of, and a backward."""
+def gradient(plan, change, folder, when="after forward"):
+    """The gradient of a step, with a change that torch is not told of in or after its forward."""
     model, batch = Squashed(), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     x = torch.from_numpy(batch)
     remat = None
@@ -75,8 +78,12 @@ def gradient(plan, change, folder):
             ops.remat() if is_remat else None,
             None if is_remat else ops.offload(),
             None if is_remat else DiskTier(1 << 20, folder, allow_memory=True),
+            warn=False,
         )
         model.zero_grad()
+    if when == "in forward" and change is not None:
+        model.between, change = partial(change, model, batch), None
+    if remat is not None:
         with remat.forward():
             loss = model(x)
         seen = remat.outcome()
@@ -94,10 +101,14 @@ UNSEEN = [through_data, through_numpy, through_a_pointer]
 
 @pytest.mark.parametrize("change", UNSEEN)
 @pytest.mark.parametrize("plan", ["remat", "offload"])
-def test_a_hidden_write_to_a_saved_tensor(change, plan, tmp_path):
-    untouched = gradient(None, None, tmp_path)
-    assert not torch.equal(gradient(None, change, tmp_path), untouched), "torch reads what is there"
-    assert torch.equal(gradient(plan, change, tmp_path), untouched), "memfit what was there"
+@pytest.mark.parametrize("when", ["in forward", "after forward"])
+def test_a_hidden_write_to_a_saved_tensor(change, plan, when, tmp_path):
+    untouched, plain = (gradient(None, it, tmp_path, when) for it in (None, change))
+    assert not torch.equal(plain, untouched), "torch reads what is there"
+    planned = gradient(plan, change, tmp_path, when)
+    assert not torch.equal(planned, plain), "memfit what was there before, of some saves or all"
+    if when == "after forward":
+        assert torch.equal(planned, untouched)
 
 
 @pytest.mark.parametrize("change", [to_the_batch, to_a_parameter])
