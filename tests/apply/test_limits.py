@@ -10,6 +10,9 @@ import copy
 import ctypes
 import os
 import re
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -209,6 +212,24 @@ def test_a_pointer_to_a_parameter(tmp_path):
         seen = [_memory_at(pointer, others[0].nbytes) for pointer in pointers]
         now = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
     assert seen != now
+
+
+def test_who_reads_a_parkable_model_while_another_thread_parks_it(tmp_path):
+    """A kernel that has begun is past all that memfit could ask; here it is a read by address."""
+    code = """
+import ctypes, sys, threading, torch
+from memfit.share.park.parked import ParkedModel
+model = torch.nn.Linear(512, 512)
+parkable = ParkedModel(model, sys.argv[1], allow_memory=True)
+address = model.weight.data_ptr()
+ctypes.string_at(address, 4)
+parkable.park()
+print("parked", flush=True)
+threading.Thread(target=ctypes.string_at, args=(address, 4)).start()
+"""
+    command = [sys.executable, "-c", code, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("parked\n", -signal.SIGSEGV)
 
 
 def _memory_at(address, size):
