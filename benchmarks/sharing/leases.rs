@@ -148,7 +148,7 @@ fn worker(arguments: &[String]) {
                     judge.set(place, 2, judge.get(place, 2) + 1);
                 }
                 judge.locked(|| judge.set(place, 0, 0));
-                connected.release(held.lease).unwrap();
+                connected.release(held.lease, &mut |_| true).unwrap();
             }
             Err(LeaseError::Refused(_)) => {}
             Err(_) => client = None,

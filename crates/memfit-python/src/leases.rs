@@ -133,7 +133,7 @@ impl LeaseClient {
 
     /// Gives a lease back.
     fn release(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
-        py.detach(|| self.client.release(lease)).map_err(failure)
+        waiting(py, None, |goes_on| self.client.release(lease, goes_on))
     }
 
     /// A lease as it stands, or nothing when it has ended.

@@ -194,6 +194,20 @@ def test_a_lease_whose_time_is_over_is_not_held_whether_the_broker_says_so_or_no
     until(lambda: broker.granted() == 0)
 
 
+def test_ctrl_c_ends_giving_back_to_a_broker_that_does_not_answer(broker: Broker) -> None:
+    assert broker.process is not None
+    lease = memfit.lease(600)
+    broker.process.send_signal(signal.SIGSTOP)
+    interrupt = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    interrupt.join()
+    assert not lease.is_held
+    broker.process.send_signal(signal.SIGCONT)
+    until(lambda: broker.granted() == 0)
+
+
 def test_a_lease_that_a_broker_lost_is_not_held(broker: Broker) -> None:
     with memfit.lease(600) as lease:
         broker.kill()

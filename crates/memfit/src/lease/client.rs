@@ -271,12 +271,13 @@ impl Client {
         }
     }
 
-    /// Gives a lease back. Without a connection it is given back by not being named at the next.
+    /// Gives a lease back. Without a connection it is given back by not being named at the next, and by a broker that
+    /// does not answer when it reads on: whoever does not wait for that holds nothing either.
     ///
     /// # Errors
     ///
     /// In a forked child, whose lease it is not.
-    pub fn release(&self, lease: u64) -> Result<(), LeaseError> {
+    pub fn release(&self, lease: u64, goes_on: GoesOn<'_>) -> Result<(), LeaseError> {
         {
             let mut state = self.line.state()?;
             state.ended.remove(&lease);
@@ -285,7 +286,7 @@ impl Client {
             }
         }
         let release = |request| Request::Release { request, lease };
-        match self.line.ask(release, &mut |_| true) {
+        match self.line.ask(release, goes_on) {
             // Whatever became of the connection, the lease is not held any longer.
             Ok(_) | Err(LeaseError::Rejected(_)) => Ok(()),
             Err(error) => Err(error),
