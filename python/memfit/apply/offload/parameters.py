@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memfit.apply.offload.tiers import Tier
+
+
+_placed: weakref.WeakSet[ParametersElsewhere] = weakref.WeakSet()
+"""Those that may keep a parameter elsewhere: without any, no model has to be looked through."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -428,6 +433,7 @@ class ParametersElsewhere(Part):
                         item.settle()  # it is in memory, whole, and stays
         placed.barrier.take_down()
         self._placed = None
+        _placed.discard(self)
         return kept
 
     def _place_anew(self, taken: Sequence[ParameterStorage]) -> _Place:
@@ -443,6 +449,7 @@ class ParametersElsewhere(Part):
             found = parameter_storages(self._model, directions.names)
         known = {item.storage._cdata: item for item in taken}
         found = [known.get(item.storage._cdata, item) for item in found]
+        _placed.add(self)
         self._placed = _Place(
             found,
             _native.Room(
@@ -464,6 +471,8 @@ def bring_parameters_home(model: nn.Module) -> None:
     Raises:
         OffloadError: One did not come back as it went.
     """
+    if not _placed:
+        return
     for parameter in model.parameters():
         owner = owner_of(parameter)
         if isinstance(owner, ParametersElsewhere):
