@@ -222,3 +222,30 @@ proptest! {
         let _ = plan(&trace, &CostSource::Roofline { profile }, &request);
     }
 }
+
+/// A step of a small network in which autograd saves what is written to in place, and never asks for it: found by the
+/// fuzzer `check_trace` after 4.7 million executions.
+#[test]
+fn a_trace_that_lets_go_of_more_than_there_is() {
+    let seed = include_str!("../../../../fuzz/seeds/step.json");
+    let mut step: serde_json::Value = serde_json::from_str(seed).unwrap();
+    step["allocations"][9]["producer"] = 2.into();
+    step["allocations"][22]["bytes"] = 16385.into();
+    step["allocations"][22]["law"]["per_item"] = 464.into();
+    step["saved"][4]["value"] = 20.into();
+    step["saved"][4]["unpack"] = serde_json::Value::Null;
+    let trace: Trace = serde_json::from_value(step).unwrap();
+    trace.check().unwrap();
+    let profile = DeviceProfile {
+        name: "odd".to_owned(),
+        flops_per_second: BTreeMap::from([("float32".to_owned(), 1e11)]),
+        bytes_per_second: 1e10,
+        op_overhead_seconds: 1e-6,
+        ..DeviceProfile::default()
+    };
+    let request = PlanRequest {
+        budget: Budget::Percent(60.0),
+        ..PlanRequest::default()
+    };
+    let _plan = plan(&trace, &CostSource::Roofline { profile }, &request);
+}

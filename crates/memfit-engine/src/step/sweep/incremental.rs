@@ -609,10 +609,14 @@ impl<'m> IncrementalEvaluator<'m> {
                 let height = live.wrapping_add_signed(look.height);
                 let (position, event) = model.events[look.event as usize];
                 if let Event::Run { until, highest } = event {
-                    let live = height - model.ground[highest];
+                    let Some(live) = height.checked_sub(model.ground[highest]) else {
+                        // As a trace may have it, more is let go of than is there: what is counted from nothing on
+                        // does not add up from section to section.
+                        return self.evaluator.timeline(treatments);
+                    };
                     let stretch = heights[position..until].iter_mut();
                     for (height, &ground) in stretch.zip(&model.ground[position..until]) {
-                        *height = (*height).max(Bytes(live + ground));
+                        *height = (*height).max(Bytes(live.saturating_add(ground)));
                     }
                 } else if let Some(known) = heights.get_mut(position.min(last)) {
                     *known = (*known).max(Bytes(height));
