@@ -153,3 +153,19 @@ def test_a_layer_of_all_blocks_keeps_its_order_of_sums(tmp_path: Path):
     loop = loop_of(tmp_path, "90%", kind, PLAIN, LOOP)
     (note,) = [note for note in loop["notes"] if "checkpoint" in note]
     assert "shares a tensor with other parts" in note
+
+
+def test_what_bodies_recompute_is_elsewhere_while_steps_are_recorded(tmp_path: Path):
+    kinds = """
+    def often(block, x):
+        for _ in range(4):
+            x = block(x)
+        return x
+    def through(reentrant):
+        return lambda block, x: checkpoint(often, block, x, use_reentrant=reentrant)
+    calls = list(map(through, (True, False)))
+    blocks = lambda: [Block(), Block()]
+    """
+    loop = loop_of(tmp_path, "9MiB", kinds, PLAIN, LOOP)
+    assert loop["observed"]["steps"] == 2
+    assert loop["observed"]["peak_bytes"] < 9 << 20, "in memory they are 14 MiB"

@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "foreach": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True, amsgrad=True),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
     "adafactor": torch.optim.Adafactor,
+    "nadam": lambda p: torch.optim.NAdam(p, 1e-3),
 }
 
 

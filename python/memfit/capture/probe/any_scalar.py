@@ -1,9 +1,10 @@
 """Numbers for an optimizer that asks for values while it runs on fakes.
 
-Responsible for answering ``.item()`` inside ``optimizer.step()`` with 1 where the value is not
-known: optimizers scale by such numbers (Adafactor by the norm of a parameter) and allocate the same
-whatever they are. Not responsible for the model's forward, where a made-up value could send control
-flow down a branch the real step does not take.
+Responsible for answering ``.item()`` inside ``optimizer.step()`` with some number where the value
+is not known: optimizers scale by such numbers (Adafactor by the norm of a parameter) and allocate
+the same whatever they are. It is neither 0 nor 1: NAdam divides by one less a product of decays.
+Not responsible for the model's forward, where a made-up value could send control flow down a branch
+the real step does not take.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
-def scalar_or_one(tensor: Tensor) -> Any:
-    """The number in a one-element tensor, or 1 of its type where a fake does not know it.
+def scalar_or_any(tensor: Tensor) -> Any:
+    """The number in a one-element tensor, or one of its type where a fake does not know it.
 
     Args:
         tensor: A one-element tensor.
@@ -30,22 +31,22 @@ def scalar_or_one(tensor: Tensor) -> Any:
     try:
         return SCALAR(tensor)
     except DataDependentOutputException:
-        return _one(tensor)
+        return _any(tensor)
 
 
-def _one(tensor: Tensor) -> Any:
+def _any(tensor: Tensor) -> Any:
     if tensor.dtype is torch.bool:
         return True
-    return 1.0 if tensor.dtype.is_floating_point else 1
+    return 0.5 if tensor.dtype.is_floating_point else 1
 
 
 class AnyScalar(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers ``.item()`` by :func:`scalar_or_one` while it is entered; changes nothing else."""
+    """Answers ``.item()`` by :func:`scalar_or_any` while it is entered; changes nothing else."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one op."""
         if func is SCALAR:
-            return scalar_or_one(args[0])
+            return scalar_or_any(args[0])
         return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.probe.any_scalar import SCALAR, scalar_or_any
 from memfit.capture.record.roles import Update
 from memfit.capture.stage.stage import Stage
 from memfit.tensors.operators import operator_of
@@ -158,7 +158,7 @@ class Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _distinct([*args, *kwargs.values()])
         for tensor in inputs.values():
             self._see(tensor, fresh=False)
-        out = scalar_or_one(args[0]) if func is SCALAR else func(*args, **kwargs)
+        out = scalar_or_any(args[0]) if func is SCALAR else func(*args, **kwargs)
         outputs = _distinct([out])
         for tensor in outputs.values():
             self._see(tensor, fresh=True)

@@ -62,8 +62,23 @@ class Meeting(Protocol):
         """The body has run in forward, or raised."""
 
 
+class Hooks(Protocol):
+    """What stands for tensors that bodies save when they run again."""
+
+    def pack_recomputed(self, tensor: Tensor) -> Any:
+        """What is held instead of a tensor, or itself; has its shape, type and device."""
+
+    def unpack_recomputed(self, held: Any) -> Tensor:
+        """The tensor for which something was held."""
+
+
 class Checkpoints:
-    """Stands in for torch's checkpoints, from :meth:`install` to :meth:`remove`."""
+    """Stands in for torch's checkpoints, from :meth:`install` to :meth:`remove`.
+
+    Attributes:
+        hooks: What stands for tensors that bodies save when they run again, in those checkpoints
+            that run as torch has them from now on; ``None`` for nothing.
+    """
 
     def __init__(self, met: Callable[[Checkpoint], Meeting | None]) -> None:
         """Stand in for nothing yet.
@@ -75,6 +90,8 @@ class Checkpoints:
         self._generator = function("checkpoint_generator")
         self._signature = inspect.signature(self._generator)
         self._stand_in: Any = None
+        self._standing: dict[str, tuple[Any, Any]] = {}
+        self.hooks: Hooks | None = None
 
     def install(self) -> None:
         """Stand in for both kinds."""
@@ -85,6 +102,10 @@ class Checkpoints:
 
         self._stand_in = stand_in
         setattr(of_torch, self._generator.__name__, stand_in)
+        for original in (of_torch._checkpoint_hook, of_torch._recomputation_hook):
+            name = original.__name__
+            self._standing[name] = (original, self._hooked(original))
+            setattr(of_torch, name, self._standing[name][1])
         CheckpointFunction.apply = self._reentrant(
             super(CheckpointFunction, CheckpointFunction).apply
         )
@@ -94,6 +115,9 @@ class Checkpoints:
         name = self._generator.__name__
         if getattr(of_torch, name) is self._stand_in:
             setattr(of_torch, name, self._generator)
+        for name, (original, standing) in self._standing.items():
+            if getattr(of_torch, name) is standing:
+                setattr(of_torch, name, original)
         if "apply" in vars(CheckpointFunction):
             del CheckpointFunction.apply
 
@@ -153,11 +177,33 @@ class Checkpoints:
             try:
                 if meeting.undone:
                     return body(*(_alias(arg) for arg in args))
-                return original(body, keeps_random_state, *args)
+                return original(_hooked_again(body, self.hooks), keeps_random_state, *args)
             finally:
                 meeting.ended()
 
         return apply
+
+    def _hooked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's hooks, of forward or of a body that runs again, with others inside them."""
+        saves = original.__name__ == "_recomputation_hook"
+
+        @functools.wraps(original)
+        def hooked(*given: Any) -> Any:
+            hooks, of = self.hooks, original(*given)
+            if hooks is None:
+                return of
+            pack, unpack = of.pack_hook, of.unpack_hook
+            of.unpack_hook = lambda held: hooks.unpack_recomputed(unpack(held))
+            if saves:
+
+                @functools.wraps(pack)  # torch marks its own hooks
+                def instead(tensor: Tensor) -> Any:
+                    return pack(hooks.pack_recomputed(tensor))
+
+                of.pack_hook = instead
+            return of
+
+        return hooked
 
 
 @contextlib.contextmanager
@@ -169,6 +215,22 @@ def undone() -> Iterator[None]:
         yield
     finally:
         standing.remove()
+
+
+def _hooked_again(body: Callable[..., Any], hooks: Hooks | None) -> Callable[..., Any]:
+    """The body of a reentrant checkpoint, with hooks where it runs with gradients: in backward."""
+    if hooks is None:
+        return body
+
+    def again(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return body(*args)
+        with torch.autograd.graph.saved_tensors_hooks(
+            hooks.pack_recomputed, hooks.unpack_recomputed
+        ):
+            return body(*args)
+
+    return again
 
 
 class _Undone:

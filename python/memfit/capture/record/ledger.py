@@ -127,6 +127,23 @@ class Ledger:
         """
         self._hold(storage, allocation, self.now, takes_memory=takes_memory)
 
+    def lend(self, allocation: int) -> None:
+        """Have an allocation live on, with or without a storage, until it is given back.
+
+        Args:
+            allocation: The allocation.
+        """
+        self._begin(allocation, self.now)
+
+    def give_back(self, allocation: int) -> None:
+        """What :meth:`lend` said is over.
+
+        Args:
+            allocation: The allocation.
+        """
+        if not self.closing:
+            self._end(allocation)
+
     def resized(self, tensor: Tensor, allocation: int) -> None:
         """Take note that an op may have changed the size of a storage; the largest size counts."""
         self.bytes[allocation] = max(self.bytes[allocation], tensor.untyped_storage().nbytes())
@@ -226,20 +243,25 @@ class Ledger:
         ref.takes_memory = takes_memory
         self._alive[key] = allocation
         self._refs[key] = ref
-        if not takes_memory:
-            return
-        if self._holders[allocation] == 0:
-            self._opened[allocation] = start
-        self._holders[allocation] += 1
+        if takes_memory:
+            self._begin(allocation, start)
 
     def _died(self, ref: Any) -> None:
         if self.closing:
             return
         del self._alive[ref.key]
         del self._refs[ref.key]
-        allocation = ref.allocation
-        if not ref.takes_memory:
-            return
+        if ref.takes_memory:
+            self._end(ref.allocation)
+
+    def _begin(self, allocation: int, start: int) -> None:
+        """One more holds an allocation."""
+        if self._holders[allocation] == 0:
+            self._opened[allocation] = start
+        self._holders[allocation] += 1
+
+    def _end(self, allocation: int) -> None:
+        """One less does."""
         self._holders[allocation] -= 1
         if self._holders[allocation] == 0:
             self._end_range(allocation)

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memfit.capture.probe.any_scalar import SCALAR, scalar_or_one
+from memfit.capture.probe.any_scalar import SCALAR, scalar_or_any
 from memfit.capture.probe.gpu_scratch import takes_gpu_scratch
 from memfit.capture.probe.scratch_ops import takes_scratch
 from memfit.capture.record.decoding import NOTE, asks_for_end, may_ask_for_end, none_ends
@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.failure = f"`{operator.name}` keeps memory for backward that only cuDNN knows"
             raise RealStepNeeded(self.failure)
         if func is SCALAR and self.phase is OPTIMIZER:
-            return scalar_or_one(args[0])
+            return scalar_or_any(args[0])
         if operator.dynamic_shape or func is SCALAR or func is _EQUAL:
             try:
                 if func is _INDEX:

@@ -194,7 +194,7 @@ class SavedTensors:
             storage = tensor.untyped_storage()
             self._storages[allocation] = weakref.ref(storage)
             if self._fake_mode is None:
-                token.contents = self._copy(storage, allocation)
+                token.contents = self.contents(storage, allocation)
         if self._tokens is not None:
             self._tokens.setdefault(sequence, []).append(token)
         return token
@@ -261,7 +261,13 @@ class SavedTensors:
         self._ledger.stand_in(storage, allocation, takes_memory=False)
         return storage
 
-    def _copy(self, storage: Any, allocation: int) -> Contents:
+    def contents(self, storage: Any, allocation: int) -> Contents:
+        """The bytes of a storage as they are now, for all who need them.
+
+        Args:
+            storage: The storage.
+            allocation: Its allocation.
+        """
         key = (allocation, self._ledger.version[allocation])
         contents = self._contents.get(key)
         if contents is None:

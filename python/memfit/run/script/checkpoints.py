@@ -27,6 +27,7 @@ from memfit.apply.remat.randomness import GeneratorState
 from memfit.capture.record.checkpoints import Checkpoint, Checkpoints
 from memfit.capture.record.recorder import FORWARD, Recorder
 from memfit.run.script.effects import Look, Shows, modules_behind
+from memfit.run.script.observed import ScriptRecorder
 
 MOST_LOOKS = 2
 """Times that a body is looked at: what only its first call does happens once anyway."""
@@ -79,7 +80,7 @@ class ScriptCheckpoints:
         self._thread = threading.get_ident()
         self._bodies: dict[Body, _Known] = {}
         self._pass: set[Body] = set()
-        self._recorder: Recorder | None = None
+        self._recorder: ScriptRecorder | None = None
         self._reentrant: list[tuple[int, int, Body]] = []
         self._read: list[tuple[weakref.ref[Tensor], int, Body]] = []
         self._shows: Shows | None = None
@@ -103,7 +104,7 @@ class ScriptCheckpoints:
 
     # Passes
 
-    def begin_pass(self, *, undoes: bool, recorder: Recorder | None = None) -> None:
+    def begin_pass(self, *, undoes: bool, recorder: ScriptRecorder | None = None) -> None:
         """A pass begins.
 
         Args:
@@ -113,6 +114,7 @@ class ScriptCheckpoints:
         self.end_pass()
         self.undoes = undoes
         self._recorder = recorder
+        self._standing.hooks = recorder
 
     def backward_begins(self) -> None:
         """What the bodies of this pass read is as it was, or they compute something else now."""
@@ -125,7 +127,7 @@ class ScriptCheckpoints:
     def end_pass(self) -> None:
         """It is over."""
         self.undoes = False
-        self._recorder = None
+        self._recorder = self._standing.hooks = None
         self._pass.clear()
         self._reentrant.clear()
         self._read.clear()

@@ -31,6 +31,7 @@ from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorde
 from memfit.capture.record.roles import Roles
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.recomputed import Recomputed
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
@@ -134,6 +135,27 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             return tensor
         with torch.no_grad():
             return _Saved(tensor, self.saved.pack(tensor))
+
+    def pack_recomputed(self, tensor: Tensor) -> Tensor | Recomputed:
+        """What stands for a tensor that a checkpoint of the script saves when it recomputes."""
+        if self.problem or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return tensor
+        allocation = self.ledger.seen(tensor)
+        if self.ledger.static[allocation]:
+            return tensor
+        with torch.no_grad():
+            contents = self.saved.contents(tensor.untyped_storage(), allocation)
+            return Recomputed(tensor, self.ledger, allocation, contents)
+
+    def unpack_recomputed(self, held: Any) -> Tensor:
+        """The tensor that was recomputed.
+
+        Raises:
+            RuntimeError: It was written to since, as autograd itself would say.
+        """
+        tensor: Tensor = held.tensor() if isinstance(held, Recomputed) else held
+        self.saved.unpacked = id(tensor)
+        return tensor
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor that autograd saved.

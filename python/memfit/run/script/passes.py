@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.apply.executor import Executor, Subject
-from memfit.capture.record.recorder import Recorder
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import Peak
-from memfit.run.script.observed import Observation, StepRecording
+from memfit.run.script.observed import Observation, ScriptRecorder, StepRecording
 from memfit.run.script.update_needs import UpdateNeeds
 
 Kind = Literal["observed", "planned", "unplanned"]
@@ -117,7 +116,7 @@ class ObservedPass(Pass):
         self.effect = self.effect or "it asks autograd for gradients as part of its computation"
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> ScriptRecorder | None:
         """What records it, until it is finished."""
         return self._recording.recorder if self._recording is not None else None
 
