@@ -52,6 +52,10 @@ class PartlyOffloaded:
         """What is in memory, or on its way there; nothing is fetched."""
         raise NotImplementedError
 
+    def with_room(self) -> dict[str, Any]:
+        """What is in memory, and room for what is elsewhere; nothing is fetched."""
+        raise NotImplementedError
+
 
 def in_memory(state: Any) -> Any:
     """What of a parameter's state is in memory, for those who only look: it stays where it is.
@@ -60,6 +64,15 @@ def in_memory(state: Any) -> Any:
         state: The state, whatever it is.
     """
     return state.in_memory() if isinstance(state, PartlyOffloaded) else state
+
+
+def with_room(state: Any) -> Any:
+    """A parameter's state with room instead of what is elsewhere, for who wants sizes on fakes.
+
+    Args:
+        state: The state, whatever it is.
+    """
+    return state.with_room() if isinstance(state, PartlyOffloaded) else state
 
 
 def unknown_optimizer(optimizer: Optimizer) -> str | None:

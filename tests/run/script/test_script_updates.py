@@ -143,3 +143,36 @@ def test_state_that_memfit_made_while_a_step_was_recorded_counts_once(tmp_path: 
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 3)
     measured, predicted = loop["planned"]["peak_bytes"], loop["plan"]["predicted_peak_bytes"]
     assert measured <= predicted <= measured + 2 * MIB
+
+
+def test_training_that_goes_on_from_a_file_has_room_for_what_is_read(tmp_path: Path):
+    """The first model is gone by then, and state is elsewhere before a step of it is recorded."""
+    code = """
+    import os
+    import torch
+    from torch import nn
+
+    def train(steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        if os.path.exists("kept.pt"):
+            kept = torch.load("kept.pt")
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+            del kept
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(1024, 512)).square().mean()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+        torch.save((model.state_dict(), optimizer.state_dict()), "kept.pt")
+
+    train(3)
+    train(3)
+    """
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "19MiB", code, offload=str(tmp_path / "disk"))
+    assert len(ran.loops) == 2
+    assert ran.fitting["verdict"]["kept"], ran.fitting["verdict"]

@@ -229,6 +229,12 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         coming = {key: stored.coming for key, stored in self._away.items()}
         return there | {key: tensor for key, tensor in coming.items() if tensor is not None}
 
+    def with_room(self) -> dict[str, Any]:
+        """What is at home, and room for the rest, whose contents are not there."""
+        with self._lock:
+            there = dict(super().items())
+            return there | {key: stored.room() for key, stored in self._away.items()}
+
     def plain(self) -> dict[str, Any]:
         """A plain dictionary: what is at home as it is, of the rest copies.
 

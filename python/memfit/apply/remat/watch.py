@@ -185,6 +185,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything that only forward needs; tokens and their records live on."""
         self._tracked.clear()
         self._pins.clear()
+        # Who is told holds this watch, and modules: they go at once when nobody holds them.
+        self._on_divergence = _tell_nobody
 
     # Ops
 
@@ -534,6 +536,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._following and self.index >= self._end and _is_input(tensor):
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")
         return Kept(_detached(tensor), version_of(tensor))
+
+
+def _tell_nobody(where: str) -> None:
+    del where
 
 
 def _is_input(tensor: Tensor) -> bool:

@@ -104,6 +104,7 @@ class AdoptedScript:
         self._loops: list[Loop] = []
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._uses = _Uses()
         self._evaluation = contextlib.ExitStack()
         self._stepping = 0
@@ -159,7 +160,9 @@ class AdoptedScript:
         loop = self._loop_of(root)
         inputs = (args, kwargs)
         was_refused = bool(loop.refusal)
-        running = loop.begin(inputs, self._optimizers, in_closure=self._stepping > 0)
+        # Before any has stepped, one that was made will: its state may be there, read from a file.
+        known = self._optimizers if loop.updated_by(self._optimizers) else self._made
+        running = loop.begin(inputs, known, in_closure=self._stepping > 0)
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
         self._current = _Running(loop, loop.key(inputs), running)
@@ -208,6 +211,13 @@ class AdoptedScript:
             self._current.loop.backward_ended()
             self._current.running.backward_ended()
         self._uses.end()
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Know it, and let go of models that the script may have let go of: others may come."""
+        self._made.add(optimizer)
+        if self._current is None:
+            for loop in self._loops:
+                loop.rest()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer."""

@@ -48,6 +48,9 @@ class Listener(Protocol):
     def backward_ended(self) -> None:
         """It has run."""
 
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """An optimizer has been made."""
+
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
 
@@ -94,6 +97,7 @@ class Signals:
             self._replace(torch, "compile", self._compiling(torch.compile))
         engine = getattr(torch.autograd, "_engine_run_backward")  # noqa: B009 - torch does not export it
         self._replace(torch.autograd, "_engine_run_backward", self._differentiating(engine))
+        self._replace(Optimizer, "__init__", self._making(Optimizer.__init__))
         STEPS.watch()
         STEPS.listeners.append(self._stepping)
         self._undo.append(lambda: STEPS.listeners.remove(self._stepping))
@@ -170,6 +174,15 @@ class Signals:
                 self._tell(listener.backward_ended)
 
         return run
+
+    def _making(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if threading.get_ident() == self._thread:
+                self._tell(self._listener.optimizer_made, optimizer)
+
+        return make
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -147,12 +147,14 @@ class StepUpdates:
     def recording_begins(
         self, model: nn.Module, optimizers: list[Optimizer], peak_bytes: int, *, is_second: bool
     ) -> Executor | None:
-        """Another pass is about to be recorded: take the state elsewhere that it has no room for.
+        """A pass is about to be recorded: take the state elsewhere that it has no room for.
+
+        What the first one takes besides what is live nobody knows: as much again, perhaps.
 
         Args:
             model: The model.
             optimizers: Those that update it.
-            peak_bytes: Most bytes live at once in the passes recorded before.
+            peak_bytes: Most bytes live at once in the passes recorded before; 0 before the first.
             is_second: Whether that was one, in which the state came to be.
 
         Returns:
@@ -162,7 +164,8 @@ class StepUpdates:
         if "%" in within or len(optimizers) != 1 or refusal(model, optimizers) is not None:
             return None
         state_bytes = _state_bytes(optimizers[0])
-        needed = peak_bytes + (state_bytes if is_second else 0)
+        before = peak_bytes or 2 * live_bytes(_device_of(model))
+        needed = before + (state_bytes if is_second else 0)
         if not state_bytes or needed <= _native.parse_budget(within, 0):
             return None
         return self._elsewhere(model, optimizers[0], state_bytes, _device_of(model).type)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.optimizer_in_backward import OneByOne, plain_step
 from memfit.capture.probe.optimizer_updates import Temporaries
-from memfit.tensors.optimizers import in_memory
+from memfit.tensors.optimizers import with_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,19 @@ class _Twins:
         twin.state = defaultdict(dict)
         for parameter in (p for group in real.param_groups for p in group["params"]):
             if takes_part(parameter) and parameter in real.state:
-                held = dict(in_memory(real.state[parameter]))
+                with fakes:
+                    held = dict(with_room(real.state[parameter]))
                 twin.state[self.pairs[id(parameter)]] = {
-                    key: fakes.from_tensor(value.detach()) if isinstance(value, Tensor) else value
-                    for key, value in held.items()
+                    key: _fake(value, fakes) for key, value in held.items()
                 }
         twin._optimizer_step_pre_hooks = OrderedDict()
         twin._optimizer_step_post_hooks = OrderedDict()
         self.optimizer = twin
+
+
+def _fake(value: Any, fakes: FakeTensorMode) -> Any:
+    real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    return fakes.from_tensor(value.detach()) if real else value
 
 
 def _as_on_the_device(group: dict[str, Any]) -> dict[str, Any]:
