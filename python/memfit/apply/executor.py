@@ -43,7 +43,8 @@ from memfit.apply.precision.half_parameters import HalfParameters
 from memfit.apply.precision.optimizer_bits import UpdatesInEightBits
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
-from memfit.errors import UsageError
+from memfit.errors import OffloadError, UsageError
+from memfit.options import HOST
 from memfit.tensors.narrow_parameters import widen
 from memfit.tensors.optimizers import gradients_reduced_later
 
@@ -78,6 +79,8 @@ class Subject:
         trains: Whether the step has a loss and a backward.
         clips_gradients: Whether the step clips, and so needs all gradients at once.
         offload_dir: Where files for what is offloaded go, instead of where the plan says.
+        strays_to: Where all goes that is saved after the running model has left the plan: a folder,
+            or ``host``; empty for nowhere.
         warn: Whether to warn, once, when the running model leaves the plan.
     """
 
@@ -86,6 +89,7 @@ class Subject:
     trains: bool = True
     clips_gradients: bool = False
     offload_dir: str | PathLike[str] = ""
+    strays_to: str = ""
     warn: bool = True
 
 
@@ -151,7 +155,19 @@ def _activations(subject: Subject, actions: Actions) -> Part:
         unneeded_saves=unneeded,
         shrink=_said(actions, "shrink"),
         warn=subject.warn,
+        strays=lambda: _strays(subject, tier),
     )
+
+
+def _strays(subject: Subject, tier: Tier | None) -> Tier | None:
+    """The place for what is saved after the running model has left the plan; made when needed."""
+    place = subject.strays_to
+    if not place or tier is not None:
+        return tier if place else None
+    try:
+        return open_tier(HOST if place == HOST else "disk", 0, "" if place == HOST else place)
+    except (OffloadError, UsageError):
+        return None  # it stays, as without a place
 
 
 def _micro_batches(subject: Subject, actions: Actions) -> Part:

@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from memfit.apply.remat.watch import Observations, Watch
 from memfit.errors import DivergenceWarning, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from memfit.apply.offload.tiers import Tier
     from memfit.apply.remat.records import Goal, Narrow
@@ -71,6 +72,7 @@ class Rematerialiser(Part):
         unneeded_saves: Mapping[str, Any] | None = None,
         shrink: Mapping[str, Any] | None = None,
         warn: bool = True,
+        strays: Callable[[], Tier | None] = lambda: None,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -82,6 +84,8 @@ class Rematerialiser(Part):
             unneeded_saves: What else is dropped, as ``remat``.
             shrink: ``Shrink`` of the plan as parsed JSON; ``None`` without that action.
             warn: Whether to warn, once, when the model leaves the plan.
+            strays: Makes the place for all that is saved after the model has left the plan, where
+                nothing is stored otherwise.
 
         Raises:
             UsageError: The plan names a module that the model does not have, or is malformed.
@@ -101,6 +105,7 @@ class Rematerialiser(Part):
         self._warned = not warn
         self.overflow = ""
         self._warns = warn
+        self._strays_to = strays
         self._stays: list[weakref.ref[Stay]] = []
         self._active: _Forward | None = None
         self._last: _Forward | None = None
@@ -138,7 +143,9 @@ class Rematerialiser(Part):
         if self._active is not None:
             raise UsageError("a planned forward is already running: they do not nest")
         self._diverged = False
-        running = _Forward(self._directions, self._on_divergence, self._transits())
+        transits = self._transits()
+        strays = partial(self._strays, transits)
+        running = _Forward(self._directions, self._on_divergence, transits, strays)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
         completed = False
@@ -198,6 +205,13 @@ class Rematerialiser(Part):
         if self.tier is not None:
             transits["offload"] = self._transit(self.tier)
         return transits
+
+    def _strays(self, transits: dict[Goal, Transit]) -> Transit | None:
+        """What takes all that is saved after the model has left the plan."""
+        tier = self._strays_to()
+        if tier is not None and "offload" not in transits:
+            transits["offload"] = self._transit(tier)
+        return None if tier is None else transits["offload"]
 
     def _transit(self, tier: Tier) -> Transit:
         """What stored tensors share, within the number of forwards that may store."""
@@ -267,10 +281,14 @@ class _Forward:
     """
 
     def __init__(
-        self, directions: Directions, on_divergence: Any, transits: dict[Goal, Transit]
+        self,
+        directions: Directions,
+        on_divergence: Any,
+        transits: dict[Goal, Transit],
+        strays: Callable[[], Transit | None],
     ) -> None:
         self.transits = transits
-        self.watch = Watch(directions, on_divergence, transits)
+        self.watch = Watch(directions, on_divergence, transits, strays)
         stored = transits.get("offload")
         self.replayer = Replayer(stored.ahead if stored is not None else None)
         self._open: list[contextlib.ExitStack | None] = []

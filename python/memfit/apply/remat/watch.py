@@ -23,6 +23,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memfit import _native
 from memfit.apply.remat.randomness import GeneratorState
 from memfit.apply.remat.records import (
     NO_HOME,
@@ -40,7 +41,7 @@ from memfit.apply.remat.records import (
 )
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.shape_saves import ShapeSaves
-from memfit.tensors.storage import is_wrapper
+from memfit.tensors.storage import address, is_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from memfit.apply.remat.directions import Directions, Planned
     from memfit.apply.remat.records import Goal
 
+
+SMALLEST_STRAY = 1 << 14
+"""Bytes of a storage below which what was saved after the plan was left stays."""
 
 LANDMARK_OPS = 6
 """Ops in a row by which a model that left the plan is recognised to be back on it."""
@@ -126,6 +130,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         directions: Directions,
         on_divergence: Callable[[str], None],
         transits: Mapping[Goal, Transit] | None = None,
+        strays: Callable[[], Transit | None] = lambda: None,
     ) -> None:
         """Create a watch for one forward.
 
@@ -133,6 +138,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             directions: What to drop and to store, and the ops to expect.
             on_divergence: Told once, with a sentence, when the model leaves the plan.
             transits: By where it goes, what takes what is stored or shrunk; what has none is kept.
+            strays: Asked once, when the model has left the plan, for what takes everything that is
+                saved from there on; ``None`` for nothing.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = Observations()
@@ -143,7 +150,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lately: deque[str] | None = None
         self._directions = directions
         self._on_divergence = on_divergence
-        self._transits = transits or {}
+        self._transits = {} if transits is None else transits
+        self._ask_strays = strays
+        self._strays: Transit | None = None
+        self._since = _native.last_event()
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         self._shape_saves = ShapeSaves()
@@ -258,6 +268,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.observations.divergence:
             self.observations.divergence = where
             self._on_divergence(where)
+            self._strays = self._ask_strays()
 
     def _create(
         self,
@@ -517,6 +528,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             OffloadError: A stored tensor cannot be written.
         """
         tracked = self._find(tensor) if type(tensor) is Tensor else None
+        if tracked is None and self._is_stray(tensor):
+            self._take_stray(tensor)
+            tracked = self._find(tensor)
         if tracked is not None:
             fetch = tracked.state.producer
             token = Token(tracked.state, tensor)
@@ -536,6 +550,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._following and self.index >= self._end and _is_input(tensor):
             self._diverge(f"it went on after forward op {self._end}, where the plan ends")
         return Kept(_detached(tensor), version_of(tensor))
+
+    def _is_stray(self, tensor: Tensor) -> bool:
+        """Whether no plan says what becomes of a tensor that this forward has made."""
+        if self._strays is None or self._following or type(tensor) is not Tensor:
+            return False
+        if tensor.layout is not torch.strided or self._strays.refusal(tensor.device) is not None:
+            return False
+        storage = tensor.untyped_storage()
+        place = address(storage) if storage.device.type == "cpu" else None
+        if place is None or storage.nbytes() < SMALLEST_STRAY:
+            return False
+        return _native.block_event(place) > self._since
+
+    def _take_stray(self, tensor: Tensor) -> None:
+        """Have a tensor go elsewhere, as if the plan said so."""
+        assert self._strays is not None
+        fetch = Fetch("offload", 0, tensor.untyped_storage().nbytes(), tensor.device, NO_HOME)
+        fetch.stay = self._strays.stay
+        self._track(tensor, State(fetch, self.index))
 
 
 def _tell_nobody(where: str) -> None:

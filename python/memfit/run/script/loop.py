@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -36,14 +35,14 @@ from memfit.run.script.lease import Room
 from memfit.run.script.model_refusals import model_refusal
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
-from memfit.run.script.passes import Kind, ObservedPass, Pass, PlannedPass
+from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
-from memfit.run.script.place import chosen
+from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.planned_step import Key, PlannedStep, comes_nearer, key_of
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
-from memfit.run.script.step_plans import StepPlans
+from memfit.run.script.step_plans import Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.ways_out import offers, ways_out, why_over
@@ -63,19 +62,6 @@ LEAST_BUDGET = "1B"
 
 _WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
-
-
-@dataclass(slots=True)
-class Count:
-    """What became of some of a loop's steps.
-
-    Attributes:
-        steps: How many.
-        peak_bytes: The highest peak.
-    """
-
-    steps: int = 0
-    peak_bytes: int = 0
 
 
 class Loop:
@@ -341,6 +327,7 @@ class Loop:
                 budget = self._room.within(self._budget)
                 ways = ways_out(self._request, planned, budget, outside)
                 self._strict.require(planned.plan, ways)
+            planned = self.plans.fitting(planned, outside, self._planning(outside))
             planned.executor = self._place_for(planned.plan, own, planned.executor)
             self._latest = planned
         except MemfitError as error:
@@ -425,7 +412,8 @@ class Loop:
             OffloadError: Some of it could not be written, and is at home.
         """
         optimizer = optimizers[0] if len(optimizers) == 1 else None
-        subject = Subject(self._model(), optimizer, warn=False)
+        strays = strays_to(self._request, self.device.type)
+        subject = Subject(self._model(), optimizer, strays_to=strays, warn=False)
         if held is None or held.subject != subject:
             said = plan.as_dict()
             actions = said if optimizer is not None else without(said, OF_OPTIMIZER)
@@ -654,11 +642,15 @@ class Loop:
         ):
             self.notes[f"parameters are not offloaded: {why}"] = None
 
-    def _chosen(self, key: Key, outside: int) -> PlannedStep:
+    def _planning(self, outside: int) -> Planning:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
             budget = LEAST_BUDGET if least else self._room.within(self._budget)
             return step.plan(budget, outside)
 
+        return planning
+
+    def _chosen(self, key: Key, outside: int) -> PlannedStep:
+        planning = self._planning(outside)
         return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
 
     def _planned_as_written(self, own: Observation, outside: int) -> Plan:
@@ -680,8 +672,7 @@ class Loop:
         loss, the model's output) goes while the next one runs forward.
         """
         plan = planned.plan
-        room = plan.budget_bytes - plan.planned.predicted_peak_bytes
-        grew = plan.fits and outside - planned.outside_bytes > room
+        grew = planned.has_outgrown(outside)
         passing, planned.passing_bytes = planned.passing_bytes, 0
         helps = passing >= plan.budget_bytes * _WORTH_A_PLAN and (plan.actions or not plan.fits)
         if helps:

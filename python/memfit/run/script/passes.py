@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,19 @@ from memfit.run.script.update_needs import UpdateNeeds
 
 Kind = Literal["observed", "planned", "unplanned"]
 """How a pass runs."""
+
+
+@dataclass(slots=True)
+class Count:
+    """What became of some of a loop's steps.
+
+    Attributes:
+        steps: How many.
+        peak_bytes: The highest peak.
+    """
+
+    steps: int = 0
+    peak_bytes: int = 0
 
 
 class Pass:

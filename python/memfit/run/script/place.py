@@ -52,6 +52,17 @@ def chosen(place: str) -> str:
     return f"nothing else fits: what does not is offloaded to {where}; `--no-offload` forbids it"
 
 
+def strays_to(request: FitRequest, device_kind: str) -> str:
+    """Where all goes that is saved after a pass has left its plan; empty for nowhere.
+
+    Args:
+        request: Where plans may offload to.
+        device_kind: ``cpu`` or ``cuda``: where the model is.
+    """
+    may_choose = request.may_choose_place
+    return request.options.place or (chosen_place(device_kind) if may_choose else "") or ""
+
+
 def state_elsewhere(
     request: FitRequest, state_bytes: int, device_kind: str
 ) -> dict[str, Any] | None:

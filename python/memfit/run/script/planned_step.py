@@ -82,6 +82,16 @@ class PlannedStep:
             return self.whole_peak_bytes
         return self.plan.unplanned.predicted_peak_bytes
 
+    def has_outgrown(self, outside_bytes: int) -> bool:
+        """Whether the script holds so much more that the plan no longer fits.
+
+        Args:
+            outside_bytes: What it holds besides now.
+        """
+        plan = self.plan
+        room = plan.budget_bytes - plan.planned.predicted_peak_bytes
+        return plan.fits and outside_bytes - self.outside_bytes > room
+
 
 def comes_nearer(plan: Plan, other: Plan) -> bool:
     """Whether a plan fits where another does not, or has a lower peak.

@@ -66,12 +66,17 @@ class StepPlans:
         self._plans = [planned for planned in self._plans if not planned.is_foreseen]
 
     def must_record(self, key: Key) -> bool:
-        """Whether no plan says anything about a pass.
+        """Whether no plan says anything about a pass, or what one says of another is no help.
 
         Args:
             key: Its key.
         """
-        return not self._plans or (self._is_larger(key) and self._sizes.foreseen(key) is None)
+        if not self._plans:
+            return True
+        is_known = any(planned.key == key for planned in self._plans)
+        if is_known or (self._nearest(key).plan.fits and not self._is_larger(key)):
+            return False
+        return self._sizes.foreseen(key) is None
 
     def chosen(
         self, key: Key, outside_bytes: int, planning: Planning, *, diverged: bool
@@ -95,6 +100,18 @@ class StepPlans:
                 return _lowest(planned, outside_bytes, planning)
         self.foreseen_steps += planned.is_foreseen
         return planned
+
+    def fitting(self, planned: PlannedStep, outside_bytes: int, planning: Planning) -> PlannedStep:
+        """A planned step, by the plan of least peak where the script holds too much for its own.
+
+        Args:
+            planned: The step.
+            outside_bytes: What the script holds besides.
+            planning: Plans a step.
+        """
+        if not planned.has_outgrown(outside_bytes):
+            return planned
+        return _lowest(planned, outside_bytes, planning)
 
     def _as_it_is(self, key: Key) -> PlannedStep | None:
         """A larger step that fits without any action: so does this one."""

@@ -1,0 +1,67 @@
+"""Steps that are not as recorded: other ops, more calls of the model, another mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ran import inline
+
+NET = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        def forward(self, x, way=torch.tanh):
+            for layer in self.layers:
+                x = way(layer(x)) + 0.1
+            return x
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def end(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+"""
+
+ASTRAY = {
+    # Saved after the step has left its plan: 4 MiB in memory.
+    "other ops": """
+    for step in range(6):
+        way = (torch.tanh, torch.sigmoid)[step % 2]
+        end(model(torch.randn(1024, 64), way).square().mean())
+""",
+    # As often as it may be, the loop is planned again; then each call saves 1 MiB.
+    "more calls": """
+    for more in range(4):
+        end(model(torch.randn(*[1] * more, 160 + 32 * more, 64)).square().mean())
+    end(sum(model(torch.randn(1, 1, 1, 256, 64)).square().mean() for _ in range(14)))
+""",
+    # The first plan is for what is computed before training, and fits nothing.
+    "other mode": """
+    first = [model(torch.randn(4096, 64)) for _ in range(2)]
+    first = sum(first).square().mean()
+    model.eval()
+    for step in range(5):
+        loss = model(torch.randn(4096, 64))
+        loss = loss * loss.sin().cos().exp().mean()
+        end(loss.square().mean())
+""",
+}
+
+
+@pytest.mark.parametrize("way", ASTRAY)
+def test_a_step_that_is_not_as_recorded_keeps_the_budget(tmp_path: Path, way: str):
+    (tmp_path / "disk").mkdir()
+    budget = {"other ops": "2.5MiB", "more calls": "10MiB", "other mode": "11MiB"}[way]
+    ran = inline(tmp_path, budget, NET + ASTRAY[way], offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert all(loop["unplanned"]["steps"] == 0 for loop in ran.loops)
