@@ -95,6 +95,54 @@ def test_batches_of_other_lengths_keep_the_budget(tmp_path: Path, order: str):
         assert any("foreseen" in note for note in loop["notes"])
 
 
+def test_what_the_script_holds_itself_is_not_read_again_in_a_recorded_step(tmp_path: Path):
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Linear(64, 4096)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(3):
+        scores = model(torch.randn(256, 64)).log_softmax(1)
+        loss = nn.functional.nll_loss(scores, torch.arange(256))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    (loop,) = inline(tmp_path, "15MiB", code).loops
+    assert loop["observed"]["peak_bytes"] < 15 << 20, "with a copy of `scores` 17 MiB"
+
+
+def test_evaluations_have_parameters_when_they_use_them(tmp_path: Path):
+    """A pass without gradients takes more than a planned step: 18 MiB with all parameters."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(5)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(6):
+        loss = model(torch.randn(512, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 2:
+            with torch.no_grad():
+                print(model(torch.randn(1280, 512)).sum().item())
+        if step == 3:
+            torch.save(model.state_dict(), "model.pt")
+        print(repr(loss.item()))
+    """
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "15MiB", code, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "evaluations with parameters offloaded until they are used: 3" in loop["notes"]
+
+
 def test_a_folder_is_chosen_where_nothing_else_fits(tmp_path: Path):
     """The optimizer's state is most of what there is, and it can only go elsewhere."""
     code = """

@@ -232,13 +232,21 @@ class SavedTensors:
             storage = reference() if reference is not None else None
             if is_blank:
                 storage = self._blank_storage(allocation)
-            elif storage is None or token.contents is not None:
+            elif storage is None or not self._is_as_saved(storage, token):
                 storage = self._fresh_storage(token, allocation)
             plain = torch.empty(0, dtype=dtype, device=storage.device)
             plain.set_(storage, offset, shape, stride)
             if self._fake_mode is None:
                 return plain
             return FakeTensor(self._fake_mode, plain, device)
+
+    def _is_as_saved(self, storage: torch.UntypedStorage, token: Token) -> bool:
+        """Whether a storage that something still holds is what was saved: no copy of it then."""
+        if token.contents is None:
+            return True
+        allocation, version = self._ledger.values[token.save.value][:2]
+        known = (self._ledger.bytes[allocation], self._ledger.version[allocation])
+        return known == (storage.nbytes(), version)
 
     def _fresh_storage(self, token: Token, allocation: int) -> Any:
         size = self._ledger.bytes[allocation]

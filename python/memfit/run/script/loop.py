@@ -31,6 +31,7 @@ from memfit.errors import MemfitError
 from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
+from memfit.run.script.evaluations import Evaluations
 from memfit.run.script.lease import Room
 from memfit.run.script.model_refusals import model_refusal
 from memfit.run.script.observed import Observation
@@ -42,7 +43,7 @@ from memfit.run.script.planned_step import Key, PlannedStep, comes_nearer, key_o
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
-from memfit.run.script.step_plans import Planning, StepPlans
+from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.ways_out import offers, ways_out, why_over
@@ -57,8 +58,8 @@ MAX_RECORDINGS = 256
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
 
-LEAST_BUDGET = "1B"
-"""No plan fits it: the one of least peak is what comes of it."""
+Around = contextlib.AbstractContextManager[None]
+"""What something runs inside."""
 
 _WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
@@ -80,6 +81,8 @@ class Loop:
         replans: Plans made after the first.
         notes: Things to say at the end.
         undoes: Whether the latest plan is one without the script's own checkpoints.
+        pieces: What is known of calls on pieces of the batch.
+        evaluations: What is known of calls without gradients that have parameters elsewhere.
     """
 
     def __init__(
@@ -123,7 +126,8 @@ class Loop:
         self.notes: dict[str, None] = {}
         self.undoes = False
         self._casting = Casting(request)
-        self._pieces = PiecesOfBatch(request)
+        self.pieces = PiecesOfBatch(request)
+        self.evaluations = Evaluations(request, self.device)
         self._root = weakref.ref(root)
         self._request = request
         self._room = room
@@ -187,7 +191,7 @@ class Loop:
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
 
-    def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
+    def elsewhere_in_use(self) -> Around:
         """What may use parameters that are elsewhere runs inside this."""
         executor = self._executor
         return contextlib.nullcontext() if executor is None else executor.running()
@@ -207,22 +211,26 @@ class Loop:
         for planned in self.plans:
             planned.executor = None
         self._executor = None
+        self.evaluations.rest()
 
-    def evaluation(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
+    def evaluation(self, inputs: Any, *, in_step: bool) -> contextlib.AbstractContextManager[None]:
         """What a call of the model without gradients, outside passes, runs inside.
 
         Args:
             inputs: What it is called with.
+            in_step: Whether an optimizer is still to step for the pass before.
         """
         if self.refusal or occupied():
             return contextlib.nullcontext()
-        live, budget = live_bytes(self.device), self._budget_bytes()
-        return self._pieces.evaluation(self.key(inputs), self._model(), inputs, live, budget)
-
-    @property
-    def evaluations_in_pieces(self) -> int:
-        """Calls of the model without gradients that ran on pieces of their batch."""
-        return self._pieces.evaluations
+        key, model, budget = self.key(inputs), self._model(), self._budget_bytes()
+        if self._request.options.promise != "exact":
+            live = live_bytes(self.device)
+            return self.pieces.evaluation(key, model, inputs, live, budget)
+        is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
+        if not budget or in_step or not is_tight or "offload_parameters" in self._without:
+            return contextlib.nullcontext()
+        self._executor = self.evaluations.placed(key, model, self._executor)
+        return self.evaluations.running(key, self._executor, budget)
 
     def backward_begins(self, running: Pass) -> None:
         """Backward is about to run, the first time in a pass or again.
@@ -358,8 +366,8 @@ class Loop:
         if not self._checkpoints.around_model:
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
-                self._pieces.begin(key, model, inputs, live, self._budget_bytes())
-        way = self._casting.wants(self.device) or self._pieces.wants(key)
+                self.pieces.begin(key, model, inputs, live, self._budget_bytes())
+        way = self._casting.wants(self.device) or self.pieces.wants(key)
         budget = self._budget_bytes()
         running = ObservedPass(self.device, model, inputs, optimizers, way, budget)
         running.undoes = self._undoes or self._checkpoints.around_model
@@ -368,8 +376,7 @@ class Loop:
 
     def _budget_bytes(self) -> int:
         """The budget; 0 while it is a part of a step that nobody knows yet."""
-        budget = str(self._budget)
-        return 0 if "%" in budget else _native.parse_budget(budget, 0)
+        return 0 if "%" in str(self._budget) else _native.parse_budget(str(self._budget), 0)
 
     def _keep_state_alone_elsewhere(self) -> None:
         """Leave of what is elsewhere the optimizer's state: a recording can do without it."""
@@ -475,7 +482,7 @@ class Loop:
             return
         observation.fusing_refusal = self._updates.fusing_refusal()
         if observation.effect:
-            self._pieces.refuse(observation.effect)
+            self.pieces.refuse(observation.effect)
             if observation.way is not None and observation.way["kind"] == "micro_batch":
                 return  # it is recorded whole next
         if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
@@ -521,7 +528,8 @@ class Loop:
             self._pending = self._kept
         if self._pending is None or (self._looks_again and not is_last):
             return False
-        return is_last or self._with_gradients() <= self._pending[1].gradients_before
+        held = {id(p) for p in self._model().parameters() if p.grad is not None}
+        return is_last or held <= self._pending[1].gradients_before
 
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
@@ -535,9 +543,6 @@ class Loop:
         assert model is not None, "asked for only while the script calls the model"
         return model
 
-    def _with_gradients(self) -> frozenset[int]:
-        return frozenset(id(p) for p in self._model().parameters() if p.grad is not None)
-
     def _plan_again(
         self, planned: PlannedStep, observation: Observation, outside: int, inputs: Any
     ) -> None:
@@ -549,7 +554,7 @@ class Loop:
         is_cast = step.way is ACTION
         if is_cast:
             self._casting.planned(nearer=nearer)
-        if nearer or (self._pieces.refusal and not is_cast):
+        if nearer or (self.pieces.refusal and not is_cast):
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
@@ -562,7 +567,7 @@ class Loop:
 
     def _asks_for_more(self, key: Key) -> bool:
         """Whether a step is to be recorded once more, in another way."""
-        return self._casting.asks or self._pieces.asks_for_more(key)
+        return self._casting.asks or self.pieces.asks_for_more(key)
 
     def _recorded(self, observation: Observation) -> RecordedStep:
         step = RecordedStep(observation, type(self._model()).__name__, self._request)
@@ -576,11 +581,11 @@ class Loop:
             return
         key, model = self.key(inputs), self._model()
         with self._checkpoints.unseen():
-            self._pieces.planned(planned, made, pieces, key, model, inputs)
+            self.pieces.planned(planned, made, pieces, key, model, inputs)
         if self._casting.refusal and not planned.plan.fits:
             self.notes[f"the model does not run under autocast: {self._casting.refusal}"] = None
-        if self._pieces.refusal and not planned.plan.fits:
-            reason = self._pieces.refusal
+        if self.pieces.refusal and not planned.plan.fits:
+            reason = self.pieces.refusal
             self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
 
     def _plan_pending(self, outside: int, inputs: Any) -> None:

@@ -173,7 +173,8 @@ class AdoptedScript:
             return
         loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if loop is not None:
-            self._evaluation.enter_context(loop.evaluation(inputs))
+            in_step = self._current is not None
+            self._evaluation.enter_context(loop.evaluation(inputs, in_step=in_step))
 
     def failed(self) -> None:
         """The model raised: its pass is over."""
@@ -447,7 +448,8 @@ def _of_other_sizes(loop: Loop) -> list[str]:
             plans.foreseen_steps,
         ),
         ("steps larger than any planned, run by the plan of least peak", plans.larger_steps),
-        ("evaluations on pieces of their batch", loop.evaluations_in_pieces),
+        ("evaluations on pieces of their batch", loop.pieces.evaluations),
+        ("evaluations with parameters offloaded until they are used", loop.evaluations.count),
     )
     return [f"{what}: {count}" for what, count in counted if count]
 

@@ -18,6 +18,9 @@ from memfit.run.script.sizes import RecordedSizes, covers, kind_of
 MAX_PLANS = 32
 """Plans that are kept; foreseen ones make room for others."""
 
+LEAST_BUDGET = "1B"
+"""No plan fits it: the one of least peak is what comes of it."""
+
 Planning = Callable[[RecordedStep, bool], Plan]
 """Plans a recorded step for what the script holds now; for the least peak where that is said."""
 
