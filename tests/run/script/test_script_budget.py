@@ -136,10 +136,10 @@ def test_evaluations_have_parameters_when_they_use_them(tmp_path: Path):
             torch.save(model.state_dict(), "model.pt")
         print(repr(loss.item()))
     """
-    (tmp_path / "disk").mkdir()
-    ran = inline(tmp_path, "15MiB", code, offload=str(tmp_path / "disk"))
+    ran = inline(tmp_path, "15MiB", code, offload="chosen")
     (loop,) = ran.loops
     assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "`--no-offload` forbids it" in ran.stderr
     assert "evaluations with parameters offloaded until they are used: 3" in loop["notes"]
 
 

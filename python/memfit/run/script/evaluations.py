@@ -11,7 +11,7 @@ not fit as it is, the first call of each kind runs with as little as it can, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,13 +41,17 @@ class Evaluations:
         count: Calls that ran with parameters elsewhere.
     """
 
-    def __init__(self, request: FitRequest, device: torch.device) -> None:
+    def __init__(
+        self, request: FitRequest, device: torch.device, on_place: Callable[[str], None]
+    ) -> None:
         """Know nothing yet.
 
         Args:
             request: Where parameters may go.
             device: Where the model is.
+            on_place: Told of the place.
         """
+        self._on_place = on_place
         self.count = 0
         self._request = request
         self._device = device
@@ -88,6 +92,7 @@ class Evaluations:
         subject = Subject(model, warn=False) if held is None else held.subject
         own = Executor({"actions": actions}, subject, after=held)
         own.place()
+        self._on_place(place)
         self._before, self._own = held, own
         return own
 

@@ -127,7 +127,7 @@ class Loop:
         self.undoes = False
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
-        self.evaluations = Evaluations(request, self.device)
+        self.evaluations = Evaluations(request, self.device, self._choose_place)
         self._root = weakref.ref(root)
         self._request = request
         self._room = room
@@ -224,8 +224,7 @@ class Loop:
             return contextlib.nullcontext()
         key, model, budget = self.key(inputs), self._model(), self._budget_bytes()
         if self._request.options.promise != "exact":
-            live = live_bytes(self.device)
-            return self.pieces.evaluation(key, model, inputs, live, budget)
+            return self.pieces.evaluation(key, model, inputs, live_bytes(self.device), budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or "offload_parameters" in self._without:
             return contextlib.nullcontext()
@@ -396,6 +395,7 @@ class Loop:
             if where:
                 self.divergence = self.divergence or where
                 self._diverged.add(key)
+                self._choose_place(executor.subject.strays_to)
             elif left:
                 planned.left = []
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
@@ -513,7 +513,7 @@ class Loop:
 
     def _choose_place(self, place: str) -> None:
         note = chosen(place)
-        if note not in self.notes:
+        if place and self._request.may_choose_place and note not in self.notes:
             self.notes[note] = None
             self._say(note)
 

@@ -7,6 +7,7 @@ than a disk writes, else a folder. Not responsible for whether anything is offlo
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -60,7 +61,13 @@ def strays_to(request: FitRequest, device_kind: str) -> str:
         device_kind: ``cpu`` or ``cuda``: where the model is.
     """
     may_choose = request.may_choose_place
-    return request.options.place or (chosen_place(device_kind) if may_choose else "") or ""
+    return request.options.place or (_chosen_once(device_kind) if may_choose else "") or ""
+
+
+@functools.cache
+def _chosen_once(device_kind: str) -> str | None:
+    """The place that was chosen first: it is asked for before each step."""
+    return chosen_place(device_kind)
 
 
 def state_elsewhere(
