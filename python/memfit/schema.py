@@ -336,6 +336,26 @@ class ChunkAction:
     chunk: Chunk
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoGraphAction:
+    """Keep autograd off in a forward of inference that turns it on.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+    """
+
+    kind: Literal["no_graph"]
+    promise: Promise
+    count: int
+    bytes: int
+
+
 Action: TypeAlias = (
     RematAction
     | UnneededSavesAction
@@ -352,6 +372,7 @@ Action: TypeAlias = (
     | AutocastFp16Action
     | HalfParametersAction
     | ChunkAction
+    | NoGraphAction
 )
 """One technique as applied."""
 
@@ -578,7 +599,7 @@ class CallInPieces:
 
     Attributes:
         cut: The tensors that are cut, by their places among those that it is given; the others go
-            to every piece whole.
+            to every piece whole. None for those of the batch that the step was planned with.
         draws: For each op that draws random numbers, in order, whether it draws for every item of
             the batch. A piece gets those numbers of the whole draw that are its own.
         loss: The loss, where the call computes it; absent where all that it returns has an entry
@@ -636,14 +657,17 @@ Cause = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What of a step runs in slices; one of the two at least.
+    """What of a step runs in slices, or for some rows alone; one of these at least.
 
     Attributes:
         calls: Module calls, in order; none inside another.
+        head: Of inference: logits that are computed for those rows alone that are used, as the last
+            of each sequence.
         loss: The loss.
     """
 
     calls: tuple[CallChunk, ...] | None = None
+    head: Head | None = None
     loss: LossChunk | None = None
 
 
@@ -1131,6 +1155,16 @@ class HalfParameters:
     """
 
     names: tuple[str, ...]
+class Head:
+    """A linear layer over many classes of whose rows not all are used.
+
+    Attributes:
+        weight: The parameter that makes logits of hidden values, by its qualified name.
+        logit_bytes: Size of the whole logits.
+    """
+
+    weight: str
+    logit_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1164,6 +1198,7 @@ Kind = Literal[
     "autocast_fp16",
     "half_parameters",
     "chunk",
+    "no_graph",
 ]
 """One technique.
 
@@ -1183,6 +1218,7 @@ Kind = Literal[
 - ``autocast_fp16``: Compute them in float16, with a loss scale.
 - ``half_parameters``: Hold weights and their gradients in bfloat16.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
+- ``no_graph``: Keep autograd off in a forward of inference that turns it on.
 """
 
 
@@ -1255,11 +1291,14 @@ class MicroBatch:
             runs.
         call: How the model's call alone runs in pieces, where the rest of the step is a script's
             own; absent where the whole step does.
+        results: Of inference: for each tensor that forward returns, the dimension along which those
+            of the pieces are put together.
     """
 
     names: tuple[str, ...]
     forward: tuple[int, ...]
     call: CallInPieces | None = None
+    results: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,7 +182,8 @@ mod _native {
             Value(py.detach(|| plan::ways(&self.0, &widest, None)))
         }
 
-        /// The trace with the step in other ways. The refusals say why there are no more in slices, or under autocast, and none with narrow parameters.
+        /// The trace with the step in other ways. The refusals say why there are no more in slices, under autocast, with
+        /// narrow parameters, or without a graph.
         fn with_alternatives(
             &self,
             py: Python<'_>,
@@ -190,6 +191,7 @@ mod _native {
             refusal: String,
             autocast_refusal: String,
             half_refusal: String,
+            graph_refusal: String,
         ) -> PyResult<Self> {
             let whole = py.detach(|| {
                 let steps = steps.into_iter().map(|(way, first, second)| {
@@ -201,6 +203,7 @@ mod _native {
                     refusal,
                     autocast_refusal,
                     half_refusal,
+                    graph_refusal,
                 };
                 let whole = self.0.with_alternatives(alternatives);
                 whole.map_err(|error| {

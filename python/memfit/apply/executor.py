@@ -21,6 +21,7 @@ from memfit.answers import Plan
 from memfit.apply.allocator_settings import set_up
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import MicroBatches
+from memfit.apply.no_graph import NoGraph
 from memfit.apply.offload.optimizer_state import StateDirections, StateElsewhere
 from memfit.apply.offload.parameters import (
     ParameterDirections,
@@ -81,6 +82,8 @@ class Subject:
         offload_dir: Where files for what is offloaded go, instead of where the plan says.
         strays_to: Where all goes that is saved after the running model has left the plan: a folder,
             or ``host``; empty for nowhere.
+        cut: Of inference that is one call of the model: which of the tensors that it is given have
+            an entry for each item of the batch, by their places.
         warn: Whether to warn, once, when the running model leaves the plan.
     """
 
@@ -90,6 +93,7 @@ class Subject:
     clips_gradients: bool = False
     offload_dir: str | PathLike[str] = ""
     strays_to: str = ""
+    cut: tuple[int, ...] = ()
     warn: bool = True
 
 
@@ -174,7 +178,8 @@ def _micro_batches(subject: Subject, actions: Actions) -> Part:
     action = actions["micro_batch"]
     ops = action.get("micro_batch")
     if ops is not None and ops.get("call") is not None:
-        return InPieces(subject.model, int(action["count"]), ops)
+        call = {**ops["call"], "cut": ops["call"].get("cut") or subject.cut}
+        return InPieces(subject.model, int(action["count"]), {**ops, "call": call})
     return MicroBatches(int(action["count"]), action.get("micro_batch"), warn=subject.warn)
 
 
@@ -194,6 +199,10 @@ def _slices(subject: Subject, actions: Actions) -> Part:
 
 def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
     return HalfParameters(subject.model, _said(actions, NARROW_PARAMETERS) or {})
+
+
+def _no_graph(_subject: Subject, _actions: Actions) -> Part:
+    return NoGraph()
 
 
 def _parameters(subject: Subject, actions: Actions) -> Part:
@@ -224,14 +233,15 @@ TECHNIQUES = {
     NARROW_STATE: Technique(_narrow_state, needs_whole_step=True),
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
-    "micro_batch": Technique(_micro_batches, needs_whole_step=True),
+    "micro_batch": Technique(_micro_batches, needs_whole_step=True, for_inference=True),
+    "no_graph": Technique(_no_graph, for_inference=True),
     "autocast": Technique(_autocast),
     "autocast_fp16": Technique(_autocast, needs_whole_step=True),
     "remat": Technique(_activations),
     "unneeded_saves": Technique(_activations),
     "offload": Technique(_activations),
     "shrink": Technique(_activations),
-    "chunk": Technique(_slices),
+    "chunk": Technique(_slices, for_inference=True),
 }
 """How each kind of action is carried out, in the order in which parts are made and asked."""
 
@@ -333,7 +343,9 @@ class Executor:
     def needs_whole_step(self) -> str | None:
         """Kind of an action that does something outside forward; ``None`` without one."""
         kinds = (kind for kind, technique in TECHNIQUES.items() if technique.needs_whole_step)
-        return next((kind for kind in kinds if kind in self._actions), None)
+        in_call = isinstance(self._parts.get("micro_batch"), InPieces)
+        there = (kind for kind in kinds if kind in self._actions)
+        return next((kind for kind in there if kind != "micro_batch" or not in_call), None)
 
     # A step
 

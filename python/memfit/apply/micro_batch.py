@@ -47,6 +47,7 @@ class MicroBatches(Part):
     Attributes:
         pieces: Pieces of the batch.
         left: Where the last step left the proof that the batch may be cut; empty if it did not.
+        results: Of inference: the dimension of items of each tensor that forward returns.
     """
 
     def __init__(self, pieces: int, ops: Mapping[str, Any] | None, *, warn: bool = True) -> None:
@@ -66,8 +67,9 @@ class MicroBatches(Part):
             raise UsageError(message)
         try:
             names = ops["names"] if ops is not None else []
+            self.results = [int(dim) for dim in ops.get("results", ())] if ops is not None else []
             self._proof = Proof([names[i] for i in ops["forward"]]) if ops is not None else None
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             message = f"the plan's `micro_batch` action is malformed: {error!r}"
             raise UsageError(message) from error
         self.pieces = pieces

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from memfit.capture.probe.workspace import Scratch, probe_scratch
 from memfit.capture.record.gradient_mode import Gradients
 from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
+from memfit.capture.record.returned import Returned
 from memfit.capture.record.step import StepRunner
 from memfit.capture.record.step_loss import Reduction, loss_reduction
 from memfit.capture.stage import cublas
@@ -41,12 +43,25 @@ from memfit.capture.stage.stage import Stage, device_of
 from memfit.capture.trace_writer import Meta, with_held
 from memfit.errors import CaptureError, WorkloadError
 from memfit.tensors.garbage import no_collection
-from memfit.tensors.gradient_hooks import gradient_hooks
+from memfit.tensors.gradient_hooks import forward_hooks, gradient_hooks
 from memfit.tensors.moments import eight_bit_refusal
 from memfit.torch_versions import offloaded_parameters_refusal
 from memfit.weights.absent_gpu import is_pretended, pretended_gpu
 from memfit.weights.weightless import require_weights
 from memfit.workload import Workload, batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """What a recording tells that two of them are compared by.
+
+    Attributes:
+        reduction: How the loss reduces over the batch.
+        returned: What a forward of inference returned; ``None`` in training.
+    """
+
+    reduction: Reduction
+    returned: Returned | None
 
 
 def second_batch_size(batch: int) -> int:
@@ -176,7 +191,7 @@ def record_pair(
     with preserved_random_state(), no_collection():
         try:
             stage = fake_stage(workload, device)
-            first, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
+            first, learnt = _record(stage, target, None, probe=probe, updates=True, lean=True)
         except RealStepNeeded as reason:
             _refuse_real(workload, device, str(reason))
             return _record_real_pair(workload, target, str(reason), probe=probe)
@@ -188,7 +203,7 @@ def record_pair(
             second, again = _record(stage, target, other, probe=probe, updates=False, lean=True)
         except (WorkloadError, RealStepNeeded) as error:
             return _note_single_size(first, other, error), None
-    return _agree(first, reduction, second, again), second
+    return _agree(first, learnt, second, again), second
 
 
 def record_stage(stage: Stage, size: int | None, *, probe: bool, updates: bool) -> dict[str, Any]:
@@ -222,12 +237,20 @@ def _note_single_size(trace: dict[str, Any], failed: int, error: BaseException) 
 
 
 def _agree(
-    first: dict[str, Any], reduction: Reduction, second: dict[str, Any], again: Reduction
+    first: dict[str, Any], one: _Learnt, second: dict[str, Any], other: _Learnt
 ) -> dict[str, Any]:
-    """The first trace, its loss reduction kept only if it grows with the batch."""
+    """The first trace, with what both tell of the loss, or of what a forward returns.
+
+    The reduction of a loss is kept only if it grows with the batch.
+    """
     sizes = first["meta"]["batch"], second["meta"]["batch"]
-    if reduction.elements * sizes[1] != again.elements * sizes[0]:
+    if one.reduction.elements * sizes[1] != other.reduction.elements * sizes[0]:
         first["meta"]["loss_reduction"] = ""
+    if one.returned is not None and other.returned is not None:
+        refusal = one.returned.refusal_beside(other.returned)
+        first["meta"]["micro_batch_refusal"] = (
+            first["meta"]["micro_batch_refusal"] or refusal or None
+        )
     return first
 
 
@@ -244,23 +267,23 @@ def _record_real_pair(
     workload: Workload, target: str, reason: str, *, probe: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Record real steps at two small batch sizes that take the same ops, if there are such."""
-    first, reduction = _record_smallest(workload, target, reason, probe=probe)
+    first, learnt = _record_smallest(workload, target, reason, probe=probe)
     size = first["meta"]["batch"]
     if size == 0:
         return first, None
     try:
         second, again = _record_real(workload, target, 2 * size, reason, probe=probe)
         if size == 1 and len(first["ops"]) != len(second["ops"]):
-            first, reduction = _record_real(workload, target, 2, reason, probe=probe)
+            first, learnt = _record_real(workload, target, 2, reason, probe=probe)
             second, again = _record_real(workload, target, 4, reason, probe=probe)
     except WorkloadError as error:
         return _note_single_size(first, 2 * size, error), None
-    return _agree(first, reduction, second, again), second
+    return _agree(first, learnt, second, again), second
 
 
 def _record_smallest(
     workload: Workload, target: str, reason: str, *, probe: bool
-) -> tuple[dict[str, Any], Reduction]:
+) -> tuple[dict[str, Any], _Learnt]:
     """Record a real step at the smallest batch the model takes: 1, else 2, else all of it."""
     given = batch_size(workload.batch, workload.batch_dim)
     for size in (1, 2):
@@ -273,14 +296,14 @@ def _record_smallest(
 
 def _record_real(
     workload: Workload, target: str, size: int, reason: str, *, probe: bool
-) -> tuple[dict[str, Any], Reduction]:
+) -> tuple[dict[str, Any], _Learnt]:
     """Record one real step of a copy of the model."""
     stage = real_stage(workload, size, reason)
-    trace, reduction = _record(stage, target, None, probe=probe, updates=True, lean=True)
+    trace, learnt = _record(stage, target, None, probe=probe, updates=True, lean=True)
     batch = trace["meta"]["batch"]
     at = f" at batch {batch}" if batch else ""
     trace["meta"]["notes"].append(f"captured by one real step{at}, because {reason}")
-    return trace, reduction
+    return trace, learnt
 
 
 def _record(
@@ -292,7 +315,7 @@ def _record(
     updates: bool,
     lean: bool,
     gradients: Gradients | None = None,
-) -> tuple[dict[str, Any], Reduction]:
+) -> tuple[dict[str, Any], _Learnt]:
     """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
     if size is not None:
@@ -339,14 +362,30 @@ def _record(
         per_parameter_refusal=per_parameter_refusal(stage),
         eight_bit_refusal=eight_bit_refusal(stage.optimizer) if stage.optimizer else None,
         half_parameters=stage.has_narrow_parameters,
-        micro_batch_refusal=gradient_hooks(workload.model),
+        micro_batch_refusal=_cut_refusal(workload, runner.returned),
         offloaded_parameters_refusal=offloaded_parameters_refusal(),
         loss_reduction=reduction.kind,
         fixed_parameters=sorted(roles.fixed),
+        inference=_inference(workload, runner.returned),
         notes=[*recorder.notes, *scratch.notes],
     )
     trace = trace_json(recorder, roles, meta, scratch.bytes)
-    return _with_libraries(trace, recorder, stage), reduction
+    return _with_libraries(trace, recorder, stage), _Learnt(reduction, runner.returned)
+
+
+def _cut_refusal(workload: Workload, returned: Returned | None) -> str | None:
+    """Why the batch cannot be cut for reasons that ops do not show."""
+    if returned is None:
+        return gradient_hooks(workload.model)
+    return returned.refusal or forward_hooks(workload.model, own=True)
+
+
+def _inference(workload: Workload, returned: Returned | None) -> dict[str, Any] | None:
+    """What a forward of inference returns, as a trace says it."""
+    if returned is None:
+        return None
+    is_model_call = workload.forward is None and workload.batch_dim == 0
+    return {"returns": list(returned.values), "is_model_call": is_model_call}
 
 
 def _with_libraries(trace: dict[str, Any], recorder: Recorder, stage: Stage) -> dict[str, Any]:

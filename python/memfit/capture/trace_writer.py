@@ -37,6 +37,7 @@ class Meta(TypedDict):
         offloaded_parameters_refusal: Why parameters cannot be offloaded with this torch.
         loss_reduction: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
         fixed_parameters: Allocations of parameters in memory that cannot be let go; ascending.
+        inference: What a forward of inference returns, and whether it is a call of the model alone.
         notes: Things the reader should know.
     """
 
@@ -56,6 +57,7 @@ class Meta(TypedDict):
     offloaded_parameters_refusal: NotRequired[str | None]
     loss_reduction: NotRequired[str]
     fixed_parameters: NotRequired[list[int]]
+    inference: NotRequired[dict[str, Any] | None]
     notes: list[str]
 
 

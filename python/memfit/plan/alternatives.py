@@ -1,4 +1,4 @@
-"""The step once more, in other ways: in slices, under autocast, with narrow parameters.
+"""The step once more, in other ways: in slices, under autocast, without a graph.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
 parts of an executor that a plan would use, so that what is predicted is what will run. Not
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ import torch
 
 from memfit._native import Trace
 from memfit.apply.precision.autocast import DTYPES
+from memfit.apply.slices.deferred import without_deferred
 from memfit.apply.slices.in_slices import InSlices
+from memfit.capture.record.gradient_mode import Gradients, gradient_mode
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
@@ -51,7 +53,7 @@ def with_alternatives(
     meta = json.loads(trace.json())["meta"] if ways else {}
     if meta.get("captured") == "real":
         refusal = "the step was captured by running it"
-        return trace.with_alternatives([], refusal, refusal, refusal)
+        return trace.with_alternatives([], refusal, refusal, refusal, refusal)
     found = _Found()
     with preserved_random_state(), no_collection():
         stages = _Stages(workload, device)
@@ -59,13 +61,17 @@ def with_alternatives(
             refusal = _impossible(way, meta)
             try:
                 if not refusal and not _is_needless(way, found.steps):
-                    _record(stages, workload, way, found, may_cut=meta["second_batch"] > 0)
+                    _record(stages, workload, way, found, meta)
             except (MemfitError, RealStepNeeded) as error:
                 refusal = f"the step fails {_how(way)}: {error}"
             if refusal:
                 found.refuse(way, refusal)
     return trace.with_alternatives(
-        found.steps, found.refusal, found.autocast_refusal, found.half_refusal
+        found.steps,
+        found.refusal,
+        found.autocast_refusal,
+        found.half_refusal,
+        found.graph_refusal,
     )
 
 
@@ -73,7 +79,9 @@ def _how(way: Way) -> str:
     """How a step runs in a way, in words."""
     if "half_parameters" in way:
         return "with parameters in bfloat16"
-    return "under autocast" if "autocast" in way else "in slices"
+    if "autocast" in way:
+        return "under autocast"
+    return "in slices" if "chunk" in way else "without a graph"
 
 
 def _impossible(way: Way, meta: dict[str, Any]) -> str:
@@ -148,6 +156,7 @@ class _Found:
         refusal: Why there are no more in slices.
         autocast_refusal: Why there are no more under autocast.
         half_refusal: Why there are none with narrow parameters.
+        graph_refusal: Why there is none without autograd's graph.
         whole_loss: Whether the loss cannot be computed in slices.
     """
 
@@ -155,6 +164,7 @@ class _Found:
     refusal: str = ""
     autocast_refusal: str = ""
     half_refusal: str = ""
+    graph_refusal: str = ""
     whole_loss: bool = False
 
     def refuse(self, way: Way, refusal: str) -> None:
@@ -163,21 +173,25 @@ class _Found:
             self.half_refusal = refusal
         elif "autocast" in way:
             self.autocast_refusal = refusal
-        else:
+        elif "chunk" in way:
             self.refusal = refusal
+        else:
+            self.graph_refusal = refusal
 
 
-def _record(stages: _Stages, workload: Workload, way: Way, found: _Found, *, may_cut: bool) -> None:
+def _record(
+    stages: _Stages, workload: Workload, way: Way, found: _Found, meta: dict[str, Any]
+) -> None:
     """Record the step in one way, or with what of it does run in slices."""
     chunk = way.get("chunk")
     calls = chunk.get("calls", []) if chunk else []
     if chunk and found.whole_loss:
         chunk = {"calls": calls}
-    if chunk and not chunk.get("loss") and not calls:
+    if chunk and not (chunk.get("loss") or chunk.get("head") or calls):
         return
-    running = _Observed(workload, chunk)
-    stage = stages.of(replace(workload, loss=running.loss, **_cast(way)), way)
-    first = record_stage(stage, None, probe=True, updates=True)
+    running = _Observed(workload, way, chunk)
+    stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
+    first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
     refusal = ""
     if running.refusal:
         refusal = running.refusal
@@ -190,11 +204,11 @@ def _record(stages: _Stages, workload: Workload, way: Way, found: _Found, *, may
             found.refusal = refusal
         if calls:
             less = {**way, "chunk": {**(chunk or {}), "calls": calls}}
-            _record(stages, workload, less, found, may_cut=may_cut)
+            _record(stages, workload, less, found, meta)
         return
     second = None
     size = first["meta"]["batch"]
-    if may_cut and size:
+    if meta["second_batch"] > 0 and size:
         second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
     said = {**way, "chunk": chunk} if chunk else way
     found.steps.append(
@@ -206,6 +220,15 @@ def _record(stages: _Stages, workload: Workload, way: Way, found: _Found, *, may
     )
 
 
+def _as_of(meta: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:
+    """A recorded way with what is true of the step in all ways: what one recording cannot tell."""
+    own = recorded["meta"]
+    own["micro_batch_refusal"] = meta.get("micro_batch_refusal")
+    if own["inference"] is not None and meta.get("inference") is not None:
+        own["inference"]["is_model_call"] = meta["inference"]["is_model_call"]
+    return recorded
+
+
 def _cast(way: Way) -> dict[str, Any]:
     """Fields of a workload that autocasts as a way does."""
     autocast = way.get("autocast")
@@ -215,33 +238,46 @@ def _cast(way: Way) -> dict[str, Any]:
 
 
 class _Observed:
-    """A workload's loss, in slices where that is asked for, and what did not run in slices.
+    """A workload's loss or forward in another way, and what did not run in slices.
 
     Attributes:
         refusal: Why the loss was computed whole in the last call; empty if it was not.
         whole_calls: Modules that ran whole in the last call.
     """
 
-    def __init__(self, workload: Workload, chunk: dict[str, Any] | None) -> None:
-        """Prepare; the model is the one that :meth:`loss` is given."""
+    def __init__(self, workload: Workload, way: Way, chunk: dict[str, Any] | None) -> None:
+        """Prepare; the model is the one that each call is given."""
         self._workload = workload
         self._chunk = chunk
+        self._gradients: Gradients | None = "off" if way.get("no_graph") else None
         self.refusal = ""
         self.whole_calls: list[str] = []
 
-    def loss(self, model: Any, batch: Any) -> Any:
-        """The loss of a batch."""
+    def runs(self) -> dict[str, Any]:
+        """The field of a workload that runs so."""
+        return {"loss": self._loss} if self._workload.training else {"forward": self._forward}
+
+    def _loss(self, model: Any, batch: Any) -> Any:
         assert self._workload.loss is not None
+        return self._observe(self._workload.loss, model, batch)
+
+    def _forward(self, model: Any, batch: Any) -> Any:
+        if self._gradients is None:
+            return self._observe(self._workload.infer, model, batch)
+        with gradient_mode(self._gradients):
+            return self._observe(self._workload.infer, model, batch)
+
+    def _observe(self, run: Callable[[Any, Any], Any], model: Any, batch: Any) -> Any:
         if self._chunk is None:
-            return self._workload.loss(model, batch)
+            return run(model, batch)
         running = InSlices(model, self._chunk, warn=False)
         with running.forward():
-            result = self._workload.loss(model, batch)
+            result = without_deferred(run(model, batch))
         self.whole_calls = running.calls.whole
         if running.loss is not None:
             seen = running.loss.last
             if seen.whole or not seen.losses:
                 who = f"`{seen.whole[0]}` needs" if seen.whole else "the loss needs"
-                weight = self._chunk["loss"]["weight"]
+                weight = (self._chunk.get("loss") or self._chunk["head"])["weight"]
                 self.refusal = f"{who} the logits of `{weight}` whole"
         return result

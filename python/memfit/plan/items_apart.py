@@ -32,7 +32,7 @@ from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
 from memfit.errors import MemfitError
 from memfit.tensors.garbage import no_collection
-from memfit.tensors.gradient_hooks import gradient_hooks
+from memfit.tensors.gradient_hooks import forward_hooks, gradient_hooks
 from memfit.tensors.operators import operator_of
 from memfit.workload import Workload, batch_size
 
@@ -281,11 +281,7 @@ _KNOWN = (Tensor, bool, int, float, str, type(None))
 
 def _refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks that would see pieces; the model's own see what is whole."""
-    reason = gradient_hooks(model)
-    inside = (it for it in model.named_modules() if it[1] is not model)
-    for name, module in inside:
-        if module._forward_hooks or module._forward_pre_hooks:
-            reason = f"`{name}` has a forward hook, which would see each piece"
+    reason = forward_hooks(model, own=False) or gradient_hooks(model)
     if reason is not None:
         raise ItemsMixedError(reason)
 

@@ -28,13 +28,15 @@ from memfit.answers import CompiledPlan, Plan
 from memfit.apply.executor import Executor, Subject
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
+from memfit.apply.pieces.results import WholeResult
 from memfit.apply.precision.loss_scale import LossScale
 from memfit.apply.proven_ops import LeftProof
+from memfit.apply.slices.deferred import without_deferred
 from memfit.errors import CaptureError, DivergenceWarning, UsageError, WorkloadError
 from memfit.run.elastic import Elastic
 from memfit.run.step_backup import Buffers, Generators
 from memfit.weights.weightless import require_weights
-from memfit.workload import Workload
+from memfit.workload import Workload, batch_size
 
 if TYPE_CHECKING:
     from memfit.run.recovery import Recovery
@@ -249,8 +251,8 @@ class Fitted:
         executor = self._choose(batch)
         if not self.workload.training:
             self.place_state()
-            with torch.no_grad(), self.workload.autocasting(), executor.running():
-                result = self.workload.infer(self.workload.model, batch)
+            with executor.running():
+                result = self._infer(executor, batch)
             self._completed(executor)
             return result
         micro_batches = executor.micro_batches
@@ -260,6 +262,32 @@ class Fitted:
             loss = self._train_in_pieces(executor, micro_batches, batch)
         self._completed(executor)
         return loss
+
+    def _infer(self, executor: Executor, batch: Any) -> Any:
+        """A forward; on pieces of the batch where the plan says so and it is as planned."""
+        workload, cut_by = self.workload, executor.micro_batches
+        if cut_by is None:
+            with self._inferring(executor):
+                return without_deferred(workload.infer(workload.model, batch))
+        cut_by.left = ""
+        try:
+            pieces = cut(batch, cut_by.pieces, workload.batch_dim, workload.batch)
+            whole = WholeResult(sum(piece.rows for piece in pieces), cut_by.results)
+            for piece in pieces:
+                with self._inferring(executor):
+                    result = without_deferred(workload.infer(workload.model, piece.batch))
+                with torch.no_grad():
+                    whole.take(result, piece.rows)
+                del result
+        except LeftProof as left:
+            cut_by.run_whole(str(left))
+            return self._infer(executor.whole(), batch)
+        return whole.result()
+
+    @contextlib.contextmanager
+    def _inferring(self, executor: Executor) -> Iterator[None]:
+        with torch.no_grad(), self.workload.autocasting(), executor.forward():
+            yield
 
     def _train_in_pieces(self, executor: Executor, cut_by: MicroBatches, batch: Any) -> Tensor:
         """A step on pieces of the batch; on the whole where nobody knows that it may be cut."""
@@ -421,6 +449,8 @@ class Fitted:
     def forward(self, batch: Any = None) -> Iterator[None]:
         """Run your own forward and loss inside this, and ``loss.backward()`` after it.
 
+        Of a workload that only infers, run the forward inside this: it is under ``no_grad``.
+
         Args:
             batch: The batch about to run, if it differs in shape from the workload's.
 
@@ -435,8 +465,9 @@ class Fitted:
                 "hint: plan with `own_loop=True` to keep your own loop"
             )
             raise UsageError(message)
-        with executor.forward():
-            yield
+        with contextlib.nullcontext() if self.workload.training else torch.no_grad():  # noqa: SIM117
+            with executor.forward():
+                yield
         self._completed(executor)
 
     # Plans
@@ -544,9 +575,23 @@ class Fitted:
             trains=workload.training,
             clips_gradients=workload.clip_grad_norm is not None,
             offload_dir=self._offload_dir,
+            cut=_cut_places(workload),
             warn=self._warn,
         )
         return Executor(plan, subject)
+
+
+def _cut_places(workload: Workload) -> tuple[int, ...]:
+    """Which tensors that a model's call is given are cut, where inference is nothing but the call.
+
+    Args:
+        workload: The workload.
+    """
+    if workload.training or workload.forward is not None or workload.batch_dim:
+        return ()
+    size = batch_size(workload.batch)
+    tensors = [leaf for leaf in tree_leaves(workload.batch) if isinstance(leaf, Tensor)]
+    return tuple(i for i, it in enumerate(tensors) if it.dim() > 0 and it.shape[0] == size > 0)
 
 
 def _optimizer(workload: Workload) -> Optimizer | None:

@@ -1,6 +1,6 @@
-"""Hooks on a model's gradients, which see each piece of a batch by itself.
+"""Hooks of a model, which see each piece of a batch by itself.
 
-Responsible for finding them. Those on tensors that a forward makes are not found, nor needed: the
+Responsible for finding them. Hooks on tensors that a forward makes are not found, nor needed: the
 gradient of an activation's row is the same whatever other rows are there.
 """
 
@@ -24,4 +24,18 @@ def gradient_hooks(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             return f"`{name or 'the model'}` has a backward hook, which would see each piece"
+    return None
+
+
+def forward_hooks(model: nn.Module, *, own: bool) -> str | None:
+    """Why a forward must not run in pieces; ``None`` where no hook would see them.
+
+    Args:
+        model: The model.
+        own: Whether its own hooks count, besides those of modules inside it.
+    """
+    for name, module in model.named_modules():
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if hooks and (own or module is not model):
+            return f"`{name or 'the model'}` has a forward hook, which would see each piece"
     return None

@@ -5,11 +5,12 @@
 //! (`context.rs`), for what may be done at all (`technique/`), nor for writing the choice down (`actions.rs`).
 
 use super::bottleneck;
-use super::context::{Outcome, PlanError, Planner};
+use super::context::{OtherWay, Outcome, PlanError, Planner};
 use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::{optimizer_bits, shrink};
+use super::ways::InPieces;
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
     TECHNIQUES, Verdict, actions, arena, ways,
@@ -18,7 +19,7 @@ use crate::bytes::Bytes;
 use crate::cost::{CostSource, Costs};
 use crate::predict;
 use crate::step::{Treatment, Variant};
-use crate::trace::{Trace, Way};
+use crate::trace::Trace;
 
 /// Plans a step.
 ///
@@ -260,15 +261,30 @@ impl Planner<'_> {
     fn exact(&self) -> Vec<Outcome> {
         let wider = !self.ways.is_empty() || self.may_cut_batch();
         let until = if wider { EXACT_TIME } else { 1.0 };
-        self.whole_batch(self.share.between(0.0, until), f64::INFINITY)
+        let share = self.share.between(0.0, until);
+        let mut outcomes = self.whole_batch(share, f64::INFINITY);
+        let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
+        let best = best.unwrap_or(f64::INFINITY);
+        outcomes.extend(ways::outcomes(
+            self,
+            |step| step.promise == Class::Exact,
+            InPieces::No,
+            share,
+            best,
+        ));
+        outcomes
     }
 
     /// The combinations that are not exact.
     fn equivalent(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
         let kinds = 1 + usize::from(self.may_cut_batch());
         let part = share.part(0, kinds);
-        let is_equivalent = |way: &Way| ways::class_of(way) == Class::Equivalent;
-        let mut outcomes = ways::outcomes(self, is_equivalent, part, best_seconds);
+        let of = |promise, in_pieces| {
+            let is_wanted = |step: &OtherWay<'_>| step.promise == promise;
+            ways::outcomes(self, is_wanted, in_pieces, part, best_seconds)
+        };
+        let mut outcomes = of(Class::Equivalent, InPieces::Too);
+        outcomes.extend(of(Class::Exact, InPieces::Only));
         if self.may_cut_batch() {
             let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
             let best = best_seconds.min(best.unwrap_or(f64::INFINITY));
@@ -280,9 +296,10 @@ impl Planner<'_> {
     /// The ways of the step under autocast, with activations and state in narrower forms too.
     fn under_autocast(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let best = best_seconds(others);
-        let is_cast =
-            |way: &Way| ways::class_of(way) == Class::Approximate && way.half_parameters.is_none();
-        ways::outcomes(self, is_cast, share.beside(best), best)
+        let is_cast = |step: &OtherWay<'_>| {
+            step.promise == Class::Approximate && step.alternative.way.half_parameters.is_none()
+        };
+        ways::outcomes(self, is_cast, InPieces::Too, share.beside(best), best)
     }
 
     /// The combinations of all classes once more, with activations and state in narrower forms, and the way with narrow
@@ -291,7 +308,7 @@ impl Planner<'_> {
     fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let mut best = best_seconds(others);
         let share = share.beside(best);
-        let is_half = |way: &Way| way.half_parameters.is_some();
+        let is_half = |step: &OtherWay<'_>| step.alternative.way.half_parameters.is_some();
         let mut outcomes = Vec::new();
         if self.may_shrink || self.may_narrow_state {
             outcomes = self.whole_batch(share, best);
@@ -306,7 +323,7 @@ impl Planner<'_> {
             .allow_kinds
             .contains(&ActionKind::HalfParameters);
         if named || best.is_infinite() {
-            outcomes.extend(ways::outcomes(self, is_half, share, best));
+            outcomes.extend(ways::outcomes(self, is_half, InPieces::Too, share, best));
         }
         outcomes
     }

@@ -10,11 +10,11 @@ use super::search::problem::{Candidate, Problem};
 use super::search::search::{Found, nothing_done, search};
 use super::technique::micro_batch;
 use super::validate::InvalidPlan;
-use super::{Class, PlanRequest, StopReason, ways};
+use super::{Class, PlanRequest, StopReason};
 use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
 use crate::step::{Passes, Variant};
-use crate::trace::{Alternative, Category, Trace, Way};
+use crate::trace::{Allocation, Alternative, Category, OpIndex, Trace, Way};
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -34,6 +34,8 @@ pub(super) struct Outcome {
     pub(super) pieces: u64,
     /// The way in which the step runs.
     pub(super) way: Way,
+    /// What that promises about numbers.
+    pub(super) way_promise: Class,
     /// Its index, see [`Planner::ways`]; none where the step runs plainly.
     pub(super) way_index: Option<usize>,
     pub(super) best: Option<Candidate>,
@@ -50,7 +52,7 @@ impl Outcome {
     /// The promise of one of its plans.
     pub(super) fn class_of(&self, candidate: &Candidate) -> Class {
         let is_narrow = self.variant.eight_bit_state.is_some();
-        let of_way = ways::class_of(&self.way);
+        let of_way = self.way_promise;
         if is_narrow || candidate.treatments.iter().any(|it| it.is_shrink()) {
             Class::Approximate
         } else if self.pieces > 1 {
@@ -79,6 +81,8 @@ impl Outcome {
 /// The step in another way, and what its ops cost.
 pub(super) struct OtherWay<'t> {
     pub(super) alternative: &'t Alternative,
+    /// What it promises about numbers.
+    pub(super) promise: Class,
     pub(super) costs: Costs,
     /// What may be done with it.
     pub(super) request: PlanRequest,
@@ -149,6 +153,7 @@ impl Planner<'_> {
             variant,
             pieces,
             way: Way::default(),
+            way_promise: Class::Exact,
             way_index: None,
             best,
             lowest,
@@ -160,7 +165,8 @@ impl Planner<'_> {
         }
     }
 
-    /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it.
+    /// The step on one piece of the batch. The whole batch stays alive: pieces are views of it. So does, in inference,
+    /// what forward returns: all pieces but the first run beside it.
     pub(super) fn piece(&self, pieces: u64) -> Trace {
         if pieces <= 1 {
             return self.trace.alone();
@@ -172,11 +178,22 @@ impl Planner<'_> {
                 part.bytes = full.bytes;
             }
         }
+        if !self.trace.meta.training {
+            piece.allocations.push(Allocation {
+                bytes: micro_batch::result_bytes(self.trace),
+                device: 0,
+                category: Category::Temporary,
+                producer: None,
+                natural: vec![(OpIndex(0), self.trace.end())],
+                name: 0,
+                law: None,
+            });
+        }
         piece
     }
 
     pub(super) fn may_cut_batch(&self) -> bool {
-        micro_batch::refusal(self.trace, self.request).is_none()
+        micro_batch::may_cut(self.trace, self.request)
     }
 
     pub(super) fn outcomes(

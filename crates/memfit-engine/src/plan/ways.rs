@@ -1,4 +1,4 @@
-//! Other ways of running the step, as captured: in slices, under autocast.
+//! Other ways of running the step, as captured: in slices, under autocast, without a graph.
 //!
 //! Responsible for which ways are worth a capture, for op times of a step in another way, and for trying each with the
 //! inner search, jointly with the other outer choices. Not responsible for what may run in which way (`technique/`)
@@ -7,17 +7,20 @@
 use super::context::{OtherWay, Outcome, Planner};
 use super::search::limits::Share;
 use super::technique::chunk::candidates::chunks;
-use super::technique::{autocast, autocast_fp16, half_parameters};
+use super::technique::{autocast, autocast_fp16, half_parameters, no_graph};
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::trace::{Autocast, Trace, Way};
+use crate::trace::{Alternative, Autocast, Trace, Way};
 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
 /// already. `made` is the plan made without them, or absent before any.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
-    let asked = request.allow >= Class::Equivalent || may_change_numbers(trace, request);
+    let is_without_graph = no_graph::may(trace, request);
+    let asked = request.allow >= Class::Equivalent
+        || may_change_numbers(trace, request)
+        || is_without_graph;
     let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
     if trace.alternatives.is_some() || !may_help {
         return Vec::new();
@@ -26,10 +29,18 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
         Ok(chunks) if !request.forbid.contains(&ActionKind::Chunk) => chunks,
         _ => Vec::new(),
     };
-    let mut ways: Vec<_> = sliced.into_iter().map(Way::in_slices).collect();
-    let smallest = ways.last().and_then(|way| way.chunk.clone());
+    let smallest = sliced.last().cloned();
+    let in_slices = sliced.into_iter().map(Way::in_slices);
+    let mut ways: Vec<_> = is_without_graph
+        .then(Way::default)
+        .into_iter()
+        .chain(in_slices)
+        .collect();
     ways.extend(autocast::ways(trace, request, smallest.as_ref()));
     ways.extend(half_parameters::ways(trace, request, smallest.as_ref()));
+    for way in &mut ways {
+        way.no_graph = is_without_graph;
+    }
     ways
 }
 
@@ -41,7 +52,8 @@ pub(super) fn may_change_numbers(trace: &Trace, request: &PlanRequest) -> bool {
 /// May it run in this one?
 fn may_be(way: &Way, trace: &Trace, request: &PlanRequest) -> bool {
     let may_slice = !request.forbid.contains(&ActionKind::Chunk);
-    if way.chunk.is_some() && !may_slice {
+    let may_stay_off = !way.no_graph || no_graph::may(trace, request);
+    if way.chunk.is_some() && !may_slice || !may_stay_off {
         return false;
     }
     if way.half_parameters.is_some() {
@@ -76,6 +88,7 @@ pub(super) fn with_costs<'t>(
         }
         Ok(OtherWay {
             alternative,
+            promise: promise(trace, alternative),
             costs,
             request,
         })
@@ -83,36 +96,50 @@ pub(super) fn with_costs<'t>(
     steps.collect()
 }
 
-/// Every way that is wanted, solved: alone, and the last one, with the least bytes, on pieces of the batch too.
+/// Every way that is wanted, solved: alone, and the last one that may be cut, with the least bytes, on pieces of the batch
+/// too where `in_pieces` says so.
 pub(super) fn outcomes(
     planner: &Planner<'_>,
-    is_wanted: impl Fn(&Way) -> bool,
+    is_wanted: impl Fn(&OtherWay<'_>) -> bool,
+    in_pieces: InPieces,
     share: Share<'_>,
     mut best_seconds: f64,
 ) -> Vec<Outcome> {
     let mut found = Vec::new();
-    let may_cut = planner.may_cut_batch();
     let ways = planner.ways.iter().enumerate();
-    let ways: Vec<_> = ways
-        .filter(|(_, step)| is_wanted(&step.alternative.way))
-        .collect();
+    let ways: Vec<_> = ways.filter(|(_, step)| is_wanted(step)).collect();
+    let is_plain_cut = planner.may_cut_batch();
+    let may_cut = |own: &Planner<'_>| {
+        if own.trace.meta.training {
+            is_plain_cut && own.trace.couplings.is_some()
+        } else {
+            own.may_cut_batch()
+        }
+    };
+    let last = ways
+        .iter()
+        .rposition(|(_, step)| in_pieces != InPieces::No && may_cut(&planner.in_way(step)));
     for (number, &(index, step)) in ways.iter().enumerate() {
         let own = planner.in_way(step);
-        let is_last = number + 1 == ways.len();
+        let is_cut = last == Some(number);
+        let is_last = last.map_or(number + 1 == ways.len(), |_| is_cut);
         let share = share.part(number, ways.len()).for_one(is_last);
-        let is_cut = is_last && may_cut && own.trace.couplings.is_some();
         let kinds = 1 + usize::from(is_cut);
-        let whole = share.part(0, kinds).for_one(!is_cut);
-        let mut outcomes = own.whole_batch(whole, best_seconds);
-        best_seconds = outcomes
-            .iter()
-            .filter_map(Outcome::best_seconds)
-            .fold(best_seconds, f64::min);
+        let mut outcomes = Vec::new();
+        if in_pieces != InPieces::Only {
+            let whole = share.part(0, kinds).for_one(!is_cut);
+            outcomes = own.whole_batch(whole, best_seconds);
+            best_seconds = outcomes
+                .iter()
+                .filter_map(Outcome::best_seconds)
+                .fold(best_seconds, f64::min);
+        }
         if is_cut {
-            outcomes.extend(own.micro_batches(share.part(1, kinds), best_seconds));
+            outcomes.extend(own.micro_batches(share.part(kinds - 1, kinds), best_seconds));
         }
         for outcome in &mut outcomes {
             outcome.way = step.alternative.way.clone();
+            outcome.way_promise = step.promise;
             outcome.way_index = Some(index);
         }
         found.extend(outcomes);
@@ -120,8 +147,18 @@ pub(super) fn outcomes(
     found
 }
 
-/// What a way promises about numbers.
-pub(super) fn class_of(way: &Way) -> Class {
+/// Whether a way is tried on pieces of the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum InPieces {
+    No,
+    Too,
+    Only,
+}
+
+/// What a way promises about numbers. Without a graph torch may choose other ops for the same, as attention has.
+fn promise(trace: &Trace, alternative: &Alternative) -> Class {
+    let way = &alternative.way;
+    let rounds = way.no_graph && !runs_the_same(trace, &alternative.trace);
     let kinds = [
         way.chunk.as_ref().map(|_| ActionKind::Chunk),
         way.autocast.as_ref().map(autocast::kind_of),
@@ -130,7 +167,19 @@ pub(super) fn class_of(way: &Way) -> Class {
             .map(|_| ActionKind::HalfParameters),
     ];
     let promises = kinds.into_iter().flatten().map(|it| it.technique().promise);
-    promises.max().unwrap_or_default()
+    promises
+        .chain(rounds.then_some(Class::Equivalent))
+        .max()
+        .unwrap_or_default()
+}
+
+/// Do two steps run the same ops with the same arguments, but for views?
+fn runs_the_same(a: &Trace, b: &Trace) -> bool {
+    fn ops(trace: &Trace) -> impl Iterator<Item = (&str, &str)> {
+        let computing = trace.ops.iter().filter(|op| !op.view);
+        computing.map(|op| (trace.string(op.name), trace.string(op.arguments)))
+    }
+    ops(a).eq(ops(b))
 }
 
 impl<'t> Planner<'t> {
@@ -162,7 +211,7 @@ mod tests {
     use crate::bytes::{Budget, Bytes};
     use crate::plan::technique::chunk;
     use crate::plan::{Action, Details, plan};
-    use crate::trace::{Alternative, Alternatives, Chunk, LossChunk, sample};
+    use crate::trace::{Alternatives, Chunk, LossChunk, sample};
 
     fn request(budget: u64, allow: Class) -> PlanRequest {
         PlanRequest {
@@ -194,7 +243,7 @@ mod tests {
         };
         let chunk = Chunk {
             loss: Some(loss),
-            calls: Vec::new(),
+            ..Chunk::default()
         };
         let steps = vec![Alternative {
             way: Way::in_slices(chunk),

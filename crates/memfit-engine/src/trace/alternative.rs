@@ -3,8 +3,8 @@
 //! Responsible for the types, and for what an alternative must have in common with its trace. Not
 //! responsible for which ways are worth a capture ([`crate::plan::ways`]) nor for choosing one (`plan/ways.rs`).
 //!
-//! Slices, autocast and parameters in 16 bits change which ops run, so their memory is not derived from the plain trace:
-//! the step is captured once more in that way, and that trace is as good as any.
+//! Slices, autocast and parameters in 16 bits change which ops run, and autograd what stays, so their memory is not derived
+//! from the plain trace: the step is captured once more in that way, and that trace is as good as any.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -24,6 +24,9 @@ pub struct Way {
     /// Which parameters are in 16 bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub half_parameters: Option<HalfParameters>,
+    /// Whether autograd is kept from recording a forward of inference that turns it on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_graph: bool,
 }
 
 /// Forward under `torch.autocast`.
@@ -42,8 +45,8 @@ pub struct HalfParameters {
     pub names: Vec<String>,
 }
 
-/// What of a step runs in slices; one of the two at least.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+/// What of a step runs in slices, or for some rows alone; one of these at least.
+#[derive(Debug, Clone, Default, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct Chunk {
     /// The loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -51,6 +54,18 @@ pub struct Chunk {
     /// Module calls, in order; none inside another.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub calls: Vec<CallChunk>,
+    /// Of inference: logits that are computed for those rows alone that are used, as the last of each sequence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head: Option<Head>,
+}
+
+/// A linear layer over many classes of whose rows not all are used.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct Head {
+    /// The parameter that makes logits of hidden values, by its qualified name.
+    pub weight: String,
+    /// Size of the whole logits.
+    pub logit_bytes: Bytes,
 }
 
 /// A module call that treats the rows of its input one by one, computed for some rows at a time.
@@ -109,6 +124,9 @@ pub struct Alternatives {
     /// Why there are none with parameters in 16 bits; empty when nothing failed.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub half_refusal: String,
+    /// Why there is none without autograd's graph; empty when nothing failed.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub graph_refusal: String,
 }
 
 impl Way {
@@ -124,7 +142,7 @@ impl Way {
     /// Whether it says anything, and no nonsense.
     fn is_valid(&self) -> bool {
         let is_narrow = self.autocast.is_some() || self.half_parameters.is_some();
-        let is_other = self.chunk.is_some() || is_narrow;
+        let is_other = self.chunk.is_some() || is_narrow || self.no_graph;
         is_other && self.chunk.as_ref().is_none_or(Chunk::is_valid)
     }
 }
@@ -136,6 +154,7 @@ impl Chunk {
         let calls = self.calls.iter().map(|call| call.slices);
         calls
             .chain(self.loss.iter().map(|loss| loss.slices))
+            .chain(self.head.iter().map(|_| 1))
             .max()
             .unwrap_or(0)
     }
@@ -243,7 +262,7 @@ mod tests {
         };
         let chunk = Chunk {
             loss: Some(loss),
-            calls: Vec::new(),
+            ..Chunk::default()
         };
         Alternative {
             way: Way::in_slices(chunk),

@@ -262,22 +262,30 @@ impl Trace {
     /// they do not, the ops' own lists align them.
     fn add_shape_laws(&mut self, second: &Self, step: i128) {
         let mut laws: Vec<Option<Vec<i64>>> = vec![None; self.values.len()];
+        let mut add = |u: ValueId, v: ValueId| {
+            let (one, two) = (
+                &self.values[u.index()].shape,
+                &second.values[v.index()].shape,
+            );
+            if one.len() == two.len() && one != two {
+                let law = one
+                    .iter()
+                    .zip(two)
+                    .map(|(&m, &n)| rate(m, n, step))
+                    .collect();
+                laws[u.index()] = Some(law);
+            }
+        };
         for (a, b) in self.ops.iter().zip(&second.ops) {
             let pairs = a.reads.iter().zip(&b.reads);
             let pairs = pairs.chain(a.writes.iter().zip(&b.writes));
             for (&u, &v) in pairs.chain(a.outputs.iter().zip(&b.outputs)) {
-                let (one, two) = (
-                    &self.values[u.index()].shape,
-                    &second.values[v.index()].shape,
-                );
-                if one.len() == two.len() && one != two {
-                    let law = one
-                        .iter()
-                        .zip(two)
-                        .map(|(&m, &n)| rate(m, n, step))
-                        .collect();
-                    laws[u.index()] = Some(law);
-                }
+                add(u, v);
+            }
+        }
+        if let (Some(a), Some(b)) = (&self.meta.inference, &second.meta.inference) {
+            for (&u, &v) in a.returns.iter().zip(&b.returns) {
+                add(u, v);
             }
         }
         for (value, law) in self.values.iter_mut().zip(laws) {

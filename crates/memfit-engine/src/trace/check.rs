@@ -68,6 +68,7 @@ impl Trace {
         }
         self.check_allocations()?;
         self.check_fixed_parameters()?;
+        self.check_returns()?;
         for (i, value) in self.values.iter().enumerate() {
             let owner = || format!("value {i}");
             in_range(
@@ -178,6 +179,15 @@ impl Trace {
         if !fixed.is_sorted_by(|a, b| a < b) {
             let owner = "fixed parameters".to_owned();
             return Err(disorder(owner, "they must be ascending"));
+        }
+        Ok(())
+    }
+
+    fn check_returns(&self) -> Result<(), TraceError> {
+        let returns = self.meta.inference.iter().flat_map(|it| &it.returns);
+        for value in returns {
+            let owner = || "what forward returns".to_owned();
+            in_range("value", value.index(), owner, self.values.len())?;
         }
         Ok(())
     }

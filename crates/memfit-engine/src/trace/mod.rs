@@ -33,7 +33,7 @@ pub(crate) mod sample;
 mod sizes;
 
 pub use alternative::{
-    Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, LossChunk, Way,
+    Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, Head, LossChunk, Way,
 };
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
@@ -165,9 +165,21 @@ pub struct Meta {
     /// cannot be let go; ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fixed_parameters: Vec<AllocationId>,
+    /// What a forward of inference returns; absent in training, and where it was not recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inference: Option<Inference>,
     /// Things the reader should know, one sentence each (fallbacks taken, ops not understood).
     #[serde(default)]
     pub notes: Vec<String>,
+}
+
+/// What a step is that only infers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inference {
+    /// The tensors that its forward returns, in order.
+    pub returns: Vec<ValueId>,
+    /// Whether forward is one call of the model with the entries of the batch, and nothing else.
+    pub is_model_call: bool,
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "the default of an optional field")]
@@ -357,6 +369,17 @@ pub struct ParameterUpdate {
     /// The optimizer's state for this parameter alone; empty in traces recorded before this was known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub state: Vec<AllocationId>,
+}
+
+/// Bytes of one element of a real type; `None` for others.
+pub(crate) fn element_bytes(dtype: &str) -> Option<u64> {
+    match dtype {
+        "float64" | "int64" => Some(8),
+        "float32" | "int32" => Some(4),
+        "float16" | "bfloat16" | "int16" => Some(2),
+        "bool" | "uint8" | "int8" => Some(1),
+        _ => None,
+    }
 }
 
 impl Trace {

@@ -1,8 +1,8 @@
 //! Small traces for the engine's own tests.
 
 use super::{
-    Allocation, AllocationId, Category, Meta, Op, OpIndex, ParameterUpdate, Phase, SavedTensor,
-    Trace, Value, ValueId,
+    Allocation, AllocationId, Category, Inference, Meta, Op, OpIndex, ParameterUpdate, Phase,
+    SavedTensor, Trace, Value, ValueId,
 };
 use crate::bytes::Bytes;
 
@@ -32,6 +32,7 @@ impl Builder {
             offloaded_parameters_refusal: None,
             loss_reduction: "mean".into(),
             fixed_parameters: Vec::new(),
+            inference: None,
             notes: Vec::new(),
         };
         let trace = Trace {
@@ -222,6 +223,32 @@ pub(crate) fn loss_over_classes(rows: u64, between: Option<&str>) -> Trace {
     let wide = builder.op("aten._to_copy.default", forward, &[logits], &shape);
     builder.op("aten._log_softmax.default", forward, &[wide], &shape);
     builder.finish()
+}
+
+/// A forward of inference, recorded at this batch size and at half of it: rows of 800 numbers, of which 8 are returned.
+pub(crate) fn inference(batch: u64) -> Trace {
+    let record = |batch: u64| {
+        let mut builder = Builder::new(batch);
+        builder.trace.meta.training = false;
+        builder.trace.meta.optimizer.clear();
+        builder.trace.meta.loss_reduction.clear();
+        let widen = builder.allocation(&[8, 800], Category::Parameter, 0);
+        let narrow = builder.allocation(&[800, 8], Category::Parameter, 0);
+        let input = builder.allocation(&[batch, 8], Category::Input, 0);
+        let forward = Phase::Forward;
+        let wide = builder.op("aten.mm.default", forward, &[input, widen], &[batch, 800]);
+        let active = builder.op("aten.relu.default", forward, &[wide], &[batch, 800]);
+        let again = builder.op("aten.tanh.default", forward, &[active], &[batch, 800]);
+        let result = builder.op("aten.mm.default", forward, &[again, narrow], &[batch, 8]);
+        let end = u32::try_from(builder.trace.ops.len()).unwrap();
+        builder.keep_until(result, end);
+        builder.trace.meta.inference = Some(Inference {
+            returns: vec![result],
+            is_model_call: true,
+        });
+        builder.finish()
+    };
+    record(batch).with_second(&record(batch / 2)).unwrap()
 }
 
 /// `x -> a -> b -> c -> loss`, each of the three saved by the op that reads it, backward in reverse.

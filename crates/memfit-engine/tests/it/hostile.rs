@@ -184,6 +184,7 @@ prop_compose! {
             offloaded_parameters_refusal: None,
                 loss_reduction: "mean".into(),
                 fixed_parameters: Vec::new(),
+                inference: None,
                 notes: Vec::new(),
             },
             devices: vec!["cpu".into()],

@@ -46,25 +46,35 @@ class ChunkedLoss:
         last: What the last forward did.
     """
 
-    def __init__(self, model: nn.Module, chunk: Mapping[str, Any], *, warn: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk: Mapping[str, Any],
+        *,
+        rows_alone: bool = False,
+        warn: bool = True,
+    ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
         Args:
             model: The model the plan was made for.
-            chunk: ``LossChunk`` of the plan as parsed JSON.
+            chunk: ``LossChunk`` of the plan as parsed JSON; its ``Head`` for rows alone.
+            rows_alone: Whether there is no loss, and who looks at some rows of the logits gets no
+                others.
             warn: Whether to warn, once, when logits are needed whole.
 
         Raises:
             UsageError: It is no such thing, or names a weight that the model does not have.
         """
         try:
-            name, self._slices = str(chunk["weight"]), int(chunk["slices"])
+            name, slices = str(chunk["weight"]), 1 if rows_alone else int(chunk["slices"])
         except (KeyError, TypeError, ValueError) as error:
             message = f"the plan's `chunk` action is malformed: {error!r}"
             raise UsageError(message) from error
-        if self._slices < 1:
-            message = f"the plan computes the loss in `{self._slices}` slices"
+        if slices < 1:
+            message = f"the plan computes the loss in `{slices}` slices"
             raise UsageError(message)
+        self._slices = 0 if rows_alone else slices
         try:
             self._weight = model.get_parameter(name)
         except AttributeError as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
 from memfit.errors import UsageError
@@ -57,8 +58,9 @@ class Whole:
     """The whole logits of one call of the head, computed at most once.
 
     Attributes:
-        slices: Into how many slices a loss is cut.
-        sliced: Told about each loss that is computed in slices.
+        slices: Into how many slices a loss is cut; 0 where no loss is, and who looks at some rows
+            gets those alone.
+        sliced: Told about each loss that is computed in slices, and of rows that are alone.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class Whole:
 
         Args:
             linear: Its input, weight and bias.
-            slices: Into how many slices a loss is cut.
-            sliced: Told about each loss that is computed in slices.
+            slices: As the attribute.
+            sliced: As the attribute.
             whole: Told who needs the logits whole, once.
         """
         self.slices = slices
@@ -99,6 +101,19 @@ class Whole:
         """What the loss in slices is computed from, hidden values in the type of the logits."""
         _, weight, bias = self._linear
         return hidden.to(self.dtype), weight, bias
+
+    def rows(self, hidden: Tensor) -> Tensor | None:
+        """Logits of some rows; ``None`` where they are all, or not to be computed alone.
+
+        Args:
+            hidden: Their features, in the last dimension.
+        """
+        given, weight, bias = self._linear
+        if self.slices or self._computed is not None or hidden.numel() >= given.numel():
+            return None
+        self.sliced("rows")
+        with torch.set_grad_enabled(self._grad), self._autocast.again():
+            return F.linear(hidden, weight, bias)
 
     def computed(self, who: str) -> Tensor:
         """The logits as the model would have had them."""
@@ -138,6 +153,11 @@ class _View:
         return shape
 
     def computed(self, who: str) -> Tensor:
+        is_last = self.dim == self.hidden.dim() - 1
+        few = self.whole.rows(self.hidden if is_last else self.hidden.movedim(self.dim, -1))
+        if few is not None:
+            few = (few if is_last else few.movedim(-1, self.dim)).to(self.dtype)
+            return few.log_softmax(self.dim) if self.is_log else few
         result = self.whole.computed(who)
         with torch.set_grad_enabled(self.whole.requires_grad):
             for step in self.steps:
@@ -209,6 +229,20 @@ def _unreachable(_gradient: Tensor) -> None:
         "the logits went into an autograd function that hides them from memfit, so the loss cannot "
         "be computed in slices\nhint: plan again with `chunk` forbidden"
     )
+
+
+def without_deferred(result: Any) -> Any:
+    """The same result of a forward, with real logits in place of deferred ones.
+
+    Args:
+        result: Any pytree.
+    """
+    leaves, structure = tree_flatten(result)
+    if not any(isinstance(leaf, DeferredLogits) for leaf in leaves):
+        return result
+    with torch._C.DisableTorchFunction():  # or the same product would be put off again
+        real = [_real(leaf, "the result") for leaf in leaves]
+    return tree_unflatten(real, structure)
 
 
 def _real(value: Any, who: str) -> Any:

@@ -23,7 +23,8 @@ class InSlices(Part):
     """Carries out a ``chunk`` action on a model.
 
     Attributes:
-        loss: Computes the loss in slices; ``None`` where it is computed whole.
+        loss: Computes the loss in slices, or logits for those rows alone that are used; ``None``
+            where all is computed whole.
         calls: Runs module calls in slices.
     """
 
@@ -39,9 +40,12 @@ class InSlices(Part):
             UsageError: It is no such thing, or names what the model does not have.
         """
         loss, calls = chunk.get("loss"), chunk.get("calls", [])
-        if not loss and not calls:
+        head = None if loss else chunk.get("head")
+        if not loss and not head and not calls:
             raise UsageError("the plan's `chunk` action says nothing of what runs in slices")
-        self.loss = ChunkedLoss(model, loss, warn=warn) if loss else None
+        self.loss = None
+        if logits := loss or head:
+            self.loss = ChunkedLoss(model, logits, rows_alone=not loss, warn=warn)
         self.calls = SlicedCalls(model, calls, warn=warn)
 
     @property

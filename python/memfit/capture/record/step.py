@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from memfit.capture.record.gradient_mode import Gradients, gradient_mode
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
+from memfit.capture.record.returned import Returned
 from memfit.capture.record.roles import Roles, Update
 from memfit.capture.stage.stage import Stage, batch_entries, device_of
 from memfit.errors import CaptureError, MemfitError, StepPhase, UsageError, WorkloadError
@@ -41,6 +42,7 @@ class StepRunner:
         self.gradients: Gradients | None = None  # of inference; see `gradient_mode`
         self.recorder = recorder
         self.roles = Roles()
+        self.returned: Returned | None = None  # by a forward of inference
         self.ready: dict[int, tuple[nn.Parameter, int, int]] = {}
         self._own_state: dict[int, list[int]] = {}
 
@@ -114,6 +116,7 @@ class StepRunner:
                 with gradient_mode(self.gradients):
                     result = workload.infer(stage.model, stage.batch)
                 recorder.modules.refuse_threads()
+                self.returned = Returned.of(result, recorder.ledger)
                 return result
             with recorder.saved.hooks():
                 loss = workload.loss(stage.model, stage.batch)

@@ -142,7 +142,7 @@ pub(in crate::plan) fn ways(
                 dtype: dtype.to_owned(),
                 cache,
             }),
-            half_parameters: None,
+            ..Way::default()
         };
         if may(kind, trace, request) {
             ways.extend([way(None, false), way(None, true)]);

@@ -129,6 +129,7 @@ pub(in crate::plan) fn ways(
         half_parameters: Some(HalfParameters {
             names: names.clone(),
         }),
+        no_graph: false,
     };
     let mut ways = vec![way(None)];
     ways.extend(smallest.map(|chunk| way(Some(chunk))));

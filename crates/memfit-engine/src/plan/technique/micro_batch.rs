@@ -7,11 +7,12 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::addresses::interned;
-use super::{ActsOn, Technique, counted};
+use super::{ActsOn, Technique, counted, no_graph};
+use crate::bytes::Bytes;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::predict;
-use crate::trace::{Coupling, CouplingKind, Op, Phase, Trace};
+use crate::trace::{Coupling, CouplingKind, Op, Phase, Trace, element_bytes};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::MicroBatch,
@@ -39,12 +40,17 @@ pub struct MicroBatch {
     /// step does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub call: Option<CallInPieces>,
+    /// Of inference: for each tensor that forward returns, the dimension along which those of the pieces are put
+    /// together.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub results: Vec<u64>,
 }
 
 /// What a model's call needs to run on one piece of its batch after the other.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
 pub struct CallInPieces {
     /// The tensors that are cut, by their places among those that it is given; the others go to every piece whole.
+    /// None for those of the batch that the step was planned with.
     pub cut: Vec<u64>,
     /// For each op that draws random numbers, in order, whether it draws for every item of the batch. A piece gets
     /// those numbers of the whole draw that are its own.
@@ -64,14 +70,19 @@ pub struct LossOfPieces {
 }
 
 impl MicroBatch {
-    fn of(trace: &Trace) -> Self {
+    fn of(trace: &Trace, request: &PlanRequest) -> Self {
         let ops = &trace.ops[..trace.forward_end().index()];
         let (names, forward) = interned(ops.iter().map(|op| fixed_text(trace, op)));
-        let call = None;
+        let results = if trace.meta.training {
+            Vec::new()
+        } else {
+            results(trace, request).unwrap_or_default()
+        };
         Self {
             names,
             forward,
-            call,
+            call: request.own_loop.then(CallInPieces::default),
+            results,
         }
     }
 }
@@ -85,19 +96,28 @@ fn fixed_text(trace: &Trace, op: &Op) -> String {
     }
 }
 
-const RANDOM_NOTE: &str = "the model draws random numbers (dropout): each piece of the batch draws its \
-     own, so the gradients equal the unplanned ones in distribution, not in value";
+/// Why the batch cannot be cut; `None` when it can, in some way of running the step.
+fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+    let mut others = trace.alternatives().iter().filter(|it| it.way.no_graph);
+    if no_graph::may(trace, request) && others.any(|it| may_cut(&it.trace, request)) {
+        return None;
+    }
+    plain_refusal(trace, request)
+}
 
-/// Why the batch cannot be cut; `None` when it can.
-pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
+/// Can the batch of a step be cut?
+pub(in crate::plan) fn may_cut(trace: &Trace, request: &PlanRequest) -> bool {
+    plain_refusal(trace, request).is_none()
+}
+
+/// Why the batch cannot be cut in the step as it was captured.
+fn plain_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.forbid.contains(&ActionKind::MicroBatch) {
         return Some("forbidden by the request".to_owned());
     }
-    if request.own_loop {
+    let feeds_itself = trace.meta.training || !is_model_call(trace);
+    if request.own_loop && feeds_itself {
         return Some("the batch is fed by the user's own loop".to_owned());
-    }
-    if !trace.meta.training {
-        return Some("the step does not train".to_owned());
     }
     if trace.meta.batch < 2 {
         return Some("the batch cannot be cut".to_owned());
@@ -117,10 +137,88 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
     if let Some(reason) = &trace.meta.micro_batch_refusal {
         return Some(reason.clone());
     }
+    if !trace.meta.training {
+        return results(trace, request).err();
+    }
     if trace.meta.loss_reduction.is_empty() {
         return Some("how the loss reduces over the batch was not recognised".to_owned());
     }
     None
+}
+
+fn is_model_call(trace: &Trace) -> bool {
+    let inference = trace.meta.inference.as_ref();
+    inference.is_some_and(|it| it.is_model_call)
+}
+
+/// For each tensor that a forward of inference returns, the dimension along which those of the pieces are put together.
+///
+/// # Errors
+///
+/// Why they cannot be, as a sentence without full stop.
+fn results(trace: &Trace, request: &PlanRequest) -> Result<Vec<u64>, String> {
+    let Some(inference) = &trace.meta.inference else {
+        return Err("what the forward returns was not recorded".to_owned());
+    };
+    if trace.ops.iter().any(|op| op.node.is_some()) {
+        return Err("autograd records the forward, and what it returns has a graph".to_owned());
+    }
+    if let Some((op, name)) = trace.ops.iter().find_map(|op| written_before(trace, op)) {
+        return Err(format!("`{}` writes to {name}", trace.string(op.name)));
+    }
+    let mut dims = Vec::new();
+    for value in &inference.returns {
+        let value = &trace.values[value.index()];
+        let mut batched = value.shape_per_item.iter().enumerate();
+        let mut batched = batched.by_ref().filter(|&(_, &rate)| rate != 0);
+        let is_known = element_bytes(trace.string(value.dtype)).is_some();
+        match (batched.next(), batched.next()) {
+            (Some((dim, 1)), None)
+                if value.shape[dim] == trace.meta.batch
+                    && is_known
+                    && (dim == 0 || !request.own_loop) =>
+            {
+                dims.push(dim as u64);
+            }
+            _ => {
+                let (dtype, shape) = (trace.string(value.dtype), &value.shape);
+                return Err(format!(
+                    "it returns a tensor of {dtype} {shape:?}, which has no entry for each item of the batch"
+                ));
+            }
+        }
+    }
+    if dims.is_empty() {
+        return Err("the forward returns no tensor".to_owned());
+    }
+    Ok(dims)
+}
+
+/// What an op writes to that was there before the step, by its name: each piece would write to it.
+fn written_before<'t>(trace: &'t Trace, op: &'t Op) -> Option<(&'t Op, String)> {
+    let mut written = op.writes.iter().map(|&value| {
+        let allocation = trace.allocation_of(value);
+        &trace.allocations[allocation.index()]
+    });
+    let before = written.find(|it| it.producer.is_none())?;
+    let name = trace.string(before.name);
+    let name = if name.is_empty() {
+        "what it is given".to_owned()
+    } else {
+        format!("`{name}`")
+    };
+    Some((op, name))
+}
+
+/// The whole of what a forward of inference returns, put together from pieces of the batch; nothing in training.
+pub(in crate::plan) fn result_bytes(trace: &Trace) -> Bytes {
+    let returns = trace.meta.inference.iter().flat_map(|it| &it.returns);
+    let bytes = returns.map(|value| {
+        let value = &trace.values[value.index()];
+        let element = element_bytes(trace.string(value.dtype)).unwrap_or_default();
+        Bytes(value.numel().saturating_mul(element))
+    });
+    bytes.sum()
 }
 
 /// Which op mixes the items of the batch, and how, as a clause; `None` where none does.
@@ -162,12 +260,123 @@ pub(in crate::plan) fn piece_counts(trace: &Trace) -> impl Iterator<Item = u64> 
 
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
     let pieces = chosen.outcome.pieces;
-    let less = chosen.planner.unplanned_peak - predict::unplanned_peak(&chosen.outcome.trace);
-    let micro_batch = Some(MicroBatch::of(&chosen.outcome.trace));
+    let whole = chosen.peak_in(&chosen.outcome.way);
+    let less = whole - predict::unplanned_peak(&chosen.outcome.trace);
+    let micro_batch = Some(MicroBatch::of(
+        &chosen.outcome.trace,
+        chosen.planner.request,
+    ));
     let details = Details::MicroBatch { micro_batch };
     plan.actions.push(Action::new(details, pieces, less));
     let mut ops = chosen.planner.trace.ops.iter();
     if ops.any(|op| op.random && op.phase == Phase::Forward) {
-        plan.notes.push(RANDOM_NOTE.to_owned());
+        let what = if chosen.planner.trace.meta.training {
+            "the gradients equal"
+        } else {
+            "the results equal"
+        };
+        plan.notes.push(format!(
+            "the model draws random numbers (dropout): each piece of the batch draws its own, so {what} the \
+             unplanned ones in distribution, not in value"
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::Budget;
+    use crate::cost::CostSource;
+    use crate::plan::{Verdict, plan};
+    use crate::trace::{Category, Inference, ValueId, sample};
+
+    fn request(percent: f64) -> PlanRequest {
+        PlanRequest {
+            budget: Budget::Percent(percent),
+            ..PlanRequest::default()
+        }
+    }
+
+    fn planned(trace: &Trace, request: &PlanRequest) -> Plan {
+        let source = CostSource::profile(vec![1.0; trace.ops.len()]);
+        plan(trace, &source, request).unwrap()
+    }
+
+    #[test]
+    fn inference_runs_in_pieces_beside_its_whole_result() {
+        let trace = sample::inference(64);
+        let made = planned(&trace, &request(40.0));
+        assert_eq!(
+            (made.verdict, made.promise),
+            (Verdict::Fits, Class::Equivalent)
+        );
+        let [action] = made.actions.as_slice() else {
+            panic!("{:?}", made.actions)
+        };
+        let Details::MicroBatch {
+            micro_batch: Some(ops),
+        } = &action.details
+        else {
+            panic!("{action:?}")
+        };
+        assert_eq!((ops.results.as_slice(), &ops.call), (&[0][..], &None));
+        let piece = predict::unplanned_peak(&trace.at_batch(64 / action.count).unwrap());
+        let whole = |it: &Trace| {
+            let inputs = it.allocations.iter();
+            let inputs = inputs.filter(|it| it.category == Category::Input);
+            result_bytes(it) + inputs.map(|it| it.bytes).sum()
+        };
+        let of_piece: Bytes = trace.at_batch(64 / action.count).unwrap().allocations[2].bytes;
+        assert_eq!(result_bytes(&trace), Bytes(64 * 8 * 4));
+        assert_eq!(
+            made.planned.predicted_peak_bytes,
+            piece - of_piece + whole(&trace)
+        );
+        let own_loop = PlanRequest {
+            own_loop: true,
+            ..request(40.0)
+        };
+        let made = planned(&trace, &own_loop);
+        let json = serde_json::to_value(&made.actions[0]).unwrap();
+        assert_eq!(json["micro_batch"]["call"]["cut"], serde_json::json!([]));
+    }
+
+    /// Why inference is not cut that differs from the sample.
+    fn reason(change: impl FnOnce(&mut Trace), own_loop: bool) -> String {
+        let mut trace = sample::inference(64);
+        change(&mut trace);
+        let request = PlanRequest {
+            own_loop,
+            ..request(40.0)
+        };
+        refusal(&trace, &request).unwrap()
+    }
+
+    #[test]
+    fn what_cannot_be_put_together_is_not_cut() {
+        fn returns(trace: &mut Trace) -> &mut Inference {
+            trace.meta.inference.as_mut().unwrap()
+        }
+        let unknown = reason(|it| it.meta.inference = None, false);
+        assert_eq!(unknown, "what the forward returns was not recorded");
+        let none = reason(|it| returns(it).returns.clear(), false);
+        assert_eq!(none, "the forward returns no tensor");
+        // The parameter is returned as well.
+        let whole = reason(|it| returns(it).returns.push(ValueId(0)), false);
+        assert_eq!(
+            whole,
+            "it returns a tensor of float32 [8, 800], which has no entry for each item of the batch"
+        );
+        let graph = reason(|it| it.ops[0].node = Some(0), false);
+        assert!(graph.contains("autograd records"), "{graph}");
+        let written = reason(|it| it.ops[0].writes = vec![ValueId(0)], false);
+        assert_eq!(written, "`aten.mm.default` writes to what it is given");
+        let more = reason(|it| returns(it).is_model_call = false, true);
+        assert!(more.contains("own loop"), "{more}");
+        let hook = reason(
+            |it| it.meta.micro_batch_refusal = Some("a hook".to_owned()),
+            false,
+        );
+        assert_eq!(hook, "a hook");
     }
 }

@@ -16,6 +16,7 @@ pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
 pub(super) mod half_parameters;
 pub(super) mod micro_batch;
+pub(super) mod no_graph;
 #[cfg(test)]
 mod noop;
 pub(super) mod offload;
@@ -170,6 +171,8 @@ techniques! {
     HalfParameters { half_parameters: HalfParameters } in half_parameters;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.
     Chunk { chunk: Chunk } in chunk;
+    /// Keep autograd off in a forward of inference that turns it on.
+    NoGraph in no_graph;
     #[cfg(test)]
     /// Do nothing.
     Noop in noop;

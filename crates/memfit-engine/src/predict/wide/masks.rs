@@ -5,8 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::element_bytes;
-use crate::trace::{Op, Phase, Trace, ValueId};
+use crate::trace::{Op, Phase, Trace, ValueId, element_bytes};
 
 /// Ops that make a tensor of one number, whatever they read.
 const FILLS: &[&str] = &[

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::unneeded::common_module;
 use crate::bytes::Bytes;
 use crate::step::Holding;
-use crate::trace::{AllocationId, Category, Op, Trace};
+use crate::trace::{AllocationId, Category, Op, Trace, element_bytes};
 use masks::Masks;
 
 /// What is less than the peak by this factor is not told.
@@ -267,16 +267,6 @@ impl<'t> Uses<'t> {
 
     fn is_named(&self, op: &Op, start: &str) -> bool {
         self.trace.string(op.name).starts_with(start)
-    }
-}
-
-/// Bytes of one element.
-fn element_bytes(dtype: &str) -> Option<u64> {
-    match dtype {
-        "int64" => Some(8),
-        "float32" | "int32" => Some(4),
-        "float16" | "bfloat16" | "int16" => Some(2),
-        _ => None,
     }
 }
 

@@ -1,7 +1,8 @@
 //! What of a step is worth running in slices, and in how many.
 //!
-//! Responsible for finding a loss over many classes whose logits come straight from a linear layer, and module
-//! calls that widen rows they treat one by one; and for the slice counts worth a capture each. Not responsible
+//! Responsible for finding a loss over many classes whose logits come straight from a linear layer, logits of inference of
+//! which not all rows are used, and module calls that widen rows they treat one by one; and for the slice counts worth a
+//! capture each. Not responsible
 //! for the proof that a call treats rows one by one (`row_proof.rs`), nor for what a step in slices does to memory:
 //! that is captured, and what turns out not to run in slices is no alternative.
 
@@ -9,7 +10,7 @@ use super::row_proof::by_rows;
 use crate::bytes::Bytes;
 use crate::predict;
 use crate::trace::{
-    CallChunk, Category, Chunk, LossChunk, Op, OpIndex, Phase, Region, Trace, ValueId,
+    CallChunk, Category, Chunk, Head, LossChunk, Op, OpIndex, Phase, Region, Trace, ValueId,
 };
 
 /// Slice counts of a loss: a few, as matrix products are the faster the larger; and many, as what is left of
@@ -33,13 +34,23 @@ const MOST_OPS: usize = 128;
 ///
 /// Why there is none, as a sentence without full stop.
 pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
-    if !trace.meta.training {
-        return Err("the step does not train".to_owned());
-    }
     let peak = predict::unplanned_peak(trace);
     let calls = wide_calls(trace, peak);
-    let losses = match (losses(trace, peak), calls.is_empty()) {
-        (Ok(losses), _) => losses,
+    let of_loss = |loss| Chunk {
+        loss: Some(loss),
+        ..Chunk::default()
+    };
+    let heads = losses(trace, peak).map(|found| found.into_iter().map(of_loss).collect());
+    let heads: Result<Vec<Chunk>, _> = heads.or_else(|reason| match used_rows(trace, peak) {
+        Some(head) => Ok(vec![Chunk {
+            head: Some(head),
+            ..Chunk::default()
+        }]),
+        None if trace.meta.training => Err(reason),
+        None => Err("no logits are computed of which few rows are used".to_owned()),
+    });
+    let mut chunks = match (heads, calls.is_empty()) {
+        (Ok(heads), _) => heads,
         (Err(_), false) => Vec::new(),
         (Err(reason), true) => {
             return Err(format!(
@@ -47,21 +58,45 @@ pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
             ));
         }
     };
-    let largest = losses.last().cloned();
-    let mut chunks: Vec<Chunk> = losses
-        .into_iter()
-        .map(|loss| Chunk {
-            loss: Some(loss),
-            calls: Vec::new(),
-        })
-        .collect();
     if !calls.is_empty() {
-        chunks.push(Chunk {
-            loss: largest,
-            calls,
-        });
+        let most = chunks.last().cloned().unwrap_or_default();
+        chunks.push(Chunk { calls, ..most });
     }
     Ok(chunks)
+}
+
+/// The largest product with a parameter in a forward of inference, where something looks at fewer of its rows. Whether
+/// nothing looks at all of them, the capture shows.
+fn used_rows(trace: &Trace, peak: Bytes) -> Option<Head> {
+    if trace.meta.training {
+        return None;
+    }
+    let sizes = trace.ops.iter().filter(|op| is_product(trace, op));
+    let made = sizes.filter_map(|op| op.outputs.first().copied());
+    let bytes = |value: ValueId| trace.allocations[trace.allocation_of(value).index()].bytes;
+    let logits = made.max_by_key(|&value| bytes(value))?;
+    let whole = &trace.values[logits.index()];
+    let is_part = |value: &ValueId| {
+        let value = &trace.values[value.index()];
+        value.allocation == whole.allocation && value.numel() < whole.numel()
+    };
+    let returns = trace.meta.inference.iter().flat_map(|it| &it.returns);
+    let mut seen = trace.ops.iter().flat_map(|op| &op.outputs).chain(returns);
+    let is_large = bytes(logits).0.saturating_mul(LEAST_PART) >= peak.0;
+    if !is_large || !seen.any(is_part) {
+        return None;
+    }
+    let classes = *whole.shape.last()?;
+    let product = trace.ops.iter().find(|op| op.outputs.contains(&logits))?;
+    let mut reads = product.reads.iter();
+    Some(Head {
+        weight: reads.find_map(|&read| parameter(trace, read, classes))?,
+        logit_bytes: bytes(logits),
+    })
+}
+
+fn is_product(trace: &Trace, op: &Op) -> bool {
+    PRODUCTS.iter().any(|name| is(trace, op, name))
 }
 
 /// The loss over many classes, in every number of slices that is tried.
@@ -188,9 +223,7 @@ fn cut(shape: &[u64]) -> Option<(u64, u64)> {
 /// The linear layer whose result a softmax takes.
 fn head(trace: &Trace, softmax: &Op) -> Option<LossChunk> {
     let logits = trace.values.get(softmax.reads.first()?.index())?;
-    let product = producer(trace, *softmax.reads.first()?, |op| {
-        PRODUCTS.iter().any(|name| is(trace, op, name))
-    })?;
+    let product = producer(trace, *softmax.reads.first()?, |op| is_product(trace, op))?;
     let classes = *trace
         .values
         .get(product.outputs.first()?.index())?
@@ -273,6 +306,7 @@ fn parameter(trace: &Trace, value: ValueId, classes: u64) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::Inference;
     use crate::trace::sample::loss_over_classes as step;
 
     #[test]
@@ -295,9 +329,6 @@ mod tests {
                 .unwrap_err()
                 .contains("only 64 rows")
         );
-        let mut still = step(512, None);
-        still.meta.training = false;
-        assert!(chunks(&still).unwrap_err().contains("does not train"));
         let mut small = step(512, None);
         small.allocations[1].bytes = Bytes(1 << 30);
         assert!(
@@ -311,5 +342,34 @@ mod tests {
     fn few_rows_are_cut_into_fewer_slices() {
         let found = chunks(&step(256, None)).unwrap();
         assert_eq!(found.iter().map(Chunk::slices).max(), Some(8));
+    }
+
+    #[test]
+    fn logits_of_which_few_rows_are_used_are_found() {
+        let mut trace = step(512, Some("aten.tanh.default"));
+        trace.meta.training = false;
+        let reason = chunks(&trace).unwrap_err();
+        assert!(reason.contains("few rows are used"), "{reason}");
+        // Something looks at the last row.
+        let logits = trace.ops[0].outputs[0];
+        let mut last = trace.values[logits.index()].clone();
+        last.shape[0] = 1;
+        trace.values.push(last);
+        let value = ValueId(u32::try_from(trace.values.len() - 1).unwrap());
+        trace.meta.inference = Some(Inference {
+            returns: vec![value],
+            is_model_call: true,
+        });
+        let found = chunks(&trace).unwrap();
+        let [
+            Chunk {
+                head: Some(head), ..
+            },
+        ] = found.as_slice()
+        else {
+            panic!("{found:?}")
+        };
+        assert_eq!(head.weight, "head.weight");
+        assert_eq!(head.logit_bytes, Bytes(512 * 100 * 4));
     }
 }

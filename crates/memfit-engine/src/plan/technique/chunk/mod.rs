@@ -18,7 +18,10 @@ pub(super) static TECHNIQUE: Technique = Technique {
     title: "chunking",
     help: "Compute a loss over many classes, and wide layers, in slices of rows",
     promise: Class::Equivalent,
-    effect: |action| format!("computed in up to {}", counted(action.count, "slice")),
+    effect: |action| match action.count {
+        1 => "logits of those rows alone that are used".to_owned(),
+        count => format!("computed in up to {}", counted(count, "slice")),
+    },
     short: Some(|count| format!("chunking into {}", counted(count, "slice"))),
     acts_on: ActsOn::Computation,
     only_where_needed: true,
@@ -76,7 +79,16 @@ fn notes(chunk: &Chunk) -> Vec<String> {
         };
         parts.push(format!("`{}`{others} in {}", first.module, first.slices));
     }
-    let mut notes = vec![format!("slices: {}", parts.join(", "))];
+    let mut notes = Vec::new();
+    if !parts.is_empty() {
+        notes.push(format!("slices: {}", parts.join(", ")));
+    }
+    if let Some(head) = &chunk.head {
+        notes.push(format!(
+            "logits of `{}`, {} in all, are computed for those rows alone that are used",
+            head.weight, head.logit_bytes
+        ));
+    }
     if let Some(call) = chunk.calls.iter().find(|call| call.draws) {
         notes.push(format!(
             "`{}` draws random numbers (dropout): each slice draws its own, so the gradients equal the unplanned ones \
