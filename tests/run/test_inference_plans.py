@@ -215,6 +215,32 @@ def test_a_model_that_changed_since_infers_whole_and_right():
     assert fitted.report().diverged
 
 
+def test_a_model_that_changed_finds_the_random_state_and_parameters_as_they_were(tmp_path):
+    load = workload(head=False)
+    options = {"forbid": ["chunk"], "offload": str(tmp_path)}
+    with memfit.fit(load, "40%", **options) as fitted:
+        kinds = [action.kind for action in fitted.plan.actions]
+        assert kinds == ["offload_parameters", "micro_batch"]
+        fitted.step()
+        assert not fitted.report().diverged
+        load.model.blocks[1].wide[1] = nn.Sequential(nn.Dropout(0.5).train(), nn.ReLU())
+        torch.manual_seed(1)
+        with pytest.warns(DivergenceWarning):
+            got = fitted.step()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            assert torch.equal(got, load.model(load.batch))
+
+
+def test_inference_mode_around_it_changes_nothing():
+    load = workload(last)
+    fitted = memfit.fit(load, 5_080_000)
+    with torch.inference_mode():
+        got = fitted.step()
+        torch.testing.assert_close(got, last(load.model, load.batch))
+    assert not fitted.report().diverged
+
+
 def test_other_batches_are_cut_too():
     load = workload(head=False)
     fitted = memfit.fit(load, "50%", forbid=["chunk"])

@@ -250,9 +250,7 @@ class Fitted:
         self.has_begun_update = self.has_skipped_update = False
         executor = self._choose(batch)
         if not self.workload.training:
-            self.place_state()
-            with executor.running():
-                result = self._infer(executor, batch)
+            result = self._infer(executor, batch)
             self._completed(executor)
             return result
         micro_batches = executor.micro_batches
@@ -266,22 +264,33 @@ class Fitted:
     def _infer(self, executor: Executor, batch: Any) -> Any:
         """A forward; on pieces of the batch where the plan says so and it is as planned."""
         workload, cut_by = self.workload, executor.micro_batches
+        executor.place()
         if cut_by is None:
-            with self._inferring(executor):
+            with executor.running(), self._inferring(executor):
                 return without_deferred(workload.infer(workload.model, batch))
         cut_by.left = ""
+        generators = Generators.now()
         try:
-            pieces = cut(batch, cut_by.pieces, workload.batch_dim, workload.batch)
-            whole = WholeResult(sum(piece.rows for piece in pieces), cut_by.results)
+            with executor.running():
+                return self._infer_in_pieces(executor, cut_by, batch)
+        except LeftProof as left:
+            generators.put_back()
+            cut_by.run_whole(str(left))
+        return self._infer(executor.whole(), batch)
+
+    def _infer_in_pieces(self, executor: Executor, cut_by: MicroBatches, batch: Any) -> Any:
+        workload = self.workload
+        pieces = cut(batch, cut_by.pieces, workload.batch_dim, workload.batch)
+        whole = WholeResult(sum(piece.rows for piece in pieces), cut_by.results)
+        # In inference mode other ops are seen than in the recording.
+        with torch.inference_mode(mode=False):
             for piece in pieces:
                 with self._inferring(executor):
-                    result = without_deferred(workload.infer(workload.model, piece.batch))
+                    result = workload.infer(workload.model, piece.batch)
+                    result = without_deferred(result)
                 with torch.no_grad():
                     whole.take(result, piece.rows)
                 del result
-        except LeftProof as left:
-            cut_by.run_whole(str(left))
-            return self._infer(executor.whole(), batch)
         return whole.result()
 
     @contextlib.contextmanager
