@@ -345,7 +345,8 @@ def _record(
     scratch = Scratch()
     if probe and (stage.device == "cpu" or not is_pretended()):
         probed = probe_scratch if stage.device == "cpu" else probe_gpu_scratch
-        scratch = probed(recorder.scratch_calls, _result_bytes(recorder))
+        with torch.set_grad_enabled(any(op.sequence is not None for op in recorder.ops)):
+            scratch = probed(recorder.scratch_calls, _result_bytes(recorder))
         _correct_results(recorder, scratch.results)
     batch = batch_size(stage.batch, workload.batch_dim)
     reduction = loss_reduction(recorder, roles.loss, batch)
@@ -385,7 +386,11 @@ def _inference(workload: Workload, returned: Returned | None) -> dict[str, Any] 
     if returned is None:
         return None
     is_model_call = workload.forward is None and workload.batch_dim == 0
-    return {"returns": list(returned.values), "is_model_call": is_model_call}
+    return {
+        "returns": list(returned.values),
+        "is_model_call": is_model_call,
+        "has_graph": returned.has_graph,
+    }
 
 
 def _with_libraries(trace: dict[str, Any], recorder: Recorder, stage: Stage) -> dict[str, Any]:

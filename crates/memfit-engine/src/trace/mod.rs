@@ -180,6 +180,9 @@ pub struct Inference {
     pub returns: Vec<ValueId>,
     /// Whether forward is one call of the model with the entries of the batch, and nothing else.
     pub is_model_call: bool,
+    /// Whether a tensor that it returns has a graph.
+    #[serde(default)]
+    pub has_graph: bool,
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "the default of an optional field")]

@@ -245,6 +245,7 @@ pub(crate) fn inference(batch: u64) -> Trace {
         builder.trace.meta.inference = Some(Inference {
             returns: vec![result],
             is_model_call: true,
+            has_graph: false,
         });
         builder.finish()
     };

@@ -54,7 +54,7 @@ class Scratch:
 
 
 def probe_scratch(calls: dict[int, Call], result_bytes: dict[int, int]) -> Scratch:
-    """Measure the scratch of every call, running each distinct one once.
+    """Measure the scratch of every call, running each distinct one once, with gradients as now.
 
     Args:
         calls: Calls by op index, on the CPU.
@@ -108,7 +108,9 @@ def _settings() -> tuple[object, ...]:
     """What decides about scratch beside the call."""
     onednn: Any = torch.backends.mkldnn  # a module in name alone: types do not know its parts
     roundings = (onednn.matmul, onednn.conv, onednn.rnn)
-    return (torch.get_num_threads(), *(setting.fp32_precision for setting in roundings))
+    precisions = (setting.fp32_precision for setting in roundings)
+    # An RNN leaves the state for its backward where gradients are on, and nowhere else.
+    return (torch.get_num_threads(), torch.is_grad_enabled(), *precisions)
 
 
 def _measure(calls: list[Call], settings: tuple[object, ...]) -> set[str]:
@@ -117,10 +119,7 @@ def _measure(calls: list[Call], settings: tuple[object, ...]) -> set[str]:
     ran: dict[int, tuple[Call, tuple[int, ...]]] = {}
     if not calls:
         return failed
-    with (
-        torch.enable_grad(),  # an RNN without it leaves no state for its backward
-        profiled_memory() as profiled,
-    ):
+    with profiled_memory() as profiled:
         for number, call in enumerate(calls):
             try:
                 ran[number] = (call, _run(call, f"{_MARK}{number}"))

@@ -29,12 +29,14 @@ class Returned:
         structure: How they lie in it.
         constants: What there is besides, in order; a tensor counts as ``None``.
         refusal: Why it cannot be put together from pieces, as a clause; empty where it may be.
+        has_graph: Whether autograd knows how one of its tensors was made.
     """
 
     values: tuple[int, ...]
     structure: TreeSpec
     constants: tuple[Any, ...]
     refusal: str = ""
+    has_graph: bool = False
 
     @classmethod
     def of(cls, result: Any, ledger: Ledger) -> Returned:
@@ -59,7 +61,8 @@ class Returned:
                 return cls((), structure, (), refusal)
             values.append(ledger.value(leaf, known))
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(tuple(values), structure, constants)
+        has_graph = any(isinstance(it, Tensor) and it.grad_fn is not None for it in leaves)
+        return cls(tuple(values), structure, constants, has_graph=has_graph)
 
     def refusal_beside(self, other: Returned) -> str:
         """Why it cannot be put together, where another batch size was recorded too.

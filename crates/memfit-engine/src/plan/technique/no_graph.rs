@@ -43,9 +43,11 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     (!is_captured).then(|| found.graph_refusal.clone())
 }
 
-/// Does autograd record a forward that has no backward?
-pub(in crate::plan) fn keeps_graph(trace: &Trace) -> bool {
-    !trace.meta.training && trace.ops.iter().any(|op| op.node.is_some())
+/// Does autograd record a forward that has no backward? Autocast's casts of weights, which it always does, are none.
+fn keeps_graph(trace: &Trace) -> bool {
+    let is_cast = |name| trace.string(name) == "aten._to_copy.default";
+    let mut recorded = trace.ops.iter().filter(|op| op.node.is_some());
+    !trace.meta.training && recorded.any(|op| !is_cast(op.name))
 }
 
 /// May it be kept from that?
@@ -87,6 +89,9 @@ mod tests {
     fn kept() -> (Trace, Trace) {
         let without = sample::inference(64);
         let mut with = without.clone();
+        if let Some(inference) = &mut with.meta.inference {
+            inference.has_graph = true;
+        }
         let end = with.end();
         for allocation in &mut with.allocations {
             allocation.natural = vec![(allocation.producer.unwrap_or(OpIndex(0)), end)];

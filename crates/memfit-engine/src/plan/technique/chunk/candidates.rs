@@ -359,6 +359,7 @@ mod tests {
         trace.meta.inference = Some(Inference {
             returns: vec![value],
             is_model_call: true,
+            has_graph: false,
         });
         let found = chunks(&trace).unwrap();
         let [
