@@ -1155,6 +1155,9 @@ class HalfParameters:
     """
 
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """A linear layer over many classes of whose rows not all are used.
 

@@ -568,7 +568,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self._strays is not None
         fetch = Fetch("offload", 0, tensor.untyped_storage().nbytes(), tensor.device, NO_HOME)
         fetch.stay = self._strays.stay
-        self._track(tensor, State(fetch, self.index))
+        self._track(tensor, State(fetch, self.index, self._turn))
 
 
 def _tell_nobody(where: str) -> None:
