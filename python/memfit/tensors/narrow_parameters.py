@@ -42,6 +42,8 @@ def widen(parameters: Iterable[Tensor]) -> None:
     Args:
         parameters: Those that may be; the others stay as they are.
     """
+    if not _WIDE:
+        return  # before the first is asked for: every step begins with this
     for parameter in parameters:
         if is_narrow(parameter):
             _convert(parameter, _WIDE[parameter])
