@@ -113,7 +113,7 @@ def _compare(build: Callable[[], memfit.Workload], change: Change, options: dict
         trace = memfit.trace(planned)
         least = memfit.plan(trace, "1B", **options).minimum_budget_bytes
         plan = memfit.plan(trace, least, **options)
-        fitted = memfit.fit(planned, plan=plan)
+        fitted = memfit.fit(planned, plan=plan, **options)  # replans are held to them too
     except MemfitError as refusal:
         return _refused(refusal)
     kinds = {action.kind for action in fitted.plan.actions}

@@ -195,8 +195,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything that only forward needs; tokens and their records live on."""
         self._tracked.clear()
         self._pins.clear()
-        # Who is told holds this watch, and modules: they go at once when nobody holds them.
-        self._on_divergence = _tell_nobody
+        # Whoever is told or asked holds this watch, and modules: those go when nobody holds them.
+        self._on_divergence, self._ask_strays = _tell_nobody, _nowhere
 
     # Ops
 
@@ -573,6 +573,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tell_nobody(where: str) -> None:
     del where
+
+
+def _nowhere() -> Transit | None:
+    return None
 
 
 def _is_input(tensor: Tensor) -> bool:
