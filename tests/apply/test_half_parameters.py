@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -341,3 +342,73 @@ def test_the_class_as_a_whole_takes_it_only_where_nothing_else_fits():
     tight = memfit.plan(load, "40%", allow="approximate")
     assert tight.fits
     assert "half_parameters" in kinds(tight)
+
+
+def test_what_trains_is_updated_by_memfit_or_not_narrowed():
+    """Torch would round to the nearest: a narrow parameter would hardly move, and nothing say so."""
+    load = words(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    plan = planned(load, "50%").as_dict()
+    state = next(it for it in plan["actions"] if it["kind"] == "optimizer_bits")
+    state["optimizer_bits"]["names"].remove("up.weight")
+    with pytest.raises(memfit.UsageError, match=r"holds `up.weight` in bfloat16 as one that does"):
+        memfit.Fitted(load, {"actions": plan["actions"]})
+
+    load = words(optimizer=lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.1))
+    load.model.up.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+    with memfit.Fitted(load, planned(load, "90%")) as fitted:
+        fitted.step()
+        load.model.up.requires_grad_(True)  # noqa: FBT003
+        with pytest.raises(memfit.UsageError, match=r"`up.weight` in bfloat16 as one that does"):
+            fitted.step()
+
+
+def test_a_parameter_that_wants_a_gradient_and_gets_none_is_not_narrowed():
+    class Detached(Words):
+        def forward(self, x):
+            h = self.words(x)
+            with torch.no_grad():
+                up = self.up(h)
+            return self.head(h + self.down(self.norm(up)))
+
+    load = replace(words(), model=Detached())
+    plan = planned(load, "10%")
+    (reason,) = [it.reason for it in plan.refusals if it.kind == "half_parameters"]
+    assert "`up.weight` trains, and no gradient reaches it" in reason
+
+
+def test_a_checkpoint_of_the_optimizer_is_loaded_while_parameters_are_narrow():
+    load = words()
+    optimizer = torch.optim.AdamW(load.model.parameters())
+    load = replace(load, optimizer=optimizer)
+    with memfit.Fitted(load, planned(load, "50%")) as fitted:
+        fitted.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        fitted.step()
+        optimizer.load_state_dict(saved)
+        before = load.model.up.weight.detach().clone()
+        fitted.step()
+        assert not torch.equal(load.model.up.weight, before)
+        state = optimizer.state[load.model.up.weight]
+        assert state["step"] == 2
+        assert state["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.offloads_parameters
+def test_plans_that_offload_parameters_and_that_narrow_them_follow_each_other(tmp_path):
+    load = words()
+    narrow = planned(load, "50%")
+    away = memfit.plan(
+        load,
+        "70%",
+        offload=tmp_path,
+        forbid=(*ALONE, "remat", "offload", "fuse_optimizer", "offload_optimizer", "one_by_one"),
+    )
+    assert "offload_parameters" in kinds(away), away
+    with memfit.Fitted(load, away) as fitted:
+        fitted.step()
+        fitted.follow(narrow)
+        fitted.step()
+        assert is_narrow(load.model.up.weight)
+        fitted.follow(away)
+        assert fitted.step().isfinite()
+        assert load.model.up.weight.dtype is torch.float32

@@ -198,7 +198,8 @@ def _slices(subject: Subject, actions: Actions) -> Part:
 
 
 def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
-    return HalfParameters(subject.model, _said(actions, NARROW_PARAMETERS) or {})
+    updated = (_said(actions, NARROW_STATE) or {}).get("names", ())
+    return HalfParameters(subject.model, _said(actions, NARROW_PARAMETERS) or {}, updated)
 
 
 def _no_graph(_subject: Subject, _actions: Actions) -> Part:

@@ -1,4 +1,4 @@
-"""The step once more, in other ways: in slices, under autocast, without a graph.
+"""The step once more, in other ways: in slices, in fewer bits, without a graph.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
 parts of an executor that a plan would use, so that what is predicted is what will run. Not
@@ -192,6 +192,8 @@ def _record(
     running = _Observed(workload, way, chunk)
     stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
     first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
+    if "half_parameters" in way:
+        _require_updates(stage, way["half_parameters"]["names"], first)
     refusal = ""
     if running.refusal:
         refusal = running.refusal
@@ -218,6 +220,20 @@ def _record(
             json.dumps(second).encode() if second is not None else None,
         )
     )
+
+
+def _require_updates(stage: Stage, names: Sequence[str], recorded: dict[str, Any]) -> None:
+    """Refuse to narrow what trains and is not updated: by torch, later, its updates would be lost.
+
+    Raises:
+        UsageError: A parameter wants a gradient and got none in the recorded step.
+    """
+    named = dict(stage.model.named_parameters(remove_duplicate=False))
+    rows, strings = recorded["allocations"], recorded["strings"]
+    updated = {strings[rows[it["parameter"]]["name"]] for it in recorded["updates"]}
+    for name in names:
+        if named[name].requires_grad and name not in updated:
+            raise UsageError(f"`{name}` trains, and no gradient reaches it")
 
 
 def _as_of(meta: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:

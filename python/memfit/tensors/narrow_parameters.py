@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.tensors.barrier import owner_of
+
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
@@ -86,7 +88,7 @@ def alias_refusal(model: nn.Module, names: Iterable[str]) -> str | None:
         parameter = named.get(name)
         if parameter is None:
             return f"the model has no parameter `{name}`"
-        if type(parameter) not in {nn.Parameter, Tensor}:
+        if type(parameter) not in {nn.Parameter, Tensor} and owner_of(parameter) is None:
             return f"`{name}` is a `{type(parameter).__name__}`"
         others = [it for it in owners[_memory(parameter)] if named.get(it) is not parameter]
         if others:

@@ -105,6 +105,8 @@ class EightBitState(AwayState):
                 if key not in self or key in self._away or self._is_kept(key):
                     continue
                 wide = dict.__getitem__(self, key)
+                if is_narrow(parameter) and isinstance(wide, Tensor):
+                    wide = wide.to(torch.float32)  # loading has it in the parameter's type
                 if isinstance(wide, Tensor) and _goes_with(wide, parameter):
                     moment = _Moment(wide.numel(), is_square=is_square)
                     moment.take(wide)

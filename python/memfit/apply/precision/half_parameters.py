@@ -9,7 +9,7 @@ followed, and from when on. Forward runs under autocast, which the same plan ask
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,12 +23,14 @@ from memfit.tensors.optimizers import gradients_reduced_later
 class HalfParameters(Part):
     """Holds parameters of a model in ``bfloat16``."""
 
-    def __init__(self, model: nn.Module, said: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, said: Mapping[str, Any], updated: Collection[str]) -> None:
         """Prepare; nothing is narrowed before :meth:`place`.
 
         Args:
             model: Whose parameters the plan names.
             said: ``HalfParameters`` of the plan as parsed JSON.
+            updated: Names of the parameters whose state the plan holds in 8 bits: those that
+                memfit updates.
 
         Raises:
             UsageError: It is no such thing, or a parameter cannot be narrowed.
@@ -47,9 +49,30 @@ class HalfParameters(Part):
         named = dict(model.named_parameters(remove_duplicate=False))
         self._model = model
         self._parameters = [named[name] for name in names]
+        self._frozen = {name: named[name] for name in names if name not in updated}
+        self._require_frozen()
+
+    def _require_frozen(self) -> None:
+        """Refuse to train what torch would update: in so few bits its updates are lost.
+
+        Raises:
+            UsageError: A parameter trains whose state the plan does not hold in 8 bits.
+        """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                message = (
+                    f"the plan holds `{name}` in bfloat16 as one that does not train, and it does\n"
+                    "hint: plan again for this workload"
+                )
+                raise UsageError(message)
 
     def place(self) -> None:
-        """Have these parameters narrow, and no others."""
+        """Have these parameters narrow, and no others.
+
+        Raises:
+            UsageError: One of them trains by now that did not when the step was planned.
+        """
+        self._require_frozen()
         chosen = {id(parameter) for parameter in self._parameters}
         widen(p for p in self._model.parameters() if id(p) not in chosen)
         for parameter in self._parameters:

@@ -62,11 +62,12 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
     except Exception as error:
         message = f"the model cannot be copied onto fake tensors ({type(error).__name__}: {error})"
         raise RealStepNeeded(message) from error
-    for mine, parameter in zip(workload.model.parameters(), model.parameters(), strict=True):
+    narrow = {name: p for name, p in workload.model.named_parameters() if is_narrow(p)}
+    for name, parameter in model.named_parameters():
         parameter.grad = None
-        if is_narrow(mine):  # by a plan, and the step is planned anew
+        if name in narrow:  # by a plan, and the step is planned anew
             with mode:
-                parameter.data = parameter.data.to(own_type(mine))
+                parameter.data = parameter.data.to(own_type(narrow[name]))
     if any(tensor.layout is not torch.strided for _, tensor in batch_entries(workload.batch)):
         raise RealStepNeeded("the batch holds a sparse tensor")
     kind = device or device_of(workload.model)
