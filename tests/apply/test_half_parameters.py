@@ -345,7 +345,7 @@ def test_the_class_as_a_whole_takes_it_only_where_nothing_else_fits():
 
 
 def test_what_trains_is_updated_by_memfit_or_not_narrowed():
-    """Torch would round to the nearest: a narrow parameter would hardly move, and nothing say so."""
+    """Torch would round to the nearest: a narrow parameter would hardly move, without a word."""
     load = words(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
     plan = planned(load, "50%").as_dict()
     state = next(it for it in plan["actions"] if it["kind"] == "optimizer_bits")
