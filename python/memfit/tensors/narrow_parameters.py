@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memfit.tensors.barrier import owner_of
+from memfit.tensors.barrier import owner_of, without_barrier
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -97,7 +97,8 @@ def alias_refusal(model: nn.Module, names: Iterable[str]) -> str | None:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    with without_barrier():  # what is elsewhere stays there
+        return int(tensor.untyped_storage()._cdata)
 
 
 def _convert(parameter: Tensor, dtype: torch.dtype) -> None:
