@@ -164,10 +164,16 @@ impl Planner<'_> {
             || ways::may_change_numbers(self.trace, self.request);
         if may_change_numbers {
             // First: it makes most of the others hopeless.
-            outcomes.extend(approximating.under_autocast(&outcomes, self.share));
+            let share = self.share.between(EXACT_TIME, AUTOCAST_TIME);
+            outcomes.extend(approximating.under_autocast(&outcomes, share));
         }
         let best = best_seconds(&outcomes);
-        let share = self.share.between(EXACT_TIME, 1.0).beside(best);
+        let (from, until) = if may_change_numbers {
+            (AUTOCAST_TIME, EQUIVALENT_TIME)
+        } else {
+            (EXACT_TIME, 1.0)
+        };
+        let share = self.share.between(from, until).beside(best);
         let mut next = if needed {
             plan.refusals.extend(self.refusals(true));
             self.equivalent(share, best)
@@ -178,7 +184,8 @@ impl Planner<'_> {
             outcomes.append(&mut next);
         }
         if may_change_numbers {
-            outcomes.extend(approximating.approximate(&outcomes, self.share));
+            let share = self.share.between(EQUIVALENT_TIME, 1.0);
+            outcomes.extend(approximating.approximate(&outcomes, share));
         }
         plan.evaluations = outcomes
             .iter()
@@ -395,6 +402,10 @@ impl Planner<'_> {
 const WORTH_TELLING: f64 = 0.995;
 /// Part of a time limit that is for exact plans, where there may be others.
 const EXACT_TIME: f64 = 0.6;
+/// Where that of plans under autocast ends, with leave for actions that change numbers.
+const AUTOCAST_TIME: f64 = 0.75;
+/// And that of equivalent plans; the rest is for the other plans that change numbers.
+const EQUIVALENT_TIME: f64 = 0.85;
 
 /// Seconds of the fastest plan that fits; infinite without one.
 fn best_seconds(outcomes: &[Outcome]) -> f64 {
