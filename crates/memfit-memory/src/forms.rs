@@ -3,8 +3,8 @@
 //! Responsible for reading them and for writing what was computed in 32 bits. Rounded to the nearest, most updates of a
 //! `bfloat16` would be none: its steps are 0.4 to 0.8 % of a number. So it is rounded up or down at random, each in
 //! proportion to how near it is, and the mean of what is written is what was computed (Zamirai et al., *Revisiting
-//! `BFloat16` Training*, 2020). What is drawn hangs on a seed and the number's place alone: the result is the same for any number of
-//! threads, and nobody's random state moves. Not responsible for the seed, nor for what is computed.
+//! `BFloat16` Training*, 2020). What is drawn depends on a seed and the number's place alone: the result is the same for any number of
+//! threads, and no generator's state changes. Not responsible for the seed, nor for what is computed.
 
 /// The form of a parameter's numbers and of its gradient's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl Form {
 }
 
 /// A form of `N` bytes a number.
-pub(crate) trait Lies<const N: usize>: Copy + Send {
+pub(crate) trait NumberForm<const N: usize>: Copy + Send {
     /// The number in 32 bits.
     fn read(bytes: [u8; N]) -> f32;
     /// What is written for the number at a place.
@@ -42,7 +42,7 @@ pub(crate) struct Wide;
 #[derive(Clone, Copy)]
 pub(crate) struct Half(pub(crate) u32);
 
-impl Lies<4> for Wide {
+impl NumberForm<4> for Wide {
     #[inline]
     fn read(bytes: [u8; 4]) -> f32 {
         f32::from_ne_bytes(bytes)
@@ -54,7 +54,7 @@ impl Lies<4> for Wide {
     }
 }
 
-impl Lies<2> for Half {
+impl NumberForm<2> for Half {
     #[inline]
     fn read(bytes: [u8; 2]) -> f32 {
         f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16)
@@ -63,7 +63,7 @@ impl Lies<2> for Half {
     #[inline]
     fn written(self, place: u32, number: f32) -> [u8; 2] {
         // Bits of an absolute value are in the order of the values, so adding below the last bit that stays rounds away
-        // from zero as often as that is near. What is not a number would overflow; infinity has nothing below.
+        // from zero as often as that is near. What is not a number would overflow; infinity has no bits there and stays.
         let drawn = drawn(self.0, place) >> 16;
         let rounded = number.to_bits().wrapping_add(drawn) >> 16;
         let bits = if number.is_nan() {

@@ -22,7 +22,7 @@ use memfit_engine::step::Narrow;
 
 use crate::blocks::{BLOCK, WIDE, each, largest, nearest_code, part};
 use crate::fastest::fastest;
-use crate::forms::{Form, Half, Lies, Wide};
+use crate::forms::{Form, Half, NumberForm, Wide};
 
 /// Places of a block.
 #[expect(clippy::cast_possible_truncation, reason = "256")]
@@ -296,7 +296,7 @@ fastest!(half_momentum, momentum_blocks, form: Half, place: u32, rule: Momentum,
     reason = "compiled anew for each kind of processor"
 )]
 #[inline(always)]
-fn adam_blocks<const N: usize, F: Lies<N>>(
+fn adam_blocks<const N: usize, F: NumberForm<N>>(
     form: F,
     mut place: u32,
     rule: Adam,
@@ -346,7 +346,7 @@ fn adam_blocks<const N: usize, F: Lies<N>>(
     reason = "compiled anew for each kind of processor"
 )]
 #[inline(always)]
-fn momentum_blocks<const N: usize, F: Lies<N>>(
+fn momentum_blocks<const N: usize, F: NumberForm<N>>(
     form: F,
     mut place: u32,
     rule: Momentum,

@@ -169,8 +169,10 @@ impl Session<'_> {
             "in fewer bits"
         } else if ways.iter().any(|way| way.autocast.is_some()) {
             "under autocast"
-        } else {
+        } else if ways.iter().any(|way| way.chunk.is_some()) {
             "in slices"
+        } else {
+            "without a graph"
         };
         let what = format!("capturing {} {how}", live.name);
         let ways = serde_json::to_string(ways)

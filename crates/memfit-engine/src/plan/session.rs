@@ -10,8 +10,9 @@
 //! Trace -> Costs -> [Offer] -> [Ways] -> Plan -> [Ways -> Plan] -> Nothing
 //! ```
 //!
-//! An offer is needed where a place is named; other ways of running the step (slices, autocast, no graph) are needed before the
-//! first search where what is allowed has them, and after it where the plan made without them does not fit.
+//! An offer is needed where a place is named; other ways of running the step (slices, autocast, narrow parameters, no
+//! graph) are needed before the first search where what is allowed has them, and after it where the plan made without
+//! them does not fit.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Other ways of running the step, as captured: in slices, under autocast, without a graph.
+//! Other ways of running the step, as captured: in slices, under autocast, with narrow parameters, without a graph.
 //!
 //! Responsible for which ways are worth a capture, for op times of a step in another way, and for trying each with the
 //! inner search, jointly with the other outer choices. Not responsible for what may run in which way (`technique/`)

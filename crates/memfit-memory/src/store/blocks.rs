@@ -251,7 +251,7 @@ impl Blocks {
         self.known.get(&id).is_some_and(Block::is_under_way)
     }
 
-    /// To how many bytes the file may be cut, now that nobody may begin a transfer; it holds nothing then.
+    /// How many bytes the file may be cut to, if it holds nothing; no transfer can begin while this is asked.
     pub(super) fn shorter(&mut self) -> Option<u64> {
         self.known.is_empty().then(|| self.length.rest()).flatten()
     }

@@ -137,7 +137,7 @@ pub(in crate::plan) fn ways(
 }
 
 /// What may be done with a step in such a way, given what may be done with the plain one: the state of parameters that
-/// train is in 8 bits, whoever asked for that.
+/// train is in 8 bits, whether or not that was asked for.
 pub(in crate::plan) fn request_in_way(request: &PlanRequest) -> PlanRequest {
     let mut allow_kinds = request.allow_kinds.clone();
     allow_kinds.extend(NEEDED);
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn state_of_narrow_parameters_is_in_8_bits_though_nobody_asked() {
+    fn state_of_narrow_parameters_is_in_8_bits_without_being_asked_for() {
         let half = request(&[ActionKind::HalfParameters], 1);
         let trace = captured(&product(), &half);
         let lowest = planned(&trace, &half);
@@ -403,7 +403,11 @@ mod tests {
             refusal(&trace, &half).unwrap(),
             "`RMSprop` has no form in 8 bits"
         );
-        assert_eq!(refusal(&trace, &request(&[], 1)), None, "nobody asked");
+        assert_eq!(
+            refusal(&trace, &request(&[], 1)),
+            None,
+            "it was not asked for"
+        );
         trace = product();
         for op in &mut trace.ops {
             op.flops = 0;

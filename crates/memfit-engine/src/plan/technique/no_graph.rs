@@ -4,7 +4,7 @@
 //! Run without, it computes the same, with the same bits unless torch has other ops for it (fused attention); what it
 //! returns has no graph.
 //!
-//! Responsible for when a step has a graph that nobody needs, for the action and for the words. Not responsible for the
+//! Responsible for when a step has a graph that is never used, for the action and for the words. Not responsible for the
 //! capture without it (the Python package), which fails where forward needs the graph after all, nor for trying it
 //! (`plan/ways.rs`).
 
@@ -28,7 +28,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     write,
 };
 
-/// Why a graph that nobody needs is recorded all the same; `None` where it is not, or where there is none.
+/// Why a graph that is never used is recorded all the same; `None` where it is not, or where there is none.
 fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if !keeps_graph(trace) {
         return None;
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_graph_that_nobody_needs_is_not_recorded() {
+    fn a_graph_that_is_never_used_is_not_recorded() {
         let (with, without) = kept();
         let trace = captured(&with, &without);
         let made = planned(&trace, vec![ActionKind::MicroBatch], 99.0);
