@@ -271,8 +271,8 @@ impl Client {
         }
     }
 
-    /// Gives a lease back. Without a connection it is given back by not being named at the next, and by a broker that
-    /// does not answer when it reads on: whoever does not wait for that holds nothing either.
+    /// Gives a lease back. Without a connection it is given back by not being named at the next. A broker that does not
+    /// answer takes it back when it reads on; a caller that stops waiting for that holds nothing either.
     ///
     /// # Errors
     ///

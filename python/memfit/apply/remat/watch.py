@@ -195,8 +195,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything that only forward needs; tokens and their records live on."""
         self._tracked.clear()
         self._pins.clear()
-        # Whoever is told or asked holds this watch, and modules: those go when nobody holds them.
-        self._on_divergence, self._ask_strays = _tell_nobody, _nowhere
+        # These hold this watch, and with it modules, which are to go with their last reference.
+        self._on_divergence, self._ask_strays = _say_nothing, _nowhere
 
     # Ops
 
@@ -571,7 +571,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._track(tensor, State(fetch, self.index, self._turn))
 
 
-def _tell_nobody(where: str) -> None:
+def _say_nothing(where: str) -> None:
     del where
 
 

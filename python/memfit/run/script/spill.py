@@ -4,7 +4,7 @@ Responsible for keeping storages and giving them back, bit for bit: of a GPU in 
 else in a file. Not responsible for which.
 
 The file has no name from the start, so nothing stays behind, whatever becomes of the process. Room
-of contents that nobody needs is used again, and all of it goes back when nobody needs any. A script
+of contents that are no longer needed is used again, and goes back when none are needed. A script
 may run forward as often as it likes and keep what it saved: half of what was free in the folder
 stays free, and the file holds at most a few times what memory would have. Where nothing may be
 written, contents stay in memory: an observed step then takes more, and is as right.

@@ -149,7 +149,7 @@ class StepUpdates:
     ) -> Executor | None:
         """A pass is about to be recorded: take the state elsewhere that it has no room for.
 
-        What the first one takes besides what is live nobody knows: as much again, perhaps.
+        What the first one takes is not known: as much again as is live, perhaps.
 
         Args:
             model: The model.
