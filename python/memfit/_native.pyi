@@ -583,6 +583,7 @@ class Trace:
         refusal: str,
         autocast_refusal: str,
         half_refusal: str,
+        int8_refusal: str,
         graph_refusal: str,
     ) -> Trace:
         """Add captures of the step in other ways.
@@ -593,6 +594,7 @@ class Trace:
             refusal: Why there are no more in slices; empty if nothing failed.
             autocast_refusal: Why there are no more under autocast; likewise.
             half_refusal: Why there are none with parameters in 16 bits; likewise.
+            int8_refusal: Why there are none with weights in 8 bits; likewise.
             graph_refusal: Why there is none without autograd's graph; likewise.
 
         Raises:

@@ -315,6 +315,28 @@ class HalfParametersAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Int8WeightsAction:
+    """Hold weights of linear layers in 8 bits, for inference.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        int8_weights: What the executor needs.
+    """
+
+    kind: Literal["int8_weights"]
+    promise: Promise
+    count: int
+    bytes: int
+    int8_weights: Int8Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAction:
     """Compute the loss over many classes, and wide layers, in slices of their rows.
 
@@ -371,6 +393,7 @@ Action: TypeAlias = (
     | AutocastAction
     | AutocastFp16Action
     | HalfParametersAction
+    | Int8WeightsAction
     | ChunkAction
     | NoGraphAction
 )
@@ -461,6 +484,7 @@ class Approximation:
             it is not scaled.
         skipped_steps: How many of them updated nothing, as a gradient was not finite.
         max_error: The bound, as a part of the batch's noise.
+        later_loss: The loss after some steps; absent where the batch's examples cannot be drawn.
         update_error: Numbers of parameters after some steps: length of the difference over the
             length of how far the unplanned ones moved. Absent where updates read nothing that was
             rounded, and when it is not a number.
@@ -476,6 +500,7 @@ class Approximation:
     scaled_steps: int
     skipped_steps: int
     max_error: float
+    later_loss: LaterLoss | None = None
     update_error: float | None = None
 
 
@@ -1185,6 +1210,17 @@ class Held:
     reserved_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Weights:
+    """Weights of linear layers held in 8 bits, with a scale for each row.
+
+    Attributes:
+        names: Names of the parameters that are quantised.
+    """
+
+    names: tuple[str, ...]
+
+
 Kind = Literal[
     "remat",
     "unneeded_saves",
@@ -1200,6 +1236,7 @@ Kind = Literal[
     "autocast",
     "autocast_fp16",
     "half_parameters",
+    "int8_weights",
     "chunk",
     "no_graph",
 ]
@@ -1220,9 +1257,28 @@ Kind = Literal[
 - ``autocast``: Compute matrix products and convolutions in bfloat16.
 - ``autocast_fp16``: Compute them in float16, with a loss scale.
 - ``half_parameters``: Hold weights and their gradients in bfloat16.
+- ``int8_weights``: Hold weights of linear layers in 8 bits, for inference.
 - ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
 - ``no_graph``: Keep autograd off in a forward of inference that turns it on.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterLoss:
+    """The loss after steps on examples drawn from the batch, beside what other draws give.
+
+    Attributes:
+        steps: After how many steps.
+        unplanned: Unplanned; not a number where it is absent.
+        planned: Planned, with the same examples; likewise.
+        lowest: The least and the most, unplanned, of these and some other draws; likewise.
+    """
+
+    steps: int
+    unplanned: float | None
+    planned: float | None
+    lowest: float | None
+    highest: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1571,6 +1627,31 @@ class OutOfMemory:
     largest_gap_bytes: int
     stack: str
     summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputError:
+    """What approximate outputs are beside the unplanned ones.
+
+    Lengths are Euclidean, over all that is returned.
+
+    Attributes:
+        error: Length of the difference over the length of the unplanned outputs; absent when it is
+            not a number.
+        cosine: Cosine of the angle between the two; absent when it is not a number.
+        rows: Rows of the last dimension, where one tensor of two or three dimensions is returned:
+            of logits, predictions.
+        other_choices: How many of them have their largest number in another place.
+        not_finite: Numbers that are finite unplanned, and not planned.
+        max_error: The bound, as a part of the length.
+    """
+
+    error: float | None
+    cosine: float | None
+    rows: int
+    other_choices: int
+    not_finite: int
+    max_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2328,6 +2409,8 @@ class Verification:
             when nothing ran.
         compiled: With ``--compile``, where the step ran so.
         not_compiled: With ``--compile``, why the step ran eager.
+        outputs: How far outputs are off; absent for a plan that does not change them or trains, and
+            when nothing ran.
     """
 
     schema_version: int
@@ -2346,6 +2429,7 @@ class Verification:
     approximation: Approximation | None = None
     compiled: CompiledFacts | None = None
     not_compiled: str | None = None
+    outputs: OutputError | None = None
 
 
 WideReason = Literal["float64", "mask", "compared", "named_mask", "index"]

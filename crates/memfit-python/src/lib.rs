@@ -183,7 +183,7 @@ mod _native {
         }
 
         /// The trace with the step in other ways. The refusals say why there are no more in slices, under autocast, with
-        /// narrow parameters, or without a graph.
+        /// parameters in 16 or weights in 8 bits, or without a graph.
         fn with_alternatives(
             &self,
             py: Python<'_>,
@@ -191,6 +191,7 @@ mod _native {
             refusal: String,
             autocast_refusal: String,
             half_refusal: String,
+            int8_refusal: String,
             graph_refusal: String,
         ) -> PyResult<Self> {
             let whole = py.detach(|| {
@@ -203,6 +204,7 @@ mod _native {
                     refusal,
                     autocast_refusal,
                     half_refusal,
+                    int8_refusal,
                     graph_refusal,
                 };
                 let whole = self.0.with_alternatives(alternatives);

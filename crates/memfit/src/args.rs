@@ -503,7 +503,9 @@ pub(crate) struct VerifyArguments {
     #[arg(long, conflicts_with = "own_loop")]
     pub(crate) compile: bool,
 
-    /// Most that an approximate plan may change gradients by, in parts of what other examples would change: 10%, 0.1 [default: 10%]
+    /// Most that an approximate plan may be off by: 10%, 0.1 [default: 10%, of inference 5%]
+    ///
+    /// Gradients in parts of what other examples would change them by; outputs of inference in parts of their length.
     #[arg(long, value_name = "PART")]
     pub(crate) max_error: Option<Part>,
 

@@ -165,7 +165,8 @@ impl Session<'_> {
         recorded: &mut Recorded,
         ways: &[Way],
     ) -> Result<(), Failure> {
-        let how = if ways.iter().any(|way| way.half_parameters.is_some()) {
+        let is_narrow = |way: &Way| way.half_parameters.is_some() || way.int8_weights.is_some();
+        let how = if ways.iter().any(is_narrow) {
             "in fewer bits"
         } else if ways.iter().any(|way| way.autocast.is_some()) {
             "under autocast"

@@ -30,7 +30,7 @@ def verify(
     plan: Plan | None = None,
     compile: bool = False,  # noqa: A002 - as in `memfit.fit`
     steps: int = 3,
-    max_error: float = 0.1,
+    max_error: float | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Verification:
     """Run real steps with and without a plan, and compare peaks, times and numbers.
@@ -45,7 +45,8 @@ def verify(
             compiles; ``not_compiled`` says why it does not.
         steps: Steps of each that are timed.
         max_error: Most that an approximate plan may change gradients by, as a part of what other
-            examples would change.
+            examples would change, 0.1 unless it is given; or the outputs of inference, as a part
+            of their length, 0.05.
         **keywords: As in :func:`memfit.plan`.
 
     Returns:
@@ -62,7 +63,7 @@ def verify(
         raise UsageError("give a `budget`, or a `plan` of eager steps to verify")
     if steps < 1:
         raise UsageError(f"`steps={steps}`: at least one step is timed")
-    if not 0 < max_error < float("inf"):
+    if max_error is not None and not 0 < max_error < float("inf"):
         raise UsageError(f"`max_error={max_error}` is no part of anything: write `0.1` for 10 %")
     chosen = Options.of(options, **keywords)
     within = "" if budget is None else step_budget(budget)
@@ -106,7 +107,7 @@ def _ran(
     made: Plan,
     options: Options,
     op_times: Mapping[str, Any],
-    wanted: tuple[int, float],
+    wanted: tuple[int, float | None],
     seconds: tuple[float, float],
     compile: bool,  # noqa: A002, FBT001
 ) -> tuple[dict[str, Any], str]:
@@ -125,8 +126,9 @@ def _ran(
         found = eager.verify(
             lambda: workload, plan, steps=steps, loss_reduction=made.loss_reduction
         )
-        if "approximation" in found:
-            found["approximation"]["max_error"] = max_error
+        for how_far in ("approximation", "outputs"):
+            if how_far in found and max_error is not None:
+                found[how_far]["max_error"] = max_error
         document, text = _native.verification(plan, found, False, *seconds)  # noqa: FBT003
     if compile:
         document["not_compiled"] = not_compiled

@@ -41,6 +41,7 @@ from memfit.apply.pieces.in_pieces import InPieces
 from memfit.apply.precision.autocast import UnderAutocast
 from memfit.apply.precision.eight_bit_state import EightBitState
 from memfit.apply.precision.half_parameters import HalfParameters
+from memfit.apply.precision.int8_weights import Int8Weights
 from memfit.apply.precision.optimizer_bits import UpdatesInEightBits
 from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
@@ -48,6 +49,7 @@ from memfit.errors import OffloadError, UsageError
 from memfit.options import HOST
 from memfit.tensors.narrow_parameters import widen
 from memfit.tensors.optimizers import gradients_reduced_later
+from memfit.weights.in_eight_bits import restore
 
 if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Tier
@@ -64,6 +66,7 @@ NARROW_STATE = "optimizer_bits"
 """The kind of action that holds the optimizer's state in 8 bits."""
 
 NARROW_PARAMETERS = "half_parameters"
+INT8_WEIGHTS = "int8_weights"
 """The kind of action that holds parameters in 16 bits."""
 
 OF_OPTIMIZER = (*BETWEEN_STEPS, "one_by_one", "fuse_optimizer")
@@ -199,7 +202,12 @@ def _slices(subject: Subject, actions: Actions) -> Part:
 
 def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
     updated = (_said(actions, NARROW_STATE) or {}).get("names", ())
-    return HalfParameters(subject.model, _said(actions, NARROW_PARAMETERS) or {}, updated)
+    said = _said(actions, NARROW_PARAMETERS) or {}
+    return HalfParameters(subject.model, said, updated, trains=subject.trains)
+
+
+def _int8_weights(subject: Subject, actions: Actions) -> Part:
+    return Int8Weights(subject.model, _said(actions, INT8_WEIGHTS) or {})
 
 
 def _no_graph(_subject: Subject, _actions: Actions) -> Part:
@@ -230,13 +238,14 @@ TECHNIQUES = {
     "allocator_settings": Technique(_allocator, for_inference=True),
     "fuse_optimizer": Technique(_optimizer_in_backward, needs_whole_step=True),
     "one_by_one": Technique(_one_by_one, needs_whole_step=True),
-    NARROW_PARAMETERS: Technique(_narrow_parameters, needs_whole_step=True),
+    NARROW_PARAMETERS: Technique(_narrow_parameters, needs_whole_step=True, for_inference=True),
+    INT8_WEIGHTS: Technique(_int8_weights, needs_whole_step=True, for_inference=True),
     NARROW_STATE: Technique(_narrow_state, needs_whole_step=True),
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True, for_inference=True),
     "no_graph": Technique(_no_graph, for_inference=True),
-    "autocast": Technique(_autocast),
+    "autocast": Technique(_autocast, for_inference=True),
     "autocast_fp16": Technique(_autocast, needs_whole_step=True),
     "remat": Technique(_activations),
     "unneeded_saves": Technique(_activations),
@@ -439,6 +448,8 @@ class Executor:
             bring_parameters_home(self.subject.model)
         if NARROW_PARAMETERS not in self._parts:
             widen(self.subject.model.parameters())
+        if INT8_WEIGHTS not in self._parts:
+            restore(self.subject.model)
         for part in self._parts.values():
             part.place()
 
@@ -456,6 +467,7 @@ def bring_all_home(subject: Subject) -> None:
         bring_home(subject.optimizer)
     bring_parameters_home(subject.model)
     widen(subject.model.parameters())
+    restore(subject.model)
 
 
 def without(plan: Mapping[str, Any], kinds: tuple[str, ...]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from memfit._native import Trace
 from memfit.apply.precision.autocast import DTYPES
@@ -24,9 +25,11 @@ from memfit.capture.record.gradient_mode import Gradients, gradient_mode
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
-from memfit.errors import MemfitError, UsageError
+from memfit.errors import MemfitError, UsageError, first_line
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.narrow_parameters import NARROW, alias_refusal
+from memfit.weights.by_rows import require_torchao
+from memfit.weights.in_eight_bits import linear_weights, quantize
 
 if TYPE_CHECKING:
     from memfit.capture.stage.stage import Stage
@@ -53,11 +56,12 @@ def with_alternatives(
     meta = json.loads(trace.json())["meta"] if ways else {}
     if meta.get("captured") == "real":
         refusal = "the step was captured by running it"
-        return trace.with_alternatives([], refusal, refusal, refusal, refusal)
+        return trace.with_alternatives([], *(5 * [refusal]))
     found = _Found()
     with preserved_random_state(), no_collection():
         stages = _Stages(workload, device)
-        for way in ways:
+        for asked in ways:
+            way = _possible(asked, workload.model)
             refusal = _impossible(way, meta)
             try:
                 if not refusal and not _is_needless(way, found.steps):
@@ -71,6 +75,7 @@ def with_alternatives(
         found.refusal,
         found.autocast_refusal,
         found.half_refusal,
+        found.int8_refusal,
         found.graph_refusal,
     )
 
@@ -79,13 +84,30 @@ def _how(way: Way) -> str:
     """How a step runs in a way, in words."""
     if "half_parameters" in way:
         return "with parameters in bfloat16"
+    if "int8_weights" in way:
+        return "with weights in 8 bits"
     if "autocast" in way:
         return "under autocast"
     return "in slices" if "chunk" in way else "without a graph"
 
 
+def _possible(way: Way, model: nn.Module) -> Way:
+    """A way with the weights that there are to quantise, which the engine cannot tell."""
+    if "int8_weights" not in way:
+        return way
+    names = linear_weights(model, way["int8_weights"]["names"])
+    return {**way, "int8_weights": {"names": names}}
+
+
 def _impossible(way: Way, meta: dict[str, Any]) -> str:
-    """Why a device cannot run a step in a way, as a sentence; empty where it can."""
+    """Why a step cannot run in a way, as a sentence; empty where nothing is known against it."""
+    if "int8_weights" in way:
+        if not way["int8_weights"]["names"]:
+            return "no large weight in float32 is that of an `nn.Linear` alone"
+        try:
+            require_torchao()
+        except UsageError as error:
+            return first_line(error)
     narrow = way.get("autocast", {}).get("dtype") == "bfloat16"
     if narrow and meta["device_kind"] == "cuda" and torch.cuda.is_available():
         here = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -118,18 +140,21 @@ class _Stages:
 
     workload: Workload
     device: str | None
-    made: dict[tuple[str, ...], Stage] = field(default_factory=dict)
+    made: dict[tuple[tuple[str, ...], tuple[str, ...]], Stage] = field(default_factory=dict)
 
     def of(self, running: Workload, way: Way) -> Stage:
         """The stage of a step in another way.
 
         Raises:
-            UsageError: It needs narrow parameters, and one cannot be narrowed.
+            UsageError: It needs parameters in fewer bits, and they cannot be.
         """
-        names = tuple(way.get("half_parameters", {}).get("names", ()))
-        stage = self.made.get(names)
+        half = tuple(way.get("half_parameters", {}).get("names", ()))
+        eight = tuple(way.get("int8_weights", {}).get("names", ()))
+        stage = self.made.get((half, eight))
         if stage is None:
-            stage = self.made[names] = self._narrowed(names)
+            stage = self.made[half, eight] = self._narrowed(half)
+            if eight:
+                _quantize(stage, eight)
         stage.workload = running
         return stage
 
@@ -147,6 +172,18 @@ class _Stages:
         return stage
 
 
+def _quantize(stage: Stage, names: Sequence[str]) -> None:
+    """Hold weights of a stage in 8 bits.
+
+    Raises:
+        UsageError: They cannot be.
+    """
+    if stage.fake_mode is None:
+        raise UsageError("the model was not captured on tensors without values")
+    with stage.fake_mode:
+        quantize(stage.model, names)
+
+
 @dataclass(slots=True)
 class _Found:
     """What came of the recordings.
@@ -155,7 +192,8 @@ class _Found:
         steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
         refusal: Why there are no more in slices.
         autocast_refusal: Why there are no more under autocast.
-        half_refusal: Why there are none with narrow parameters.
+        half_refusal: Why there are none with parameters in 16 bits.
+        int8_refusal: Why there are none with weights in 8.
         graph_refusal: Why there is none without autograd's graph.
         whole_loss: Whether the loss cannot be computed in slices.
     """
@@ -164,6 +202,7 @@ class _Found:
     refusal: str = ""
     autocast_refusal: str = ""
     half_refusal: str = ""
+    int8_refusal: str = ""
     graph_refusal: str = ""
     whole_loss: bool = False
 
@@ -171,6 +210,8 @@ class _Found:
         """Take note that a way is not to be had."""
         if "half_parameters" in way:
             self.half_refusal = refusal
+        elif "int8_weights" in way:
+            self.int8_refusal = refusal
         elif "autocast" in way:
             self.autocast_refusal = refusal
         elif "chunk" in way:
@@ -192,7 +233,7 @@ def _record(
     running = _Observed(workload, way, chunk)
     stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
     first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
-    if "half_parameters" in way:
+    if "half_parameters" in way and workload.training:
         _require_updates(stage, way["half_parameters"]["names"], first)
     refusal = ""
     if running.refusal:

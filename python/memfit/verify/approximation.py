@@ -1,8 +1,8 @@
-"""How far an approximate plan changes gradients, beside what others would, and updates.
+"""How far an approximate plan changes gradients, beside what others would, updates and outputs.
 
 Responsible for the numbers; the program says what they mean and what is too far
-(``crates/memfit/src/report/approximation.rs``). Lengths are Euclidean, over all parameters, in 64
-bits.
+(``crates/memfit/src/report/approximation.rs``, ``output_error.rs``). Lengths are Euclidean, over
+all parameters, in 64 bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from memfit.apply.micro_batch import cut
 from memfit.errors import MemfitError
-from memfit.workload import Workload
+from memfit.workload import Workload, batch_size
 
 Gradients = Mapping[str, Tensor]
 
@@ -100,6 +101,82 @@ def batch_noise(workload: Workload) -> float | None:
     pairs = [(first.get(name, zero), second.get(name, zero)) for name in names]
     difference = math.sqrt(math.fsum(_square(a - b) for a, b in pairs))
     return _ratio(difference, math.sqrt(math.fsum(_square(a + b) for a, b in pairs)))
+
+
+def output_error(expected: Gradients, got: Gradients) -> dict[str, Any]:
+    """What approximate outputs of inference are beside the unplanned ones.
+
+    Args:
+        expected: Unplanned, by their place.
+        got: Planned.
+
+    Returns:
+        It in the words of the JSON contract.
+    """
+    numbers = {k: it for k, it in expected.items() if it.is_floating_point() or it.is_complex()}
+    fits = all(name in got and got[name].shape == it.shape for name, it in numbers.items())
+    length = math.sqrt(math.fsum(map(_square, numbers.values())))
+    found: dict[str, Any] = {"error": None, "cosine": None}
+    found |= {"rows": 0, "other_choices": 0, "not_finite": 0}
+    if not fits or not numbers:
+        return found
+    other = math.sqrt(math.fsum(_square(got[name]) for name in numbers))
+    off = math.sqrt(math.fsum(_square(got[name] - it) for name, it in numbers.items()))
+    product = math.fsum(_product(it, got[name]) for name, it in numbers.items())
+    found |= {"error": _part(off, length), "cosine": _ratio(product, length * other)}
+    found["not_finite"] = sum(
+        int((it.isfinite() & ~got[name].isfinite()).sum()) for name, it in numbers.items()
+    )
+    name, only = next(iter(numbers.items()))
+    if len(numbers) == 1 and only.dim() in {2, 3} and only.shape[-1] > 1 and only.numel() > 0:
+        other_choices = only.argmax(-1) != got[name].argmax(-1)
+        found |= {
+            "rows": other_choices.numel(),
+            "other_choices": int(other_choices.sum()),
+        }
+    return found
+
+
+def drawn_batches(workload: Workload, count: int, draw: int) -> list[Any] | None:
+    """Batches of examples that are drawn from the workload's, with repetition.
+
+    Args:
+        workload: Whose batch has examples along its batch dimension.
+        count: How many batches.
+        draw: Number of the draw: the same gives the same.
+
+    Returns:
+        They; ``None`` where the batch has no examples to draw.
+    """
+    size = batch_size(workload.batch, workload.batch_dim)
+    if size < 2:  # noqa: PLR2004 - there is nothing to draw
+        return None
+    dim = workload.batch_dim
+    generator = torch.Generator().manual_seed(draw)
+
+    def drawn() -> Any:
+        rows = torch.randint(size, (size,), generator=generator)
+
+        def pick(leaf: Tensor) -> Tensor:
+            if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != size:
+                return leaf
+            return leaf.index_select(dim, rows.to(leaf.device))
+
+        return tree_map_only(Tensor, pick, workload.batch)
+
+    return [drawn() for _ in range(count)]
+
+
+def loss_of_batch(workload: Workload) -> float | None:
+    """The loss of the workload's batch as the model is now; ``None`` where it is not a number.
+
+    Args:
+        workload: The workload.
+    """
+    assert workload.loss is not None, "only what trains has a loss"
+    with torch.no_grad(), workload.autocasting():
+        loss = float(workload.loss(workload.model, workload.batch))
+    return loss if math.isfinite(loss) else None
 
 
 def _gradients(workload: Workload, batch: Any) -> Gradients:

@@ -26,7 +26,15 @@ from memfit.measure import cpu_seconds_in_turn, measure_peak, static_tensors
 from memfit.run.fitted import Fitted
 from memfit.tensors.narrow_parameters import own_type, widen
 from memfit.track import cpu
-from memfit.verify.approximation import approximation, batch_noise, update_error
+from memfit.verify.approximation import (
+    approximation,
+    batch_noise,
+    drawn_batches,
+    loss_of_batch,
+    output_error,
+    update_error,
+)
+from memfit.weights.in_eight_bits import restore
 from memfit.workload import Workload
 
 EQUIVALENT = 1e-5
@@ -41,6 +49,12 @@ _SEED = 1234
 _UPDATES = 5
 """Steps after which parameters are compared where updates read what was rounded: the first does
 not."""
+
+_LATER = 5
+"""Steps after which losses are compared."""
+
+_DRAWS = 3
+"""Draws of examples that the unplanned steps are run with, the planned one's among them."""
 
 _MOST_HALVINGS = 20
 """Steps after which a loss scale has fallen from its beginning to nearly nothing."""
@@ -128,7 +142,7 @@ def verify(
         (``bitwise``, ``equivalent`` or ``different``) and ``max_relative_error``; ``divergence``,
         where the model left the plan, empty if it did not; ``kept_drops``, drops not carried out.
         For an approximate plan also ``approximation``, how far gradients are off, and updates
-        where these read what was rounded.
+        where these read what was rounded; of inference ``outputs``, how far these are.
     """
     kinds = {action["kind"] for action in plan.get("actions", ())}
     if "offload_parameters" in kinds:
@@ -139,7 +153,7 @@ def verify(
         ordinary = Fitted(workload, {"actions": []})
         workload = replace(workload, optimizer=ordinary.optimizer)
         planned = Fitted(workload, plan, loss_reduction=loss_reduction)
-        is_approximate = plan.get("promise") == "approximate" and workload.loss is not None
+        is_approximate = plan.get("promise") == "approximate"
         compared = _compare(
             workload,
             ordinary,
@@ -177,11 +191,19 @@ def _compare(
     got = observe(workload, planned)
     state.restore(workload)
     report = planned.report()
+    infers = is_approximate and workload.loss is None
+    if infers:  # autocast returns numbers of its own type
+        got.loss = {k: _as_type_of(expected.loss.get(k), it) for k, it in got.loss.items()}
     found = compare(expected, got)
-    if is_approximate:
+    if infers:
+        found["outputs"] = output_error(expected.loss, got.loss)
+    elif is_approximate:
         noise = batch_noise(workload)
         state.restore(workload)
         found["approximation"] = approximation(expected.gradients, got.gradients, noise)
+        later = _later_loss(workload, ordinary, planned, state)
+        if later is not None:
+            found["approximation"]["later_loss"] = later
         if rounds_updates:
             error = _update_error(workload, ordinary, planned, state)
             found["approximation"] |= {"update_error": error, "update_steps": _UPDATES}
@@ -217,6 +239,36 @@ def _update_error(
         after.append({n: _wide_copy(p, p) for n, p in named if p.requires_grad})
         state.restore(workload)
     return update_error(*after)
+
+
+def _later_loss(
+    workload: Workload, ordinary: Fitted, planned: Fitted, state: State
+) -> dict[str, Any] | None:
+    """The loss of the batch after steps on examples drawn from it, planned and not.
+
+    The unplanned steps are repeated with other draws, so that what the plan changes stands beside
+    what the order of the data does. All begin with the same state, which is there again.
+    """
+    losses = []
+    for way, draw in ((planned, 0), *((ordinary, draw) for draw in range(_DRAWS))):
+        seed()
+        drawn = drawn_batches(workload, _LATER, draw)
+        if drawn is None:
+            return None
+        for batch in drawn:
+            way.step(batch)
+        seed()
+        ordinary.place_state()  # a model that is narrow does not run by itself
+        losses.append(loss_of_batch(workload))
+        state.restore(workload)
+    unplanned = [loss for loss in losses[1:] if loss is not None]
+    return {
+        "steps": _LATER,
+        "planned": losses[0],
+        "unplanned": losses[1],
+        "lowest": min(unplanned, default=None),
+        "highest": max(unplanned, default=None),
+    }
 
 
 def compare(expected: Observed, got: Observed, tolerance: float = EQUIVALENT) -> dict[str, Any]:
@@ -316,6 +368,7 @@ class State:
     def restore(self, workload: Workload) -> None:
         """Put it back."""
         widen(workload.model.parameters())
+        restore(workload.model)
         with torch.no_grad():
             for tensor, before in zip(_persistent(workload.model), self.tensors, strict=True):
                 tensor.copy_(before)
@@ -333,6 +386,12 @@ class State:
 def _wide_copy(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A copy of a parameter or its gradient, in the type that the parameter has without a plan."""
     return tensor.detach().to(own_type(parameter), copy=True)
+
+
+def _as_type_of(reference: Tensor | None, tensor: Tensor) -> Tensor:
+    if reference is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(reference.dtype)
 
 
 def _persistent(model: nn.Module) -> list[Tensor]:

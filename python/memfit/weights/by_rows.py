@@ -70,6 +70,20 @@ def quantize_by_rows(layer: nn.Linear, weight: Tensor, dtype: torch.dtype) -> bo
     return True
 
 
+def quantize_whole(layer: nn.Linear, weight: Tensor, dtype: torch.dtype) -> bool:
+    """The same at once, for weights without values: there are no bytes to save.
+
+    Args:
+        layer: As in :func:`quantize_by_rows`.
+        weight: Likewise.
+        dtype: Likewise.
+
+    Returns:
+        Whether torchao quantises such layers.
+    """
+    return _quantized(layer, weight.to(dtype)) is not None
+
+
 def _quantized(layer: nn.Linear, weight: Tensor) -> Any:
     """A weight as torchao quantises it in a layer; ``None`` where it leaves the layer."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -304,18 +304,17 @@ impl Planner<'_> {
     fn under_autocast(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let best = best_seconds(others);
         let is_cast = |step: &OtherWay<'_>| {
-            step.promise == Class::Approximate && step.alternative.way.half_parameters.is_none()
+            step.promise == Class::Approximate && ways::narrowing(&step.alternative.way).is_none()
         };
         ways::outcomes(self, is_cast, InPieces::Too, share.beside(best), best)
     }
 
-    /// The combinations of all classes once more, with activations and state in narrower forms, and the way with narrow
+    /// The combinations of all classes once more, with activations and state in narrower forms, and the ways with narrow
     /// parameters. Each is searched for what is faster than the best so far, so that leave to change numbers never makes a
     /// plan slower. Narrow parameters are for where nothing else fits, or for those who name them.
     fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let mut best = best_seconds(others);
         let share = share.beside(best);
-        let is_half = |step: &OtherWay<'_>| step.alternative.way.half_parameters.is_some();
         let mut outcomes = Vec::new();
         if self.may_shrink || self.may_narrow_state {
             outcomes = self.whole_batch(share, best);
@@ -325,12 +324,13 @@ impl Planner<'_> {
                 best = best_seconds(&outcomes);
             }
         }
-        let named = self
-            .request
-            .allow_kinds
-            .contains(&ActionKind::HalfParameters);
-        if named || best.is_infinite() {
-            outcomes.extend(ways::outcomes(self, is_half, InPieces::Too, share, best));
+        for kind in [ActionKind::HalfParameters, ActionKind::Int8Weights] {
+            if self.request.allow_kinds.contains(&kind) || best.is_infinite() {
+                let is_wanted =
+                    |step: &OtherWay<'_>| ways::narrowing(&step.alternative.way) == Some(kind);
+                outcomes.extend(ways::outcomes(self, is_wanted, InPieces::Too, share, best));
+                best = best.min(best_seconds(&outcomes));
+            }
         }
         outcomes
     }

@@ -1,4 +1,4 @@
-//! Other ways of running the step, as captured: in slices, under autocast, with narrow parameters, without a graph.
+//! Other ways of running the step, as captured: in slices, under autocast, with parameters in fewer bits, without a graph.
 //!
 //! Responsible for which ways are worth a capture, for op times of a step in another way, and for trying each with the
 //! inner search, jointly with the other outer choices. Not responsible for what may run in which way (`technique/`)
@@ -7,7 +7,7 @@
 use super::context::{OtherWay, Outcome, Planner};
 use super::search::limits::Share;
 use super::technique::chunk::candidates::chunks;
-use super::technique::{autocast, autocast_fp16, half_parameters, no_graph};
+use super::technique::{autocast, autocast_fp16, half_parameters, int8_weights, no_graph};
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
@@ -38,6 +38,7 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
         .collect();
     ways.extend(autocast::ways(trace, request, smallest.as_ref()));
     ways.extend(half_parameters::ways(trace, request, smallest.as_ref()));
+    ways.extend(int8_weights::ways(trace, request));
     for way in &mut ways {
         way.no_graph = is_without_graph;
     }
@@ -46,7 +47,17 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
 
 /// May the step run in a way that changes numbers?
 pub(super) fn may_change_numbers(trace: &Trace, request: &PlanRequest) -> bool {
-    autocast::may_any(trace, request) || half_parameters::may(trace, request)
+    autocast::may_any(trace, request)
+        || half_parameters::may(trace, request)
+        || int8_weights::may(trace, request)
+}
+
+/// The kind of action that holds the parameters of a way in fewer bits, if one does.
+pub(super) fn narrowing(way: &Way) -> Option<ActionKind> {
+    let half = way.half_parameters.as_ref();
+    let eight = way.int8_weights.as_ref();
+    half.map(|_| ActionKind::HalfParameters)
+        .or(eight.map(|_| ActionKind::Int8Weights))
 }
 
 /// May it run in this one?
@@ -58,6 +69,9 @@ fn may_be(way: &Way, trace: &Trace, request: &PlanRequest) -> bool {
     }
     if way.half_parameters.is_some() {
         return half_parameters::may(trace, request);
+    }
+    if way.int8_weights.is_some() {
+        return int8_weights::may(trace, request);
     }
     let may_cast = |it: &Autocast| autocast::may(autocast::kind_of(it), trace, request);
     way.autocast.as_ref().is_none_or(may_cast)
@@ -162,9 +176,7 @@ fn promise(trace: &Trace, alternative: &Alternative) -> Class {
     let kinds = [
         way.chunk.as_ref().map(|_| ActionKind::Chunk),
         way.autocast.as_ref().map(autocast::kind_of),
-        way.half_parameters
-            .as_ref()
-            .map(|_| ActionKind::HalfParameters),
+        narrowing(way),
     ];
     let promises = kinds.into_iter().flatten().map(|it| it.technique().promise);
     promises

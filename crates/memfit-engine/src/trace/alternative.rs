@@ -24,6 +24,9 @@ pub struct Way {
     /// Which parameters are in 16 bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub half_parameters: Option<HalfParameters>,
+    /// Which weights of linear layers are in 8 bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub int8_weights: Option<Int8Weights>,
     /// Whether autograd is kept from recording a forward of inference that turns it on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_graph: bool,
@@ -42,6 +45,13 @@ pub struct Autocast {
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct HalfParameters {
     /// Names of the parameters in `bfloat16`.
+    pub names: Vec<String>,
+}
+
+/// Weights of linear layers held in 8 bits, with a scale for each row.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct Int8Weights {
+    /// Names of the parameters that are quantised.
     pub names: Vec<String>,
 }
 
@@ -124,6 +134,9 @@ pub struct Alternatives {
     /// Why there are none with parameters in 16 bits; empty when nothing failed.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub half_refusal: String,
+    /// Why there is none with weights in 8 bits; empty when nothing failed.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub int8_refusal: String,
     /// Why there is none without autograd's graph; empty when nothing failed.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub graph_refusal: String,
@@ -141,7 +154,9 @@ impl Way {
 
     /// Whether it says anything, and no nonsense.
     fn is_valid(&self) -> bool {
-        let is_narrow = self.autocast.is_some() || self.half_parameters.is_some();
+        let is_narrow = self.autocast.is_some()
+            || self.half_parameters.is_some()
+            || self.int8_weights.is_some();
         let is_other = self.chunk.is_some() || is_narrow || self.no_graph;
         is_other && self.chunk.as_ref().is_none_or(Chunk::is_valid)
     }

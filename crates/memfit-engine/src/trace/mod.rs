@@ -33,7 +33,8 @@ pub(crate) mod sample;
 mod sizes;
 
 pub use alternative::{
-    Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, Head, LossChunk, Way,
+    Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, Head, Int8Weights,
+    LossChunk, Way,
 };
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;

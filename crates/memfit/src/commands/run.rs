@@ -32,6 +32,12 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
             "`memfit.fit(workload, budget=..., allow=\"half_parameters\")` holds them in bfloat16",
         ));
     }
+    if kinds_of(&arguments.allow).contains(&ActionKind::Int8Weights) {
+        let message = "`memfit run` leaves a script's parameters in their type: `--allow int8_weights` has no meaning";
+        return Err(Failure::usage(message).hint(
+            "`memfit.fit(workload, budget=..., allow=\"int8_weights\")` holds those of an inference in 8 bits",
+        ));
+    }
     if kinds_of(&arguments.allow).contains(&ActionKind::AutocastFp16) {
         let message =
             "`memfit run` does not scale a script's loss: `--allow autocast_fp16` has no meaning";

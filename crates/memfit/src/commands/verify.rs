@@ -48,8 +48,13 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     }
 
     let mut measured = session.measure(&live, &planned.plan)?;
-    if let (Some(found), Some(most)) = (&mut measured.approximation, arguments.max_error) {
-        found.max_error = most.0;
+    if let Some(most) = arguments.max_error {
+        if let Some(found) = &mut measured.approximation {
+            found.max_error = most.0;
+        }
+        if let Some(found) = &mut measured.outputs {
+            found.max_error = most.0;
+        }
     }
     take_in(&mut document, &measured);
     print(&document, session)?;
@@ -88,6 +93,7 @@ pub(crate) fn take_in(document: &mut VerifyDocument, measured: &Measurement) {
     document.gradients = Some(measured.gradients);
     document.loss = Some(measured.loss);
     document.approximation.clone_from(&measured.approximation);
+    document.outputs.clone_from(&measured.outputs);
     if measured.planned.measured_peak_bytes > document.budget_bytes {
         document.verdict = Verdict::DoesNotFit;
     }
@@ -136,6 +142,7 @@ pub(crate) fn document(plan: &Plan, capture_seconds: f64, plan_seconds: f64) -> 
         gradients: None,
         loss: None,
         approximation: None,
+        outputs: None,
         plan: Some(PlanSummary::of(plan)),
         compiled: None,
         not_compiled: None,

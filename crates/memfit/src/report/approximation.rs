@@ -51,9 +51,26 @@ pub(crate) struct Approximation {
     /// How many of them updated nothing, as a gradient was not finite.
     #[serde(default)]
     pub(crate) skipped_steps: u64,
+    /// The loss after some steps; absent where the batch's examples cannot be drawn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) later_loss: Option<LaterLoss>,
     /// The bound, as a part of the batch's noise.
     #[serde(default = "most_of_noise")]
     pub(crate) max_error: f64,
+}
+
+/// The loss after steps on examples drawn from the batch, beside what other draws give.
+#[derive(Debug, Clone, Copy, PartialEq, JsonSchema, Serialize, Deserialize)]
+pub(crate) struct LaterLoss {
+    /// After how many steps.
+    pub(crate) steps: u64,
+    /// Unplanned; not a number where it is absent.
+    pub(crate) unplanned: Option<f64>,
+    /// Planned, with the same examples; likewise.
+    pub(crate) planned: Option<f64>,
+    /// The least and the most, unplanned, of these and some other draws; likewise.
+    pub(crate) lowest: Option<f64>,
+    pub(crate) highest: Option<f64>,
 }
 
 const fn most_of_noise() -> f64 {
@@ -71,7 +88,11 @@ impl Approximation {
     pub(crate) fn holds(&self) -> bool {
         let updates_are =
             self.update_steps == 0 || self.update_error.is_some_and(|error| error <= MOST_OF_MOVE);
-        updates_are && self.holds_but_for_updates() && !self.skips_too_often()
+        let is_lost = |it: LaterLoss| it.unplanned.is_some() && it.planned.is_none();
+        updates_are
+            && self.holds_but_for_updates()
+            && !self.skips_too_often()
+            && !self.later_loss.is_some_and(is_lost)
     }
 
     /// Does the loss scale overflow again and again?
@@ -156,6 +177,25 @@ impl Approximation {
         ))
     }
 
+    /// What the loss is after some steps, in words; `None` where it was not looked at.
+    pub(crate) fn later_words(&self) -> Option<String> {
+        let later = self.later_loss?;
+        let (Some(unplanned), Some(planned)) = (later.unplanned, later.planned) else {
+            return Some(format!(
+                "after {} the loss is NOT A NUMBER",
+                counted(later.steps, "step")
+            ));
+        };
+        let others = later.lowest.zip(later.highest);
+        let others = others.map_or_else(String::new, |(lowest, highest)| {
+            format!("; with other draws of the batch's examples {lowest:.4} to {highest:.4}")
+        });
+        Some(format!(
+            "after {} it is {planned:.4}, unplanned {unplanned:.4}{others}",
+            counted(later.steps, "step")
+        ))
+    }
+
     /// What that is beside the batch's noise, in words.
     pub(crate) fn yardstick(&self) -> String {
         match (self.part_of_noise(), self.batch_noise) {
@@ -174,7 +214,7 @@ impl Approximation {
 }
 
 /// `0.94 %`, with two digits that say something.
-fn percent(part: f64) -> String {
+pub(super) fn percent(part: f64) -> String {
     let percent = 100.0 * part;
     if percent > 0.0 && percent < 0.01 {
         return "less than 0.01 %".to_owned();
@@ -208,6 +248,7 @@ mod tests {
             update_steps: 0,
             scaled_steps: 0,
             skipped_steps: 0,
+            later_loss: None,
             max_error: MOST_OF_NOISE,
         }
     }
@@ -287,6 +328,19 @@ mod tests {
             assert_eq!(case.holds(), holds);
             assert!(case.update_words().is_some());
         }
+        let later = |planned| Approximation {
+            later_loss: Some(LaterLoss {
+                steps: 5,
+                unplanned: Some(2.3456),
+                planned,
+                lowest: Some(2.3),
+                highest: Some(2.41),
+            }),
+            ..approximation()
+        };
+        insta::assert_snapshot!(later(Some(2.3457)).later_words().unwrap(), @"after 5 steps it is 2.3457, unplanned 2.3456; with other draws of the batch's examples 2.3000 to 2.4100");
+        assert!(later(Some(2.3457)).holds());
+        assert!(!later(None).holds());
         let unknown = Approximation {
             batch_noise: None,
             ..approximation()

@@ -19,6 +19,7 @@ use serde::Serialize;
 use super::approximation::Approximation;
 use super::compiled::CompiledFacts;
 use super::measured::Comparison;
+use super::output_error::OutputError;
 
 /// Version of every shape in this file. 2: `class` of actions became `promise`, that of comparisons `agreement`.
 pub(crate) const SCHEMA_VERSION: u32 = 2;
@@ -199,6 +200,9 @@ pub(crate) struct VerifyDocument {
     /// How far gradients are off; absent for a plan that does not change them, and when nothing ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) approximation: Option<Approximation>,
+    /// How far outputs are off; absent for a plan that does not change them or trains, and when nothing ran.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) outputs: Option<OutputError>,
     /// The eager plan; `null` where the step ran compiled.
     pub(crate) plan: Option<PlanSummary>,
     /// With `--compile`, where the step ran so.
@@ -228,10 +232,11 @@ impl VerifyDocument {
             comparison.is_some_and(|comparison| comparison.keeps(self.class()))
         };
         let is_near = self.class() != Class::Approximate
-            || self
-                .approximation
-                .as_ref()
-                .is_some_and(Approximation::holds);
+            || match (&self.approximation, &self.outputs) {
+                (Some(found), _) => found.holds(),
+                (None, Some(found)) => found.holds(),
+                (None, None) => false,
+            };
         let has_its_loss =
             self.approximation.is_none() || self.loss.is_some_and(Approximation::is_its_loss);
         self.verdict == Verdict::Fits

@@ -9,6 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::approximation::Approximation;
+use super::output_error::OutputError;
 
 /// The host's answer to `verify`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -23,6 +24,9 @@ pub(crate) struct Measurement {
     /// How far gradients are off, for a plan that changes them.
     #[serde(default)]
     pub(crate) approximation: Option<Approximation>,
+    /// How far outputs are off, for a plan of inference that changes them.
+    #[serde(default)]
+    pub(crate) outputs: Option<OutputError>,
     /// Where the running model left the plan; empty when it did not.
     #[serde(default)]
     pub(crate) divergence: String,

@@ -12,6 +12,7 @@ pub(crate) mod document;
 pub(crate) mod front;
 pub(crate) mod html;
 pub(crate) mod measured;
+pub(crate) mod output_error;
 pub(crate) mod pruning;
 pub(crate) mod schema;
 pub(crate) mod sharing;

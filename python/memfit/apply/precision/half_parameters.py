@@ -23,7 +23,14 @@ from memfit.tensors.optimizers import gradients_reduced_later
 class HalfParameters(Part):
     """Holds parameters of a model in ``bfloat16``."""
 
-    def __init__(self, model: nn.Module, said: Mapping[str, Any], updated: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        said: Mapping[str, Any],
+        updated: Collection[str],
+        *,
+        trains: bool = True,
+    ) -> None:
         """Prepare; nothing is narrowed before :meth:`place`.
 
         Args:
@@ -31,6 +38,7 @@ class HalfParameters(Part):
             said: ``HalfParameters`` of the plan as parsed JSON.
             updated: Names of the parameters whose state the plan holds in 8 bits: those that
                 memfit updates.
+            trains: Whether the model trains at all.
 
         Raises:
             UsageError: It is no such thing, or a parameter cannot be narrowed.
@@ -49,7 +57,8 @@ class HalfParameters(Part):
         named = dict(model.named_parameters(remove_duplicate=False))
         self._model = model
         self._parameters = [named[name] for name in names]
-        self._frozen = {name: named[name] for name in names if name not in updated}
+        frozen = {name: named[name] for name in names if name not in updated}
+        self._frozen = frozen if trains else {}
         self._require_frozen()
 
     def _require_frozen(self) -> None:

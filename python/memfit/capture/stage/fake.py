@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -34,7 +34,9 @@ from memfit.capture.stage.stage import (
 )
 from memfit.errors import MemfitError, WorkloadError
 from memfit.tensors.narrow_parameters import is_narrow, own_type
+from memfit.weights.in_eight_bits import own_weights
 from memfit.weights.one_device import refuse_several
+from memfit.weights.slots import slots_of
 from memfit.weights.weightless import fake_mode_of
 from memfit.workload import Workload, batch_size
 
@@ -62,12 +64,9 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
     except Exception as error:
         message = f"the model cannot be copied onto fake tensors ({type(error).__name__}: {error})"
         raise RealStepNeeded(message) from error
-    narrow = {name: p for name, p in workload.model.named_parameters() if is_narrow(p)}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         parameter.grad = None
-        if name in narrow:  # by a plan, and the step is planned anew
-            with mode:
-                parameter.data = parameter.data.to(own_type(narrow[name]))
+    _without_a_plan(model, workload.model, mode)
     if any(tensor.layout is not torch.strided for _, tensor in batch_entries(workload.batch)):
         raise RealStepNeeded("the batch holds a sparse tensor")
     kind = device or device_of(workload.model)
@@ -87,6 +86,22 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
     stage = Stage(workload, model, None, optimizer, mode, None, buffers, kind)
     set_batch(stage, batch_size(workload.batch, workload.batch_dim))
     return stage
+
+
+def _without_a_plan(model: nn.Module, original: nn.Module, mode: FakeTensorMode) -> None:
+    """Have what a plan holds in fewer bits as the user had it: the step is planned anew."""
+    narrow = {name: p for name, p in original.named_parameters() if is_narrow(p)}
+    for name, parameter in model.named_parameters():
+        if name in narrow:
+            with mode:
+                parameter.data = parameter.data.to(own_type(narrow[name]))
+    quantized = own_weights(original)
+    for slot in slots_of(model) if quantized else ():
+        own = quantized.get(slot.names[0])
+        if own is not None:
+            with mode:
+                wide = torch.empty(own.shape, dtype=own.dtype, device=slot.tensor.device)
+            slot.put(nn.Parameter(wide, own.requires_grad))
 
 
 def set_batch(stage: Stage, size: int) -> None:

@@ -89,8 +89,8 @@ pub(in crate::plan) fn step_refusal(
     if request.forbid.contains(&kind) {
         return Some("forbidden by the request".to_owned());
     }
-    if !trace.meta.training {
-        return Some("the step does not train".to_owned());
+    if kind == ActionKind::AutocastFp16 && !trace.meta.training {
+        return Some("inference has no loss to scale".to_owned());
     }
     if kind == ActionKind::AutocastFp16 && request.own_loop {
         return Some("the loss is scaled by the user's own loop, or not at all".to_owned());
@@ -177,6 +177,10 @@ pub(in crate::plan) fn cast(chosen: &Chosen<'_>, plan: &mut Plan) -> Option<(Aut
     } else {
         "weights are cast at each use (`cache_enabled=False`)"
     };
+    if !chosen.planner.trace.meta.training {
+        plan.notes
+            .push(format!("what is returned may be in {}", autocast.dtype));
+    }
     plan.notes.push(format!(
         "autocast: forward under `torch.autocast` in {}; {cache}",
         autocast.dtype

@@ -4,7 +4,7 @@
 //! update in so few bits would be lost where it is smaller than half of a last bit, so memfit updates such parameters
 //! itself: the arithmetic has 32 bits, and the result is rounded up or down by chance, in proportion (Zamirai et al.,
 //! *Revisiting `BFloat16` Training*, 2020). Their optimizer's state is in 8 bits, as the same kernel has it. What norms,
-//! biases and other arithmetic read stays in 32 bits.
+//! biases and other arithmetic read stays in 32 bits. Inference has no updates, and then it is the weights alone.
 //!
 //! Responsible for which parameters, for when it may be, for the ways worth a capture, for the action and for the words.
 //! Not responsible for autocast (`autocast.rs`), for the state (`optimizer_bits.rs`) nor for the update (the kernel,
@@ -12,11 +12,11 @@
 
 use std::collections::BTreeSet;
 
-use super::{ActsOn, Technique, autocast, counted, optimizer_bits};
+use super::{ActsOn, Technique, autocast, counted, optimizer_bits, weights};
 use crate::bytes::Bytes;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
-use crate::trace::{AllocationId, Autocast, Category, Chunk, HalfParameters, Trace, Way};
+use crate::trace::{AllocationId, Autocast, Chunk, HalfParameters, Trace, Way};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::HalfParameters,
@@ -74,14 +74,24 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.forbid.contains(&ActionKind::HalfParameters) {
         return Some("forbidden by the request".to_owned());
     }
-    for needed in NEEDED {
-        if request.forbid.contains(&needed) {
+    let needed = if trace.meta.training {
+        &NEEDED[..]
+    } else {
+        &NEEDED[..1]
+    };
+    for needed in needed {
+        if request.forbid.contains(needed) {
             let name = needed.technique().name;
             return Some(format!("it needs `{name}`, which is forbidden"));
         }
     }
     if request.own_loop {
-        return Some("parameters are updated by the user's own loop".to_owned());
+        let whose = if trace.meta.training {
+            "parameters are updated by the user's own loop"
+        } else {
+            "parameters are narrowed by `Fitted.step`, and the loop is the user's own"
+        };
+        return Some(whose.to_owned());
     }
     let needed = PlanRequest {
         allow_kinds: NEEDED.to_vec(),
@@ -90,18 +100,19 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if let Some(reason) = autocast::step_refusal(ActionKind::Autocast, trace, &needed) {
         return Some(reason);
     }
-    if narrowed(trace, &needed).is_empty() {
-        return Some(optimizer_bits::refusal(trace, &needed).unwrap_or_else(|| {
-            format!(
-                "no parameter of {LEAST_NUMBERS} numbers of 32 bits or more is read by matrix products, convolutions and \
-                 embeddings alone"
-            )
-        }));
+    if !narrowed(trace, &needed).is_empty() {
+        return None;
     }
-    None
+    let of_state = optimizer_bits::refusal(trace, &needed).filter(|_| trace.meta.training);
+    Some(of_state.unwrap_or_else(|| {
+        format!(
+            "no parameter of {LEAST_NUMBERS} numbers of 32 bits or more is read by matrix products, convolutions and \
+             embeddings alone"
+        )
+    }))
 }
 
-/// What it consists of.
+/// What it consists of; the last where parameters train.
 const NEEDED: [ActionKind; 2] = [ActionKind::Autocast, ActionKind::OptimizerBits];
 
 /// May it be used, where somebody asked for it?
@@ -129,7 +140,7 @@ pub(in crate::plan) fn ways(
         half_parameters: Some(HalfParameters {
             names: names.clone(),
         }),
-        no_graph: false,
+        ..Way::default()
     };
     let mut ways = vec![way(None)];
     ways.extend(smallest.map(|chunk| way(Some(chunk))));
@@ -159,7 +170,7 @@ pub(in crate::plan) fn must_narrow_state(trace: &Trace) -> bool {
 /// Names of the parameters that are narrowed, in the trace's order: large ones of 32 bits that forward reads in products
 /// and embeddings alone. One that trains needs state in 8 bits.
 fn narrowed(trace: &Trace, request: &PlanRequest) -> Vec<String> {
-    let other = read_otherwise(trace);
+    let suits = weights::read_alone(trace, &PRODUCTS);
     let trains: BTreeSet<AllocationId> = trace.updates.iter().map(|it| it.parameter).collect();
     let request = request_in_way(request);
     let updated: BTreeSet<AllocationId> = if optimizer_bits::may(trace, &request) {
@@ -168,44 +179,9 @@ fn narrowed(trace: &Trace, request: &PlanRequest) -> Vec<String> {
     } else {
         BTreeSet::new()
     };
-    let ids = (0..).map(AllocationId).zip(&trace.allocations);
-    let suit = ids.filter(|(id, allocation)| {
-        allocation.category == Category::Parameter
-            && allocation.bytes.0 >= LEAST_NUMBERS * WIDE
-            && allocation.name != 0
-            && !other.contains(id)
-            && !trace.meta.fixed_parameters.contains(id)
-            && (!trains.contains(id) || updated.contains(id))
-    });
-    let names = suit.map(|(_, allocation)| trace.string(allocation.name).to_owned());
-    names.collect()
-}
-
-/// The allocations of which a value is of another type than `float32`, or that anything in forward reads beside products,
-/// embeddings and views; and those that nothing reads.
-fn read_otherwise(trace: &Trace) -> BTreeSet<AllocationId> {
-    let mut unread: BTreeSet<_> = (0..)
-        .map(AllocationId)
-        .take(trace.allocations.len())
-        .collect();
-    let mut other = BTreeSet::new();
-    for value in &trace.values {
-        if trace.string(value.dtype) != "float32" {
-            other.insert(value.allocation);
-        }
-    }
-    for op in &trace.ops[..trace.forward_end().index()] {
-        let is_product = PRODUCTS.contains(&trace.string(op.name));
-        for &value in &op.reads {
-            let id = trace.allocation_of(value);
-            unread.remove(&id);
-            if !is_product && !op.view {
-                other.insert(id);
-            }
-        }
-    }
-    other.append(&mut unread);
-    other
+    weights::names(trace, LEAST_NUMBERS * WIDE, |id| {
+        suits.contains(&id) && (!trains.contains(&id) || updated.contains(&id))
+    })
 }
 
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
@@ -213,17 +189,14 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         return;
     };
     let trace = chosen.planner.trace;
-    let names: BTreeSet<&str> = half_parameters.names.iter().map(String::as_str).collect();
-    let narrowed = trace
-        .allocations
-        .iter()
-        .filter(|it| it.category == Category::Parameter && names.contains(trace.string(it.name)));
-    let bytes: Bytes = narrowed.map(|it| Bytes(it.bytes.0 / 2)).sum();
-    plan.notes.push(
+    let bytes = Bytes(weights::bytes(trace, &half_parameters.names).0 / 2);
+    let note = if trace.meta.training {
         "parameters in bfloat16: updates are computed in float32 and rounded at random, up or down in proportion; \
          closing the fitted workload makes them float32 again"
-            .to_owned(),
-    );
+    } else {
+        weights::ROUNDED
+    };
+    plan.notes.push(note.to_owned());
     let count = half_parameters.names.len() as u64;
     let details = Details::HalfParameters { half_parameters };
     plan.actions.push(Action::new(details, count, bytes));
@@ -235,7 +208,7 @@ mod tests {
     use crate::bytes::Budget;
     use crate::cost::CostSource;
     use crate::plan::{Plan, plan};
-    use crate::trace::{Alternative, Alternatives, Phase, sample};
+    use crate::trace::{Alternative, Alternatives, Category, Phase, sample};
 
     /// A step with a matrix product whose weight is large and has a moment.
     fn product() -> Trace {

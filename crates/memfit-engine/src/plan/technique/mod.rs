@@ -15,6 +15,7 @@ pub(super) mod autocast_fp16;
 pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
 pub(super) mod half_parameters;
+pub(super) mod int8_weights;
 pub(super) mod micro_batch;
 pub(super) mod no_graph;
 #[cfg(test)]
@@ -27,6 +28,7 @@ pub(super) mod optimizer_bits;
 pub(super) mod remat;
 pub(super) mod shrink;
 pub(super) mod unneeded_saves;
+mod weights;
 
 use schemars::JsonSchema;
 use serde::ser::SerializeMap;
@@ -36,7 +38,7 @@ use super::actions::Chosen;
 use super::context::Outcome;
 use super::search::problem::Candidate;
 use super::{ActionSummary, Class, Plan, PlanRequest};
-use crate::trace::{Autocast, Chunk, HalfParameters, Trace};
+use crate::trace::{Autocast, Chunk, HalfParameters, Int8Weights, Trace};
 
 /// All that is known of a technique beside what it does to memory.
 #[derive(Debug)]
@@ -169,6 +171,8 @@ techniques! {
     AutocastFp16 { autocast_fp16: Autocast } in autocast_fp16;
     /// Hold weights and their gradients in bfloat16.
     HalfParameters { half_parameters: HalfParameters } in half_parameters;
+    /// Hold weights of linear layers in 8 bits, for inference.
+    Int8Weights { int8_weights: Int8Weights } in int8_weights;
     /// Compute the loss over many classes, and wide layers, in slices of their rows.
     Chunk { chunk: Chunk } in chunk;
     /// Keep autograd off in a forward of inference that turns it on.

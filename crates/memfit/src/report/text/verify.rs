@@ -44,6 +44,13 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
         let Some(comparison) = comparison else {
             continue;
         };
+        if let Some(outputs) = &document.outputs {
+            if name == "loss" {
+                agreement.row(["outputs".to_owned(), outputs.words()]);
+                agreement.row([String::new(), outputs.choice_words().unwrap_or_default()]);
+            }
+            continue;
+        }
         let changed = document.approximation.as_ref();
         let is_bitwise = comparison.agreement == Agreement::Bitwise;
         let changed = changed.filter(|_| !is_bitwise);
@@ -60,6 +67,10 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
     let updates = document.approximation.as_ref();
     if let Some(words) = updates.and_then(Approximation::update_words) {
         agreement.row(["updates".to_owned(), words]);
+    }
+    let later = document.approximation.as_ref();
+    if let Some(words) = later.and_then(Approximation::later_words) {
+        agreement.row(["later loss".to_owned(), words]);
     }
     let scaled = document.approximation.as_ref();
     if let Some(words) = scaled.and_then(Approximation::scale_words) {
@@ -309,6 +320,8 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             "loss and gradients of the first step bitwise equal, updates as near as is allowed"
         } else if bitwise {
             "loss and gradients bitwise equal"
+        } else if document.outputs.is_some() {
+            "outputs as near as is allowed"
         } else if document.approximation.is_some() && is_exact(document.loss) {
             "loss bitwise equal, gradients as near as is allowed"
         } else if document.approximation.is_some() {
@@ -320,7 +333,9 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
     } else {
         let changed = document.approximation.as_ref();
         let only_updates = |it: &Approximation| it.holds_but_for_updates() && !it.holds();
-        let what = if changed.is_some_and(only_updates) {
+        let what = if document.outputs.is_some() {
+            "outputs"
+        } else if changed.is_some_and(only_updates) {
             "updates"
         } else {
             "loss or gradients"
@@ -387,6 +402,7 @@ mod tests {
             gradients: Some(bitwise),
             loss: Some(bitwise),
             approximation: None,
+            outputs: None,
             plan: Some(PlanSummary {
                 promise: Class::Exact,
                 actions: vec![ActionSummary::new(ActionKind::Remat, 96, Bytes(3300 << 20))],
@@ -437,6 +453,7 @@ mod tests {
             update_steps: 5,
             scaled_steps: 0,
             skipped_steps: 0,
+            later_loss: None,
             max_error: 0.1,
         };
         document.approximation = Some(approximation.clone());

@@ -1,0 +1,226 @@
+"""Weights of an inference in fewer bits: bytes, bits, what comes back, and when it is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memfit
+from memfit.measure import measure_peak, static_tensors
+from memfit.plan import alternatives
+from memfit.workload import Workload
+
+ALONE = ("chunk", "micro_batch")
+
+
+class Words(nn.Module):
+    """An embedding around linear layers, with a head of its own or the embedding's."""
+
+    def __init__(self, width=128, *, tied=False):
+        super().__init__()
+        self.words = nn.Embedding(100, width)
+        layers = (nn.Linear(width, width) for _ in range(16))
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 100, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x):
+        h = self.words(x)
+        for layer in self.layers:
+            h = h + functional.gelu(layer(self.norm(h)))
+        return self.head(h)
+
+
+def words(rows=4, **form):
+    torch.manual_seed(0)
+    return Workload(Words(**form).eval(), torch.randint(0, 100, (rows, 16)))
+
+
+def planned(workload, *kinds, budget="1KiB", **keywords):
+    keywords.setdefault("forbid", ALONE)
+    return memfit.plan(workload, budget, allow=kinds, **keywords)
+
+
+@cache
+def plan_of(build, *kinds):
+    plan = planned(build(), *kinds, budget="75%")
+    assert plan.fits
+    return plan
+
+
+def fitted(build, *kinds):
+    """A workload by a plan of these kinds."""
+    return memfit.Fitted(build(), plan_of(build, *kinds))
+
+
+def least(plan):
+    """A budget that the plan of the least bytes fits, with its margin."""
+    return int(1.02 * plan.minimum_peak_bytes)
+
+
+def measured(one):
+    one.step()
+    return measure_peak(one.step, static_tensors(one.workload, None)).peak_bytes
+
+
+def kinds_of(plan):
+    return [action.kind for action in plan.actions]
+
+
+def refusal_of(plan, kind):
+    return next(it.reason for it in plan.refusals if it.kind == kind)
+
+
+def tied():
+    return words(tied=True)
+
+
+CASES = [(words, "half_parameters"), (words, "int8_weights"), (tied, "int8_weights")]
+
+
+@pytest.mark.parametrize(("build", "kind"), CASES)
+def test_bytes_are_predicted(build, kind):
+    if kind == "int8_weights":
+        pytest.importorskip("torchao")
+    one = fitted(build, kind)
+    assert kind in kinds_of(one.plan)
+    peak = measured(one)
+    assert one.plan.planned.predicted_peak_bytes == peak
+    assert peak < 0.6 * one.plan.unplanned.predicted_peak_bytes
+
+
+def test_outputs_in_bfloat16_are_those_of_ones_own_narrow_weights():
+    own = copy.deepcopy(words().model)
+    for name, parameter in own.named_parameters():
+        if name.endswith("weight") and name != "norm.weight":
+            parameter.data = parameter.data.bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected = own(words().batch)
+    one = fitted(words, "half_parameters")
+    workload = one.workload
+    assert torch.equal(one.step(), expected)
+    one.close()
+    for name, parameter in workload.model.named_parameters():
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter, own.get_parameter(name).float())
+
+
+def test_outputs_in_8_bits_are_those_of_torchao():
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    own = copy.deepcopy(words().model)
+    quantize_(own, Int8WeightOnlyConfig(set_inductor_config=False))
+    with torch.no_grad():
+        expected = own(words().batch)
+    one = fitted(words, "int8_weights")
+    workload = one.workload
+    before = dict(workload.model.named_parameters())
+    assert torch.equal(one.step(), expected)
+    kept = before["layers.3.weight"]
+    assert kept.shape == (128, 128)
+    assert kept.dtype is torch.float32
+    with pytest.raises(memfit.UsageError, match="is held in 8 bits by a plan"):
+        kept.sum()
+    one.close()
+    after = dict(workload.model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert torch.equal(after["layers.3.weight"], own.layers[3].weight.dequantize())
+    assert torch.equal(after["layers.3.bias"], own.layers[3].bias)
+    with torch.no_grad():
+        assert torch.allclose(workload.model(workload.batch), expected, atol=1e-5)
+
+
+def test_what_an_embedding_has_too_is_not_quantised():
+    pytest.importorskip("torchao")
+    one = fitted(tied, "int8_weights")
+    one.step()
+    workload = one.workload
+    assert type(workload.model.head.weight) is nn.Parameter
+    assert workload.model.head.weight is workload.model.words.weight
+    assert next(it.count for it in one.plan.actions if it.kind == "int8_weights") == 16
+
+
+def test_another_plan_puts_weights_back():
+    pytest.importorskip("torchao")
+    one = fitted(words, "int8_weights")
+    workload = one.workload
+    own = workload.model.layers[3].weight
+    one.step()
+    assert workload.model.layers[3].weight is not own
+    again = memfit.plan(workload, "200%")
+    assert again.unplanned == plan_of(words, "int8_weights").unplanned
+    one.follow(again)
+    one.step()
+    assert workload.model.layers[3].weight is own
+    one.close()
+
+
+def test_bfloat16_comes_before_8_bits():
+    pytest.importorskip("torchao")
+    workload = words()
+    half = least(planned(workload, "half_parameters"))
+    eight = least(planned(workload, "int8_weights"))
+    assert eight < half
+    for budget, kind in ((half, "half_parameters"), (eight, "int8_weights")):
+        plan = memfit.plan(workload, budget, allow="approximate", forbid=ALONE)
+        assert plan.fits
+        assert kind in kinds_of(plan)
+    exact = memfit.plan(workload, "200%", allow="approximate")
+    assert exact.actions == ()
+
+
+def test_verify_says_how_far_outputs_are_off():
+    plan = plan_of(words, "half_parameters")
+    found = memfit.verify(words, plan=plan, steps=1)
+    assert found.holds
+    outputs = found.outputs
+    assert outputs is not None
+    assert outputs.rows == 64
+    assert 0 < outputs.error < 0.02
+    assert outputs.cosine > 0.999
+    assert "outputs  off by" in str(found)
+    strict = memfit.verify(words, plan=plan, steps=1, max_error=1e-6)
+    assert not strict.holds
+    assert "but outputs are not what" in str(strict)
+
+
+def test_what_trains_is_not_quantised():
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    workload = Workload(words().model, words().batch, loss, torch.optim.SGD)
+    reason = refusal_of(planned(workload, "int8_weights"), "int8_weights")
+    assert reason == "the step trains, and weights in 8 bits cannot"
+
+
+def test_refusals_are_sentences(monkeypatch):
+    pictures = Workload(nn.Conv2d(3, 64, 3).eval(), torch.randn(2, 3, 16, 16))
+    reason = refusal_of(planned(pictures, "int8_weights"), "int8_weights")
+    assert reason == "no linear layer has a large weight in float32 of its own"
+    own_loop = planned(words(), "int8_weights", own_loop=True)
+    assert refusal_of(own_loop, "int8_weights").startswith("weights are quantised by `Fitted.step`")
+    half = planned(words(), "half_parameters", own_loop=True)
+    assert refusal_of(half, "half_parameters").startswith("parameters are narrowed by")
+
+    def missing():
+        raise memfit.UsageError("torchao, which quantises, is not installed\nhint: install it")
+
+    monkeypatch.setattr(alternatives, "require_torchao", missing)
+    reason = refusal_of(planned(words(), "int8_weights"), "int8_weights")
+    assert reason == "torchao, which quantises, is not installed"
+
+
+def test_a_plan_of_another_model_is_refused():
+    pytest.importorskip("torchao")
+    plan = plan_of(words, "int8_weights")
+    other = Workload(nn.Sequential(nn.Linear(128, 512)).eval(), torch.randn(4, 128))
+    with pytest.raises(memfit.UsageError, match="which is no weight of a linear layer"):
+        memfit.Fitted(other, plan)
