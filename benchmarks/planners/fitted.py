@@ -69,7 +69,8 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
 
 
 def _captured(workload: memfit.Workload) -> memfit.Trace:
-    return memfit.Trace(with_alternatives(workload, memfit.trace(workload).native))
+    native = memfit.trace(workload).native
+    return memfit.Trace(with_alternatives(workload, native, native.ways()))
 
 
 def planned(

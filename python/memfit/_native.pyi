@@ -580,22 +580,14 @@ class Trace:
     def with_alternatives(
         self,
         steps: Sequence[tuple[Mapping[str, Any], bytes, bytes | None]],
-        refusal: str,
-        autocast_refusal: str,
-        half_refusal: str,
-        int8_refusal: str,
-        graph_refusal: str,
+        refusals: Mapping[str, str],
     ) -> Trace:
         """Add captures of the step in other ways.
 
         Args:
             steps: For each a way, its trace as JSON, and the trace at another batch size if there
                 is one.
-            refusal: Why there are no more in slices; empty if nothing failed.
-            autocast_refusal: Why there are no more under autocast; likewise.
-            half_refusal: Why there are none with parameters in 16 bits; likewise.
-            int8_refusal: Why there are none with weights in 8 bits; likewise.
-            graph_refusal: Why there is none without autograd's graph; likewise.
+            refusals: Why others were not captured: ``Refusals`` of the engine as JSON.
 
         Raises:
             CaptureError: A trace is not valid, or not of the same step.

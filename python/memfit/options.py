@@ -51,6 +51,7 @@ class OptionKeywords(TypedDict, total=False):
     allow: Allowance | Sequence[Allowance]
     own_loop: bool
     forbid: Sequence[Kind]
+    keep: Sequence[str]
     offload: str | PathLike[str] | None
     profile: bool
     costs: str | PathLike[str] | None
@@ -67,6 +68,8 @@ class Options:
             changes numbers by its own name (``"shrink"``); or several of both.
         own_loop: Only plan what works inside the caller's own loop.
         forbid: Techniques to leave out.
+        keep: Modules, as ``named_modules()`` names them, that compute in their own types with
+            parameters as they are, where autocast or fewer bits are planned.
         offload: Where activations, optimizer state and parameters may be offloaded to: a folder for
             files, or ``"host"`` for the host's memory (steps on CUDA). ``None`` for nowhere.
         profile: Take op times from one real step; the subject must be a workload.
@@ -80,6 +83,7 @@ class Options:
     allow: Allowance | Sequence[Allowance] = "exact"
     own_loop: bool = False
     forbid: Sequence[Kind] = ()
+    keep: Sequence[str] = ()
     offload: str | PathLike[str] | None = None
     profile: bool = False
     costs: str | PathLike[str] | None = None
@@ -96,6 +100,8 @@ class Options:
             _one_of("allow", allowed, (*get_args(Promise), *get_args(Kind)))
         if isinstance(self.forbid, str):
             raise UsageError(f"`forbid` is a list of techniques: write `forbid=[{self.forbid!r}]`")
+        if isinstance(self.keep, str):
+            raise UsageError(f"`keep` is a list of modules: write `keep=[{self.keep!r}]`")
         for kind in self.forbid:
             _one_of("forbid", kind, get_args(Kind))
         if self.profile + (self.costs is not None) + (self.gpu is not None) > 1:

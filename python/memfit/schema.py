@@ -529,10 +529,12 @@ class Autocast:
         dtype: Element type of what it casts to, ``bfloat16``.
         cache: Whether the narrow copies of parameters are kept to the end of forward, for further
             uses.
+        keep: Paths of modules in which nothing is cast.
     """
 
     dtype: str
     cache: bool
+    keep: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,63 @@ def test_a_step_that_autocasts_by_itself_is_predicted_with_its_cache(cache):
     assert peak == pytest.approx(predicted, rel=1e-3)
 
 
+class Kept(nn.Module):
+    """A module that computes in its own type, as a person would write it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.module(x.float())
+
+
+def test_modules_that_are_kept_compute_in_their_own_type():
+    plan = planned(workload(uses=2), "90%", keep=["middle.1", "head"])
+    assert action(plan)["keep"] == ["middle.1", "head"]
+    assert any("`middle.1` and 1 more stay as they are" in note for note in plan.notes)
+    losses, parameters = run(workload(uses=2), plan)
+
+    own = replace(workload(uses=2), autocast=torch.bfloat16, autocast_cache=action(plan)["cache"])
+    own.model.middle[1], own.model.head = Kept(own.model.middle[1]), Kept(own.model.head)
+    expected, theirs = run(own, {"actions": []})
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parameters, theirs, strict=True))
+
+    load = workload(uses=2)
+    with memfit.Fitted(load, plan) as fitted:
+        fitted.step()
+        peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
+    assert peak == pytest.approx(plan.planned.predicted_peak_bytes, rel=1e-3)
+    assert not load.model.head._forward_pre_hooks
+    assert not load.model.head._forward_hooks
+
+
+def test_weights_of_modules_that_are_kept_stay_as_they_are():
+    plan = memfit.plan(workload(), "4KiB", allow="half_parameters", keep=["middle"], forbid=ALONE)
+    half = next(it for it in plan.as_dict()["actions"] if it["kind"] == "half_parameters")
+    assert half["half_parameters"]["names"] == ["first.weight", "head.weight"]
+
+
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(memfit.UsageError, match=r"no module `midle` to keep\s+.*`middle`"):
+        planned(workload(), "70%", keep=["midle"])
+    with pytest.raises(memfit.UsageError, match=r"write `keep=\['head'\]`"):
+        planned(workload(), "70%", keep="head")
+
+
+def test_a_failure_inside_a_module_that_is_kept_leaves_nothing_behind():
+    plan = planned(workload(), "80%", keep=["head"])
+    load = workload()
+    load.model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with memfit.Fitted(load, plan) as fitted, pytest.raises(ZeroDivisionError):
+        fitted.step()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    assert len(load.model.head._forward_pre_hooks) == 1
+
+
 def least(load, **options):
     return memfit.plan(load, "4KiB", **options).minimum_peak_bytes
 

@@ -182,17 +182,12 @@ mod _native {
             Value(py.detach(|| plan::ways(&self.0, &widest, None)))
         }
 
-        /// The trace with the step in other ways. The refusals say why there are no more in slices, under autocast, with
-        /// parameters in 16 or weights in 8 bits, or without a graph.
+        /// The trace with the step in other ways, and why there are no more.
         fn with_alternatives(
             &self,
             py: Python<'_>,
             steps: Vec<InWay>,
-            refusal: String,
-            autocast_refusal: String,
-            half_refusal: String,
-            int8_refusal: String,
-            graph_refusal: String,
+            refusals: Value<trace::Refusals>,
         ) -> PyResult<Self> {
             let whole = py.detach(|| {
                 let steps = steps.into_iter().map(|(way, first, second)| {
@@ -201,11 +196,7 @@ mod _native {
                 });
                 let alternatives = trace::Alternatives {
                     steps: steps.collect::<PyResult<_>>()?,
-                    refusal,
-                    autocast_refusal,
-                    half_refusal,
-                    int8_refusal,
-                    graph_refusal,
+                    refusals: refusals.0,
                 };
                 let whole = self.0.with_alternatives(alternatives);
                 whole.map_err(|error| {

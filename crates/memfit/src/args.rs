@@ -344,6 +344,10 @@ pub(crate) struct PlanChoiceArguments {
     #[arg(long, value_parser = KindParser, value_name = "KIND")]
     pub(crate) forbid: Vec<ActionKind>,
 
+    /// Leave a module's numbers in their types where autocast or fewer bits are planned (repeatable)
+    #[arg(long, value_name = "MODULE")]
+    pub(crate) keep: Vec<String>,
+
     /// Only plan what works inside your own training loop: nothing outside the forward pass
     #[arg(long)]
     pub(crate) own_loop: bool,

@@ -119,6 +119,7 @@ impl PlanChoice {
             allow_kinds: kinds_of(&arguments.allow),
             own_loop: arguments.own_loop,
             forbid: arguments.forbid.clone(),
+            keep: arguments.keep.clone(),
             offload: None,
         };
         let gpu = arguments.gpu.as_deref().map(devices::find).transpose();

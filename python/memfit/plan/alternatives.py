@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memfit._native import Trace
-from memfit.apply.precision.autocast import DTYPES
+from memfit.apply.precision.autocast import DTYPES, kept, modules_to_keep
 from memfit.apply.slices.deferred import without_deferred
 from memfit.apply.slices.in_slices import InSlices
 from memfit.capture.record.gradient_mode import Gradients, gradient_mode
@@ -38,6 +38,15 @@ if TYPE_CHECKING:
 Way = dict[str, Any]
 """A ``Way`` of the engine as parsed JSON."""
 
+_REFUSALS = {
+    "half_parameters": "half_refusal",
+    "int8_weights": "int8_refusal",
+    "autocast": "autocast_refusal",
+    "chunk": "refusal",
+    "no_graph": "graph_refusal",
+}
+"""Where ``Refusals`` of the engine say why a way was not captured; the first that it has counts."""
+
 
 def with_alternatives(
     workload: Workload, trace: Trace, ways: Sequence[Way], *, device: str | None = None
@@ -52,12 +61,17 @@ def with_alternatives(
 
     Returns:
         The trace with its alternatives; where one was not found, it says why.
+
+    Raises:
+        UsageError: A module that is to be kept is none of the model's.
     """
     meta = json.loads(trace.json())["meta"] if ways else {}
     if meta.get("captured") == "real":
         refusal = "the step was captured by running it"
-        return trace.with_alternatives([], *(5 * [refusal]))
+        return trace.with_alternatives([], dict.fromkeys(_REFUSALS.values(), refusal))
     found = _Found()
+    for way in ways:
+        modules_to_keep(workload.model, _keep(way))  # a mistake is one whatever else there is
     with preserved_random_state(), no_collection():
         stages = _Stages(workload, device)
         for asked in ways:
@@ -70,14 +84,7 @@ def with_alternatives(
                 refusal = f"the step fails {_how(way)}: {error}"
             if refusal:
                 found.refuse(way, refusal)
-    return trace.with_alternatives(
-        found.steps,
-        found.refusal,
-        found.autocast_refusal,
-        found.half_refusal,
-        found.int8_refusal,
-        found.graph_refusal,
-    )
+    return trace.with_alternatives(found.steps, found.refusals)
 
 
 def _how(way: Way) -> str:
@@ -190,34 +197,17 @@ class _Found:
 
     Attributes:
         steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
-        refusal: Why there are no more in slices.
-        autocast_refusal: Why there are no more under autocast.
-        half_refusal: Why there are none with parameters in 16 bits.
-        int8_refusal: Why there are none with weights in 8.
-        graph_refusal: Why there is none without autograd's graph.
+        refusals: Why there are no others, by the engine's name for what they would be.
         whole_loss: Whether the loss cannot be computed in slices.
     """
 
     steps: list[tuple[Way, bytes, bytes | None]] = field(default_factory=list)
-    refusal: str = ""
-    autocast_refusal: str = ""
-    half_refusal: str = ""
-    int8_refusal: str = ""
-    graph_refusal: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)
     whole_loss: bool = False
 
     def refuse(self, way: Way, refusal: str) -> None:
         """Take note that a way is not to be had."""
-        if "half_parameters" in way:
-            self.half_refusal = refusal
-        elif "int8_weights" in way:
-            self.int8_refusal = refusal
-        elif "autocast" in way:
-            self.autocast_refusal = refusal
-        elif "chunk" in way:
-            self.refusal = refusal
-        else:
-            self.graph_refusal = refusal
+        self.refusals[next(name for part, name in _REFUSALS.items() if part in way)] = refusal
 
 
 def _record(
@@ -232,7 +222,8 @@ def _record(
         return
     running = _Observed(workload, way, chunk)
     stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
-    first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
+    with kept(stage.model, _keep(way)):
+        first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
     if "half_parameters" in way and workload.training:
         _require_updates(stage, way["half_parameters"]["names"], first)
     refusal = ""
@@ -244,7 +235,7 @@ def _record(
         calls = [call for call in calls if call["module"] not in running.whole_calls]
     if refusal:
         if "autocast" not in way:  # else it is another step's
-            found.refusal = refusal
+            found.refusals["refusal"] = refusal
         if calls:
             less = {**way, "chunk": {**(chunk or {}), "calls": calls}}
             _record(stages, workload, less, found, meta)
@@ -252,7 +243,8 @@ def _record(
     second = None
     size = first["meta"]["batch"]
     if meta["second_batch"] > 0 and size:
-        second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
+        with kept(stage.model, _keep(way)):
+            second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
     said = {**way, "chunk": chunk} if chunk else way
     found.steps.append(
         (
@@ -261,6 +253,12 @@ def _record(
             json.dumps(second).encode() if second is not None else None,
         )
     )
+
+
+def _keep(way: Way) -> list[str]:
+    """The modules that a way casts nothing in."""
+    keep: list[str] = way.get("autocast", {}).get("keep", [])
+    return keep
 
 
 def _require_updates(stage: Stage, names: Sequence[str], recorded: dict[str, Any]) -> None:

@@ -69,7 +69,11 @@ def front_of_trace(
 
 def _limits(options: Options) -> dict[str, Any]:
     """What of the options holds for every class, in the words of the engine's requests."""
-    return {"own_loop": options.own_loop, "forbid": list(options.forbid)}
+    return {
+        "own_loop": options.own_loop,
+        "forbid": list(options.forbid),
+        "keep": list(options.keep),
+    }
 
 
 def _answered(

@@ -38,6 +38,8 @@ pub struct FrontRequest {
     /// As in [`PlanRequest`].
     pub forbid: Vec<ActionKind>,
     /// As in [`PlanRequest`].
+    pub keep: Vec<String>,
+    /// As in [`PlanRequest`].
     pub offload: Option<Offer>,
     /// Threads that plan; the answer is the same with any number.
     pub threads: usize,
@@ -49,6 +51,7 @@ impl Default for FrontRequest {
             budget: None,
             own_loop: false,
             forbid: Vec::new(),
+            keep: Vec::new(),
             offload: None,
             threads: 1,
         }
@@ -281,6 +284,7 @@ impl Fronts<'_> {
             allow_kinds: Vec::new(),
             own_loop: self.request.own_loop,
             forbid: self.request.forbid.clone(),
+            keep: self.request.keep.clone(),
             offload: self.request.offload.clone(),
         }
     }

@@ -60,6 +60,8 @@ pub struct PlanRequest {
     pub own_loop: bool,
     /// Kinds of action the user forbids.
     pub forbid: Vec<ActionKind>,
+    /// Paths of modules that compute in their own types, with parameters as they are, whatever else is cast.
+    pub keep: Vec<String>,
     /// A place for what is offloaded; nothing is without one.
     pub offload: Option<Offer>,
 }
@@ -72,6 +74,7 @@ impl Default for PlanRequest {
             allow_kinds: Vec::new(),
             own_loop: false,
             forbid: Vec::new(),
+            keep: Vec::new(),
             offload: None,
         }
     }

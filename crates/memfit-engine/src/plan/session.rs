@@ -154,6 +154,7 @@ impl Search {
             budget,
             own_loop: self.request.own_loop,
             forbid: self.request.forbid.clone(),
+            keep: self.request.keep.clone(),
             offload: self.request.offload.clone(),
             threads,
         };

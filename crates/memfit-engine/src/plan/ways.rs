@@ -367,6 +367,7 @@ mod tests {
                 autocast: Some(Autocast {
                     dtype: "bfloat16".to_owned(),
                     cache,
+                    keep: Vec::new(),
                 }),
                 ..Way::default()
             },
@@ -478,6 +479,7 @@ mod tests {
             autocast: Some(Autocast {
                 dtype: "float16".to_owned(),
                 cache: true,
+                keep: Vec::new(),
             }),
             ..Way::default()
         };

@@ -39,6 +39,9 @@ pub struct Autocast {
     pub dtype: String,
     /// Whether the narrow copies of parameters are kept to the end of forward, for further uses.
     pub cache: bool,
+    /// Paths of modules in which nothing is cast.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub keep: Vec<String>,
 }
 
 /// Parameters held in 16 bits, their gradients with them.
@@ -125,21 +128,45 @@ pub struct Alternative {
 pub struct Alternatives {
     /// In the order in which they were asked for: from the least to the most that runs in slices.
     pub steps: Vec<Alternative>,
-    /// Why there are no more in slices; empty when nothing failed.
-    #[serde(default)]
-    pub refusal: String,
-    /// Why there are no more under autocast; empty when nothing failed.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub autocast_refusal: String,
-    /// Why there are none with parameters in 16 bits; empty when nothing failed.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub half_refusal: String,
-    /// Why there is none with weights in 8 bits; empty when nothing failed.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub int8_refusal: String,
-    /// Why there is none without autograd's graph; empty when nothing failed.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub graph_refusal: String,
+    /// Why there are not those that were asked for and are not among them.
+    #[serde(flatten)]
+    pub refusals: Refusals,
+}
+
+/// Why a step was not captured in ways that were asked for; empty where nothing failed.
+#[derive(Debug, Clone, PartialEq, Default, JsonSchema, Serialize, Deserialize)]
+pub struct Refusals {
+    /// In slices, or in no more.
+    #[serde(default, rename = "refusal")]
+    pub slices: String,
+    /// Under autocast.
+    #[serde(
+        default,
+        rename = "autocast_refusal",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub autocast: String,
+    /// With parameters in 16 bits.
+    #[serde(
+        default,
+        rename = "half_refusal",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub half_parameters: String,
+    /// With weights in 8 bits.
+    #[serde(
+        default,
+        rename = "int8_refusal",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub int8_weights: String,
+    /// Without autograd's graph.
+    #[serde(
+        default,
+        rename = "graph_refusal",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub graph: String,
 }
 
 impl Way {
@@ -289,6 +316,7 @@ mod tests {
         let autocast = Autocast {
             dtype: "bfloat16".to_owned(),
             cache: false,
+            keep: Vec::new(),
         };
         let way = Way {
             autocast: Some(autocast),

@@ -156,6 +156,7 @@ fn choice() -> PlanChoice {
             allow_kinds: Vec::new(),
             own_loop: false,
             forbid: Vec::new(),
+            keep: Vec::new(),
             offload: None,
         },
         profile: false,

@@ -63,7 +63,7 @@ pub(in crate::plan) fn refusal_of(
     let mut casts = found.steps.iter().filter_map(|it| it.way.autocast.as_ref());
     match (
         casts.any(|it| kind_of(it) == kind),
-        found.autocast_refusal.as_str(),
+        found.refusals.autocast.as_str(),
     ) {
         (true, _) => None,
         (false, "") => Some("the step was not captured under autocast".to_owned()),
@@ -94,6 +94,12 @@ pub(in crate::plan) fn step_refusal(
     }
     if kind == ActionKind::AutocastFp16 && request.own_loop {
         return Some("the loss is scaled by the user's own loop, or not at all".to_owned());
+    }
+    if request.own_loop && !request.keep.is_empty() {
+        return Some(
+            "modules are kept from it until backward has ended, and the loop is the user's own"
+                .to_owned(),
+        );
     }
     if trace.meta.captured != "fake" {
         return Some("the step was captured as it ran, and in no other way".to_owned());
@@ -141,6 +147,7 @@ pub(in crate::plan) fn ways(
             autocast: Some(Autocast {
                 dtype: dtype.to_owned(),
                 cache,
+                keep: request.keep.clone(),
             }),
             ..Way::default()
         };
@@ -181,8 +188,13 @@ pub(in crate::plan) fn cast(chosen: &Chosen<'_>, plan: &mut Plan) -> Option<(Aut
         plan.notes
             .push(format!("what is returned may be in {}", autocast.dtype));
     }
+    let kept = match autocast.keep.as_slice() {
+        [] => String::new(),
+        [one] => format!("; `{one}` stays as it is"),
+        [first, more @ ..] => format!("; `{first}` and {} more stay as they are", more.len()),
+    };
     plan.notes.push(format!(
-        "autocast: forward under `torch.autocast` in {}; {cache}",
+        "autocast: forward under `torch.autocast` in {}; {cache}{kept}",
         autocast.dtype
     ));
     Some((autocast, less))

@@ -62,7 +62,7 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
         .steps
         .iter()
         .any(|it| it.way.half_parameters.is_some());
-    match (is_captured, found.half_refusal.as_str()) {
+    match (is_captured, found.refusals.half_parameters.as_str()) {
         (true, _) => None,
         (false, "") => Some("the step was not captured with parameters in 16 bits".to_owned()),
         (false, reason) => Some(reason.to_owned()),
@@ -136,6 +136,7 @@ pub(in crate::plan) fn ways(
         autocast: Some(Autocast {
             dtype: autocast::BFLOAT16.to_owned(),
             cache: false,
+            keep: request.keep.clone(),
         }),
         half_parameters: Some(HalfParameters {
             names: names.clone(),
@@ -179,7 +180,7 @@ fn narrowed(trace: &Trace, request: &PlanRequest) -> Vec<String> {
     } else {
         BTreeSet::new()
     };
-    weights::names(trace, LEAST_NUMBERS * WIDE, |id| {
+    weights::names(trace, &request.keep, LEAST_NUMBERS * WIDE, |id| {
         suits.contains(&id) && (!trains.contains(&id) || updated.contains(&id))
     })
 }

@@ -47,7 +47,7 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     }
     let found = trace.alternatives.as_ref()?;
     let is_captured = found.steps.iter().any(|it| it.way.int8_weights.is_some());
-    match (is_captured, found.int8_refusal.as_str()) {
+    match (is_captured, found.refusals.int8_weights.as_str()) {
         (true, _) => None,
         (false, "") => Some("the step was not captured with weights in 8 bits".to_owned()),
         (false, reason) => Some(reason.to_owned()),
@@ -70,15 +70,15 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if trace.meta.captured != "fake" {
         return Some("the step was captured as it ran, and in no other way".to_owned());
     }
-    named(trace)
+    named(trace, request)
         .is_empty()
         .then(|| "no linear layer has a large weight in float32 of its own".to_owned())
 }
 
 /// Names of the parameters that may be weights of linear layers.
-fn named(trace: &Trace) -> Vec<String> {
+fn named(trace: &Trace, request: &PlanRequest) -> Vec<String> {
     let suits = weights::read_alone(trace, &PRODUCTS);
-    weights::names(trace, LEAST_BYTES, |id| suits.contains(&id))
+    weights::names(trace, &request.keep, LEAST_BYTES, |id| suits.contains(&id))
 }
 
 /// May it be used, where somebody asked for it?
@@ -90,7 +90,7 @@ pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
 pub(in crate::plan) fn ways(trace: &Trace, request: &PlanRequest) -> Option<Way> {
     may(trace, request).then(|| Way {
         int8_weights: Some(Int8Weights {
-            names: named(trace),
+            names: named(trace, request),
         }),
         ..Way::default()
     })

@@ -40,7 +40,7 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
         return Some("the step was not captured without its graph".to_owned());
     };
     let is_captured = found.steps.iter().any(|it| it.way.no_graph);
-    (!is_captured).then(|| found.graph_refusal.clone())
+    (!is_captured).then(|| found.refusals.graph.clone())
 }
 
 /// Does autograd record a forward that has no backward? Autocast's casts of weights, which it always does, are none.
@@ -83,7 +83,7 @@ mod tests {
     use crate::cost::CostSource;
     use crate::plan::{Verdict, plan, ways};
     use crate::predict;
-    use crate::trace::{Alternative, Alternatives, OpIndex, sample};
+    use crate::trace::{Alternative, Alternatives, OpIndex, Refusals, sample};
 
     /// A forward that keeps all it makes, and the same without its graph.
     fn kept() -> (Trace, Trace) {
@@ -174,7 +174,10 @@ mod tests {
         let not_tried = reason(&with, Vec::new());
         assert!(not_tried.unwrap().contains("not captured"));
         let alternatives = Alternatives {
-            graph_refusal: "it asks for gradients".to_owned(),
+            refusals: Refusals {
+                graph: "it asks for gradients".to_owned(),
+                ..Refusals::default()
+            },
             ..Alternatives::default()
         };
         let failed = with.with_alternatives(alternatives).unwrap();

@@ -35,9 +35,11 @@ pub(super) fn read_alone(trace: &Trace, ops: &[&str]) -> BTreeSet<AllocationId> 
     &read - &other
 }
 
-/// Names of the parameters of a size or more that are memfit's to narrow and suit, in the trace's order.
+/// Names of the parameters of a size or more that are memfit's to narrow, in none of the modules that are kept, and suit;
+/// in the trace's order.
 pub(super) fn names(
     trace: &Trace,
+    keep: &[String],
     least_bytes: u64,
     suits: impl Fn(AllocationId) -> bool,
 ) -> Vec<String> {
@@ -49,8 +51,18 @@ pub(super) fn names(
             && !trace.meta.fixed_parameters.contains(&id)
             && suits(id)
     });
-    let names = suit.map(|(_, allocation)| trace.string(allocation.name).to_owned());
-    names.collect()
+    let names = suit.map(|(_, allocation)| trace.string(allocation.name));
+    let is_kept = |name: &&str| keep.iter().any(|module| is_in(name, module));
+    names
+        .filter(|name| !is_kept(name))
+        .map(str::to_owned)
+        .collect()
+}
+
+/// Is something of a name in a module?
+fn is_in(name: &str, module: &str) -> bool {
+    let rest = name.strip_prefix(module);
+    module.is_empty() || rest.is_some_and(|rest| rest.starts_with('.'))
 }
 
 /// What all parameters of a step take.

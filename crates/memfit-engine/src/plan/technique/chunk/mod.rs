@@ -37,7 +37,7 @@ pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<S
     }
     if let Some(found) = &trace.alternatives {
         let is_sliced = found.steps.iter().any(|step| step.way.chunk.is_some());
-        return match (is_sliced, found.refusal.as_str()) {
+        return match (is_sliced, found.refusals.slices.as_str()) {
             (true, "") => None,
             (false, "") => Some("nothing runs in slices".to_owned()),
             (_, reason) => Some(reason.to_owned()),
