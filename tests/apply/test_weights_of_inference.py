@@ -192,6 +192,18 @@ def test_verify_says_how_far_outputs_are_off():
     assert "but outputs are not what" in str(strict)
 
 
+def test_what_leave_would_narrow_is_said_where_nothing_fits():
+    exact = memfit.plan(words(), "50%", forbid=ALONE)
+    note = next(note for note in exact.notes if note.startswith("with leave (`--allow`): "))
+    assert "`half_parameters` holds 1.1 MiB of weights in half of that" in note
+    assert "`int8_weights` 1.0 MiB in a quarter" in note
+    eight = planned(words(), "int8_weights")
+    assert not any("`int8_weights`" in note for note in eight.notes)
+    standing = next(note for note in eight.notes if "alive throughout" in note)
+    assert standing.startswith("parameter ")
+    assert "KiB" in standing.partition(" + ")[0], standing  # in 8 bits, not 1.2 MiB
+
+
 def test_what_trains_is_not_quantised():
     def loss(model, batch):
         return model(batch).square().mean()

@@ -9,7 +9,7 @@ use super::context::{OtherWay, Outcome, PlanError, Planner};
 use super::search::limits::{Limit, Share, with_work_clock};
 use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
-use super::technique::{optimizer_bits, shrink};
+use super::technique::{half_parameters, int8_weights, optimizer_bits, shrink};
 use super::ways::InPieces;
 use super::{
     ActionKind, Class, Estimate, NextClass, Plan, PlanRequest, Refusal, SCHEMA_VERSION, StopReason,
@@ -380,8 +380,27 @@ impl Planner<'_> {
                 .then_some(optimizer_bits::STATE),
             ..Variant::default()
         };
-        let note = bottleneck::standing_note(self.trace, least, self.cap, plan.budget_bytes);
+        let (lowest, _) = lowest_of(outcomes);
+        let trace = match ways::narrowing(&lowest.way) {
+            Some(_) => &lowest.trace,
+            None => self.trace,
+        };
+        let note = bottleneck::standing_note(trace, least, self.cap, plan.budget_bytes);
         plan.notes.extend(note);
+        plan.notes.extend(self.narrower_weights());
+    }
+
+    /// Which weights of an inference leave to change numbers would hold in fewer bits.
+    fn narrower_weights(&self) -> Option<String> {
+        if self.trace.meta.training {
+            return None;
+        }
+        let half = half_parameters::with_leave(self.trace, self.request)
+            .map(|bytes| format!("`half_parameters` holds {bytes} of weights in half of that"));
+        let eight = int8_weights::with_leave(self.trace, self.request)
+            .map(|bytes| format!("`int8_weights` {bytes} in a quarter"));
+        let told: Vec<_> = half.into_iter().chain(eight).collect();
+        (!told.is_empty()).then(|| format!("with leave (`--allow`): {}", told.join(", ")))
     }
 
     fn next_class(&self, plan: &Plan, next: &[Outcome]) -> Option<NextClass> {

@@ -115,6 +115,14 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
 /// What it consists of; the last where parameters train.
 const NEEDED: [ActionKind; 2] = [ActionKind::Autocast, ActionKind::OptimizerBits];
 
+/// The bytes of weights that it would narrow, where it may be used and nobody asked for it.
+pub(in crate::plan) fn with_leave(trace: &Trace, request: &PlanRequest) -> Option<Bytes> {
+    let mut asked = request.clone();
+    asked.allow_kinds.push(ActionKind::HalfParameters);
+    let is_new = !request.asks_for(ActionKind::HalfParameters) && may(trace, &asked);
+    is_new.then(|| weights::bytes(trace, &narrowed(trace, &asked)))
+}
+
 /// May it be used, where somebody asked for it?
 pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
     request.asks_for(ActionKind::HalfParameters) && step_refusal(trace, request).is_none()

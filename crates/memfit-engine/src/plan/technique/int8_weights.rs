@@ -8,6 +8,7 @@
 //! responsible for which modules are linear layers, nor for the quantisation (the Python package, torchao).
 
 use super::{ActsOn, Technique, counted, weights};
+use crate::bytes::Bytes;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Int8Weights, Trace, Way};
@@ -79,6 +80,14 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
 fn named(trace: &Trace, request: &PlanRequest) -> Vec<String> {
     let suits = weights::read_alone(trace, &PRODUCTS);
     weights::names(trace, &request.keep, LEAST_BYTES, |id| suits.contains(&id))
+}
+
+/// The bytes of weights that it would narrow, where it may be used and nobody asked for it.
+pub(in crate::plan) fn with_leave(trace: &Trace, request: &PlanRequest) -> Option<Bytes> {
+    let mut asked = request.clone();
+    asked.allow_kinds.push(ActionKind::Int8Weights);
+    let is_new = !request.asks_for(ActionKind::Int8Weights) && may(trace, &asked);
+    is_new.then(|| weights::bytes(trace, &named(trace, &asked)))
 }
 
 /// May it be used, where somebody asked for it?
