@@ -148,6 +148,20 @@ def test_what_an_embedding_has_too_is_not_quantised():
     assert next(it.count for it in one.plan.actions if it.kind == "int8_weights") == 16
 
 
+@pytest.mark.parametrize("kind", ["half_parameters", "int8_weights"])
+def test_a_loop_of_ones_own_infers_with_them(kind):
+    if kind == "int8_weights":
+        pytest.importorskip("torchao")
+    expected = fitted(words, kind).step()
+    one = memfit.Fitted(words(), planned(words(), kind, budget="75%", own_loop=True))
+    assert kind in kinds_of(one.plan)
+    for _ in range(2):
+        with one.forward():
+            found = one.workload.model(one.workload.batch)
+        assert torch.equal(found, expected)
+    one.close()
+
+
 def test_another_plan_puts_weights_back():
     pytest.importorskip("torchao")
     one = fitted(words, "int8_weights")
@@ -217,10 +231,6 @@ def test_refusals_are_sentences(monkeypatch):
     pictures = Workload(nn.Conv2d(3, 64, 3).eval(), torch.randn(2, 3, 16, 16))
     reason = refusal_of(planned(pictures, "int8_weights"), "int8_weights")
     assert reason == "no linear layer has a large weight in float32 of its own"
-    own_loop = planned(words(), "int8_weights", own_loop=True)
-    assert refusal_of(own_loop, "int8_weights").startswith("weights are quantised by `Fitted.step`")
-    half = planned(words(), "half_parameters", own_loop=True)
-    assert refusal_of(half, "half_parameters").startswith("parameters are narrowed by")
 
     def missing():
         raise memfit.UsageError("torchao, which quantises, is not installed\nhint: install it")

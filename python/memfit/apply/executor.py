@@ -67,6 +67,9 @@ NARROW_STATE = "optimizer_bits"
 
 NARROW_PARAMETERS = "half_parameters"
 INT8_WEIGHTS = "int8_weights"
+_WEIGHTS = (NARROW_PARAMETERS, INT8_WEIGHTS)
+"""Kinds of action that do all that an inference needs before its first forward."""
+
 """The kind of action that holds parameters in 16 bits."""
 
 OF_OPTIMIZER = (*BETWEEN_STEPS, "one_by_one", "fuse_optimizer")
@@ -354,7 +357,9 @@ class Executor:
         """Kind of an action that does something outside forward; ``None`` without one."""
         kinds = (kind for kind, technique in TECHNIQUES.items() if technique.needs_whole_step)
         in_call = isinstance(self._parts.get("micro_batch"), InPieces)
-        there = (kind for kind in kinds if kind in self._actions)
+        there = [kind for kind in kinds if kind in self._actions]
+        if not self.subject.trains:
+            there = [kind for kind in there if kind not in _WEIGHTS]
         return next((kind for kind in there if kind != "micro_batch" or not in_call), None)
 
     # A step

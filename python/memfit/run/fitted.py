@@ -474,9 +474,13 @@ class Fitted:
                 "hint: plan with `own_loop=True` to keep your own loop"
             )
             raise UsageError(message)
-        with contextlib.nullcontext() if self.workload.training else torch.no_grad():  # noqa: SIM117
-            with executor.forward():
-                yield
+        with contextlib.ExitStack() as entered:
+            if not self.workload.training:
+                executor.place()
+                entered.enter_context(torch.no_grad())
+                entered.enter_context(executor.running())
+            entered.enter_context(executor.forward())
+            yield
         self._completed(executor)
 
     # Plans

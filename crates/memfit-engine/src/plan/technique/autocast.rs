@@ -95,7 +95,7 @@ pub(in crate::plan) fn step_refusal(
     if kind == ActionKind::AutocastFp16 && request.own_loop {
         return Some("the loss is scaled by the user's own loop, or not at all".to_owned());
     }
-    if request.own_loop && !request.keep.is_empty() {
+    if request.own_loop && trace.meta.training && !request.keep.is_empty() {
         return Some(
             "modules are kept from it until backward has ended, and the loop is the user's own"
                 .to_owned(),

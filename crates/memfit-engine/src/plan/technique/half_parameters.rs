@@ -85,13 +85,8 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
             return Some(format!("it needs `{name}`, which is forbidden"));
         }
     }
-    if request.own_loop {
-        let whose = if trace.meta.training {
-            "parameters are updated by the user's own loop"
-        } else {
-            "parameters are narrowed by `Fitted.step`, and the loop is the user's own"
-        };
-        return Some(whose.to_owned());
+    if request.own_loop && trace.meta.training {
+        return Some("parameters are updated by the user's own loop".to_owned());
     }
     let needed = PlanRequest {
         allow_kinds: NEEDED.to_vec(),

@@ -63,11 +63,6 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if trace.meta.training {
         return Some("the step trains, and weights in 8 bits cannot".to_owned());
     }
-    if request.own_loop {
-        return Some(
-            "weights are quantised by `Fitted.step`, and the loop is the user's own".to_owned(),
-        );
-    }
     if trace.meta.captured != "fake" {
         return Some("the step was captured as it ran, and in no other way".to_owned());
     }
