@@ -137,20 +137,26 @@ def output_error(expected: Gradients, got: Gradients) -> dict[str, Any]:
     return found
 
 
-def drawn_batches(workload: Workload, count: int, draw: int) -> list[Any] | None:
+def may_be_drawn(workload: Workload) -> bool:
+    """Whether a workload's batch has examples that other batches can be drawn from.
+
+    Args:
+        workload: The workload.
+    """
+    return batch_size(workload.batch, workload.batch_dim) > 1
+
+
+def drawn_batches(workload: Workload, count: int, draw: int) -> list[Any]:
     """Batches of examples that are drawn from the workload's, with repetition.
 
     Args:
-        workload: Whose batch has examples along its batch dimension.
+        workload: Whose batch it is; where its examples cannot be drawn, it is each of the batches.
         count: How many batches.
         draw: Number of the draw: the same gives the same.
-
-    Returns:
-        They; ``None`` where the batch has no examples to draw.
     """
+    if not may_be_drawn(workload):
+        return [workload.batch] * count
     size = batch_size(workload.batch, workload.batch_dim)
-    if size < 2:  # noqa: PLR2004 - there is nothing to draw
-        return None
     dim = workload.batch_dim
     generator = torch.Generator().manual_seed(draw)
 

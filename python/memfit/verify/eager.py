@@ -31,6 +31,7 @@ from memfit.verify.approximation import (
     batch_noise,
     drawn_batches,
     loss_of_batch,
+    may_be_drawn,
     output_error,
     update_error,
 )
@@ -47,11 +48,8 @@ that large: sums that cancel to nearly nothing carry the rounding of their terms
 _SEED = 1234
 
 _UPDATES = 5
-"""Steps after which parameters are compared where updates read what was rounded: the first does
-not."""
-
-_LATER = 5
-"""Steps after which losses are compared."""
+"""Steps after which losses are compared, and parameters where updates read what was rounded: the
+first does not."""
 
 _DRAWS = 3
 """Draws of examples that the unplanned steps are run with, the planned one's among them."""
@@ -201,12 +199,9 @@ def _compare(
         noise = batch_noise(workload)
         state.restore(workload)
         found["approximation"] = approximation(expected.gradients, got.gradients, noise)
-        later = _later_loss(workload, ordinary, planned, state)
-        if later is not None:
-            found["approximation"]["later_loss"] = later
-        if rounds_updates:
-            error = _update_error(workload, ordinary, planned, state)
-            found["approximation"] |= {"update_error": error, "update_steps": _UPDATES}
+        found["approximation"] |= _later(workload, ordinary, planned, state)
+        if not rounds_updates:
+            del found["approximation"]["update_error"], found["approximation"]["update_steps"]
     return {
         **found,
         "divergence": report.divergence,
@@ -225,50 +220,38 @@ def _settle(planned: Fitted) -> None:
             return
 
 
-def _update_error(
-    workload: Workload, ordinary: Fitted, planned: Fitted, state: State
-) -> float | None:
-    """How far parameters are off after some steps from the same state, which is there again."""
-    after: list[Tensors] = []
-    for fitted in (None, ordinary, planned):
-        seed()
-        for _ in range(_UPDATES if fitted is not None else 0):
-            assert fitted is not None
-            fitted.step()
-        named = workload.model.named_parameters()
-        after.append({n: _wide_copy(p, p) for n, p in named if p.requires_grad})
-        state.restore(workload)
-    return update_error(*after)
-
-
-def _later_loss(
-    workload: Workload, ordinary: Fitted, planned: Fitted, state: State
-) -> dict[str, Any] | None:
-    """The loss of the batch after steps on examples drawn from it, planned and not.
+def _later(workload: Workload, ordinary: Fitted, planned: Fitted, state: State) -> dict[str, Any]:
+    """Losses and parameters after some steps on examples drawn from the batch, planned and not.
 
     The unplanned steps are repeated with other draws, so that what the plan changes stands beside
     what the order of the data does. All begin with the same state, which is there again.
     """
-    losses = []
-    for way, draw in ((planned, 0), *((ordinary, draw) for draw in range(_DRAWS))):
+    before = _trained(workload)
+    ways = [planned] + [ordinary] * (_DRAWS if may_be_drawn(workload) else 1)
+    losses: list[float | None] = []
+    after: list[Tensors] = []
+    for number, way in enumerate(ways):
         seed()
-        drawn = drawn_batches(workload, _LATER, draw)
-        if drawn is None:
-            return None
-        for batch in drawn:
+        for batch in drawn_batches(workload, _UPDATES, max(number - 1, 0)):
             way.step(batch)
-        seed()
         ordinary.place_state()  # a model that is narrow does not run by itself
+        if number < 2:  # noqa: PLR2004 - planned and not, on the same examples
+            after.append(_trained(workload))
+        seed()
         losses.append(loss_of_batch(workload))
         state.restore(workload)
-    unplanned = [loss for loss in losses[1:] if loss is not None]
-    return {
-        "steps": _LATER,
-        "planned": losses[0],
-        "unplanned": losses[1],
-        "lowest": min(unplanned, default=None),
-        "highest": max(unplanned, default=None),
-    }
+    others = [loss for loss in losses[1:] if loss is not None]
+    loss = {"steps": _UPDATES, "planned": losses[0], "unplanned": losses[1]}
+    if len(losses) > 2:  # noqa: PLR2004 - others beside the two
+        loss |= {"lowest": min(others, default=None), "highest": max(others, default=None)}
+    error = update_error(before, after[1], after[0])
+    return {"later_loss": loss, "update_error": error, "update_steps": _UPDATES}
+
+
+def _trained(workload: Workload) -> Tensors:
+    """Copies of the parameters that train."""
+    named = workload.model.named_parameters()
+    return {name: _wide_copy(p, p) for name, p in named if p.requires_grad}
 
 
 def compare(expected: Observed, got: Observed, tolerance: float = EQUIVALENT) -> dict[str, Any]:

@@ -191,7 +191,7 @@ impl Approximation {
             format!("; with other draws of the batch's examples {lowest:.4} to {highest:.4}")
         });
         Some(format!(
-            "after {} it is {planned:.4}, unplanned {unplanned:.4}{others}",
+            "after {} the loss is {planned:.4}, unplanned {unplanned:.4}{others}",
             counted(later.steps, "step")
         ))
     }
@@ -338,7 +338,7 @@ mod tests {
             }),
             ..approximation()
         };
-        insta::assert_snapshot!(later(Some(2.3457)).later_words().unwrap(), @"after 5 steps it is 2.3457, unplanned 2.3456; with other draws of the batch's examples 2.3000 to 2.4100");
+        insta::assert_snapshot!(later(Some(2.3457)).later_words().unwrap(), @"after 5 steps the loss is 2.3457, unplanned 2.3456; with other draws of the batch's examples 2.3000 to 2.4100");
         assert!(later(Some(2.3457)).holds());
         assert!(!later(None).holds());
         let unknown = Approximation {

@@ -70,7 +70,7 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
     }
     let later = document.approximation.as_ref();
     if let Some(words) = later.and_then(Approximation::later_words) {
-        agreement.row(["later loss".to_owned(), words]);
+        agreement.row(["later".to_owned(), words]);
     }
     let scaled = document.approximation.as_ref();
     if let Some(words) = scaled.and_then(Approximation::scale_words) {
