@@ -13,6 +13,7 @@ from torch.nn import functional
 import memfit
 from memfit.measure import measure_peak, static_tensors
 from memfit.tensors.narrow_parameters import is_narrow
+from memfit.weights.weightless import weightless
 from memfit.workload import Workload
 
 ALONE = ("chunk", "micro_batch")
@@ -411,3 +412,11 @@ def test_plans_that_offload_parameters_and_that_narrow_them_follow_each_other(tm
         fitted.follow(away)
         assert fitted.step().isfinite()
         assert load.model.up.weight.dtype is torch.float32
+
+
+def test_a_model_without_weights_is_planned_as_one_with_them():
+    plain = memfit.plan(words(), "4KiB", allow="half_parameters", forbid=ALONE)
+    with weightless():
+        absent = memfit.plan(words(), "4KiB", allow="half_parameters", forbid=ALONE)
+    assert "half_parameters" in [action.kind for action in absent.actions]
+    assert absent.minimum_peak_bytes == plain.minimum_peak_bytes

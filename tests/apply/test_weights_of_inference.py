@@ -13,6 +13,7 @@ from torch.nn import functional
 import memfit
 from memfit.measure import measure_peak, static_tensors
 from memfit.plan import alternatives
+from memfit.weights.weightless import weightless
 from memfit.workload import Workload
 
 ALONE = ("chunk", "micro_batch")
@@ -204,6 +205,16 @@ def test_verify_says_how_far_outputs_are_off():
     strict = memfit.verify(words, plan=plan, steps=1, max_error=1e-6)
     assert not strict.holds
     assert "but outputs are not what" in str(strict)
+
+
+@pytest.mark.parametrize("kind", ["half_parameters", "int8_weights"])
+def test_a_model_without_weights_is_planned_as_one_with_them(kind):
+    if kind == "int8_weights":
+        pytest.importorskip("torchao")
+    with weightless():
+        absent = planned(words(), kind, budget="75%")
+    assert kind in kinds_of(absent)
+    assert absent.planned.predicted_peak_bytes == plan_of(words, kind).planned.predicted_peak_bytes
 
 
 def test_what_leave_would_narrow_is_said_where_nothing_fits():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit.tensors.barrier import owner_of, without_barrier
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 NARROW = torch.bfloat16
 """What they are narrowed to."""
+
+_ORDINARY = (nn.Parameter, Tensor, FakeTensor)
+"""Classes of parameters whose numbers, if they have any, are what torch says."""
 
 _WIDE: MutableMapping[Tensor, torch.dtype] = WeakIdKeyDictionary()
 """What each was before."""
@@ -88,7 +92,7 @@ def alias_refusal(model: nn.Module, names: Iterable[str]) -> str | None:
         parameter = named.get(name)
         if parameter is None:
             return f"the model has no parameter `{name}`"
-        if type(parameter) not in {nn.Parameter, Tensor} and owner_of(parameter) is None:
+        if type(parameter) not in _ORDINARY and owner_of(parameter) is None:
             return f"`{name}` is a `{type(parameter).__name__}`"
         others = [it for it in owners[_memory(parameter)] if named.get(it) is not parameter]
         if others:
