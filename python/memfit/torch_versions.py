@@ -290,20 +290,24 @@ def group_norm_laid_out(
     """What ``native_group_norm`` returns on fakes, in the memory format of the real kernel.
 
     On a CPU the kernel keeps its input's (``aten/src/ATen/native/group_norm.cpp``); the fakes of
-    2.14 return a contiguous tensor.
+    2.14 return a contiguous tensor, and those of 2.15 take one item's strides for a format.
 
     Args:
         result: What it returned on fakes.
         given: Its input.
     """
     import torch
+    from torch._prims_common import suggest_memory_format
 
-    last = torch.channels_last
-    is_image = given.ndim == 4  # noqa: PLR2004 - batch, channels, height, width
-    keeps = is_image and given.is_contiguous(memory_format=last)
-    if given.device.type != "cpu" or not keeps or result[0].is_contiguous(memory_format=last):
+    if given.device.type != "cpu":
         return result
-    return (result[0].contiguous(memory_format=last), *result[1:])
+    wanted = suggest_memory_format(given)
+    with torch._C._DisableTorchDispatch():
+        strides = torch.empty(given.shape, device="meta", memory_format=wanted).stride()
+    made = result[0]
+    return (
+        result if made.stride() == strides else (made.as_strided(made.shape, strides), *result[1:])
+    )
 
 
 @contextlib.contextmanager

@@ -18,11 +18,15 @@ class CountingMode(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.names: list[str] = []
+        self.strides: list[list[int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace not in {"prim", "profiler"}:
             self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.strides.append(list(made.stride()))
+        return made
 
 
 def real_forward_ops(workload):
@@ -136,6 +140,36 @@ def test_a_model_that_writes_to_views_keeps_its_budget():
     measured = measure_peak(fitted.step, static_tensors(fitted.workload, fitted.optimizer))
     assert measured.peak_bytes == plan.planned.predicted_peak_bytes
     assert fitted.report().replayed_ops > 0
+
+
+class Rows(nn.Module):
+    """Which turns rows of features into an image of one item, as the attention of a VAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 16)
+        self.mix = nn.Conv2d(16, 48, 3)
+
+    def forward(self, rows):
+        image = rows.transpose(1, 2).reshape(1, 16, 32, 32)
+        return self.mix(self.norm(image * 2 + image)).flatten(2).amax(-1)
+
+
+def test_one_item_has_the_strides_and_the_scratch_that_it_really_has():
+    model, rows = Rows().eval(), torch.randn(1, 1024, 16)
+    workload = memfit.Workload(model, rows)
+    trace = record(workload, probe=False)
+    recorded = [
+        trace["values"][op["outputs"][0]]["stride"]
+        for op in trace["ops"]
+        if len(op["outputs"]) == 1
+    ]
+    with torch.no_grad(), CountingMode() as real:
+        model(rows)
+    with torch.no_grad():
+        measured = measure_peak(lambda: model(rows), static_tensors(workload, None)).peak_bytes
+    assert recorded == real.strides
+    assert memfit.predict(workload).predicted_peak_bytes == measured
 
 
 def test_a_group_norm_keeps_its_inputs_memory_format():

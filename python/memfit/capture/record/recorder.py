@@ -41,6 +41,7 @@ from memfit.capture.record.originals import Originals
 from memfit.capture.record.saves import Contents, InMemory, SavedTensors
 from memfit.capture.record.shadow import Shadows, UnknownValueError
 from memfit.capture.record.source_line import SourceLines
+from memfit.capture.record.strides import laid_out
 from memfit.capture.record.view_replays import ViewReplays
 from memfit.capture.stage.arguments import (
     arguments_text,
@@ -52,7 +53,6 @@ from memfit.capture.stage.call_shape import Call, describe_call
 from memfit.errors import CaptureError
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
 from memfit.tensors.storage import is_wrapper
-from memfit.torch_versions import group_norm_laid_out
 from memfit.weights.one_device import AskedGpus
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -61,7 +61,6 @@ _DETACH = torch.ops.aten.detach.default
 _EQUAL = torch.ops.aten.equal.default
 _INDEX = torch.ops.aten.index.Tensor
 _CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
-_GROUP_NORM = torch.ops.aten.native_group_norm.default
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 _FAKE_FAILURES = (
@@ -276,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # On fakes it has no elements, whatever it has in a real step.
                 self.failure = f"`{operator.name}` makes a sparse tensor"
                 raise RealStepNeeded(self.failure)
-            return group_norm_laid_out(out, args[0]) if func is _GROUP_NORM else out
+            return laid_out(out, func, args, kwargs)
         except _FAKE_FAILURES as error:
             self.failure = (
                 f"`{operator.name}` in `{self.modules.path or 'the model'}` needs values that only "
