@@ -338,7 +338,7 @@ class Int8WeightsAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAction:
-    """Compute the loss over many classes, and wide layers, in slices of their rows.
+    """Compute the loss over many classes, wide layers, images and attention in slices of rows.
 
     Attributes:
         kind: Which technique.
@@ -691,11 +691,14 @@ class Chunk:
         head: Of inference: logits that are computed for those rows alone that are used, as the last
             of each sequence.
         loss: The loss.
+        strips: Of inference: large tensors between convolutions, and scores of attention, a strip
+            of rows at a time.
     """
 
     calls: tuple[CallChunk, ...] | None = None
     head: Head | None = None
     loss: LossChunk | None = None
+    strips: Strips | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1260,7 +1263,8 @@ Kind = Literal[
 - ``autocast_fp16``: Compute them in float16, with a loss scale.
 - ``half_parameters``: Hold weights and their gradients in bfloat16.
 - ``int8_weights``: Hold weights of linear layers in 8 bits, for inference.
-- ``chunk``: Compute the loss over many classes, and wide layers, in slices of their rows.
+- ``chunk``: Compute the loss over many classes, wide layers, images and attention in slices of
+    rows.
 - ``no_graph``: Keep autograd off in a forward of inference that turns it on.
 """
 
@@ -2274,6 +2278,24 @@ StopReason = Literal[
 - ``proved_infeasible``: No plan fits, shown by the lower bound on the peak.
 - ``not_found``: No plan that fits was found.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strips:
+    """Large tensors that convolutions and products take a strip of rows at a time.
+
+    Attributes:
+        strips: Strips of a tensor, at most.
+        least_bytes: Size of the tensors that are put off, at least; of one item, where a batch of
+            images has several.
+        kept: Calls that take strips, by number, whose results are not written over what they take,
+            as that is used again.
+    """
+
+    strips: int
+    least_bytes: int
+    kept: tuple[int, ...] | None = None
+
 
 Tier = Literal["host", "disk"]
 """Where bytes go that leave a device.

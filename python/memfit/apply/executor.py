@@ -330,10 +330,10 @@ class Executor:
         same = self.subject == subject and self._actions.get(kind) == action
         return self._parts.get(kind) if same and kind in BETWEEN_STEPS else None
 
-    def whole(self) -> Executor:
-        """This without micro-batches."""
+    def without(self, *kinds: str) -> Executor:
+        """This without actions of some kinds."""
         plan = self.plan.as_dict() if isinstance(self.plan, Plan) else self.plan
-        return Executor(without(plan, ("micro_batch",)), self.subject, after=self)
+        return Executor(without(plan, kinds), self.subject, after=self)
 
     # What happened
 

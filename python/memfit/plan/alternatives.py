@@ -19,8 +19,7 @@ from torch import nn
 
 from memfit._native import Trace
 from memfit.apply.precision.autocast import DTYPES, kept, modules_to_keep
-from memfit.apply.slices.deferred import without_deferred
-from memfit.apply.slices.in_slices import InSlices
+from memfit.apply.slices.in_slices import InSlices, as_real
 from memfit.capture.record.gradient_mode import Gradients, gradient_mode
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
@@ -217,8 +216,8 @@ def _record(
     chunk = way.get("chunk")
     calls = chunk.get("calls", []) if chunk else []
     if chunk and found.whole_loss:
-        chunk = {"calls": calls}
-    if chunk and not (chunk.get("loss") or chunk.get("head") or calls):
+        chunk = {key: chunk[key] for key in ("calls", "strips") if key in chunk}
+    if chunk and not (chunk.get("loss") or chunk.get("head") or chunk.get("strips") or calls):
         return
     running = _Observed(workload, way, chunk)
     stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
@@ -226,19 +225,9 @@ def _record(
         first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
     if "half_parameters" in way and workload.training:
         _require_updates(stage, way["half_parameters"]["names"], first)
-    refusal = ""
-    if running.refusal:
-        refusal = running.refusal
-        found.whole_loss = True
-    elif running.whole_calls:
-        refusal = f"`{running.whole_calls[0]}` does not run in slices"
-        calls = [call for call in calls if call["module"] not in running.whole_calls]
-    if refusal:
-        if "autocast" not in way:  # else it is another step's
-            found.refusals["refusal"] = refusal
-        if calls:
-            less = {**way, "chunk": {**(chunk or {}), "calls": calls}}
-            _record(stages, workload, less, found, meta)
+    if less := _less(running, chunk or {}, found, tells="autocast" not in way):
+        _record(stages, workload, {**way, "chunk": less}, found, meta)
+    if less is not None:
         return
     second = None
     size = first["meta"]["batch"]
@@ -259,6 +248,37 @@ def _keep(way: Way) -> list[str]:
     """The modules that a way casts nothing in."""
     keep: list[str] = way.get("autocast", {}).get("keep", [])
     return keep
+
+
+def _less(
+    running: _Observed, chunk: dict[str, Any], found: _Found, *, tells: bool
+) -> dict[str, Any] | None:
+    """What of a chunk is left where not all of it runs so; empty for nothing, ``None`` for all.
+
+    Args:
+        running: What a recording showed.
+        chunk: What was to run in slices.
+        found: Takes note of what does not.
+        tells: Whether that is why a plan has no more in slices: else it is another step's.
+    """
+    calls, strips = chunk.get("calls", []), chunk.get("strips")
+    refusal = ""
+    if running.refusal:
+        refusal = running.refusal
+        found.whole_loss = True
+    elif running.whole_calls:
+        refusal = f"`{running.whole_calls[0]}` does not run in slices"
+        calls = [call for call in calls if call["module"] not in running.whole_calls]
+    elif strips and not running.in_strips:
+        refusal, strips = "no convolution or product takes what is put off", None
+    if refusal:
+        if tells:
+            found.refusals["refusal"] = refusal
+        return {**chunk, "calls": calls, "strips": strips} if calls or strips else {}
+    if strips and running.asked_again:
+        kept = sorted({*strips.get("kept", []), *running.asked_again})
+        return {**chunk, "strips": {**strips, "kept": kept}}
+    return None
 
 
 def _require_updates(stage: Stage, names: Sequence[str], recorded: dict[str, Any]) -> None:
@@ -298,6 +318,8 @@ class _Observed:
     Attributes:
         refusal: Why the loss was computed whole in the last call; empty if it was not.
         whole_calls: Modules that ran whole in the last call.
+        in_strips: Convolutions and products that took strips in the last call.
+        asked_again: Those of them that wrote over what was used again.
     """
 
     def __init__(self, workload: Workload, way: Way, chunk: dict[str, Any] | None) -> None:
@@ -307,6 +329,8 @@ class _Observed:
         self._gradients: Gradients | None = "off" if way.get("no_graph") else None
         self.refusal = ""
         self.whole_calls: list[str] = []
+        self.in_strips = 0
+        self.asked_again: set[int] = set()
 
     def runs(self) -> dict[str, Any]:
         """The field of a workload that runs so."""
@@ -325,10 +349,12 @@ class _Observed:
     def _observe(self, run: Callable[[Any, Any], Any], model: Any, batch: Any) -> Any:
         if self._chunk is None:
             return run(model, batch)
-        running = InSlices(model, self._chunk, warn=False)
+        running = InSlices(model, self._chunk, warn=False, records=True)
         with running.forward():
-            result = without_deferred(run(model, batch))
+            result = as_real(run(model, batch))
         self.whole_calls = running.calls.whole
+        if running.strips is not None:
+            self.in_strips, self.asked_again = running.strips.calls, running.strips.asked_again
         if running.loss is not None:
             seen = running.loss.last
             if seen.whole or not seen.losses:

@@ -31,7 +31,7 @@ from memfit.apply.micro_batch import REDUCTIONS, MicroBatches, Weights, cut
 from memfit.apply.pieces.results import WholeResult
 from memfit.apply.precision.loss_scale import LossScale
 from memfit.apply.proven_ops import LeftProof
-from memfit.apply.slices.deferred import without_deferred
+from memfit.apply.slices.in_slices import as_real
 from memfit.errors import CaptureError, DivergenceWarning, UsageError, WorkloadError
 from memfit.run.elastic import Elastic
 from memfit.run.step_backup import Buffers, Generators
@@ -265,18 +265,22 @@ class Fitted:
         """A forward; on pieces of the batch where the plan says so and it is as planned."""
         workload, cut_by = self.workload, executor.micro_batches
         executor.place()
-        if cut_by is None:
-            with executor.running(), self._inferring(executor):
-                return without_deferred(workload.infer(workload.model, batch))
-        cut_by.left = ""
         generators = Generators.now()
+        if cut_by is None:
+            try:
+                with executor.running(), self._inferring(executor):
+                    return as_real(workload.infer(workload.model, batch))
+            except LeftProof:  # the executor knows where
+                generators.put_back()
+            return self._infer(executor.without("chunk"), batch)
+        cut_by.left = ""
         try:
             with executor.running():
                 return self._infer_in_pieces(executor, cut_by, batch)
         except LeftProof as left:
             generators.put_back()
             cut_by.run_whole(str(left))
-        return self._infer(executor.whole(), batch)
+        return self._infer(executor.without("micro_batch"), batch)
 
     def _infer_in_pieces(self, executor: Executor, cut_by: MicroBatches, batch: Any) -> Any:
         workload = self.workload
@@ -287,7 +291,7 @@ class Fitted:
             for piece in pieces:
                 with self._inferring(executor):
                     result = workload.infer(workload.model, piece.batch)
-                    result = without_deferred(result)
+                    result = as_real(result)
                 with torch.no_grad():
                     whole.take(result, piece.rows)
                 del result
@@ -304,7 +308,7 @@ class Fitted:
         refusal = cut_by.refusal(self.workload.model)
         if refusal is not None:
             cut_by.run_whole(refusal)
-            return self._train(executor.whole(), batch)
+            return self._train(executor.without("micro_batch"), batch)
         buffers = self._buffers.before()
         added_to = any(p.grad is not None for p in self.workload.model.parameters())
         try:
@@ -318,7 +322,7 @@ class Fitted:
                 message = f"{left}, so its batch may not be cut, and it cannot run again: {why}"
                 raise UsageError(message) from None
             cut_by.run_whole(str(left))
-            return self._train(executor.whole(), batch)
+            return self._train(executor.without("micro_batch"), batch)
         self._buffers.after(buffers)
         return loss
 
@@ -464,7 +468,8 @@ class Fitted:
             batch: The batch about to run, if it differs in shape from the workload's.
 
         Raises:
-            UsageError: The plan holds an action that lives outside forward.
+            UsageError: The plan holds an action that lives outside forward, or the forward uses
+                again what its plan has written over.
         """
         self._between_steps()
         executor = self._choose(self.workload.batch if batch is None else batch)
@@ -474,13 +479,17 @@ class Fitted:
                 "hint: plan with `own_loop=True` to keep your own loop"
             )
             raise UsageError(message)
-        with contextlib.ExitStack() as entered:
-            if not self.workload.training:
-                executor.place()
-                entered.enter_context(torch.no_grad())
-                entered.enter_context(executor.running())
-            entered.enter_context(executor.forward())
-            yield
+        try:
+            with contextlib.ExitStack() as entered:
+                if not self.workload.training:
+                    executor.place()
+                    entered.enter_context(torch.no_grad())
+                    entered.enter_context(executor.running())
+                entered.enter_context(executor.forward())
+                yield
+        except LeftProof as left:
+            message = f"the forward left its plan: {left}\nhint: plan again with `chunk` forbidden"
+            raise UsageError(message) from None
         self._completed(executor)
 
     # Plans

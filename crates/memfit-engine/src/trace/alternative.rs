@@ -70,6 +70,21 @@ pub struct Chunk {
     /// Of inference: logits that are computed for those rows alone that are used, as the last of each sequence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<Head>,
+    /// Of inference: large tensors between convolutions, and scores of attention, a strip of rows at a time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strips: Option<Strips>,
+}
+
+/// Large tensors that convolutions and products take a strip of rows at a time.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct Strips {
+    /// Strips of a tensor, at most.
+    pub strips: u64,
+    /// Size of the tensors that are put off, at least; of one item, where a batch of images has several.
+    pub least_bytes: Bytes,
+    /// Calls that take strips, by number, whose results are not written over what they take, as that is used again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<u64>,
 }
 
 /// A linear layer over many classes of whose rows not all are used.
@@ -197,6 +212,7 @@ impl Chunk {
         calls
             .chain(self.loss.iter().map(|loss| loss.slices))
             .chain(self.head.iter().map(|_| 1))
+            .chain(self.strips.iter().map(|strips| strips.strips))
             .max()
             .unwrap_or(0)
     }
@@ -207,7 +223,8 @@ impl Chunk {
             .calls
             .iter()
             .map(|call| call.slices)
-            .chain(self.loss.iter().map(|loss| loss.slices));
+            .chain(self.loss.iter().map(|loss| loss.slices))
+            .chain(self.strips.iter().map(|strips| strips.strips));
         self.slices() > 0 && slices.all(|count| count > 0)
     }
 }

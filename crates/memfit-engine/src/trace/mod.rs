@@ -34,7 +34,7 @@ mod sizes;
 
 pub use alternative::{
     Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, Head, Int8Weights,
-    LossChunk, Refusals, Way,
+    LossChunk, Refusals, Strips, Way,
 };
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;

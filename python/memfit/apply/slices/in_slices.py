@@ -2,7 +2,8 @@
 
 Responsible for running one forward with everything in slices that the plan says, and for telling
 what did not. Not responsible for how: a loss over many classes is :mod:`memfit.apply.slices.chunk`,
-module calls are :mod:`memfit.apply.slices.sliced_calls`.
+module calls are :mod:`memfit.apply.slices.sliced_calls`, images and attention
+:mod:`memfit.apply.slices.strips`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import nn
 
 from memfit.apply.part import Part
 from memfit.apply.slices.chunk import ChunkedLoss
+from memfit.apply.slices.deferred import without_deferred
 from memfit.apply.slices.sliced_calls import SlicedCalls
+from memfit.apply.slices.strips import Strips, without_put_off
 from memfit.errors import UsageError
 
 
@@ -26,27 +29,38 @@ class InSlices(Part):
         loss: Computes the loss in slices, or logits for those rows alone that are used; ``None``
             where all is computed whole.
         calls: Runs module calls in slices.
+        strips: Makes large tensors a strip at a time; ``None`` where all are made whole.
     """
 
-    def __init__(self, model: nn.Module, chunk: Mapping[str, Any], *, warn: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk: Mapping[str, Any],
+        *,
+        warn: bool = True,
+        records: bool = False,
+    ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
         Args:
             model: The model the plan was made for.
             chunk: ``Chunk`` of the plan as parsed JSON.
             warn: Whether to warn, once each, when something runs whole.
+            records: Whether the forward only records, on fake tensors.
 
         Raises:
             UsageError: It is no such thing, or names what the model does not have.
         """
         loss, calls = chunk.get("loss"), chunk.get("calls", [])
         head = None if loss else chunk.get("head")
-        if not loss and not head and not calls:
+        strips = chunk.get("strips")
+        if not loss and not head and not calls and not strips:
             raise UsageError("the plan's `chunk` action says nothing of what runs in slices")
         self.loss = None
         if logits := loss or head:
             self.loss = ChunkedLoss(model, logits, rows_alone=not loss, warn=warn)
         self.calls = SlicedCalls(model, calls, warn=warn)
+        self.strips = Strips(model, strips, records=records) if strips else None
 
     @property
     def diverged(self) -> bool:
@@ -56,7 +70,8 @@ class InSlices(Part):
     @property
     def divergence(self) -> str:
         """What did, as a sentence; empty if nothing did."""
-        return (self.loss.divergence if self.loss else "") or self.calls.divergence
+        parts = (self.loss, self.calls, self.strips)
+        return next((part.divergence for part in parts if part and part.divergence), "")
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -65,5 +80,17 @@ class InSlices(Part):
         Raises:
             UsageError: Another forward of this model is inside already.
         """
-        with self.loss.forward() if self.loss else contextlib.nullcontext(), self.calls.forward():
+        with contextlib.ExitStack() as entered:
+            for part in (self.loss, self.calls, self.strips):
+                if part is not None:
+                    entered.enter_context(part.forward())
             yield
+
+
+def as_real(result: Any) -> Any:
+    """The result of a forward, with tensors in place of what stands for some.
+
+    Args:
+        result: Any pytree.
+    """
+    return without_put_off(without_deferred(result))

@@ -173,7 +173,7 @@ techniques! {
     HalfParameters { half_parameters: HalfParameters } in half_parameters;
     /// Hold weights of linear layers in 8 bits, for inference.
     Int8Weights { int8_weights: Int8Weights } in int8_weights;
-    /// Compute the loss over many classes, and wide layers, in slices of their rows.
+    /// Compute the loss over many classes, wide layers, images and attention in slices of rows.
     Chunk { chunk: Chunk } in chunk;
     /// Keep autograd off in a forward of inference that turns it on.
     NoGraph in no_graph;

@@ -1,8 +1,8 @@
 //! What of a step is worth running in slices, and in how many.
 //!
 //! Responsible for finding a loss over many classes whose logits come straight from a linear layer, logits of inference of
-//! which not all rows are used, and module calls that widen rows they treat one by one; and for the slice counts worth a
-//! capture each. Not responsible
+//! which not all rows are used, module calls that widen rows they treat one by one, and large images and scores of
+//! attention of inference; and for the slice counts worth a capture each. Not responsible
 //! for the proof that a call treats rows one by one (`row_proof.rs`), nor for what a step in slices does to memory:
 //! that is captured, and what turns out not to run in slices is no alternative.
 
@@ -10,7 +10,7 @@ use super::row_proof::by_rows;
 use crate::bytes::Bytes;
 use crate::predict;
 use crate::trace::{
-    CallChunk, Category, Chunk, Head, LossChunk, Op, OpIndex, Phase, Region, Trace, ValueId,
+    CallChunk, Category, Chunk, Head, LossChunk, Op, OpIndex, Phase, Region, Strips, Trace, ValueId,
 };
 
 /// Slice counts of a loss: a few, as matrix products are the faster the larger; and many, as what is left of
@@ -23,6 +23,12 @@ const CALL_SLICES: u64 = 4;
 const LEAST_ROWS: u64 = 16;
 /// Part of the peak that logits, or what a call makes, must be to be worth a capture.
 const LEAST_PART: u64 = 100;
+/// Strips of an image, or of the scores of attention.
+const STRIPS: u64 = 16;
+/// Part of the peak that a tensor must be to be put off.
+const LEAST_PART_OF_STRIPS: u64 = 50;
+/// Rows of an image below which strips are too low.
+const LEAST_IMAGE_ROWS: u64 = 16;
 /// Ops between logits and loss, and between a weight and its product, at most.
 const MOST_STEPS: usize = 16;
 /// Ops of a call that is looked at, at most: a feed-forward network has about ten.
@@ -49,12 +55,19 @@ pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
         None if trace.meta.training => Err(reason),
         None => Err("no logits are computed of which few rows are used".to_owned()),
     });
-    let mut chunks = match (heads, calls.is_empty()) {
-        (Ok(heads), _) => heads,
-        (Err(_), false) => Vec::new(),
-        (Err(reason), true) => {
+    let strips = strips(trace, peak);
+    let mut chunks = match heads {
+        Ok(heads) => heads,
+        Err(_) if !calls.is_empty() || strips.is_some() => Vec::new(),
+        Err(reason) if trace.meta.training => {
             return Err(format!(
                 "{reason}, and no module call widens rows that it treats one by one"
+            ));
+        }
+        Err(reason) => {
+            return Err(format!(
+                "{reason}, no module call widens rows that it treats one by one, and no image or score of attention \
+                 is large enough"
             ));
         }
     };
@@ -62,7 +75,41 @@ pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
         let most = chunks.last().cloned().unwrap_or_default();
         chunks.push(Chunk { calls, ..most });
     }
+    if strips.is_some() {
+        let most = chunks.last().cloned().unwrap_or_default();
+        chunks.push(Chunk { strips, ..most });
+    }
     Ok(chunks)
+}
+
+/// Strips, where a forward of inference convolves large images or multiplies large matrices item by item, as attention
+/// does. What of it can be put off, the capture shows.
+fn strips(trace: &Trace, peak: Bytes) -> Option<Strips> {
+    if trace.meta.training {
+        return None;
+    }
+    let least = (peak.0 / LEAST_PART_OF_STRIPS).max(1);
+    let is_large = |&value: &ValueId| {
+        let bytes = trace.allocations[trace.allocation_of(value).index()]
+            .bytes
+            .0;
+        let rows = trace.values[value.index()].shape.iter().rev().nth(1);
+        bytes >= least && rows.is_some_and(|&rows| rows >= LEAST_IMAGE_ROWS)
+    };
+    let takes_strips = |op: &&Op| is(trace, op, "convolution") || is(trace, op, "bmm");
+    let mut takers = trace.ops.iter().filter(takes_strips);
+    let is_worth = takers.any(|op| op.reads.iter().chain(&op.outputs).any(&is_large));
+    let items = |op: &Op| {
+        let image = op.outputs.first().map(|it| &trace.values[it.index()].shape);
+        image.filter(|shape| shape.len() == 4).map(|shape| shape[0])
+    };
+    let convolutions = trace.ops.iter().filter(|op| is(trace, op, "convolution"));
+    let items = convolutions.filter_map(items).max().unwrap_or(1).max(1);
+    is_worth.then(|| Strips {
+        strips: STRIPS,
+        least_bytes: Bytes((least / items).max(1)),
+        kept: Vec::new(),
+    })
 }
 
 /// The largest product with a parameter in a forward of inference, where something looks at fewer of its rows. Whether
@@ -307,7 +354,7 @@ fn parameter(trace: &Trace, value: ValueId, classes: u64) -> Option<String> {
 mod tests {
     use super::*;
     use crate::trace::Inference;
-    use crate::trace::sample::loss_over_classes as step;
+    use crate::trace::sample::{Builder, loss_over_classes as step};
 
     #[test]
     fn a_loss_over_the_product_with_a_parameter_is_found_through_copies() {
@@ -372,5 +419,34 @@ mod tests {
         };
         assert_eq!(head.weight, "head.weight");
         assert_eq!(head.logit_bytes, Bytes(512 * 100 * 4));
+    }
+
+    /// A convolution of images of inference, so many of so many rows.
+    fn images(count: u64, rows: u64) -> Trace {
+        let mut builder = Builder::new(count);
+        builder.trace.meta.training = false;
+        let shape = [count, 8, rows, 64];
+        let weight = builder.allocation(&[8, 8, 3, 3], Category::Parameter, 0);
+        let input = builder.allocation(&shape, Category::Input, 0);
+        let given = [input, weight];
+        builder.op("aten.convolution.default", Phase::Forward, &given, &shape);
+        builder.finish()
+    }
+
+    #[test]
+    fn large_images_of_inference_are_made_in_strips() {
+        let of =
+            |trace: &Trace| chunks(trace).map(|mut found| found.pop().unwrap().strips.unwrap());
+        let one = of(&images(1, 64)).unwrap();
+        assert_eq!((one.strips, one.kept), (STRIPS, Vec::new()));
+        // Of one item, so that a batch of another size runs the same ops.
+        assert!(of(&images(4, 64)).unwrap().least_bytes <= Bytes(one.least_bytes.0 + 1));
+        let mut trains = images(1, 64);
+        trains.meta.training = true;
+        let low = images(1, LEAST_IMAGE_ROWS - 1);
+        for trace in [trains, low] {
+            assert!(chunks(&trace).is_err(), "{:?}", trace.meta.training);
+        }
+        assert!(chunks(&images(1, 8)).unwrap_err().contains("no image"));
     }
 }

@@ -1,4 +1,5 @@
-//! Part of a step in slices: the loss, or a module call that treats its rows one by one.
+//! Part of a step in slices: the loss, a module call that treats its rows one by one, or large images and attention of
+//! inference.
 //!
 //! Responsible for what is worth a capture in slices (`candidates.rs`), for the proof that a call may be cut
 //! (`row_proof.rs`), and for the action. Not responsible for the capture (the Python package), nor for trying it
@@ -16,7 +17,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::Chunk,
     name: "chunk",
     title: "chunking",
-    help: "Compute a loss over many classes, and wide layers, in slices of rows",
+    help: "Compute large losses, wide layers, images and attention in slices",
     promise: Class::Equivalent,
     effect: |action| match action.count {
         1 => "logits of those rows alone that are used".to_owned(),
@@ -87,6 +88,13 @@ fn notes(chunk: &Chunk) -> Vec<String> {
         notes.push(format!(
             "logits of `{}`, {} in all, are computed for those rows alone that are used",
             head.weight, head.logit_bytes
+        ));
+    }
+    if let Some(strips) = &chunk.strips {
+        notes.push(format!(
+            "convolutions of images and products of attention take a strip of rows at a time, of up to {}: what they take \
+             never exists as a whole where it has {} or more",
+            strips.strips, strips.least_bytes
         ));
     }
     if let Some(call) = chunk.calls.iter().find(|call| call.draws) {
