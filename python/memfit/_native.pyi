@@ -577,6 +577,17 @@ class Trace:
     def ways(self) -> list[dict[str, Any]]:
         """The ways worth a capture where all is allowed that needs no leave: in slices."""
 
+    def with_piece(self, way: Mapping[str, Any], piece: bytes) -> Trace:
+        """Add what ops take on a piece of the batch.
+
+        Args:
+            way: The way that was asked for, with its ``items``.
+            piece: The trace of the step on them, as JSON.
+
+        Returns:
+            The trace, as it is where the step runs other ops there.
+        """
+
     def with_alternatives(
         self,
         steps: Sequence[tuple[Mapping[str, Any], bytes, bytes | None]],

@@ -102,7 +102,7 @@ def test_categories_and_names():
 
 
 def test_second_batch_sizes():
-    assert [second_batch_size(b) for b in (1, 2, 3, 4, 5, 8)] == [2, 4, 2, 2, 4, 4]
+    assert [second_batch_size(b) for b in (1, 2, 3, 4, 5, 8, 97)] == [2, 4, 2, 2, 2, 4, 48]
 
 
 def test_batches_are_resized_and_sliced_along_their_dimension():

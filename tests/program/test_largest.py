@@ -19,9 +19,10 @@ def answer(capfd, monkeypatch):
     monkeypatch.chdir(FOLDER)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def ask(command: str, *words: str) -> tuple[int, dict]:
+    def ask(command: str, *words: str, target: str = "mlp") -> tuple[int, dict]:
         capfd.readouterr()
-        line = [command, "workloads.py:mlp", "--budget", BUDGET, "--set", "width=32", *words]
+        of_mlp = ["--set", "width=32"] if target == "mlp" else []
+        line = [command, f"workloads.py:{target}", "--budget", BUDGET, *of_mlp, *words]
         code = _native.run(["memfit", *line, "--format", "json"], Host())
         said = capfd.readouterr()
         return code, json.loads(said.out) if said.out else {"said": said.err}
@@ -39,6 +40,19 @@ def test_the_largest_batch_as_it_is_and_by_plans(answer):
         _, plan = answer("plan", "--set", f"batch={value}", "--set", "depth=3")
         is_exact = all(action["promise"] == "exact" for action in plan["plan"]["actions"])
         assert (plan["verdict"] == "fits" and is_exact) == fits
+
+
+def test_batches_that_do_not_divide_are_found(answer):
+    """Of primes, and of even ones above odd ones whose smallest pieces are larger."""
+    code, found = answer("plan", "--largest", "batch", "--forbid", "chunk", target="images")
+    value = found["rows"][-1]["value"]
+    assert code == 0
+    for batch in (value, value + 1, value + 2):
+        _, plan = answer("plan", "--set", f"batch={batch}", "--forbid", "chunk", target="images")
+        assert (plan["verdict"] == "fits") == (batch == value)
+    prime = next(n for n in range(value - 1, 2, -2) if all(n % k for k in range(2, n)))
+    _, plan = answer("plan", "--set", f"batch={prime}", target="images")
+    assert [action["kind"] for action in plan["plan"]["actions"]] == ["micro_batch"]
 
 
 def test_any_integer_argument(answer):

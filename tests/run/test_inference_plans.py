@@ -267,6 +267,34 @@ def test_inference_mode_around_it_changes_nothing():
     assert not fitted.report().diverged
 
 
+class Convolved(nn.Module):
+    """Whose convolutions take scratch that follows no line in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
+        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(("batch", "budget"), [(97, "50%"), (97, "10%"), (64, "50%"), (7, "60%")])
+def test_scratch_of_pieces_is_that_of_their_size(batch, budget):
+    """Whatever the size, pieces that do not divide it included."""
+    torch.manual_seed(0)
+    load = memfit.Workload(Convolved().eval(), torch.randn(batch, 3, 40, 40))
+    fitted = memfit.fit(load, budget, allow="equivalent")
+    assert "micro_batch" in [action.kind for action in fitted.plan.actions]
+    fitted.step()
+    measured = measure_peak(fitted.step, static_tensors(load, None)).peak_bytes
+    predicted = fitted.plan.planned.predicted_peak_bytes
+    assert abs(predicted - measured) <= measured / 200
+    with torch.no_grad():
+        expected = load.model(load.batch)
+    torch.testing.assert_close(fitted.step(), expected)
+
+
 def test_other_batches_are_cut_too():
     load = workload(head=False)
     fitted = memfit.fit(load, "50%", forbid=["chunk"])

@@ -23,6 +23,13 @@ def mlp(batch: int = 512, width: int = 64, depth: int = 6, *, bias: bool = True)
     )
 
 
+def images(batch: int = 8) -> memfit.Workload:
+    """Inference whose pieces of an odd batch are larger than those of an even one."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return memfit.Workload(nn.Sequential(*layers).eval(), torch.randn(batch, 3, 32, 32))
+
+
 def tanh_layers(layers: int = 6) -> memfit.Workload:
     """Layers that each save 256 KiB of numbers for backward."""
     torch.manual_seed(0)

@@ -206,6 +206,21 @@ mod _native {
             whole.map(Self::from)
         }
 
+        /// The trace with what ops take on a piece of the batch, in the way that was asked for; as it is where the step
+        /// runs other ops there.
+        fn with_piece(
+            &self,
+            py: Python<'_>,
+            way: Value<trace::Way>,
+            piece: &[u8],
+        ) -> PyResult<Self> {
+            let made = py.detach(|| {
+                let recorded = checked_trace(piece)?;
+                Ok::<_, PyErr>(self.0.with_piece(&way.0, &recorded))
+            });
+            Ok(made?.unwrap_or_else(|_| (*self.0).clone()).into())
+        }
+
         /// The trace as `memfit show` prints it.
         fn text(&self, py: Python<'_>) -> String {
             py.detach(|| memfit::of_trace(&self.0))

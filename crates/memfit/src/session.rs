@@ -166,7 +166,9 @@ impl Session<'_> {
         ways: &[Way],
     ) -> Result<(), Failure> {
         let is_narrow = |way: &Way| way.half_parameters.is_some() || way.int8_weights.is_some();
-        let how = if ways.iter().any(is_narrow) {
+        let how = if ways.iter().any(|way| way.items.is_some()) {
+            "on a piece of the batch"
+        } else if ways.iter().any(is_narrow) {
             "in fewer bits"
         } else if ways.iter().any(|way| way.autocast.is_some()) {
             "under autocast"

@@ -71,11 +71,10 @@ def second_batch_size(batch: int) -> int:
         batch: The batch size given.
 
     Returns:
-        Half of it, or one less when it is odd; twice it where that would be 1, as a batch of one
+        Half of it, rounded down; two for a batch of three, and twice it below, as a batch of one
         takes paths of its own (nothing to broadcast, nothing to sum).
     """
-    other = batch // 2 if batch % 2 == 0 else batch - 1
-    return other if other > 1 else 2 * batch
+    return batch // 2 if batch > 3 else 2 if batch == 3 else 2 * batch  # noqa: PLR2004 - see above
 
 
 def record(

@@ -1,4 +1,4 @@
-"""The step once more, in other ways: in slices, in fewer bits, without a graph.
+"""The step once more, in other ways: in slices, in fewer bits, without a graph, on fewer items.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
 parts of an executor that a plan would use, so that what is predicted is what will run. Not
@@ -73,6 +73,8 @@ def with_alternatives(
         modules_to_keep(workload.model, _keep(way))  # a mistake is one whatever else there is
     with preserved_random_state(), no_collection():
         stages = _Stages(workload, device)
+        if any("items" in way for way in ways):
+            return _with_pieces(stages, trace, ways)
         for asked in ways:
             way = _possible(asked, workload.model)
             refusal = _impossible(way, meta)
@@ -248,6 +250,22 @@ def _keep(way: Way) -> list[str]:
     """The modules that a way casts nothing in."""
     keep: list[str] = way.get("autocast", {}).get("keep", [])
     return keep
+
+
+def _with_pieces(stages: _Stages, trace: Trace, ways: Sequence[Way]) -> Trace:
+    """The trace with what ops take on pieces of the batch; without those on which it fails."""
+    for way in ways:
+        plain = {key: value for key, value in way.items() if key != "items"}
+        running = _Observed(stages.workload, plain, plain.get("chunk"))
+        changed = {**running.runs(), **_cast(plain)} if plain else {}
+        stage = stages.of(replace(stages.workload, **changed), plain)
+        try:
+            with kept(stage.model, _keep(plain)):
+                piece = record_stage(stage, way["items"], probe=True, updates=False)
+        except (MemfitError, RealStepNeeded):
+            continue  # the law holds, as before
+        trace = trace.with_piece(way, json.dumps(piece).encode())
+    return trace
 
 
 def _less(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from memfit import _native
@@ -49,7 +50,8 @@ def plan_trace(
     allowed = {"allow": options.promise, "allow_kinds": options.allow_kinds}
     request = {"budget": str(budget), **allowed, **_limits(options)}
     planning = _native.PlanSession(request, options.place)
-    while (made := _answered(planning, recorded, costs, workload)) is None:
+    step = _Step(recorded.native, costs, workload)
+    while (made := _answered(planning, step)) is None:
         planning.search(options.time_limit)
     return Plan.of(made)
 
@@ -63,7 +65,7 @@ def front_of_trace(
 ) -> Front:
     """Plan for many budgets, and for one that is asked for; of every class, whatever is allowed."""
     planning = _native.PlanSession(_limits(options), options.place, front=True)
-    _answered(planning, recorded, costs, workload)
+    _answered(planning, _Step(recorded.native, costs, workload))
     return Front.of(planning.front(None if budget is None else str(budget)))
 
 
@@ -76,24 +78,37 @@ def _limits(options: Options) -> dict[str, Any]:
     }
 
 
-def _answered(
-    planning: _native.PlanSession,
-    recorded: Trace,
-    costs: Mapping[str, Any],
-    workload: Workload | None,
-) -> dict[str, Any] | None:
+@dataclass(slots=True)
+class _Step:
+    """What is known of a step.
+
+    Attributes:
+        trace: The trace, with all that was recorded since planning began.
+        costs: Where its op times come from.
+        workload: The step itself; ``None`` where only its trace is there.
+    """
+
+    trace: _native.Trace
+    costs: Mapping[str, Any]
+    workload: Workload | None
+
+
+def _answered(planning: _native.PlanSession, step: _Step) -> dict[str, Any] | None:
     """Answer what planning asks, up to its next search; the plan where there is none any more."""
     while True:
         match planning.next():
             case ("trace",):
-                planning.trace(recorded.native)
+                planning.trace(step.trace)
             case ("costs", _):
-                planning.costs(costs)
+                planning.costs(step.costs)
             case ("offer", device_kind, place, profile):
                 planning.offer(offer(device_kind, place, profile or {}))
             case ("ways", ways):
-                native = recorded.native
-                planning.ways(with_alternatives(workload, native, ways) if workload else None)
+                if step.workload is None:
+                    planning.ways(None)
+                    continue
+                step.trace = with_alternatives(step.workload, step.trace, ways)
+                planning.ways(step.trace)
             case ("plan",):
                 return None
             case ("nothing", made):

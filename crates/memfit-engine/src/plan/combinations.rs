@@ -20,9 +20,6 @@ use crate::cost::Costs;
 use crate::step::{ParametersAway, Passes, StateAway, StepModel, Variant};
 use crate::trace::{AllocationId, Phase, Trace};
 
-/// Divisors of the batch tried as number of pieces.
-const MOST_DIVISORS: usize = 6;
-
 impl Planner<'_> {
     /// The combinations that leave the batch whole.
     pub(super) fn whole_batch(&self, share: Share<'_>, best_seconds: f64) -> Vec<Outcome> {
@@ -74,7 +71,7 @@ impl Planner<'_> {
 
     /// Some variants with every number of pieces that the batch can be cut into.
     pub(super) fn in_pieces(&self, variants: &[Variant]) -> Vec<(Variant, u64)> {
-        let counts = micro_batch::piece_counts(self.trace).take(MOST_DIVISORS);
+        let counts = micro_batch::piece_counts(self.trace);
         let tries = counts.flat_map(|pieces| variants.iter().map(move |&it| (it, pieces)));
         tries.collect()
     }

@@ -171,7 +171,9 @@ impl Planner<'_> {
         if pieces <= 1 {
             return self.trace.alone();
         }
-        let scaled = self.trace.at_batch(self.trace.meta.batch / pieces);
+        let scaled = self
+            .trace
+            .at_batch(micro_batch::piece_items(self.trace, pieces));
         let mut piece = scaled.unwrap_or_else(|_| self.trace.alone());
         for (part, full) in piece.allocations.iter_mut().zip(&self.trace.allocations) {
             if full.category == Category::Input {

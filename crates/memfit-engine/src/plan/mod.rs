@@ -44,7 +44,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::{Budget, Bytes};
 use crate::predict::reserved::Reserved;
-use crate::trace::OpIndex;
+use crate::trace::{OpIndex, Way};
 
 /// What a user asks for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -312,6 +312,33 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// Pieces that it cuts the batch into; `None` where the batch stays whole.
+    pub(crate) fn pieces(&self) -> Option<u64> {
+        let mut actions = self.actions.iter();
+        let cut = actions.find(|action| action.kind() == ActionKind::MicroBatch)?;
+        Some(cut.count)
+    }
+
+    /// The way in which it runs the step.
+    pub(crate) fn way(&self) -> Way {
+        let mut way = Way::default();
+        for action in &self.actions {
+            match &action.details {
+                Details::Chunk { chunk } => way.chunk = Some(chunk.clone()),
+                Details::Autocast { autocast }
+                | Details::AutocastFp16 {
+                    autocast_fp16: autocast,
+                } => way.autocast = Some(autocast.clone()),
+                Details::HalfParameters { half_parameters } => {
+                    way.half_parameters = Some(half_parameters.clone());
+                }
+                Details::NoGraph {} => way.no_graph = true,
+                _ => {}
+            }
+        }
+        way
+    }
+
     /// The budget to ask for where this one was too small: the smallest peak found, and what is kept free.
     ///
     /// Where a caching allocator serves the step it may take more than that, as it refuses what finds no room

@@ -7,18 +7,20 @@
 //! [`PlanSession::answer`] brings it:
 //!
 //! ```text
-//! Trace -> Costs -> [Offer] -> [Ways] -> Plan -> [Ways -> Plan] -> Nothing
+//! Trace -> Costs -> [Offer] -> [Ways] -> Plan -> [Ways -> Plan] -> [Piece -> Plan] -> Nothing
 //! ```
 //!
 //! An offer is needed where a place is named; other ways of running the step (slices, autocast, narrow parameters, no
 //! graph) are needed before the first search where what is allowed has them, and after it where the plan made without
-//! them does not fit.
+//! them does not fit. Where a plan cuts the batch into pieces smaller than any recorded, the step is asked for once more on
+//! such a piece: what ops take there follows no law.
 
 use std::sync::Arc;
 
+use super::technique::micro_batch;
 use super::{
-    Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, bottleneck, front,
-    plan_within, ways,
+    Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, Verdict, bottleneck,
+    front, plan_within, ways,
 };
 use crate::bytes::Budget;
 use crate::cost::{CostSource, DeviceProfile};
@@ -188,8 +190,13 @@ pub struct PlanSession {
     /// Where to offload to, until the offer is there.
     place: Option<String>,
     may_capture: bool,
+    /// How often pieces were asked for.
+    pieces: u32,
     lacks: Lacks,
 }
+
+/// How often pieces are asked for, at most: once some are known, another number of them may be better.
+const MOST_PIECES: u32 = 3;
 
 impl PlanSession {
     /// Begins a conversation.
@@ -202,6 +209,7 @@ impl PlanSession {
             request,
             place,
             may_capture: true,
+            pieces: 0,
             lacks: Lacks::Trace,
         }
     }
@@ -264,11 +272,11 @@ impl PlanSession {
                 self.request.offload = Some(offer);
                 self.before_search(known)
             }
-            (Lacks::Ways(known, ..), Answer::Ways(trace)) => {
+            (Lacks::Ways(known, asked, _), Answer::Ways(trace)) => {
                 if bottleneck::digest(&trace) != bottleneck::digest(&known.trace) {
                     return Err(AnswerError::AnotherStep { given });
                 }
-                if trace.alternatives.is_none() {
+                if trace.alternatives.is_none() && asked.iter().all(|way| way.items.is_none()) {
                     return Err(AnswerError::NoOtherWays);
                 }
                 Lacks::Plan(Known { trace, ..known })
@@ -281,7 +289,11 @@ impl PlanSession {
                 if plan.trace_digest != bottleneck::digest(&known.trace) {
                     return Err(AnswerError::AnotherStep { given });
                 }
-                let ways = self.wanted_ways(&known, Some(&plan));
+                let mut ways = self.wanted_ways(&known, Some(&plan));
+                if ways.is_empty() {
+                    ways = self.wanted_pieces(&known, &plan);
+                    self.pieces += u32::from(!ways.is_empty());
+                }
                 if ways.is_empty() {
                     Lacks::Nothing(plan)
                 } else {
@@ -303,6 +315,42 @@ impl PlanSession {
         } else {
             Lacks::Ways(known, ways, None)
         }
+    }
+
+    /// The step on pieces of the batch that are smaller than it was ever recorded on: those of the plan, and where that
+    /// does not fit, the smallest in each way that may be cut.
+    fn wanted_pieces(&self, known: &Known, plan: &Plan) -> Vec<Way> {
+        let trace = &known.trace;
+        let chosen = plan.pieces().map(|pieces| (plan.way(), pieces));
+        let others = trace.alternatives().iter().map(|it| it.way.clone());
+        let all = std::iter::once(Way::default()).chain(others);
+        let smallest = all.filter_map(|way| {
+            let step = trace.in_way(&way)?;
+            let may_cut = micro_batch::may_cut(step, &self.request);
+            let most = micro_batch::piece_counts(step).last()?;
+            may_cut.then_some((way, most))
+        });
+        let does_not_fit = plan.verdict == Verdict::DoesNotFit;
+        let smallest = smallest.filter(|_| does_not_fit);
+        let mut wanted = Vec::new();
+        for (way, pieces) in chosen.into_iter().chain(smallest) {
+            let Some(step) = trace.in_way(&way) else {
+                continue;
+            };
+            let items = micro_batch::piece_items(step, pieces.max(1));
+            let is_known = step.pieces.iter().any(|piece| piece.items == items);
+            let is_small = items < step.meta.batch.min(step.meta.second_batch);
+            let piece = Way {
+                items: Some(items),
+                ..way
+            };
+            if is_small && !is_known && !wanted.contains(&piece) {
+                wanted.push(piece);
+            }
+        }
+        let may_ask = self.may_capture && self.pieces < MOST_PIECES;
+        wanted.retain(|_| may_ask);
+        wanted
     }
 
     fn wanted_ways(&self, known: &Known, made: Option<&Plan>) -> Vec<Way> {
@@ -343,6 +391,55 @@ mod tests {
             }),
             ..whole.clone()
         })
+    }
+
+    #[test]
+    fn a_piece_that_was_never_recorded_is_asked_for_and_known_from_then_on() {
+        let mut trace = sample::inference(64);
+        for op in &mut trace.ops {
+            op.workspace_bytes = Bytes(1 << 20);
+        }
+        let asked = request(Budget::Percent(1.0), Class::Equivalent);
+        let made = plan(&trace, &costs(&trace), &asked).unwrap();
+        let known = Known {
+            trace: Arc::new(trace.clone()),
+            costs: Arc::new(costs(&trace)),
+        };
+        let session = PlanSession::new(asked.clone(), None);
+        let wanted = session.wanted_pieces(&known, &made);
+        let piece = Way {
+            items: Some(2),
+            ..Way::default()
+        };
+        assert_eq!(wanted, std::slice::from_ref(&piece), "what is smallest");
+        // On two items there is no scratch.
+        let mut recorded = trace.at_batch(2).unwrap();
+        for op in &mut recorded.ops {
+            op.workspace_bytes = Bytes::ZERO;
+        }
+        let whole = trace.with_piece(&piece, &recorded).unwrap();
+        assert_eq!(whole.check(), Ok(()));
+        let better = plan(&whole, &costs(&whole), &asked).unwrap();
+        assert_eq!(
+            made.minimum_peak_bytes - better.minimum_peak_bytes,
+            Bytes(1 << 20)
+        );
+        let known = Known {
+            trace: Arc::new(whole.clone()),
+            ..known
+        };
+        assert!(session.wanted_pieces(&known, &better).is_empty());
+        // Other ops, another way, too few numbers.
+        recorded.ops.pop();
+        assert!(trace.with_piece(&piece, &recorded).is_err());
+        let elsewhere = Way {
+            no_graph: true,
+            ..piece
+        };
+        assert!(trace.with_piece(&elsewhere, &trace).is_err());
+        let mut torn = whole;
+        torn.pieces[0].workspace_bytes.pop();
+        assert!(torn.check().is_err());
     }
 
     fn costs(trace: &Trace) -> CostSource {

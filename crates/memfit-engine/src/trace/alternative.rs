@@ -30,6 +30,9 @@ pub struct Way {
     /// Whether autograd is kept from recording a forward of inference that turns it on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_graph: bool,
+    /// Asks for the step on so many items instead, for what its ops take on a piece of the batch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub items: Option<u64>,
 }
 
 /// Forward under `torch.autocast`.
@@ -56,6 +59,15 @@ pub struct HalfParameters {
 pub struct Int8Weights {
     /// Names of the parameters that are quantised.
     pub names: Vec<String>,
+}
+
+/// What the ops of a step take on a piece of the batch, as probed there: scratch follows no line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// Items of the piece.
+    pub items: u64,
+    /// Scratch of each op.
+    pub workspace_bytes: Vec<Bytes>,
 }
 
 /// What of a step runs in slices, or for some rows alone; one of these at least.
@@ -200,7 +212,7 @@ impl Way {
             || self.half_parameters.is_some()
             || self.int8_weights.is_some();
         let is_other = self.chunk.is_some() || is_narrow || self.no_graph;
-        is_other && self.chunk.as_ref().is_none_or(Chunk::is_valid)
+        is_other && self.items.is_none() && self.chunk.as_ref().is_none_or(Chunk::is_valid)
     }
 }
 
@@ -245,6 +257,7 @@ impl Trace {
             updates: self.updates.clone(),
             couplings: self.couplings.clone(),
             alternatives: None,
+            pieces: self.pieces.clone(),
         }
     }
 
@@ -260,6 +273,51 @@ impl Trace {
         };
         whole.check()?;
         Ok(whole)
+    }
+
+    /// The step in a way, as captured; `None` where it was not.
+    #[must_use]
+    pub fn in_way(&self, way: &Way) -> Option<&Self> {
+        if *way == Way::default() {
+            return Some(self);
+        }
+        let mut steps = self.alternatives().iter();
+        Some(&steps.find(|step| step.way == *way)?.trace)
+    }
+
+    /// The trace with the scratch of the step on fewer items, in the way that was asked for.
+    ///
+    /// # Errors
+    ///
+    /// That step is not known, or runs other ops on so many items.
+    pub fn with_piece(&self, way: &Way, recorded: &Self) -> Result<Self, String> {
+        let whole_way = Way {
+            items: None,
+            ..way.clone()
+        };
+        let mut made = self.clone();
+        let is_plain = whole_way == Way::default();
+        let steps = made.alternatives.iter_mut().flat_map(|it| &mut it.steps);
+        let own = steps.filter(|step| step.way == whole_way);
+        let own = own.map(|step| &mut step.trace).next();
+        let Some(own) = (if is_plain { Some(&mut made) } else { own }) else {
+            return Err("the step was not captured in that way".to_owned());
+        };
+        let names = |trace: &'_ Self| -> Vec<String> {
+            let ops = trace.ops.iter();
+            ops.map(|op| trace.string(op.name).to_owned()).collect()
+        };
+        if names(own) != names(recorded) {
+            return Err(format!(
+                "it runs other ops on {} items",
+                recorded.meta.batch
+            ));
+        }
+        own.pieces.push(Piece {
+            items: recorded.meta.batch,
+            workspace_bytes: recorded.ops.iter().map(|op| op.workspace_bytes).collect(),
+        });
+        Ok(made)
     }
 
     /// The alternatives captured; none where nobody has tried.

@@ -160,17 +160,22 @@ impl Trace {
         for (i, allocation) in scaled.allocations.iter_mut().enumerate() {
             allocation.bytes = allocation.law.ok_or(BatchError::NotAffine(i))?.at(batch);
         }
-        for op in &mut scaled.ops {
+        scaled.pieces.clear();
+        let probed = self.pieces.iter().find(|piece| piece.items == batch);
+        for (i, op) in scaled.ops.iter_mut().enumerate() {
             op.flops = shifted(op.flops, op.flops_per_item, change);
             op.moved_bytes = Bytes(shifted(op.moved_bytes.0, op.moved_bytes_per_item, change));
-            op.workspace_bytes = self.workspace_at(op, batch);
+            op.workspace_bytes = match probed {
+                Some(piece) => piece.workspace_bytes[i],
+                None => self.workspace_at(op, batch),
+            };
         }
         for value in &mut scaled.values {
             for (size, &per_item) in value.shape.iter_mut().zip(&value.shape_per_item) {
                 *size = shifted(*size, per_item, change);
             }
         }
-        if scaled.meta.probed_batch == 0 {
+        if scaled.meta.probed_batch == 0 && probed.is_none() {
             scaled.meta.probed_batch = self.meta.batch;
         }
         scaled.meta.batch = batch;

@@ -83,6 +83,16 @@ impl Trace {
         self.check_saved()?;
         self.check_regions()?;
         self.check_updates()?;
+        if self
+            .pieces
+            .iter()
+            .any(|it| it.workspace_bytes.len() != self.ops.len())
+        {
+            return Err(TraceError::Disorder {
+                owner: "a piece of the batch".to_owned(),
+                rule: "each op has its scratch there",
+            });
+        }
         self.check_alternatives()
     }
 

@@ -34,7 +34,7 @@ mod sizes;
 
 pub use alternative::{
     Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, Head, Int8Weights,
-    LossChunk, Refusals, Strips, Way,
+    LossChunk, Piece, Refusals, Strips, Way,
 };
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
 pub use check::TraceError;
@@ -110,6 +110,9 @@ pub struct Trace {
     /// The step in slices; absent when nobody has tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub alternatives: Option<Alternatives>,
+    /// What its ops take on pieces of the batch, where somebody has asked.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pieces: Vec<Piece>,
 }
 
 /// Where a trace comes from.

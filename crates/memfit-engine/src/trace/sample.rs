@@ -47,6 +47,7 @@ impl Builder {
             updates: Vec::new(),
             couplings: None,
             alternatives: None,
+            pieces: Vec::new(),
         };
         Self { trace }
     }

@@ -197,6 +197,7 @@ prop_compose! {
             updates: updates.into_iter().map(update).collect(),
             couplings: Some(if coupled { vec![coupling] } else { Vec::new() }),
             alternatives: None,
+            pieces: Vec::new(),
         }
     }
 }

@@ -146,20 +146,12 @@ impl<'s, 'h> Trials<'s, 'h> {
 
     /// The largest value of a way.
     fn row(&mut self, way: Option<Class>) -> Result<LargestRow, Failure> {
-        let mut search = LargestSearch::new(self.budget.0, self.first);
-        for (&value, tried) in &self.tried {
-            search.tried(value, trial_of(tried, way, self.budget));
+        let (mut value, mut is_largest) = self.search(way, 1)?;
+        // The smallest pieces of an odd batch are larger than those of an even one.
+        if way.is_some() && is_largest && value > 0 && self.fits(value + 2, way)? {
+            (value, is_largest) = self.search(way, 2)?;
+            value += u64::from(self.fits(value + 1, way)?);
         }
-        let (value, is_largest) = loop {
-            match search.next() {
-                Next::Try(value) => {
-                    self.capture(value)?;
-                    search.tried(value, trial_of(&self.tried[&value], way, self.budget));
-                }
-                Next::Found(value) => break (value, true),
-                Next::GivenUp(value) => break (value, false),
-            }
-        };
         let found = self.tried.get(&value).and_then(|tried| tried.as_ref().ok());
         let plan = found
             .and_then(|tried| tried.plan.as_ref())
@@ -175,6 +167,37 @@ impl<'s, 'h> Trials<'s, 'h> {
             is_largest,
             next_fails: next.and_then(|tried| tried.as_ref().err().cloned()),
         })
+    }
+
+    /// The largest multiple of a number that fits, and whether the next one does not.
+    fn search(&mut self, way: Option<Class>, unit: u64) -> Result<(u64, bool), Failure> {
+        let mut search = LargestSearch::new(self.budget.0, self.first.div_ceil(unit));
+        for (&value, tried) in &self.tried {
+            if value.is_multiple_of(unit) {
+                search.tried(value / unit, trial_of(tried, way, self.budget));
+            }
+        }
+        loop {
+            match search.next() {
+                Next::Try(value) => {
+                    let trial = self.trial(value * unit, way)?;
+                    search.tried(value, trial);
+                }
+                Next::Found(value) => return Ok((value * unit, true)),
+                Next::GivenUp(value) => return Ok((value * unit, false)),
+            }
+        }
+    }
+
+    fn fits(&mut self, value: u64, way: Option<Class>) -> Result<bool, Failure> {
+        Ok(self.trial(value, way)?.fits)
+    }
+
+    fn trial(&mut self, value: u64, way: Option<Class>) -> Result<Trial, Failure> {
+        if !self.tried.contains_key(&value) {
+            self.capture(value)?;
+        }
+        Ok(trial_of(&self.tried[&value], way, self.budget))
     }
 
     /// Captures the step with a value, and plans it where that is asked for.

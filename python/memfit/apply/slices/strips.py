@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -217,14 +217,14 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _may_be_large(self, tensors: list[Tensor]) -> bool:
         """Whether what an op makes may be worth it; products make more than they take."""
-        most = max(tensor.numel() for tensor in tensors)
+        most = max(t.numel() // _items(t.shape) for t in tensors)
         rows = max((t.shape[ROWS] for t in tensors if t.dim() > 1), default=0)
         return rows >= 2 * LEAST_ROWS and most * most >= self._strips.least_bytes
 
     def _is_worth(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         size = torch.Size(shape).numel() * dtype.itemsize
-        items = shape[0] if len(shape) == 4 else 1  # noqa: PLR2004 - an image
-        return shape[ROWS] >= 2 * LEAST_ROWS and size >= self._strips.least_bytes * max(items, 1)
+        least = self._strips.least_bytes * _items(shape)
+        return shape[ROWS] >= 2 * LEAST_ROWS and size >= least
 
     def _stand_in(self, value: Value, device: torch.device) -> PutOff:
         made = PutOff.of(value, device, self)
@@ -439,6 +439,11 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _is_held_by(leaf, number):
                 return leaf.tensor
         return None
+
+
+def _items(shape: Sequence[int]) -> int:
+    """Items of a batch of images; of anything else, which may count heads too, one."""
+    return max(shape[0], 1) if len(shape) == 4 else 1  # noqa: PLR2004 - an image
 
 
 def _holders(leaf: Value) -> tuple[int, int, int]:

@@ -124,7 +124,7 @@ fn plain_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     }
     if trace.couplings.is_some() && piece_counts(trace).next().is_none() {
         return Some(format!(
-            "a batch of {} cannot be cut evenly",
+            "a batch of {} would be cut into single items, on which torch may run other ops",
             trace.meta.batch
         ));
     }
@@ -248,14 +248,24 @@ pub fn mixed_items(trace: &Trace) -> Option<String> {
 
 /// A batch is not cut into more pieces than this.
 const MOST_PIECES: u64 = 1024;
+/// Numbers of pieces that are tried, at most.
+const MOST_COUNTS: usize = 6;
 
-/// Numbers of pieces that the trace speaks for. On a batch of one, torch runs other ops (a size of one
-/// needs no copy), so a piece of one item counts only where one was captured.
-pub(in crate::plan) fn piece_counts(trace: &Trace) -> impl Iterator<Item = u64> + '_ {
-    let meta = &trace.meta;
-    let divisors =
-        (2..=meta.batch.min(MOST_PIECES)).filter(|pieces| meta.batch.is_multiple_of(*pieces));
-    divisors.filter(|pieces| meta.batch / pieces > 1 || meta.second_batch == 1)
+/// Numbers of pieces to try: those that divide the batch, the powers of two, and the most that the trace speaks for,
+/// which is always among them. Pieces differ by one item at most, the last being one of the larger. On a batch of one,
+/// torch runs other ops (a size of one needs no copy), so a piece of one item counts only where one was captured.
+pub(in crate::plan) fn piece_counts(trace: &Trace) -> impl Iterator<Item = u64> + use<> {
+    let batch = trace.meta.batch;
+    let least_items = if trace.meta.second_batch == 1 { 1 } else { 2 };
+    let most = (batch / least_items).min(MOST_PIECES);
+    let is_tried = move |pieces: &u64| batch.is_multiple_of(*pieces) || pieces.is_power_of_two();
+    let few = (2..most).filter(is_tried).take(MOST_COUNTS - 1);
+    few.chain((most > 1).then_some(most))
+}
+
+/// Items of the largest piece.
+pub(in crate::plan) const fn piece_items(trace: &Trace, pieces: u64) -> u64 {
+    trace.meta.batch.div_ceil(pieces)
 }
 
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
