@@ -25,6 +25,7 @@ pub(crate) fn run(arguments: &VerifyArguments, session: &mut Session<'_>) -> Res
     let planned = session.plan(&target, &mut recorded, &choice)?;
     let capture_seconds = recorded.capture_seconds.unwrap_or_default();
     let mut document = document(&planned.plan, capture_seconds, planned.plan_seconds);
+    document.infers = !recorded.trace.meta.training;
     if arguments.compile {
         match session.measure_compiled(&live, &recorded, &planned)? {
             CompiledAnswer::Ran(ran) => return compiled(document, *ran, session),
@@ -148,6 +149,7 @@ pub(crate) fn document(plan: &Plan, capture_seconds: f64, plan_seconds: f64) -> 
         not_compiled: None,
         capture_seconds,
         plan_seconds,
+        infers: false,
     }
 }
 

@@ -213,6 +213,9 @@ pub(crate) struct VerifyDocument {
     pub(crate) not_compiled: Option<String>,
     pub(crate) capture_seconds: f64,
     pub(crate) plan_seconds: f64,
+    /// Whether the step only infers: `loss` is then what its forward returns, for the words of the report.
+    #[serde(skip)]
+    pub(crate) infers: bool,
 }
 
 /// One way to run the step: what was predicted and what was measured.

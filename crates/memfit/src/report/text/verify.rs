@@ -53,6 +53,13 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
         }
         let changed = document.approximation.as_ref();
         let is_bitwise = comparison.agreement == Agreement::Bitwise;
+        // Without gradients the second compares what a step leaves in the model.
+        let name = match (document.infers, name) {
+            (true, "gradients") if is_bitwise => continue,
+            (true, "gradients") => "module state",
+            (true, _) => "results",
+            (false, name) => name,
+        };
         let changed = changed.filter(|_| !is_bitwise);
         let words = match changed {
             Some(changed) if name == "gradients" => changed.words(),
@@ -329,6 +336,11 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
         } else {
             "loss and gradients equal up to rounding, as the plan said"
         };
+        let numbers = if document.infers {
+            numbers.replace("loss and gradients", "results")
+        } else {
+            numbers.to_owned()
+        };
         format!("{} {fit}{time}; {numbers}\n", palette.good("FITS:"))
     } else {
         let changed = document.approximation.as_ref();
@@ -337,6 +349,8 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             "outputs"
         } else if changed.is_some_and(only_updates) {
             "updates"
+        } else if document.infers {
+            "results"
         } else {
             "loss or gradients"
         };
@@ -413,7 +427,21 @@ mod tests {
             not_compiled: None,
             capture_seconds: 1.0,
             plan_seconds: 0.5,
+            infers: false,
         }
+    }
+
+    #[test]
+    fn inference_is_spoken_of_by_its_results() {
+        let mut document = document();
+        document.infers = true;
+        let text = verify(&document, Palette::PLAIN);
+        assert!(text.contains("  results  bitwise equal"), "{text}");
+        assert!(text.ends_with("; results bitwise equal\n"), "{text}");
+        assert!(
+            !text.contains("loss") && !text.contains("gradients"),
+            "{text}"
+        );
     }
 
     #[test]
