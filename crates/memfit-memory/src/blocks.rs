@@ -14,7 +14,7 @@ pub(crate) const BLOCK: usize = Narrow::BLOCK as usize;
 /// Bytes of a number.
 pub(crate) const WIDE: usize = size_of::<f32>();
 /// The sign in the bits of a number.
-const SIGN: u32 = 1 << 31;
+pub(crate) const SIGN: u32 = 1 << 31;
 /// Place of the lowest byte of a number in memory.
 const LOWEST: usize = if cfg!(target_endian = "little") { 0 } else { 3 };
 /// Adding it leaves the nearest whole number in the lowest bits, ties to even, for absolute values up to 2^22.
@@ -24,6 +24,12 @@ const ROUNDS: f32 = 12_582_912.0;
 #[inline]
 pub(crate) const fn nearest_code(number: f32) -> u8 {
     (number + ROUNDS).to_bits().to_ne_bytes()[LOWEST]
+}
+
+/// The nearest whole number to a product, as [`nearest_code`].
+#[inline]
+pub(crate) fn nearest_code_of(number: f32, times: f32) -> u8 {
+    number.mul_add(times, ROUNDS).to_bits().to_ne_bytes()[LOWEST]
 }
 
 /// The largest absolute value; infinite, or not a number, where one is.

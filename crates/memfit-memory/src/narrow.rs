@@ -13,7 +13,7 @@ use std::thread;
 use memfit_engine::step::Narrow;
 
 use crate::blocks::{BLOCK, WIDE, each, largest, nearest_code, part};
-use crate::fastest::fastest;
+use crate::fastest::{Registers, for_registers};
 
 /// The largest code of a block whose numbers are all finite, and of one whose are not.
 const MOST: f32 = 127.0;
@@ -49,7 +49,7 @@ pub fn shrink(wide: &[u8], narrow: &mut [u8], threads: NonZeroUsize) -> Result<(
         .zip(scales.chunks_mut(part / BLOCK * WIDE));
     thread::scope(|scope| {
         each(parts, |((wide, codes), scales), is_last| {
-            let mut run = move || fastest_shrink(wide, codes, scales);
+            let mut run = move || fastest_shrink(Registers::widest(), wide, codes, scales);
             if is_last {
                 run();
             } else {
@@ -76,7 +76,7 @@ pub fn expand(narrow: &[u8], wide: &mut [u8], threads: NonZeroUsize) -> Result<(
         .zip(scales.chunks(part / BLOCK * WIDE));
     thread::scope(|scope| {
         each(parts, |((wide, codes), scales), is_last| {
-            let mut run = move || fastest_expand(codes, scales, wide);
+            let mut run = move || fastest_expand(Registers::widest(), codes, scales, wide);
             if is_last {
                 run();
             } else {
@@ -99,8 +99,8 @@ fn check(wide: usize, narrow: usize) -> Result<(), LengthError> {
     })
 }
 
-fastest!(fastest_shrink, shrink_blocks, wide: &[u8], codes: &mut [u8], scales: &mut [u8]);
-fastest!(fastest_expand, expand_blocks, codes: &[u8], scales: &[u8], wide: &mut [u8]);
+for_registers!(fastest_shrink, shrink_blocks, wide: &[u8], codes: &mut [u8], scales: &mut [u8]);
+for_registers!(fastest_expand, expand_blocks, codes: &[u8], scales: &[u8], wide: &mut [u8]);
 
 #[expect(
     clippy::inline_always,
