@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.garbage import collected_before
 from memfit.tensors.held import held_tensors
-from memfit.tensors.optimizers import in_memory
+from memfit.tensors.optimizers import state_tensors
+from memfit.tensors.profiled import profiled_bytes
 from memfit.tensors.storage import plain_tensors
-from memfit.torch_versions import profiled_memory
 from memfit.track import cpu
 from memfit.workload import Workload
 
@@ -54,7 +54,7 @@ def static_tensors(workload: Workload, optimizer: Optimizer | None) -> list[Tens
     tensors: list[Any] = [*parameters, *workload.model.buffers()]
     tensors += [p.grad for p in parameters if p.grad is not None]
     if optimizer is not None:
-        tensors += tree_leaves([dict(in_memory(state)) for state in optimizer.state.values()])
+        tensors += chain.from_iterable(map(state_tensors, optimizer.state.values()))
         tensors += tree_leaves(
             [[v for k, v in group.items() if k != "params"] for group in optimizer.param_groups]
         )
@@ -104,30 +104,12 @@ def _cuda_peak(call: Callable[[], Any], device: torch.device) -> Measured:
     return Measured(torch.cuda.max_memory_allocated(device), before, after - before)
 
 
-_MEASURED = "memfit: measured call"
-
-
 def _cpu_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:
     if any(owner_of(tensor) is not None for tensor in static) and cpu.start() is None:
         return _counted_peak(call, static)
     static_bytes = storage_bytes(static)
-    with profiled_memory() as profiled, torch.profiler.record_function(_MEASURED):
-        call()
-    happened = profiled.profiler.kineto_results.events()
-    start = next(event.start_ns() for event in happened if event.name() == _MEASURED)
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in happened
-        if event.name() == "[memory]"
-        and event.device_type() == torch._C._autograd.DeviceType.CPU
-        and event.start_ns() >= start
-    ]
-    events.sort(key=lambda event: event[0])  # stable: simultaneous events keep their order
-    current = highest = 0
-    for _, size in events:
-        current += size
-        highest = max(highest, current)
-    return Measured(static_bytes + highest, static_bytes, current)
+    highest, left = profiled_bytes(call)
+    return Measured(static_bytes + highest, static_bytes, left)
 
 
 def _counted_peak(call: Callable[[], Any], static: list[Tensor]) -> Measured:

@@ -26,6 +26,7 @@ from torch.optim import (
     RMSprop,
 )
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves
 
 _PER_PARAMETER: tuple[type[Optimizer], ...] = (
     Adadelta,
@@ -64,6 +65,21 @@ def in_memory(state: Any) -> Any:
         state: The state, whatever it is.
     """
     return state.in_memory() if isinstance(state, PartlyOffloaded) else state
+
+
+def state_tensors(state: Any) -> list[Tensor]:
+    """The tensors of a parameter's state that are in memory.
+
+    Args:
+        state: The state, whatever it is; libraries hold tensors in objects of their own too.
+    """
+    leaves = tree_leaves(dict(in_memory(state)))
+    held = [vars(leaf) if _holds_tensors(leaf) else leaf for leaf in leaves]
+    return [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor | type) and isinstance(getattr(leaf, "__dict__", None), dict)
 
 
 def with_room(state: Any) -> Any:

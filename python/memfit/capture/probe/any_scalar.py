@@ -40,8 +40,21 @@ def _any(tensor: Tensor) -> Any:
     return 0.5 if tensor.dtype.is_floating_point else 1
 
 
+_OF_TORCH = frozenset({"aten", "prim", "prims", "profiler"})
+
+
 class AnyScalar(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers ``.item()`` by :func:`scalar_or_any` while it is entered; changes nothing else."""
+    """Answers ``.item()`` by :func:`scalar_or_any` while it is entered; changes nothing else.
+
+    Attributes:
+        others: Names of ops that ran and are not torch's own. On fakes they show what they return,
+            not what they take meanwhile.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has run yet."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.others: dict[str, None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -49,4 +62,6 @@ class AnyScalar(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one op."""
         if func is SCALAR:
             return scalar_or_any(args[0])
+        if func.namespace not in _OF_TORCH:
+            self.others[str(func)] = None
         return func(*args, **(kwargs or {}))

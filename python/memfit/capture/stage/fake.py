@@ -32,8 +32,10 @@ from memfit.capture.stage.stage import (
     empty_gradient,
     resize_batch,
 )
+from memfit.capture.stage.stand_in import measured_updates
 from memfit.errors import MemfitError, WorkloadError
 from memfit.tensors.narrow_parameters import is_narrow, own_type
+from memfit.tensors.storage import is_wrapper
 from memfit.weights.in_eight_bits import own_weights
 from memfit.weights.one_device import refuse_several
 from memfit.weights.slots import slots_of
@@ -77,9 +79,11 @@ def fake_stage(workload: Workload, device: str | None = None) -> Stage:
             optimizer = build_optimizer(workload, model, mode.from_tensor)
         except MemfitError:
             raise
-        except Exception as error:
-            message = f"the optimizer could not be built: {error}"
-            raise WorkloadError(message, phase="build") from error
+        except Exception as error:  # noqa: BLE001 - it is the user's, and another way is tried
+            message = f"the optimizer could not be built on tensors without values: {_told(error)}"
+            failure = WorkloadError(message, phase="build")
+            failure.__cause__ = error
+            optimizer = _measured(workload, list(model.parameters()), None, kind, failure)
     if kind == "cuda":
         choose_foreach(optimizer)
     buffers = dict(workload.model.named_buffers())
@@ -136,17 +140,61 @@ def initialise_optimizer(stage: Stage) -> None:
         return
     for parameter in stage.trainable():
         parameter.grad = empty_gradient(optimizer, parameter)
-    try:
-        with AnyScalar():  # type: ignore[no-untyped-call]
-            optimizer.step()
-    except Exception as error:
-        kind = type(optimizer).__name__
-        message = (
-            f"`{kind}.step()` failed on tensors without values: {type(error).__name__}: {error}"
+    failure = _first_step(optimizer, stage.device)
+    if failure is not None:
+        stage.optimizer = _measured(
+            stage.workload, stage.trainable(), optimizer, stage.device, failure
         )
-        raise WorkloadError(message, phase="optimizer") from error
+        stage.optimizer.step()
     for parameter in stage.trainable():
         parameter.grad = None
+
+
+def _first_step(optimizer: torch.optim.Optimizer, device: str) -> WorkloadError | None:
+    """Take a first step on fakes; why that does not tell what a step takes, ``None`` if it does."""
+    name = f"`{type(optimizer).__name__}.step()`"
+    try:
+        with AnyScalar() as asked:
+            optimizer.step()
+    except Exception as error:  # noqa: BLE001 - as above
+        message = f"{name} failed on tensors without values: {_told(error)}"
+        failure = WorkloadError(message, phase="optimizer")
+        failure.__cause__ = error
+        return failure
+    if not asked.others or device != "cpu":
+        return None
+    ops = ", ".join(f"`{op}`" for op in asked.others)
+    return WorkloadError(f"{name} runs {ops}, which may take anything", phase="optimizer")
+
+
+def _measured(
+    workload: Workload,
+    parameters: list[nn.Parameter],
+    built: torch.optim.Optimizer | None,
+    device: str,
+    failure: WorkloadError,
+) -> torch.optim.Optimizer:
+    """What stands for an optimizer that cannot be followed on fakes, by small real steps of it.
+
+    Raises:
+        WorkloadError: It fails on real tensors too; ``failure`` itself where these cannot tell,
+            as on a CPU of what a GPU does.
+    """
+    if device != "cpu" or any(is_wrapper(type(p)) for p in parameters):
+        raise failure
+    try:
+        return measured_updates(workload, parameters, built)
+    except Exception as error:
+        message = (
+            f"{failure}; on small real ones it fails too: {_told(error)}\n"
+            "hint: give an `optimizer` that runs on a CPU, such as `torch.optim.AdamW`"
+        )
+        raise WorkloadError(message, phase=failure.phase) from error
+
+
+def _told(error: Exception) -> str:
+    """What an error says first."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
