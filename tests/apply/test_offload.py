@@ -14,11 +14,14 @@ from handmade import record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memfit import _native
 from memfit.apply import executor
-from memfit.apply.offload.activations import MOST_FORWARDS
+from memfit.apply.offload.activations import MOST_FORWARDS, Transit
 from memfit.apply.offload.tiers import DiskTier
 from memfit.apply.remat import records
+from memfit.apply.remat.directions import Directions
 from memfit.apply.remat.remat import Rematerialiser
+from memfit.apply.remat.watch import Watch
 from memfit.errors import DivergenceWarning, OffloadError, UsageError
 from memfit.measure import measure_peak
 from memfit.run.fitted import Fitted
@@ -697,3 +700,46 @@ def test_what_belongs_to_a_graph_that_died_is_given_back(stored_chain, written):
     del loss
     assert written.bytes() == 0
     assert planned.overflow == ""
+
+
+class _Late:
+    """A place that looks at what it was sent when that settles: it is to be as it was."""
+
+    def __init__(self):
+        self.settled = 0
+
+    def refusal(self, device):
+        return None
+
+    def send(self, source):
+        storage = source.untyped_storage()
+        before = storage.clone()
+        tier = self
+
+        class Parcel:
+            def settle(self):
+                assert bytes(storage) == bytes(before)
+                tier.settled += 1
+
+        return Parcel()
+
+
+def test_a_part_with_versions_of_its_own_is_written_to_after_what_was_saved_has_gone(monkeypatch):
+    # As the gates of a recurrent cell are: one is saved, and the next one written to at once.
+    monkeypatch.setattr(_native, "block_event", lambda _place: 1 << 60)  # all is of this forward
+    tier = _Late()
+    transit = Transit(tier, 1 << 30, ())
+    watch = Watch(
+        Directions({}, (), ("aten.exp.default",)),
+        lambda _: None,
+        {"offload": transit},
+        lambda: transit,
+    )
+    watch.start_region(0, 1)
+    weight = torch.randn(64, 192, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda _: None), watch:
+        gates = (torch.randn(64, 64) @ weight).unsafe_chunk(3, 1)  # not what was expected
+        for gate in gates:
+            gate.add_(0.1).sigmoid_()
+        transit.outgoing.settle()
+    assert tier.settled == 1 + len(gates)  # the matrix, too

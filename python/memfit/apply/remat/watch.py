@@ -510,6 +510,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = _storage_key(tensor)
         tracked = self._tracked.get(key)
         if tracked is not None and not tracked.is_known(tensor):
+            fetch = tracked.state.producer
+            if isinstance(fetch, Fetch):
+                # The next op may write to it, as to a part with a version of its own.
+                self._transits[fetch.goal].outgoing.settle(fetch)
             del self._tracked[key]
             self._diverge("it wrote to a dropped tensor outside the ops that the plan watches")
             return None
