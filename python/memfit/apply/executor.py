@@ -28,6 +28,7 @@ from memfit.apply.offload.parameters import (
     ParametersElsewhere,
     bring_parameters_home,
 )
+from memfit.apply.offload.sliced_state import SlicedState
 from memfit.apply.offload.state_view import AwayState, bring_home
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import (
@@ -447,7 +448,8 @@ class Executor:
         """
         if self.subject.optimizer is not None:
             is_narrow = NARROW_STATE in self._parts
-            stays = EightBitState if is_narrow else AwayState if self.state is not None else None
+            away = () if self.state is None else (AwayState, SlicedState)
+            stays = (EightBitState,) if is_narrow else away
             bring_home(self.subject.optimizer, stays)
         if self.parameters is None:
             bring_parameters_home(self.subject.model)

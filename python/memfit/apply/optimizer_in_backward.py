@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from memfit.apply.offload.sliced_state import updated_in_slices
 from memfit.apply.part import Part
 from memfit.apply.precision.eight_bit_state import updated_in_eight_bits
 from memfit.errors import UsageError
@@ -169,9 +170,11 @@ class OneByOne:
         group = next((g for g in self.optimizer.param_groups if _lists(g, parameter)), {})
         if updated_in_eight_bits(self.optimizer, group, parameter):
             return
+        step = functools.partial(self._step_over, parameter)
+        if updated_in_slices(self.optimizer, group, parameter, step):
+            return
         count = slices_of(self.optimizer, group, parameter)
         if count > 1:
-            step = functools.partial(self._step_over, parameter)
             update_in_slices(self.optimizer, parameter, count, step)
         else:
             self._step_over(parameter, [parameter])

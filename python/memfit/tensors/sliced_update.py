@@ -12,7 +12,7 @@ what is left over behind the last whole vector rounds in other places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +52,35 @@ def slices_of(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) ->
         group: The group that lists it.
         parameter: The parameter, with its gradient.
     """
+    if parameter.grad is None or _takes_nothing(optimizer, group):
+        return 1
+    count = _slices(optimizer, group, parameter)
+    if count == 1:
+        return 1
+    state = _alike(optimizer.state.get(parameter, {}), parameter)
+    return count if all(_lies_like(value, parameter) for _, value in state) else 1
+
+
+def state_slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int:
+    """In how many slices a parameter is updated whose state is elsewhere, and not looked at.
+
+    Args:
+        optimizer: Its optimizer.
+        group: The group that lists it.
+        parameter: The parameter, perhaps with its gradient; slices are those of the CPU.
+    """
+    return _slices(optimizer, group, parameter) if parameter.device.type == "cpu" else 1
+
+
+def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int:
+    """In how many slices a parameter can be updated, as far as its state does not matter."""
+    asks = ("fused", "capturable", "differentiable")
+    if not is_elementwise(optimizer) or any(group.get(key) for key in asks):
+        return 1
     gradient = parameter.grad
-    if gradient is None or not is_elementwise(optimizer) or group.get("fused"):
-        return 1
-    if group.get("capturable") or group.get("differentiable") or _takes_nothing(optimizer, group):
-        return 1
-    state = optimizer.state.get(parameter, {})
-    tensors = [gradient, *(value for _, value in _alike(state, parameter))]
-    if not all(_lies_like(tensor, parameter) for tensor in (parameter, *tensors)):
+    if not _lies_like(parameter, parameter) or not (
+        gradient is None or _lies_like(gradient, parameter)
+    ):
         return 1
     size_bytes = parameter.numel() * parameter.itemsize
     least = LEAST_BYTES.get(parameter.device.type, _LEAST_BYTES_ELSEWHERE)
@@ -67,7 +88,7 @@ def slices_of(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) ->
     return max(size_bytes // min(max(size_bytes // SLICES, least), most), 1)
 
 
-def _takes_nothing(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _takes_nothing(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether an update has no temporaries to spare: plain SGD writes in place alone."""
     asks = ("weight_decay", "nesterov", "maximize")
     return type(optimizer) is SGD and not any(group.get(key) for key in asks)
@@ -97,10 +118,10 @@ def update_in_slices(
     stop = 0
     held: State = dict(state.get(parameter, {}))
     after: State = {}
-    for start, stop in islice(_bounds(parameter.numel(), count), most):
-        part = _flat(parameter, start, stop)
+    for start, stop in islice(bounds(parameter.numel(), count), most):
+        part = flat(parameter, start, stop)
         assert parameter.grad is not None, "it has slices"
-        part.grad = _flat(parameter.grad, start, stop)
+        part.grad = flat(parameter.grad, start, stop)
         if held:
             state[part] = {key: _part_of(held[key], parameter, start, stop) for key in held}
         try:
@@ -108,7 +129,7 @@ def update_in_slices(
         finally:
             made = state.pop(part, {})
         for key, value in made.items():
-            if not _is_alike(value, part):
+            if not is_alike(value, part):
                 after[key] = value  # a count of steps, the same in all slices
                 continue
             whole = held.get(key)
@@ -140,11 +161,11 @@ def _take_over(state: Any, parameter: Tensor, held: State, after: State) -> None
 def _part_of(value: Any, parameter: Tensor, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _flat(value, start, stop) if _is_alike(value, parameter) else value.clone()
+    return flat(value, start, stop) if is_alike(value, parameter) else value.clone()
 
 
 def _write(whole: Tensor, part: Tensor, start: int, stop: int) -> None:
-    target = _flat(whole, start, stop)
+    target = flat(whole, start, stop)
     is_in_place = target.untyped_storage()._cdata == part.untyped_storage()._cdata
     if not is_in_place:
         target.copy_(part)
@@ -152,10 +173,16 @@ def _write(whole: Tensor, part: Tensor, start: int, stop: int) -> None:
 
 def _alike(state: Any, parameter: Tensor) -> list[tuple[str, Tensor]]:
     """Tensors of the state with an element for each of the parameter's."""
-    return [(key, value) for key, value in dict(state).items() if _is_alike(value, parameter)]
+    return [(key, value) for key, value in dict(state).items() if is_alike(value, parameter)]
 
 
-def _is_alike(value: Any, parameter: Tensor) -> bool:
+def is_alike(value: Any, parameter: Tensor) -> bool:
+    """Whether a value of the state has an element for each of the parameter's.
+
+    Args:
+        value: The value.
+        parameter: The parameter, or a slice of it.
+    """
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
@@ -174,12 +201,24 @@ def _lies_like(tensor: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements of a dense tensor in the order in which they lie in memory."""
+def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements of a dense tensor in the order in which they lie in memory.
+
+    Args:
+        tensor: The tensor.
+        start: The first.
+        stop: One past the last.
+    """
     return tensor.detach().as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
-def _bounds(elements: int, count: int) -> Iterator[tuple[int, int]]:
+def bounds(elements: int, count: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each slice.
+
+    Args:
+        elements: Of the whole.
+        count: In how many slices.
+    """
     size = -(-elements // count)
     for start in range(0, elements, size):
         yield start, min(start + size, elements)

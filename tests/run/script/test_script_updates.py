@@ -62,6 +62,34 @@ def test_a_scripts_optimizer_steps_with_its_state_on_a_disk(tmp_path: Path):
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+LARGE = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Linear(2048, 1024)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(4):
+        loss = model(torch.randn(4, 2048)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        print(repr(loss.item()), repr(norm.item()))
+    torch.save((model.state_dict(), optimizer.state_dict()), "end.pt")
+"""
+
+
+def test_a_large_parameter_has_the_state_of_a_slice_in_memory(tmp_path: Path):
+    """Parameter and gradient take 8 MiB each, its state 16: whole, no step keeps the budget."""
+    ran = inline(tmp_path, "22MiB", LARGE, offload="chosen")
+    (loop,) = ran.loops
+    assert_within_budget(loop)
+    assert loop["observed"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
+    counts = {action["kind"]: action["count"] for action in loop["plan"]["actions"]}
+    assert counts["offload_optimizer"] == 2
+
+
 def test_what_an_update_raises_is_the_scripts_to_see():
     """State that is lost in the middle of a step is no failure to go on after."""
 

@@ -14,11 +14,12 @@ end, and the next one begins by sending it again, which is an error before anyth
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit._native import bytes_text
+from memfit.apply.offload.sliced_state import SlicedState, may_update_in_slices
 from memfit.apply.offload.state_view import AwayState, away_state, save_plainly
 from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import (
@@ -30,6 +31,7 @@ from memfit.apply.optimizer_in_backward import (
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
+from memfit.tensors.sliced_update import state_slices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +52,8 @@ class StateDirections:
         folder: For files.
         window_bytes: Most bytes fetched ahead of their update, and most on their way out.
         least_bytes: Smallest tensor that goes.
-        order: Names of parameters in the order of their updates.
+        order: Names of parameters in the order of their updates; one that is named more than once
+            is updated in slices, and has the state of one slice in memory at a time.
     """
 
     tier: str
@@ -116,7 +119,9 @@ class StateElsewhere(Part):
         self._window_bytes = window_bytes
         self._least_bytes = directions.least_bytes
         named = dict(model.named_parameters())
-        self._order = [named[name] for name in directions.order if name in named]
+        turns = Counter(name for name in directions.order if name in named)
+        self._order = [named[name] for name in turns]
+        self._sliced = {id(named[name]) for name, count in turns.items() if count > 1}
         self._places = {id(parameter): place for place, parameter in enumerate(self._order)}
         self._next = 0
         self._queue: deque[tuple[AwayState, int]] = deque()
@@ -132,7 +137,7 @@ class StateElsewhere(Part):
         save_plainly(self._optimizer)
         with self._transfers():
             for parameter in self._parameters():
-                state = away_state(self._optimizer, parameter)
+                state = self._state_of(parameter)
                 if state is not None:
                     state.retract()
                     self._send(state)
@@ -180,8 +185,8 @@ class StateElsewhere(Part):
         Raises:
             OffloadError: It did not come back as it went.
         """
-        state = away_state(self._optimizer, parameter)
-        if state is not None:
+        state = self._state_of(parameter, may_be_new=True)
+        if state is not None and not self._comes_in_slices(parameter, state):
             try:
                 state.bring_home()
             except OffloadError as error:
@@ -200,6 +205,30 @@ class StateElsewhere(Part):
         state = away_state(self._optimizer, parameter)  # it may be new
         if state is not None:
             self._send(state)
+
+    def _state_of(self, parameter: Tensor, *, may_be_new: bool = False) -> AwayState | None:
+        """The state of a parameter as one that may go, perhaps slice by slice."""
+        state = away_state(self._optimizer, parameter)
+        if id(parameter) not in self._sliced or isinstance(state, SlicedState):
+            return state
+        count = state_slices(self._optimizer, self._group_of(parameter), parameter)
+        if count == 1 or (state is None and not may_be_new):
+            return state
+        values = {} if state is None else state.plain()
+        sliced = SlicedState(values, parameter, count, self.tier)
+        self._optimizer.state[parameter] = sliced
+        return sliced
+
+    def _comes_in_slices(self, parameter: Tensor, state: AwayState) -> bool:
+        """Whether the update fetches the state itself."""
+        group = self._group_of(parameter)
+        return isinstance(state, SlicedState) and may_update_in_slices(
+            self._optimizer, group, parameter, state
+        )
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        return next((g for g in groups if any(p is parameter for p in g["params"])), {})
 
     def _parameters(self) -> Sequence[Tensor]:
         """All parameters: in the order of the plan, then those it does not know."""

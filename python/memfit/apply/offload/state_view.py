@@ -163,7 +163,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         with self._lock:
             try:
                 for key, tensor in self._movable(tier, least_bytes):
-                    self._outgoing[key] = Stored.of(tensor, tier)
+                    self._outgoing[key] = self._stored(tensor, tier)
             except BaseException:
                 self.keep()
                 raise
@@ -255,6 +255,10 @@ class AwayState(dict[str, Any], PartlyOffloaded):
             if stored is not None:
                 super().__setitem__(key, stored.fetch())
                 del self._away[key]
+
+    def _stored(self, tensor: Tensor, tier: Tier) -> Stored:
+        """Begin to send a tensor."""
+        return Stored.of(tensor, tier)
 
     def _movable(self, tier: Tier, least_bytes: int) -> list[tuple[str, Tensor]]:
         with self._lock:
@@ -409,24 +413,24 @@ def away_state(optimizer: Optimizer, parameter: Tensor) -> AwayState | None:
     return state
 
 
-def bring_home(optimizer: Optimizer, stays: type[AwayState] | None = None) -> None:
+def bring_home(optimizer: Optimizer, stays: tuple[type[AwayState], ...] = ()) -> None:
     """Have all state at home, in plain dictionaries.
 
     Args:
         optimizer: The optimizer.
-        stays: The kind of state that stays where it is, and as it is.
+        stays: The kinds of state that stay where they are, and as they are.
 
     Raises:
         OffloadError: Some of it did not come back as it went. That is still elsewhere.
     """
     for parameter, state in list(optimizer.state.items()):
-        if isinstance(state, AwayState) and type(state) is not stays:
+        if isinstance(state, AwayState) and type(state) not in stays:
             state.bring_home()
             if state:
                 optimizer.state[parameter] = dict(state)
             else:  # it waited for a first update
                 del optimizer.state[parameter]
-    if stays is not None:
+    if stays:
         return
     hooks = optimizer._optimizer_state_dict_post_hooks
     for number, hook in list(hooks.items()):

@@ -37,6 +37,7 @@ from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
+from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import address, is_fixed, plain_tensors, viewed
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -196,6 +197,7 @@ class Observation:
         consumed_bytes: Bytes that were there before, that the step read, and that are gone.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
         owners: The ``id`` of the parameter of an allocation.
+        slices: In how many slices parameters are updated whose state is elsewhere, by allocation.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
         undoes: Whether the script's checkpoints were undone in it.
         effect: What the model's code does besides computing, as a clause; empty where nothing was
@@ -217,6 +219,7 @@ class Observation:
     fusing_refusal: str
     unrecorded: UpdateNeeds | None
     owners: dict[int, int]
+    slices: dict[int, int]
     spill_problem: str
     undoes: bool = False
     effect: str = ""
@@ -268,6 +271,7 @@ class StepRecording:
         self._ready: dict[int, int] = {}
         self._unrecorded: UpdateNeeds | None = None
         self._owners: dict[int, int] = {}
+        self._slices: dict[int, int] = {}
 
     @property
     def recorder(self) -> ScriptRecorder:
@@ -359,6 +363,7 @@ class StepRecording:
             state_stays or "the optimizer was not called as usual",
             self._unrecorded,
             self._owners,
+            self._slices,
             self._spill.problem,
         )
 
@@ -372,8 +377,11 @@ class StepRecording:
         self._roles.updates = updates_of(
             optimizer, ledger.seen, needs, self._ready, with_state=self._unrecorded is None
         )
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        self._owners = {ledger.seen(parameter): id(parameter) for parameter in held}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                allocation = ledger.seen(parameter)
+                self._owners[allocation] = id(parameter)
+                self._slices[allocation] = state_slices(optimizer, group, parameter)
         return None
 
     def _gradient_ready(self, parameter: Tensor) -> None:

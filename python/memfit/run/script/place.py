@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _chosen_once(device_kind: str) -> str | None:
 
 
 def state_elsewhere(
-    request: FitRequest, state_bytes: int, device_kind: str
+    request: FitRequest, state_bytes: int, device_kind: str, order: Sequence[str] = ()
 ) -> dict[str, Any] | None:
     """A plan that keeps an optimizer's state elsewhere, before any other is known.
 
@@ -79,6 +79,7 @@ def state_elsewhere(
         request: Which plans are allowed, and where they may offload to.
         state_bytes: How much there will be.
         device_kind: ``cpu`` or ``cuda``: where it would be.
+        order: Names of parameters in the order of their updates, each as often as it has slices.
 
     Returns:
         The plan as parsed JSON; ``None`` where the state has to stay, or no place has room.
@@ -94,7 +95,7 @@ def state_elsewhere(
         "folder": "" if place == HOST else place,
         "window_bytes": 0,
         "least_bytes": LEAST_STATE_BYTES,
-        "order": [],
+        "order": list(order),
     }
     return {"actions": [{"kind": "offload_optimizer", "offload_optimizer": directions}]}
 

@@ -31,7 +31,7 @@ from memfit.run.script.observed import Observation
 from memfit.run.script.op_seconds import usual_seconds
 from memfit.run.script.place import chosen_place, free_bytes
 from memfit.run.script.request import FitRequest
-from memfit.run.script.updates import add_unrecorded_step, forget_state
+from memfit.run.script.updates import add_unrecorded_step, forget_state, in_slices
 from memfit.torch_versions import offloaded_parameters_refusal
 
 _PARAMETERS = "offload_parameters"
@@ -107,6 +107,7 @@ class RecordedStep:
             add_unrecorded_step(self._json, observation.unrecorded, observation.owners)
             self._costs = _with_updates(self._costs, self._json)
         _settle(self._json, roles.optimizer_state)
+        self._slices = observation.slices
         self.way = observation.way
         if self.pieces > 1:
             # The model computes with stand-ins of its parameters, which nobody would fetch.
@@ -176,8 +177,8 @@ class RecordedStep:
             request: Which plans are allowed, instead of what the user has asked for.
         """
         asked = request or self._request
-        trace = self._with_outside(outside_bytes, passing_bytes)
-        made = self._planned(trace, budget, asked, self._offer, time_limit)
+        besides = (outside_bytes, passing_bytes)
+        made = self._offloaded(besides, budget, asked, self._offer, time_limit)
         self.place = ""
         if made.fits or not asked.may_choose_place:
             return made
@@ -185,7 +186,7 @@ class RecordedStep:
         offered = None if place is None else self._offered(place)
         if place is None or offered is None:
             return made
-        elsewhere = self._planned(trace, budget, asked, offered, time_limit)
+        elsewhere = self._offloaded(besides, budget, asked, offered, time_limit)
         moved = sum(a.bytes for a in elsewhere.actions if a.kind.startswith("offload"))
         lower = elsewhere.planned.predicted_peak_bytes < made.planned.predicted_peak_bytes
         if not lower or moved > free_bytes(place):
@@ -193,8 +194,23 @@ class RecordedStep:
         self.place = place
         return elsewhere
 
-    def _with_outside(self, outside_bytes: int, passing_bytes: int) -> Trace:
-        return Trace(_native_trace(_held(self._json, outside_bytes, passing_bytes)))
+    def _offloaded(
+        self,
+        besides: tuple[int, int],
+        budget: str | int,
+        asked: FitRequest,
+        offered: dict[str, Any] | None,
+        time_limit: float | None,
+    ) -> Plan:
+        """Plan for an offer: with the state of whole parameters on its way, or else of slices."""
+        whole = Trace(_native_trace(_held(self._json, *besides)))
+        made = self._planned(whole, budget, asked, offered, time_limit)
+        if made.fits or offered is None or not any(n > 1 for n in self._slices.values()):
+            return made
+        cut = Trace(_native_trace(_held(in_slices(self._json, self._slices), *besides)))
+        sliced = self._planned(cut, budget, asked, offered, time_limit)
+        peaks = (it.planned.predicted_peak_bytes for it in (sliced, made))
+        return sliced if next(peaks) < next(peaks) else made
 
     def _planned(
         self,
@@ -220,7 +236,7 @@ class RecordedStep:
     def _made(self, trace: Trace, request: dict[str, Any], time_limit: float | None) -> Plan:
         work = max(PLANNING_SECONDS, sum(self._costs.get("op_seconds", ())))
         limits = (time_limit, None if time_limit else work)
-        said = _native.plan(trace.native, self._costs, request, *limits)
+        said = self._of_whole_updates(_native.plan(trace.native, self._costs, request, *limits))
         if self.way is None:
             return Plan.of(said)
         promises = {said["promise"], self.way["promise"]}
@@ -230,6 +246,17 @@ class RecordedStep:
         if self.pieces > 1:
             said["predicted_step_ratio"] *= self._slowdown()
         return Plan.of(said)
+
+    def _of_whole_updates(self, said: dict[str, Any]) -> dict[str, Any]:
+        """A plan whose actions count parameters, also where each slice is an update."""
+        gradients = {update["gradient"] for update in self._json["updates"]}
+        for action in said["actions"]:
+            if action["kind"] == "offload_optimizer":
+                action["count"] = len(set(action["offload_optimizer"]["order"]))
+            elif action["kind"] == "fuse_optimizer" and action["count"] > len(gradients):
+                action["count"] = len(gradients)
+                action["bytes"] = sum(self._json["allocations"][i]["bytes"] for i in gradients)
+        return said
 
     def _slowdown(self) -> float:
         """How much longer the step takes than without pieces: it runs the model's forward twice."""

@@ -29,6 +29,7 @@ from memfit.run.script.stand_in import StandIn
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory, step_of_others
+from memfit.tensors.sliced_update import state_slices
 
 ONE_BY_ONE = {"actions": [{"kind": "one_by_one"}]}
 """A plan that only makes updates one by one, before any other is known."""
@@ -174,7 +175,8 @@ class StepUpdates:
         self, model: nn.Module, optimizer: Optimizer, state_bytes: int, device_kind: str
     ) -> Executor | None:
         """What keeps an optimizer's state in a place; ``None`` where there is none."""
-        directions = state_elsewhere(self._request, state_bytes, device_kind)
+        order = _turns(model, optimizer)
+        directions = state_elsewhere(self._request, state_bytes, device_kind, order)
         if directions is None:
             return None
         try:
@@ -276,6 +278,17 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where what is trained of a model is."""
     trained = (p for p in model.parameters() if p.requires_grad)
     return next(chain(trained, model.parameters())).device
+
+
+def _turns(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of parameters in the order of their updates, each as often as it has slices."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            count = state_slices(optimizer, group, parameter)
+            found += [names[id(parameter)]] * count if id(parameter) in names else []
+    return found
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

@@ -87,6 +87,39 @@ def forget_state(trace: dict[str, Any], optimizer_state: set[int]) -> None:
         trace["allocations"][index]["bytes"] = 0
 
 
+def in_slices(trace: dict[str, Any], slices: Mapping[int, int]) -> dict[str, Any]:
+    """A step whose optimizer has the state of a slice of a parameter in memory at a time.
+
+    Each slice is an update of its own, with its share of the state: so it comes and goes alone.
+
+    Args:
+        trace: The trace as parsed JSON; it stays as it is.
+        slices: In how many slices parameters are updated, by allocation.
+    """
+    cut = {**trace, "allocations": [dict(one) for one in trace["allocations"]], "updates": []}
+    end = len(trace["ops"])
+    for update in trace["updates"]:
+        count = slices.get(update["parameter"], 1)
+        large = [i for i in update["state"] if trace["allocations"][i]["bytes"] >= _CUT_BYTES]
+        if count == 1 or not large:
+            cut["updates"].append(update)
+            continue
+        sizes = [-(-trace["allocations"][i]["bytes"] // count) for i in large]
+        for i in large:
+            cut["allocations"][i]["bytes"] = 0
+        rest = [i for i in update["state"] if i not in large]
+        for number in range(count):
+            own = [_state(cut, size, end) for size in sizes]
+            moved = update["moved_bytes"] // count
+            state = [*own, *(rest if number == 0 else ())]
+            cut["updates"].append({**update, "state": state, "moved_bytes": moved})
+    return cut
+
+
+_CUT_BYTES = 1 << 16
+"""Smaller tensors of the state are not those that have an element for each of the parameter's."""
+
+
 def add_unrecorded_step(
     trace: dict[str, Any], needs: UpdateNeeds, parameters: Mapping[int, int]
 ) -> None:
