@@ -147,6 +147,16 @@ class ScriptCheckpoints:
         known = [self._bodies[body] for body in self._pass if body in self._bodies]
         return any(one.effect and one.looks < MOST_LOOKS for one in known)
 
+    def notes(self, *, undoes: bool) -> list[str]:
+        """What becomes of the checkpoints that the script has itself.
+
+        Args:
+            undoes: Whether the plan undoes them.
+        """
+        undone = ["checkpoints of the script are undone: the plan recomputes instead"]
+        stays = [f"a checkpoint of the script stays as it is: {why}" for why in self.reasons()]
+        return [*(undone if undoes else ()), *stays]
+
     def reasons(self) -> list[str]:
         """Why some stay as they are."""
         return list(

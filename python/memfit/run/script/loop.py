@@ -28,6 +28,7 @@ from memfit.apply.executor import OF_OPTIMIZER, Executor, Subject, without
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.apply.offload.state_view import bring_home
 from memfit.errors import MemfitError
+from memfit.run.script.as_recorded import AS_RECORDED, AsRecordedPass, recorded_peak_bytes
 from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
@@ -44,10 +45,9 @@ from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
-from memfit.run.script.step_updates import StepUpdates, live_bytes
+from memfit.run.script.step_updates import StepUpdates, live_bytes, state_alone
 from memfit.run.script.strict import Strict
 from memfit.run.script.ways_out import offers, ways_out, why_over
-from memfit.torch_versions import offloaded_parameters_refusal
 
 MAX_OBSERVED = 8
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
@@ -57,9 +57,6 @@ MAX_RECORDINGS = 256
 
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
-
-Around = contextlib.AbstractContextManager[None]
-"""What something runs inside."""
 
 _WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
@@ -191,7 +188,7 @@ class Loop:
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
 
-    def elsewhere_in_use(self) -> Around:
+    def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
         """What may use parameters that are elsewhere runs inside this."""
         executor = self._executor
         return contextlib.nullcontext() if executor is None else executor.running()
@@ -300,14 +297,7 @@ class Loop:
         """
         self._in_closure = self._in_closure or in_closure
         self._checkpoints.begin_pass(undoes=False)
-        if self.refusal:
-            return Pass(self.device)
-        under = occupied()
-        if under and self._checkpoints.inside_kept:
-            self._checkpoints.around_model = True
-            return Pass(self.device)
-        if under:
-            self.notes[f"some steps run unplanned: the script {under}"] = None
+        if self.refusal or self._is_under_others():
             return Pass(self.device)
         own = self.updated_by(optimizers)
         key = key_of(self._model(), inputs)
@@ -330,17 +320,32 @@ class Loop:
             )
             planned = self._chosen(key, outside)
             self._make_room(planned, outside)
-            if self._strict is not None and not planned.left:
-                budget = self._room.within(self._budget)
-                ways = ways_out(self._request, planned, budget, outside)
-                self._strict.require(planned.plan, ways)
+            self._require_fits(planned, outside)
+            if planned.runs_as_recorded:
+                self._latest = planned
+                return self._run_as_recorded(planned, inputs, own)
             planned = self.plans.fitting(planned, outside, self._planning(outside))
             planned.executor = self._place_for(planned.plan, own, planned.executor)
             self._latest = planned
+            return self._run_planned(key, planned, planned.executor)
         except MemfitError as error:
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
-        return self._run_planned(key, planned, planned.executor)
+
+    def _is_under_others(self) -> bool:
+        """Whether the pass stands on something of the script's own, which is noted."""
+        under = occupied()
+        if under and self._checkpoints.inside_kept:
+            self._checkpoints.around_model = True
+        elif under:
+            self.notes[f"some steps run unplanned: the script {under}"] = None
+        return bool(under)
+
+    def _require_fits(self, planned: PlannedStep, outside: int) -> None:
+        """End a script that is held to its budget before a step that would not keep it."""
+        if self._strict is not None and not (planned.left or planned.keeps_as_recorded):
+            ways = ways_out(self._request, planned, self._room.within(self._budget), outside)
+            self._strict.require(planned.plan, ways)
 
     def _observe(self, key: Key, inputs: Any, optimizers: list[Optimizer]) -> Pass:
         self._diverged.discard(key)
@@ -349,19 +354,9 @@ class Loop:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
         self._room.whole()
-        self._updates.record()
-        self._keep_state_alone_elsewhere()
-        if self._executor is None:
-            for optimizer in optimizers:
-                bring_home(optimizer)
-        self.bring_home()
+        self._leave_to_recording(optimizers)
         self._looks_again = False
         model = self._model()
-        if self._executor is None:
-            seen = self.counts["observed"]
-            self._executor = self._updates.recording_begins(
-                model, optimizers, seen.peak_bytes, is_second=seen.steps == 1
-            )
         if not self._checkpoints.around_model:
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
@@ -373,18 +368,33 @@ class Loop:
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
 
+    def _leave_to_recording(self, optimizers: list[Optimizer]) -> None:
+        """Have in memory what a recorder is to see; the state may be elsewhere."""
+        self._updates.record()
+        self._executor = state_alone(self._executor)
+        if self._executor is None:
+            for optimizer in optimizers:
+                bring_home(optimizer)
+        self.bring_home()
+        if self._executor is None:
+            seen = self.counts["observed"]
+            self._executor = self._updates.recording_begins(
+                self._model(), optimizers, seen.peak_bytes, is_second=seen.steps == 1
+            )
+
+    def _run_as_recorded(self, planned: PlannedStep, inputs: Any, own: list[Optimizer]) -> Pass:
+        """Begin a pass that keeps in memory what its recording did."""
+        self.notes[AS_RECORDED] = None
+        self._leave_to_recording(own)
+        self._choose_place(strays_to(self._request, self.device.type))
+        whole = (self._model(), inputs, own)
+        running = AsRecordedPass.of(planned, *whole, self._request, self._budget_bytes())
+        self._checkpoints.begin_pass(undoes=planned.undoes, recorder=running.recorder)
+        return running
+
     def _budget_bytes(self) -> int:
         """The budget; 0 while it is a part of a step that nobody knows yet."""
         return 0 if "%" in str(self._budget) else _native.parse_budget(str(self._budget), 0)
-
-    def _keep_state_alone_elsewhere(self) -> None:
-        """Leave of what is elsewhere the optimizer's state: a recording can do without it."""
-        executor, self._executor = self._executor, None
-        if executor is None or executor.state is None:
-            return
-        said = executor.plan.as_dict() if isinstance(executor.plan, Plan) else executor.plan
-        actions = [a for a in said["actions"] if a["kind"] == "offload_optimizer"]
-        self._executor = Executor({"actions": actions}, executor.subject, after=executor)
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor) -> Pass:
         left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
@@ -501,6 +511,9 @@ class Loop:
             kind: How it ran.
             peak_bytes: Most bytes live at once in it.
         """
+        for recorded in (self._pending, self._kept) if kind == "observed" else ():
+            if recorded is not None and not recorded[1].peak_bytes:
+                recorded[1].peak_bytes = peak_bytes
         planned = self._latest
         if kind != "planned" or planned is None or not planned.is_foreseen:
             return
@@ -557,6 +570,9 @@ class Loop:
         if nearer or (self.pieces.refusal and not is_cast):
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
+            planned.recorded_peak_bytes = recorded_peak_bytes(
+                observation, self._request, self.device
+            )
             planned.wider = planned.executor = planned.lowest = None
             planned.left, planned.passing_bytes = observation.left, 0
             if step.place:
@@ -597,7 +613,7 @@ class Loop:
             self._plan_again(again, observation, outside, inputs)
             return
         step = self._recorded(observation)
-        self._note_offloading(step)
+        self.notes.update(dict.fromkeys(step.notes()))
         kept, self._kept = self._kept, None
         own = kept[1] if kept is not None and kept[0] == key else None
         by_own: Plan | None = None
@@ -614,7 +630,7 @@ class Loop:
         if step.place:
             self._choose_place(step.place)
         self.undoes = observation.undoes
-        self._note_checkpoints(undoes=observation.undoes)
+        self.notes.update(dict.fromkeys(self._checkpoints.notes(undoes=observation.undoes)))
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
         self.replans += bool(self.plans)
@@ -626,6 +642,7 @@ class Loop:
             observation.undoes,
             outside,
             observation.left,
+            recorded_peak_bytes=recorded_peak_bytes(observation, self._request, self.device),
         )
         self.plans.add(planned)
         self._consider_ways(planned, made, step.pieces, inputs)
@@ -636,16 +653,6 @@ class Loop:
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
         if made.fits or (little and not self._asks_for_more(key)):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
-
-    def _note_offloading(self, step: RecordedStep) -> None:
-        """Say what is not offloaded although a place was named."""
-        if step.not_offloaded:
-            self.notes[f"nothing is offloaded: {step.not_offloaded}"] = None
-        elif (
-            self._request.options.place is not None
-            and (why := offloaded_parameters_refusal()) is not None
-        ):
-            self.notes[f"parameters are not offloaded: {why}"] = None
 
     def _planning(self, outside: int) -> Planning:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
@@ -662,13 +669,6 @@ class Loop:
         """The plan for a step with the checkpoints that the script has."""
         step = RecordedStep(own, type(self._model()).__name__, self._request)
         return step.plan(self._room.within(self._budget), outside)
-
-    def _note_checkpoints(self, *, undoes: bool) -> None:
-        """Say what becomes of the checkpoints that the script has itself."""
-        if undoes:
-            self.notes["checkpoints of the script are undone: the plan recomputes instead"] = None
-        for reason in self._checkpoints.reasons():
-            self.notes[f"a checkpoint of the script stays as it is: {reason}"] = None
 
     def _make_room(self, planned: PlannedStep, outside: int) -> None:
         """Plan a step again where the script holds so much more that it would no longer fit.

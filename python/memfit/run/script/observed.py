@@ -204,6 +204,7 @@ class Observation:
             seen.
         way: The action by which it ran: the model on pieces of its batch, or all under autocast;
             ``None`` where it ran as it is.
+        peak_bytes: Most bytes live at once in it, whoever held them; 0 before it was over.
     """
 
     recorder: ScriptRecorder
@@ -224,6 +225,7 @@ class Observation:
     undoes: bool = False
     effect: str = ""
     way: dict[str, Any] | None = None
+    peak_bytes: int = 0
 
 
 class StepRecording:
@@ -236,6 +238,7 @@ class StepRecording:
         optimizers: Iterable[Optimizer],
         device_kind: str,
         budget_bytes: int = 0,
+        folder: str = "",
     ) -> None:
         """Begin; the root is about to run.
 
@@ -245,8 +248,9 @@ class StepRecording:
             optimizers: The optimizers known so far.
             device_kind: ``cpu`` or ``cuda``.
             budget_bytes: What the step may take; 0 where that is not known.
+            folder: Where contents go; empty for the system's folder for temporary files.
         """
-        self._spill = SpillFile()
+        self._spill = SpillFile(folder)
         self._root = root
         self._device_kind = device_kind
         self._roles = Roles()

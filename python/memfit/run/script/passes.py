@@ -103,6 +103,7 @@ class ObservedPass(Pass):
         optimizers: Iterable[Optimizer],
         way: dict[str, Any] | None = None,
         budget_bytes: int = 0,
+        folder: str = "",
     ) -> None:
         """Begin to record.
 
@@ -114,6 +115,7 @@ class ObservedPass(Pass):
             way: The action by which it is to run: on pieces of the model's batch, or under
                 autocast; ``None`` for as it is.
             budget_bytes: What it may take; 0 where that is not known.
+            folder: Where saved tensors go meanwhile; empty for that of temporary files.
         """
         super().__init__(device)
         self.effect = ""
@@ -122,7 +124,7 @@ class ObservedPass(Pass):
         self._in_way = contextlib.ExitStack()
         self._in_way.enter_context(self._executor.forward())
         self._recording: StepRecording | None = StepRecording(
-            root, inputs, optimizers, device.type, budget_bytes
+            root, inputs, optimizers, device.type, budget_bytes, folder
         )
 
     def asks_for_gradients(self) -> None:

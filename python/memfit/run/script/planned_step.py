@@ -58,6 +58,7 @@ class PlannedStep:
         lowest: The same step by the plan of least peak, for larger ones; made when it is needed.
         whole_peak_bytes: What it takes as it is without a plan, where it was recorded so before it
             was recorded in another way.
+        recorded_peak_bytes: What it took when it was recorded; 0 where steps may not run so.
     """
 
     key: Key
@@ -74,6 +75,7 @@ class PlannedStep:
     is_foreseen: bool = False
     lowest: PlannedStep | None = None
     whole_peak_bytes: int | None = None
+    recorded_peak_bytes: int = 0
 
     @property
     def unplanned_peak_bytes(self) -> int | None:
@@ -81,6 +83,17 @@ class PlannedStep:
         if self.step.way is not None:
             return self.whole_peak_bytes
         return self.plan.unplanned.predicted_peak_bytes
+
+    @property
+    def runs_as_recorded(self) -> bool:
+        """Whether the recording, which keeps nothing in memory, took less than any plan does."""
+        least = self.plan.planned.predicted_peak_bytes
+        return not self.plan.fits and 0 < self.recorded_peak_bytes < least
+
+    @property
+    def keeps_as_recorded(self) -> bool:
+        """Whether that keeps the budget."""
+        return self.runs_as_recorded and self.recorded_peak_bytes <= self.plan.budget_bytes
 
     def has_outgrown(self, outside_bytes: int) -> bool:
         """Whether the script holds so much more that the plan no longer fits.

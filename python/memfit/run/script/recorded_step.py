@@ -118,6 +118,15 @@ class RecordedStep:
         """Pieces of the batch that the model ran on."""
         return int(self.way["count"]) if self.way and self.way["kind"] == "micro_batch" else 1
 
+    def notes(self) -> list[str]:
+        """What is not offloaded although a place was named."""
+        if self.not_offloaded:
+            return [f"nothing is offloaded: {self.not_offloaded}"]
+        why = offloaded_parameters_refusal()
+        if self._request.options.place is not None and why is not None:
+            return [f"parameters are not offloaded: {why}"]
+        return []
+
     def lasting_bytes(self) -> int:
         """Bytes that are there whatever the batch is cut into."""
         kinds = ("parameter", "module_buffer", "gradient", "optimizer_state", "input")

@@ -320,7 +320,7 @@ class AdoptedScript:
             optimizers.append(stepped)
         loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
         was_refused = bool(loop.refusal)
-        if isinstance(running, ObservedPass):
+        if isinstance(running, ObservedPass) and running.kind == "observed":
             loop.finish(running, current.key, optimizers)
         loop.counts[running.kind].steps += 1
         self._end_pass()
@@ -396,7 +396,8 @@ def _found(loop: Loop, plan: Plan) -> str:
     """A line about a loop that was planned."""
     size = _native.bytes_text
     optimizer = " + ".join(loop.optimizers) or "no optimizer"
-    whole = next((it.unplanned_peak_bytes for it in loop.plans if it.plan is plan), None)
+    planned = next((it for it in loop.plans if it.plan is plan), None)
+    whole = None if planned is None else planned.unplanned_peak_bytes
     unplanned = size(whole or plan.unplanned.predicted_peak_bytes)
     if whole is None:
         cast = any(action.kind == "autocast" for action in plan.actions)
@@ -415,6 +416,9 @@ def _found(loop: Loop, plan: Plan) -> str:
     head = f"{head}: a step takes {unplanned}, and no plan fits {size(plan.budget_bytes)}"
     least = plan.minimum_budget_bytes
     ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
+    if planned is not None and planned.runs_as_recorded:
+        took = size(planned.recorded_peak_bytes)
+        return f"{head}: it runs as it was recorded, what is saved in files, {took}; {ask}"
     if not plan.actions:
         return f"{head} or saves anything: it runs as it is; {ask}"
     return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"

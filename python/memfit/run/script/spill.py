@@ -36,9 +36,11 @@ MOST_MEMORIES = 4
 class _Room:
     """The file, and which parts of it are free: a step saves the same sizes again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         # Closed when the last contents go, which may be long after the step.
-        self.file: BinaryIO = tempfile.TemporaryFile(prefix="memfit-", buffering=0)  # noqa: SIM115
+        self.file: BinaryIO = tempfile.TemporaryFile(  # noqa: SIM115
+            prefix="memfit-", buffering=0, dir=folder
+        )
         self.bytes = 0
         self._most_bytes = MOST_MEMORIES * available_bytes()
         self._used = 0
@@ -157,8 +159,13 @@ class SpillFile:
         problem: Why contents are kept in memory; empty while they are not.
     """
 
-    def __init__(self) -> None:
-        """Open none yet."""
+    def __init__(self, folder: str = "") -> None:
+        """Open none yet.
+
+        Args:
+            folder: Where; empty for the system's folder for temporary files.
+        """
+        self._folder = folder or tempfile.gettempdir()
         self.problem = ""
         self._room: _Room | None = None
         self._host_floor_bytes = -1
@@ -181,17 +188,16 @@ class SpillFile:
         if size < SMALLEST or self.problem or storage.device.type not in ("cpu", "cuda"):
             return None
         try:
-            self._room = self._room or _Room()
+            self._room = self._room or _Room(self._folder)
             offset = self._room.take(size)
             if offset is not None:
                 return InFile(self._room, offset, storage)
             self.problem = (
-                f"half of what was free in `{tempfile.gettempdir()}` is in use, or {MOST_MEMORIES} "
+                f"half of what was free in `{self._folder}` is in use, or {MOST_MEMORIES} "
                 "times what was free in memory"
             )
         except OSError as error:
-            folder = tempfile.gettempdir()
-            self.problem = f"cannot write to `{folder}`: {error.strerror or error}"
+            self.problem = f"cannot write to `{self._folder}`: {error.strerror or error}"
         return None
 
     def _has_room_on_host(self, size: int) -> bool:

@@ -144,6 +144,7 @@ class StepPlans:
             executor=None,
             is_foreseen=True,
             lowest=None,
+            recorded_peak_bytes=0,
         )
         if len(self._plans) >= MAX_PLANS:
             oldest = next((it for it in self._plans if it.is_foreseen), self._plans[0])

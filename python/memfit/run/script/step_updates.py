@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.answers import Plan
 from memfit.apply.executor import Executor, Subject
 from memfit.errors import MemfitError
 from memfit.options import HOST
@@ -212,7 +213,9 @@ class StepUpdates:
         Raises:
             OffloadError: State did not come back as it went.
         """
-        if refusal(model, [optimizer]) is not None:
+        if executor is not None and executor.subject.optimizer is not optimizer:
+            return executor  # another model's, in whose step this one's gradients are not complete
+        if _lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
             return executor
         self._not_fused = self._fusing_refusal(model)
         if executor is None or self._needs is None:
@@ -274,10 +277,28 @@ class StepUpdates:
         return one_by_one if fits_one_by_one else None
 
 
+def state_alone(executor: Executor | None) -> Executor | None:
+    """What keeps of all that is elsewhere the optimizer's state: a recording can do without it.
+
+    Args:
+        executor: What keeps things elsewhere now.
+    """
+    if executor is None or executor.state is None:
+        return None
+    said = executor.plan.as_dict() if isinstance(executor.plan, Plan) else executor.plan
+    actions = [a for a in said["actions"] if a["kind"] == "offload_optimizer"]
+    return Executor({"actions": actions}, executor.subject, after=executor)
+
+
 def _device_of(model: nn.Module) -> torch.device:
     """Where what is trained of a model is."""
     trained = (p for p in model.parameters() if p.requires_grad)
     return next(chain(trained, model.parameters())).device
+
+
+def _lists_nothing(optimizer: Optimizer) -> bool:
+    """Whether the updates of a step have been made for it, by the plan of another model."""
+    return not any(group["params"] for group in optimizer.param_groups)
 
 
 def _turns(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -87,6 +87,8 @@ def why_over(
         if divergence:
             return f"a step left its plan: {divergence}", larger
         return "a step took more than the plan for it foresaw", larger
+    if planned.runs_as_recorded:
+        return "no plan fits, and a step that runs as it was recorded takes more", larger
     lowest = _native.bytes_text(planned.plan.minimum_peak_bytes)
     least = planned.plan.minimum_budget_bytes
     return f"no plan fits: the smallest peak is {lowest}", f"`--budget {least}`"

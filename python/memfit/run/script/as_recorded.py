@@ -1,0 +1,77 @@
+"""Steps that run as they were recorded, where that takes less than any plan.
+
+A recorder keeps nothing in memory that backward needs, whatever it is: it asks no proof, and no op
+to be repeatable. So it may keep a budget that no plan does. Responsible for whether steps may run
+so, and for such a pass. Not responsible for the recording (:mod:`memfit.run.script.observed`) nor
+for the choice (:mod:`memfit.run.script.planned_step`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.options import HOST
+from memfit.run.script.passes import Kind, ObservedPass
+from memfit.run.script.place import strays_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from memfit.run.script.observed import Observation
+    from memfit.run.script.planned_step import PlannedStep
+    from memfit.run.script.request import FitRequest
+
+AS_RECORDED = "no plan fits: steps run as recorded, what is saved in files until it is used"
+"""What is said at the end of steps that run so."""
+
+
+class AsRecordedPass(ObservedPass):
+    """A pass on the CPU under the recorder, of which nothing is to be learnt."""
+
+    kind: Kind = "planned"
+
+    @staticmethod
+    def of(
+        planned: PlannedStep,
+        model: nn.Module,
+        inputs: Any,
+        optimizers: Iterable[Optimizer],
+        request: FitRequest,
+        budget_bytes: int,
+    ) -> AsRecordedPass:
+        """Begin one.
+
+        Args:
+            planned: The recorded step.
+            model: The model.
+            inputs: What it is about to be called with.
+            optimizers: The optimizers that update it.
+            request: Where saved tensors may go.
+            budget_bytes: The budget; 0 where that is not known.
+        """
+        device = torch.device("cpu")
+        folder = strays_to(request, device.type)
+        what = (device, model, inputs, optimizers)
+        running = AsRecordedPass(*what, planned.step.way, budget_bytes, folder)
+        running.undoes, planned.left = planned.undoes, []
+        return running
+
+
+def recorded_peak_bytes(observation: Observation, request: FitRequest, device: torch.device) -> int:
+    """What a recorded step took; 0 where steps may not run so, for want of a place, say.
+
+    Args:
+        observation: The recording.
+        request: Where saved tensors may go.
+        device: Where the model is.
+    """
+    place = strays_to(request, device.type)
+    may_go = place not in ("", HOST) and "offload" not in request.options.forbid
+    if device.type != "cpu" or not may_go or observation.spill_problem:
+        return 0
+    return observation.peak_bytes

@@ -1,0 +1,86 @@
+"""Steps that no plan fits and whose recording did: they go on as recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from ran import inline
+from torch import nn
+
+from memfit.apply.executor import Executor, Subject
+from memfit.options import Options
+from memfit.run.script.request import FitRequest
+from memfit.run.script.step_updates import ONE_BY_ONE, StepUpdates
+
+SEVERAL_BACKWARDS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    stem = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)])
+    heads = nn.ModuleList(nn.Linear(128, 1) for _ in range(2))
+
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.heads = stem, heads
+        def forward(self, x):
+            shared = self.stem(x)
+            return [head(shared) for head in self.heads]
+
+    model = Tasks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(6):
+        first, second = model(torch.randn(2048, 128))
+        optimizer.zero_grad()
+        first.square().mean().backward(retain_graph=True)
+        (second - 1).square().mean().backward()
+        optimizer.step()
+        print(repr(first.sum().item()), repr(second.sum().item()))
+    torch.save((model.state_dict(), optimizer.state_dict()), "end.pt")
+"""
+"""Sixteen saved tensors of 1 MiB each, which two backwards read: none of them may go."""
+
+
+def test_steps_that_no_plan_fits_run_as_they_were_recorded(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "10MiB", SEVERAL_BACKWARDS, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert not loop["plan"]["fits"]
+    assert loop["plan"]["predicted_peak_bytes"] > loop["plan"]["budget_bytes"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert (loop["planned"]["steps"], loop["unplanned"]["steps"]) == (4, 0)
+    assert any("run as recorded" in note for note in loop["notes"])
+    assert "it runs as it was recorded" in ran.stderr
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_script_held_to_its_budget_goes_on_where_the_recording_kept_it(tmp_path: Path):
+    options = {"offload": "chosen", "fitting": ["--strict"]}
+    ran = inline(tmp_path, "10MiB", SEVERAL_BACKWARDS, **options)
+    assert ran.code == 0, ran.stderr
+
+
+def test_without_a_place_steps_run_by_the_plan_of_least_peak(tmp_path: Path):
+    ran = inline(tmp_path, "10MiB", SEVERAL_BACKWARDS)
+    assert not ran.fitting["verdict"]["kept"]
+    assert all("run as recorded" not in note for loop in ran.loops for note in loop["notes"])
+
+
+def test_the_step_of_another_models_optimizer_updates_nothing_of_this_one():
+    """As a GAN's: the discriminator steps while the generator's pass is recorded."""
+    generator, discriminator = nn.Linear(8, 8), nn.Linear(8, 8)
+    own = torch.optim.Adam(generator.parameters())
+    other = torch.optim.Adam(discriminator.parameters())
+    generator(torch.randn(2, 8)).sum().backward()
+    before = generator.weight.clone()
+    updates = StepUpdates(FitRequest("1GiB", Options()), lambda: 1 << 30, lambda _: None)
+    executor = Executor(ONE_BY_ONE, Subject(generator, own))
+    running: Any = None  # is not asked for
+    for listed in (other.param_groups[0]["params"], []):  # none: its updates were made already
+        other.param_groups[0]["params"] = listed
+        for held in (executor, None):
+            assert updates.recorded_step_begins(running, generator, other, held) is held
+    assert torch.equal(generator.weight, before)
