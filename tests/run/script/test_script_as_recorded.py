@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from memfit.apply.executor import Executor, Subject
 from memfit.options import Options
+from memfit.run.script.planned_step import PlannedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.step_updates import ONE_BY_ONE, StepUpdates
 
@@ -84,3 +86,19 @@ def test_the_step_of_another_models_optimizer_updates_nothing_of_this_one():
         for held in (executor, None):
             assert updates.recorded_step_begins(running, generator, other, held) is held
     assert torch.equal(generator.weight, before)
+
+
+def test_what_takes_more_than_its_recording_runs_by_its_plan_again():
+    sizes = SimpleNamespace(predicted_peak_bytes=20)
+    plan: Any = SimpleNamespace(fits=False, planned=sizes, margin_bytes=0, budget_bytes=15)
+    recording: Any = None  # is not asked for
+    step = PlannedStep(
+        ("key",), recording, plan, 1, undoes=False, outside_bytes=0, recorded_peak_bytes=10
+    )
+    assert step.runs_as_recorded
+    assert step.keeps_as_recorded
+    assert not step.took_more(18)
+    assert step.runs_as_recorded
+    assert not step.keeps_as_recorded
+    assert not step.took_more(21)
+    assert not step.runs_as_recorded

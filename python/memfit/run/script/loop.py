@@ -514,10 +514,8 @@ class Loop:
         for recorded in (self._pending, self._kept) if kind == "observed" else ():
             if recorded is not None and not recorded[1].peak_bytes:
                 recorded[1].peak_bytes = peak_bytes
-        planned = self._latest
-        if kind != "planned" or planned is None or not planned.is_foreseen:
-            return
-        if peak_bytes > planned.plan.planned.predicted_peak_bytes + planned.plan.margin_bytes:
+        planned = self._latest if kind == "planned" else None
+        if planned is not None and planned.took_more(peak_bytes):
             self.plans.distrust()
 
     def key(self, inputs: Any) -> Key:

@@ -95,6 +95,17 @@ class PlannedStep:
         """Whether that keeps the budget."""
         return self.runs_as_recorded and self.recorded_peak_bytes <= self.plan.budget_bytes
 
+    def took_more(self, peak_bytes: int) -> bool:
+        """Learn what a pass took; whether that is more than was foreseen where it was not recorded.
+
+        Args:
+            peak_bytes: Most bytes live at once in it.
+        """
+        if self.runs_as_recorded:  # the recording may have been of less
+            self.recorded_peak_bytes = max(self.recorded_peak_bytes, peak_bytes)
+        foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
+        return self.is_foreseen and peak_bytes > foreseen
+
     def has_outgrown(self, outside_bytes: int) -> bool:
         """Whether the script holds so much more that the plan no longer fits.
 
