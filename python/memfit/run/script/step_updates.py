@@ -36,6 +36,11 @@ ONE_BY_ONE = {"actions": [{"kind": "one_by_one"}]}
 """A plan that only makes updates one by one, before any other is known."""
 
 
+_CLEARLY = 0.9
+"""Part of the budget up to which state stays while a step is recorded: one of another size may take
+more than those before."""
+
+
 class StepUpdates:
     """The updates of one loop."""
 
@@ -168,7 +173,7 @@ class StepUpdates:
         state_bytes = _state_bytes(optimizers[0])
         before = peak_bytes or 2 * live_bytes(_device_of(model))
         needed = before + (state_bytes if is_second else 0)
-        if not state_bytes or needed <= _native.parse_budget(within, 0):
+        if not state_bytes or needed <= _CLEARLY * _native.parse_budget(within, 0):
             return None
         return self._elsewhere(model, optimizers[0], state_bytes, _device_of(model).type)
 
