@@ -90,6 +90,32 @@ def test_a_large_parameter_has_the_state_of_a_slice_in_memory(tmp_path: Path):
     assert counts["offload_optimizer"] == 2
 
 
+IN_TURN = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 1024)
+    layers = [nn.Linear(1024, 1024) for _ in range(2)]
+    optimizers = [torch.optim.Adam(layer.parameters()) for layer in layers]
+    for turn in (0, 1):
+        for step in range(4):
+            loss = layers[turn](x).square().mean()
+            optimizers[turn].zero_grad()
+            loss.backward()
+            optimizers[turn].step()
+            print(repr(loss.item()))
+    torch.save([it.state_dict() for it in (*layers, optimizers[1])], "end.pt")
+"""
+
+
+def test_the_state_of_an_optimizer_that_rests_leaves_its_room_to_others(tmp_path: Path):
+    """Each layer and its gradient take 8 MiB and its state 8 more, of which one stays out."""
+    ran = inline(tmp_path, "26MiB", IN_TURN, offload="chosen")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert [loop["plan"]["fits"] for loop in ran.loops] == [True, True]
+
+
 def test_what_an_update_raises_is_the_scripts_to_see():
     """State that is lost in the middle of a step is no failure to go on after."""
 

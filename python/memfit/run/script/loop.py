@@ -141,7 +141,7 @@ class Loop:
         self._diverged: set[Key] = set()
         self._recordings = 0
         self._without: list[str] = []
-        self._in_closure = False
+        self._in_closure = self._wants_room = False
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -187,6 +187,27 @@ class Loop:
             for optimizer in optimizers
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
+
+    def wants_room(self) -> bool:
+        """Whether its passes are to find the state of others' optimizers elsewhere."""
+        if not self._wants_room and not self.refusal:
+            seen = self.counts["observed"].peak_bytes
+            fits = [planned.plan.fits for planned in self.plans]
+            self._wants_room = not all(fits) if fits else self._updates.is_tight(self.device, seen)
+        return self._wants_room
+
+    def let_state_go(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have the optimizer's state elsewhere until the next pass, or its next update.
+
+        Args:
+            optimizers: Those that no pass under way is updated by.
+        """
+        if self.refusal or self._root() is None:
+            return
+        own, held = self.updated_by(optimizers), self._executor
+        is_free = held is None or (held.state is None and held.parameters is None)
+        if is_free and len(own) == 1:
+            self._executor = self._updates.idle(self._model(), own[0], self.device) or held
 
     def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
         """What may use parameters that are elsewhere runs inside this."""

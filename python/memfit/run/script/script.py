@@ -162,6 +162,11 @@ class AdoptedScript:
         was_refused = bool(loop.refusal)
         # Before any has stepped, one that was made will: its state may be there, read from a file.
         known = self._optimizers if loop.updated_by(self._optimizers) else self._made
+        if loop.wants_room():
+            idle = self._optimizers.difference(loop.updated_by(self._optimizers))
+            for other in self._loops:
+                if other is not loop:
+                    other.let_state_go(idle)
         running = loop.begin(inputs, known, in_closure=self._stepping > 0)
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))

@@ -24,7 +24,7 @@ from memfit.options import HOST
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site, gradients_looked_at
 from memfit.run.script.fused import FusedUpdates
 from memfit.run.script.passes import ObservedPass
-from memfit.run.script.place import state_elsewhere
+from memfit.run.script.place import LEAST_STATE_BYTES, state_elsewhere
 from memfit.run.script.request import FitRequest
 from memfit.run.script.stand_in import StandIn
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
@@ -176,6 +176,33 @@ class StepUpdates:
         if not state_bytes or needed <= _CLEARLY * _native.parse_budget(within, 0):
             return None
         return self._elsewhere(model, optimizers[0], state_bytes, _device_of(model).type)
+
+    def is_tight(self, device: torch.device, peak_bytes: int) -> bool:
+        """Whether a recorded pass may take more than there is.
+
+        Args:
+            device: Where it runs.
+            peak_bytes: Most bytes live at once in those before; 0 before the first.
+        """
+        within = str(self._within())
+        before = peak_bytes or 2 * live_bytes(device)
+        return "%" not in within and before > _CLEARLY * _native.parse_budget(within, 0)
+
+    def idle(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> Executor | None:
+        """What keeps the state of an optimizer elsewhere that no pass under way is updated by.
+
+        Args:
+            model: The model that it updates.
+            optimizer: The optimizer.
+            device: Where its state is.
+
+        Returns:
+            It; ``None`` where there is no state in memory, or it stays.
+        """
+        state_bytes = _state_bytes(optimizer)
+        if state_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
+            return None
+        return self._elsewhere(model, optimizer, state_bytes, device.type)
 
     def _elsewhere(
         self, model: nn.Module, optimizer: Optimizer, state_bytes: int, device_kind: str
