@@ -160,6 +160,8 @@ class OneByOne:
         self.optimizer = optimizer
         self._step = plain_step(optimizer)
         self._moved_on: list[dict[str, Any]] | None = None
+        groups = reversed(optimizer.param_groups)  # of two that list a parameter, the first counts
+        self._groups = {id(p): group for group in groups for p in group["params"]}
 
     def update(self, parameter: nn.Parameter | Tensor) -> None:
         """Update one parameter by its gradient.
@@ -167,7 +169,7 @@ class OneByOne:
         Args:
             parameter: One that was not updated in this step.
         """
-        group = next((g for g in self.optimizer.param_groups if _lists(g, parameter)), {})
+        group = self._groups.get(id(parameter), {})
         if updated_in_eight_bits(self.optimizer, group, parameter):
             return
         step = functools.partial(self._step_over, parameter)
@@ -240,10 +242,6 @@ def _only(
     finally:
         for group, parameters in zip(groups, lists, strict=True):
             group["params"] = parameters
-
-
-def _lists(group: dict[str, Any], parameter: Tensor | None) -> bool:
-    return any(p is parameter for p in group["params"])
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:

@@ -74,6 +74,10 @@ def state_slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tens
 
 def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int:
     """In how many slices a parameter can be updated, as far as its state does not matter."""
+    size_bytes = parameter.numel() * parameter.itemsize
+    least = LEAST_BYTES.get(parameter.device.type, _LEAST_BYTES_ELSEWHERE)
+    if size_bytes < 2 * least:
+        return 1  # first: it is so of most parameters, and asked in every step
     asks = ("fused", "capturable", "differentiable")
     if not is_elementwise(optimizer) or any(group.get(key) for key in asks):
         return 1
@@ -82,8 +86,6 @@ def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
         gradient is None or _lies_like(gradient, parameter)
     ):
         return 1
-    size_bytes = parameter.numel() * parameter.itemsize
-    least = LEAST_BYTES.get(parameter.device.type, _LEAST_BYTES_ELSEWHERE)
     most = MOST_BYTES.get(parameter.device.type, _MOST_BYTES_ELSEWHERE)
     return max(size_bytes // min(max(size_bytes // SLICES, least), most), 1)
 
