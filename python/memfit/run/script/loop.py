@@ -202,8 +202,8 @@ class Loop:
         Args:
             optimizers: Those that no pass under way is updated by.
         """
-        if self.refusal or self._root() is None:
-            return
+        if self.refusal or self._in_closure or self._root() is None:
+            return  # one that calls the model in its step reads all of its state there
         own, held = self.updated_by(optimizers), self._executor
         is_free = held is None or (held.state is None and held.parameters is None)
         if is_free and len(own) == 1:
