@@ -395,12 +395,14 @@ impl Planner<'_> {
         if self.trace.meta.training {
             return None;
         }
-        let half = half_parameters::with_leave(self.trace, self.request)
-            .map(|bytes| format!("`half_parameters` holds {bytes} of weights in half of that"));
+        let half = half_parameters::with_leave(self.trace, self.request).map(|bytes| {
+            format!("`--allow half_parameters` would hold {bytes} of weights in half of that")
+        });
+        // Which of them are a linear layer's the trace does not know.
         let eight = int8_weights::with_leave(self.trace, self.request)
-            .map(|bytes| format!("`int8_weights` {bytes} in a quarter"));
+            .map(|bytes| format!("`--allow int8_weights` would hold those of `nn.Linear`, up to {bytes}, in a quarter"));
         let told: Vec<_> = half.into_iter().chain(eight).collect();
-        (!told.is_empty()).then(|| format!("with leave (`--allow`): {}", told.join(", ")))
+        (!told.is_empty()).then(|| told.join("; "))
     }
 
     fn next_class(&self, plan: &Plan, next: &[Outcome]) -> Option<NextClass> {

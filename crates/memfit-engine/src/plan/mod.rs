@@ -332,6 +332,9 @@ impl Plan {
                 Details::HalfParameters { half_parameters } => {
                     way.half_parameters = Some(half_parameters.clone());
                 }
+                Details::Int8Weights { int8_weights } => {
+                    way.int8_weights = Some(int8_weights.clone());
+                }
                 Details::NoGraph {} => way.no_graph = true,
                 _ => {}
             }

@@ -110,7 +110,7 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
 /// What it consists of; the last where parameters train.
 const NEEDED: [ActionKind; 2] = [ActionKind::Autocast, ActionKind::OptimizerBits];
 
-/// The bytes of weights that it would narrow, where it may be used and nobody asked for it.
+/// The bytes of weights that it would narrow, where it may be used and was not asked for.
 pub(in crate::plan) fn with_leave(trace: &Trace, request: &PlanRequest) -> Option<Bytes> {
     let mut asked = request.clone();
     asked.allow_kinds.push(ActionKind::HalfParameters);

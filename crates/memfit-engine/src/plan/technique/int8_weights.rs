@@ -77,7 +77,7 @@ fn named(trace: &Trace, request: &PlanRequest) -> Vec<String> {
     weights::names(trace, &request.keep, LEAST_BYTES, |id| suits.contains(&id))
 }
 
-/// The bytes of weights that it would narrow, where it may be used and nobody asked for it.
+/// The bytes of weights that it would narrow, where it may be used and was not asked for.
 pub(in crate::plan) fn with_leave(trace: &Trace, request: &PlanRequest) -> Option<Bytes> {
     let mut asked = request.clone();
     asked.allow_kinds.push(ActionKind::Int8Weights);
@@ -90,7 +90,7 @@ pub(in crate::plan) fn may(trace: &Trace, request: &PlanRequest) -> bool {
     request.asks_for(ActionKind::Int8Weights) && step_refusal(trace, request).is_none()
 }
 
-/// The way worth a capture; who captures leaves out what is no linear layer's.
+/// The way worth a capture; the capture leaves out what is no linear layer's.
 pub(in crate::plan) fn ways(trace: &Trace, request: &PlanRequest) -> Option<Way> {
     may(trace, request).then(|| Way {
         int8_weights: Some(Int8Weights {
@@ -110,4 +110,118 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
     let count = int8_weights.names.len() as u64;
     let details = Details::Int8Weights { int8_weights };
     plan.actions.push(Action::new(details, count, less));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::Budget;
+    use crate::cost::CostSource;
+    use crate::plan::plan;
+    use crate::trace::{Alternative, Alternatives, Category, sample};
+
+    /// An inference with two large weights that products read, `up.weight` and `head.down.weight`.
+    fn weighted() -> Trace {
+        let mut trace = sample::inference(64);
+        let mut names = ["up.weight", "head.down.weight"].iter();
+        let mut strings = trace.strings.clone();
+        for allocation in &mut trace.allocations {
+            if allocation.category == Category::Parameter {
+                allocation.bytes = Bytes(1 << 20);
+                strings.push((*names.next().unwrap()).to_owned());
+                allocation.name = u32::try_from(strings.len() - 1).unwrap();
+            }
+        }
+        trace.strings = strings;
+        assert_eq!(trace.check(), Ok(()));
+        trace
+    }
+
+    fn request(budget: u64) -> PlanRequest {
+        PlanRequest {
+            budget: Budget::Absolute(Bytes(budget)),
+            allow_kinds: vec![ActionKind::Int8Weights],
+            // The bytes that these traces were given follow no law.
+            forbid: vec![ActionKind::MicroBatch],
+            ..PlanRequest::default()
+        }
+    }
+
+    /// The same with the weights in a quarter of their bytes.
+    fn captured(trace: &Trace, request: &PlanRequest) -> Trace {
+        let mut narrow = trace.clone();
+        for allocation in &mut narrow.allocations {
+            if allocation.category == Category::Parameter {
+                allocation.bytes.0 /= 4;
+            }
+        }
+        let steps = ways(trace, request).map(|way| Alternative { way, trace: narrow });
+        let steps = steps.into_iter().collect();
+        let found = Alternatives {
+            steps,
+            ..Alternatives::default()
+        };
+        trace.with_alternatives(found).unwrap()
+    }
+
+    #[test]
+    fn weights_that_products_alone_read_are_quantised_but_for_those_that_are_kept() {
+        let mut trace = weighted();
+        let mut asked = request(1);
+        assert_eq!(named(&trace, &asked), ["up.weight", "head.down.weight"]);
+        asked.keep = vec!["head".to_owned()];
+        assert_eq!(named(&trace, &asked), ["up.weight"]);
+        asked.keep = vec!["hea".to_owned(), "head.down.w".to_owned()];
+        assert_eq!(
+            named(&trace, &asked).len(),
+            2,
+            "a part of a name is no module"
+        );
+        let relu = trace.ops.iter().position(|op| op.reads.len() == 1).unwrap();
+        let weight = trace.ops[0].reads[1];
+        trace.ops[relu].reads.push(weight);
+        assert_eq!(named(&trace, &request(1)), ["head.down.weight"]);
+    }
+
+    #[test]
+    fn a_plan_says_what_it_holds_and_in_which_way_it_runs() {
+        let asked = request(1);
+        let trace = captured(&weighted(), &asked);
+        let costs = CostSource::profile(vec![1.0; trace.ops.len()]);
+        let lowest = plan(&trace, &costs, &asked).unwrap();
+        let mut actions = lowest.actions.iter();
+        let action = actions.find(|it| it.kind() == ActionKind::Int8Weights);
+        assert_eq!(action.unwrap().bytes, Bytes(3 << 19));
+        assert_eq!(lowest.promise, Class::Approximate);
+        // Pieces of the batch are recorded in this way.
+        assert_eq!(lowest.way(), trace.alternatives()[0].way);
+    }
+
+    #[test]
+    fn it_is_refused_by_a_sentence() {
+        let trace = weighted();
+        assert_eq!(refusal(&trace, &request(1)), None);
+        let without = PlanRequest {
+            forbid: vec![ActionKind::Int8Weights],
+            ..request(1)
+        };
+        assert_eq!(
+            refusal(&trace, &without).unwrap(),
+            "forbidden by the request"
+        );
+        let trains = sample::chain();
+        assert!(
+            refusal(&trains, &request(1))
+                .unwrap()
+                .starts_with("the step trains")
+        );
+        assert_eq!(
+            refusal(&trains, &PlanRequest::default()),
+            None,
+            "it was not asked for"
+        );
+        let exact = PlanRequest::default();
+        assert_eq!(with_leave(&trace, &exact), Some(Bytes(2 << 20)));
+        assert_eq!(with_leave(&trace, &request(1)), None);
+    }
 }
