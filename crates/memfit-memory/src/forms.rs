@@ -63,7 +63,7 @@ impl NumberForm<2> for Half {
     #[inline]
     fn written(self, place: u32, number: f32) -> [u8; 2] {
         // Bits of an absolute value are in the order of the values, so adding below the last bit that stays rounds away
-        // from zero as often as that is near. What is not a number would overflow; infinity has no bits there and stays.
+        // from zero as often as that is near. NaN would overflow; infinity has no bits there and stays.
         let drawn = drawn(self.0, place) >> 16;
         let rounded = number.to_bits().wrapping_add(drawn) >> 16;
         let bits = if number.is_nan() {

@@ -36,7 +36,7 @@ class _Own:
 
     Attributes:
         parameter: It.
-        barrier: Lets nobody read it meanwhile; ``None`` for one that never had numbers.
+        barrier: Makes reading it meanwhile an error; ``None`` for one that never had numbers.
     """
 
     parameter: nn.Parameter

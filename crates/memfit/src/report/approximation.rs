@@ -84,7 +84,7 @@ impl Approximation {
         Some(self.gradient_error? / noise)
     }
 
-    /// Are gradients and updates within their bounds? What is not a number never is.
+    /// Are gradients and updates within their bounds? NaN never is.
     pub(crate) fn holds(&self) -> bool {
         let updates_are =
             self.update_steps == 0 || self.update_error.is_some_and(|error| error <= MOST_OF_MOVE);

@@ -35,7 +35,7 @@ const fn most_of_outputs() -> f64 {
 }
 
 impl OutputError {
-    /// Are outputs within the bound? What is not a number never is.
+    /// Are outputs within the bound? NaN never is.
     pub(crate) fn holds(&self) -> bool {
         self.not_finite == 0 && self.error.is_some_and(|error| error <= self.max_error)
     }

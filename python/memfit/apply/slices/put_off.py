@@ -62,7 +62,7 @@ class Value:
         step: How it is made; ``None`` once it is there.
         depth: Steps from tensors that exist.
         overwritten: The call that wrote its result over what this is made of, by its number; then
-            nobody can ask for it again.
+            it cannot be read again.
     """
 
     __slots__ = ("depth", "dtype", "overwritten", "shape", "step", "strides", "tensor")

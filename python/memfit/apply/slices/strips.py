@@ -4,11 +4,11 @@ Between two convolutions of an image stand norms, activations, sums and upsampli
 writes a tensor as large as the image; in attention, scores and probabilities are as large as the
 square of the length. All of these are put off (:mod:`memfit.apply.slices.put_off`), and the
 convolution or product that takes them takes a strip at a time, with the rows around it that a
-kernel reaches. Its result is one tensor as ever: a new one, or the memory of what it takes, where
-nobody else holds that.
+kernel reaches. Its result is one tensor as ever: a new one, or the memory of its input, where
+nothing else holds that.
 
 Responsible for the life of one forward: what is put off, what takes strips, whose memory is written
-over, and that whoever looks at a value gets it. Not responsible for the rules of single ops.
+over, and that a value is there when it is read. Not responsible for the rules of single ops.
 
 Sums are rounded as in another order of the same sums; nothing else changes.
 """
@@ -118,7 +118,7 @@ class Strips:
 
 
 class PutOff(Tensor):
-    """Stands for a tensor that is put off; whoever looks at it gets the tensor."""
+    """Stands for a tensor that is put off; reading it computes the tensor."""
 
     _value: Value
     _mode: _InStrips
@@ -381,7 +381,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
         each = max(-(-rows // self._strips.most), LEAST_ROWS)
         return [(start, min(start + each, rows)) for start in range(0, rows, each)]
 
-    # Whoever looks
+    # Values that are read
 
     def real(self, stand_in: PutOff) -> Tensor:
         """The tensor that one stands for, made now if it is not there."""
@@ -427,7 +427,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield stand_in._value
 
     def _free(self, value: Value, like: Value) -> Tensor | None:
-        """Memory that a value is made of, that nobody else holds, and that a result fits."""
+        """Memory that a value is made of, that nothing else holds, and that a result fits."""
         leaves = {id(leaf): leaf for leaf in value.leaves()}
         for leaf in leaves.values():
             kind = (leaf.shape, leaf.strides, leaf.dtype)
@@ -456,7 +456,7 @@ def _holders(leaf: Value) -> tuple[int, int, int]:
 
 
 _ALONE = _holders(Value.of(torch.empty(1)))
-"""What they are where one value holds the tensor and nobody else."""
+"""What they are where one value alone holds the tensor."""
 
 
 def _is_held_by(leaf: Value, values: int) -> bool:
