@@ -13,6 +13,7 @@ from torch.nn import functional
 import memfit
 from memfit.measure import measure_peak, static_tensors
 from memfit.plan import alternatives
+from memfit.tensors.barrier import Barrier
 from memfit.weights.weightless import weightless
 from memfit.workload import Workload
 
@@ -137,6 +138,32 @@ def test_outputs_in_8_bits_are_those_of_torchao():
     assert torch.equal(after["layers.3.bias"], own.layers[3].bias)
     with torch.no_grad():
         assert torch.allclose(workload.model(workload.batch), expected, atol=1e-5)
+
+
+def test_an_interrupt_while_weights_are_quantised_loses_none(monkeypatch):
+    pytest.importorskip("torchao")
+    one = fitted(words, "int8_weights")
+    model = one.workload.model
+    own = dict(model.named_parameters())
+    values = {name: parameter.detach().clone() for name, parameter in own.items()}
+    put_up, calls = Barrier.put_up, []
+
+    def interrupted(barrier):
+        calls.append(barrier)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        put_up(barrier)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Barrier, "put_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.step()
+    result = one.step()
+    assert torch.equal(result, fitted(words, "int8_weights").step())
+    one.close()
+    for name, parameter in model.named_parameters():
+        assert parameter is own[name]
+        assert torch.allclose(parameter, values[name], atol=1e-2), name
 
 
 def test_what_an_embedding_has_too_is_not_quantised():

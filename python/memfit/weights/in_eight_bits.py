@@ -102,30 +102,32 @@ def _quantize(slot: Slot) -> None:
     assert isinstance(own, nn.Parameter)  # what is no parameter is no weight
     is_fake = fake_mode_of(layer) is not None
     way = quantize_whole if is_fake else quantize_by_rows
+    # An interrupt may come anywhere: from the moment that the model has another tensor, it is known
+    # for which parameter, and that has its numbers until then.
     try:
         is_quantized = way(layer, own.detach(), own.dtype)
+        barrier = None if is_fake else _barrier(own, slot.names[0])
+        if is_quantized:
+            _OWN[layer.weight] = _Own(own, barrier)
+        slot.put(layer.weight if is_quantized else own)
     except BaseException:
         slot.put(own)
         raise
-    weight = layer.weight
     if not is_quantized:
-        slot.put(own)
         raise UsageError(f"torchao leaves `{slot.names[0]}` as it is")
-    slot.put(weight)
-    _OWN[weight] = _Own(own, None if is_fake else _without_numbers(own, slot.names[0]))
+    if barrier is not None:
+        own.data = own.data.new_empty(()).expand(own.shape)
+        barrier.put_up()
 
 
-def _without_numbers(own: nn.Parameter, name: str) -> Barrier:
-    """Let go of a parameter's numbers; its shape stays."""
+def _barrier(own: nn.Parameter, name: str) -> Barrier:
+    """What makes reading a parameter without numbers an error, once it is put up."""
 
     def refuse(_used: list[Tensor]) -> NoReturn:
         message = f"`{name}` is held in 8 bits by a plan: the model has another tensor in its place"
         raise UsageError(f"{message}\nhint: `Fitted.close()` puts it back")
 
-    own.data = own.data.new_empty(()).expand(own.shape)
-    barrier = Barrier([own], _OWN, refuse)
-    barrier.put_up()
-    return barrier
+    return Barrier([own], _OWN, refuse)
 
 
 def restore(model: nn.Module) -> None:
