@@ -73,7 +73,7 @@ _WEIGHTS = (NARROW_PARAMETERS, INT8_WEIGHTS)
 
 """The kind of action that holds parameters in 16 bits."""
 
-OF_OPTIMIZER = (*BETWEEN_STEPS, "one_by_one", "fuse_optimizer")
+OF_OPTIMIZER = (*BETWEEN_STEPS, NARROW_STATE, "one_by_one", "fuse_optimizer")
 """Kinds of action that need the optimizer of a step."""
 
 

@@ -78,7 +78,8 @@ def test_the_step_of_another_models_optimizer_updates_nothing_of_this_one():
     other = torch.optim.Adam(discriminator.parameters())
     generator(torch.randn(2, 8)).sum().backward()
     before = generator.weight.clone()
-    updates = StepUpdates(FitRequest("1GiB", Options()), lambda: 1 << 30, lambda _: None)
+    request = FitRequest("1GiB", Options())
+    updates = StepUpdates(request, lambda: 1 << 30, lambda _: None, lambda _: None)
     executor = Executor(ONE_BY_ONE, Subject(generator, own))
     running: Any = None  # is not asked for
     for listed in (other.param_groups[0]["params"], []):  # none: its updates were made already

@@ -15,36 +15,35 @@ use crate::report::{json, text};
 use crate::save::PendingFile;
 use crate::session::Session;
 
+/// What a script's own loop leaves no room for, why, and what does it instead.
+const NEVER: [(ActionKind, &str, &str); 3] = [
+    (
+        ActionKind::HalfParameters,
+        "`memfit run` leaves a script's parameters in their type: `--allow half_parameters` has no meaning",
+        "`memfit.fit(workload, budget=..., allow=\"half_parameters\")` holds them in bfloat16",
+    ),
+    (
+        ActionKind::Int8Weights,
+        "`memfit run` leaves a script's parameters in their type: `--allow int8_weights` has no meaning",
+        "`memfit.fit(workload, budget=..., allow=\"int8_weights\")` holds those of an inference in 8 bits",
+    ),
+    (
+        ActionKind::AutocastFp16,
+        "`memfit run` does not scale a script's loss: `--allow autocast_fp16` has no meaning",
+        "`--allow autocast` runs its passes in bfloat16, which needs no scale; or \
+         `memfit.fit(workload, budget=..., allow=\"autocast_fp16\")`",
+    ),
+];
+
 pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result<Exit, Failure> {
     if let Some(flag) = flag_of_the_script(arguments) {
         session.printer.note(&format!(
             "warning: `{flag}` stands after the script and is the script's own: memfit's flags stand before it"
         ))?;
     }
-    if kinds_of(&arguments.allow).contains(&ActionKind::OptimizerBits) {
-        let message = "`memfit run` leaves the optimizer's state in 32 bits: `--allow optimizer_bits` has no meaning";
-        return Err(Failure::usage(message)
-            .hint("`memfit.fit(workload, budget=..., allow=\"optimizer_bits\")` holds it in 8"));
-    }
-    if kinds_of(&arguments.allow).contains(&ActionKind::HalfParameters) {
-        let message = "`memfit run` leaves a script's parameters in their type: `--allow half_parameters` has no meaning";
-        return Err(Failure::usage(message).hint(
-            "`memfit.fit(workload, budget=..., allow=\"half_parameters\")` holds them in bfloat16",
-        ));
-    }
-    if kinds_of(&arguments.allow).contains(&ActionKind::Int8Weights) {
-        let message = "`memfit run` leaves a script's parameters in their type: `--allow int8_weights` has no meaning";
-        return Err(Failure::usage(message).hint(
-            "`memfit.fit(workload, budget=..., allow=\"int8_weights\")` holds those of an inference in 8 bits",
-        ));
-    }
-    if kinds_of(&arguments.allow).contains(&ActionKind::AutocastFp16) {
-        let message =
-            "`memfit run` does not scale a script's loss: `--allow autocast_fp16` has no meaning";
-        return Err(Failure::usage(message).hint(
-            "`--allow autocast` runs its passes in bfloat16, which needs no scale; or \
-             `memfit.fit(workload, budget=..., allow=\"autocast_fp16\")`",
-        ));
+    let allowed = kinds_of(&arguments.allow);
+    if let Some((_, reason, hint)) = NEVER.iter().find(|(kind, ..)| allowed.contains(kind)) {
+        return Err(Failure::usage(*reason).hint(*hint));
     }
     // The script may change the working folder.
     let report = arguments.report.as_deref().map(writable).transpose()?;

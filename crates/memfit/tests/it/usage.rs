@@ -158,11 +158,11 @@ fn a_saved_trace_has_no_weights_to_build() {
 
 #[test]
 fn what_a_script_keeps_as_it_is_cannot_be_allowed_to_change() {
-    let outcome = run("run --budget 1GiB --allow optimizer_bits train.py");
+    let outcome = run("run --budget 1GiB --allow half_parameters train.py");
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
     insta::assert_snapshot!(outcome.stderr, @r#"
-    error: `memfit run` leaves the optimizer's state in 32 bits: `--allow optimizer_bits` has no meaning
-    hint: `memfit.fit(workload, budget=..., allow="optimizer_bits")` holds it in 8
+    error: `memfit run` leaves a script's parameters in their type: `--allow half_parameters` has no meaning
+    hint: `memfit.fit(workload, budget=..., allow="half_parameters")` holds them in bfloat16
     "#);
     let outcome = run("run --budget 1GiB --allow autocast_fp16 train.py");
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));

@@ -147,7 +147,9 @@ class Loop:
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._outside = Outside(self.device)
         self._leave: tuple[str, str] | None = None
-        self._updates = StepUpdates(request, lambda: room.within(self._budget), self._choose_place)
+        self._updates = StepUpdates(
+            request, lambda: room.within(self._budget), self._choose_place, self._note_aloud
+        )
 
     def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
         """Why a pass was over the budget, if it was, and what would keep the budget.
@@ -544,8 +546,11 @@ class Loop:
         return key_of(self._model(), inputs)
 
     def _choose_place(self, place: str) -> None:
-        note = chosen(place)
-        if place and self._request.may_choose_place and note not in self.notes:
+        if place and self._request.may_choose_place:
+            self._note_aloud(chosen(place))
+
+    def _note_aloud(self, note: str) -> None:
+        if note not in self.notes:
             self.notes[note] = None
             self._say(note)
 

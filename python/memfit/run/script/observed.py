@@ -36,6 +36,7 @@ from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
+from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import address, is_fixed, plain_tensors, viewed
@@ -193,6 +194,7 @@ class Observation:
         found: Storages, weakly, that ops of the step read and that were there before, such as
             another model or the script's data; parameters and what else is known are left out.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
+        eight_bit_refusal: Why it has no form in 8 bits; ``None`` where it has.
         fusing_refusal: Why its updates cannot run inside backward; empty where they can.
         consumed_bytes: Bytes that were there before, that the step read, and that are gone.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
@@ -217,6 +219,7 @@ class Observation:
     found: list[weakref.ref[Any]]
     consumed_bytes: int
     state_stays: str | None
+    eight_bit_refusal: str | None
     fusing_refusal: str
     unrecorded: UpdateNeeds | None
     owners: dict[int, int]
@@ -364,6 +367,7 @@ class StepRecording:
             found,
             consumed_bytes,
             state_stays,
+            state_stays or eight_bit_refusal(optimizers[0]),
             state_stays or "the optimizer was not called as usual",
             self._unrecorded,
             self._owners,

@@ -86,6 +86,7 @@ class RecordedStep:
             probe_threads=torch.get_num_threads() if on_cpu else 0,
             fused_optimizer_refusal=observation.fusing_refusal or None,
             per_parameter_refusal=observation.state_stays,
+            eight_bit_refusal=observation.eight_bit_refusal,
             offloaded_parameters_refusal=offloaded_parameters_refusal(),
             loss_reduction="",
             fixed_parameters=sorted(roles.fixed),

@@ -19,6 +19,9 @@ OVER_BUDGET = 74
 EQUIVALENT = "--allow equivalent"
 """The option that allows plans which are not bitwise the same."""
 
+APPROXIMATE = "--allow approximate"
+"""The option that allows plans which hold numbers in fewer bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class FitRequest:
@@ -64,6 +67,9 @@ class FitRequest:
         if options.promise == "exact":
             wider = replace(options, allow=("equivalent", *options.allow_kinds))
             found.append((EQUIVALENT, replace(self, options=wider)))
+        if options.promise != "approximate":
+            wider = replace(options, allow=("approximate", *options.allow_kinds))
+            found.append((APPROXIMATE, replace(self, options=wider)))
         if options.offload is None and not self.may_choose_place:
             found.append(("without --no-offload", replace(self, may_choose_place=True)))
         if options.forbid:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.answers import Plan
-from memfit.apply.executor import Executor, Subject
+from memfit.apply.executor import NARROW_STATE, Executor, Subject
 from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site, gradients_looked_at
@@ -29,12 +30,15 @@ from memfit.run.script.request import FitRequest
 from memfit.run.script.stand_in import StandIn
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal
+from memfit.tensors.moments import LEAST_NUMBERS, eight_bit_refusal
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory, step_of_others
 from memfit.tensors.sliced_update import state_slices
 
 ONE_BY_ONE = {"actions": [{"kind": "one_by_one"}]}
 """A plan that only makes updates one by one, before any other is known."""
 
+
+_NARROW = "steps that are recorded have no room for the optimizer's state: it is held in 8 bits"
 
 _CLEARLY = 0.9
 """Part of the budget up to which state stays while a step is recorded: one of another size may take
@@ -49,6 +53,7 @@ class StepUpdates:
         request: FitRequest,
         within: Callable[[], str | int],
         on_place: Callable[[str], None],
+        on_note: Callable[[str], None],
     ) -> None:
         """Make none yet.
 
@@ -56,10 +61,12 @@ class StepUpdates:
             request: Which plans are allowed.
             within: The budget as it is now.
             on_place: Told of a place that memfit chose.
+            on_note: Told of what else is done before there is a plan.
         """
         self._request = request
         self._within = within
         self._on_place = on_place
+        self._on_note = on_note
         self._stand_in = StandIn()
         self._fused = FusedUpdates()
         self._needs: UpdateNeeds | None = None
@@ -207,19 +214,36 @@ class StepUpdates:
     def _elsewhere(
         self, model: nn.Module, optimizer: Optimizer, state_bytes: int, device_kind: str
     ) -> Executor | None:
-        """What keeps an optimizer's state in a place; ``None`` where there is none."""
+        """What keeps an optimizer's state in a place, else in 8 bits; ``None`` where it stays."""
         order = _turns(model, optimizer)
         directions = state_elsewhere(self._request, state_bytes, device_kind, order)
-        if directions is None:
+        narrow = None if directions is not None else self._in_eight_bits(model, optimizer)
+        if directions is None and narrow is None:
             return None
         try:
-            executor = Executor(directions, Subject(model, optimizer, warn=False))
+            executor = Executor(directions or narrow or {}, Subject(model, optimizer, warn=False))
             executor.place()
         except MemfitError:
             return None
-        if self._request.may_choose_place:
+        if narrow is not None:
+            self._on_note(_NARROW)
+        elif directions is not None and self._request.may_choose_place:
             self._on_place(directions["actions"][0]["offload_optimizer"]["folder"] or HOST)
         return executor
+
+    def _in_eight_bits(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+        """A plan that holds an optimizer's state in 8 bits; ``None`` where that is not allowed."""
+        options = self._request.options
+        may = options.promise == "approximate" or NARROW_STATE in options.allow_kinds
+        if not may or NARROW_STATE in options.forbid or eight_bit_refusal(optimizer) is not None:
+            return None
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [
+            name
+            for name, parameter in model.named_parameters()
+            if id(parameter) in held and parameter.numel() >= LEAST_NUMBERS
+        ]
+        return {"actions": [{"kind": NARROW_STATE, NARROW_STATE: {"names": names}}]}
 
     def recorded_step_begins(
         self,
@@ -310,16 +334,16 @@ class StepUpdates:
 
 
 def state_alone(executor: Executor | None) -> Executor | None:
-    """What keeps of all that is elsewhere the optimizer's state: a recording can do without it.
+    """What keeps of all that a plan does the state elsewhere, or in 8 bits: recordings do without.
 
     Args:
-        executor: What keeps things elsewhere now.
+        executor: What carries a plan out now.
     """
-    if executor is None or executor.state is None:
+    if executor is None:
         return None
     said = executor.plan.as_dict() if isinstance(executor.plan, Plan) else executor.plan
-    actions = [a for a in said["actions"] if a["kind"] == "offload_optimizer"]
-    return Executor({"actions": actions}, executor.subject, after=executor)
+    actions = [a for a in said["actions"] if a["kind"] in ("offload_optimizer", NARROW_STATE)]
+    return Executor({"actions": actions}, executor.subject, after=executor) if actions else None
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -56,7 +56,8 @@ def offers(
         outside_bytes: What the script holds besides.
     """
     found = [
-        f"{option} a step would take {_native.bytes_text(plan.planned.predicted_peak_bytes)}, at "
+        f"{_given(option)} a step would take "
+        f"{_native.bytes_text(plan.planned.predicted_peak_bytes)}, at "
         f"{plan.predicted_step_ratio:.2f} x"
         for option, plan in ways_out(request, planned, budget, outside_bytes, but=EQUIVALENT)
     ]
@@ -64,6 +65,10 @@ def offers(
     if options.promise == "exact" and "micro_batch" not in options.forbid:
         found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
     return found
+
+
+def _given(option: str) -> str:
+    return f"with `{option}`" if option.startswith("--") else option
 
 
 def why_over(

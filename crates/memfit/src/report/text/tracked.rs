@@ -1,15 +1,15 @@
 //! A track's record and the summary of `memfit run`: what was counted while code ran.
 
 use memfit_engine::bytes::Bytes;
-use memfit_engine::plan::{ActionSummary, Class};
+use memfit_engine::plan::{ActionKind, ActionSummary, Class};
 
 use super::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, LoopPlan, Moment, OutOfMemory,
-    OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps,
-    TrackDocument, TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, LoopAction, LoopPlan, Moment,
+    OutOfMemory, OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase,
+    Steps, TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -390,6 +390,19 @@ fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> Strin
     text
 }
 
+/// What of a step with approximate actions is so.
+fn approximate(plan: &LoopPlan) -> &'static str {
+    let rounds_gradients = |action: &LoopAction| {
+        let is_state = action.kind == ActionKind::OptimizerBits;
+        action.kind.technique().promise == Class::Approximate && !is_state
+    };
+    if plan.actions.iter().any(rounds_gradients) {
+        "; gradients are approximate, as was allowed"
+    } else {
+        "; updates are approximate, as was allowed"
+    }
+}
+
 /// `remedy` is what the verdict has said already.
 fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     let mut lines = Vec::new();
@@ -401,7 +414,7 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
                 let promised = match promise(plan) {
                     Class::Exact => ", exactly",
                     Class::Equivalent => "; rounding may differ",
-                    Class::Approximate => "; gradients are approximate, as was allowed",
+                    Class::Approximate => approximate(plan),
                 };
                 format!("planned for {budget}{promised}")
             }
