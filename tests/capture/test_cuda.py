@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from peaks import predicted_peak
@@ -10,12 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from memfit.capture import record, record_pair
+from memfit import _native
+from memfit.capture import capture, record, record_pair
 from memfit.capture.record.recorder import Recorder
 from memfit.capture.record.step import StepRunner
 from memfit.capture.stage import cublas
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.errors import CaptureError
+from memfit.plan.alternatives import with_alternatives
 from memfit.tensors.operators import operator_of
 from memfit.torch_versions import flop_formulas
 from memfit.weights.absent_gpu import pretended_gpu
@@ -254,3 +258,24 @@ def test_a_real_step_may_have_tensors_on_any_gpu():
         torch.empty(3, device="cuda").mul(2)
         torch.empty(3, device="cuda:1")
     assert len(recorder.ops) == 3
+
+
+def test_slices_that_draw_are_recorded_for_a_gpu_that_is_not_there():
+    """Their generator has no state where there is no GPU."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.back = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+        def forward(self, x):
+            return F.dropout(self.back(F.gelu(self.wide(x))), 0.1, self.training)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(2)))
+    load = Workload(model, torch.randn(8, 64, 64), lambda model, x: model(x).square().mean())
+    trace = _native.Trace.decode(capture(load, device="cuda"))
+    ways = [way for way in trace.ways() if "chunk" in way]
+    assert ways
+    found = json.loads(with_alternatives(load, trace, ways, device="cuda").json())["alternatives"]
+    assert len(found["steps"]) == len(ways), found

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memfit.weights.absent_gpu import is_pretended
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -85,12 +87,22 @@ def _read(generator: torch.Generator | None, device: torch.device) -> bytes:
         state = generator.get_state()
     elif device.type == "cpu":
         state = torch.default_generator.get_state()
+    elif _is_absent(device):
+        return b""  # fakes draw from no generator
     else:
         state = torch.get_device_module(device).get_rng_state(device)
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
+def _is_absent(device: torch.device) -> bool:
+    """Whether a step is recorded for a GPU that is not there."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return device.type == "cuda" and not is_used and is_pretended()
+
+
 def _write(generator: torch.Generator | None, device: torch.device, state: bytes) -> None:
+    if not state:
+        return
     tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     if generator is not None:
         generator.set_state(tensor)
