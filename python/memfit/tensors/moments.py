@@ -88,11 +88,9 @@ def parameter_refusal(parameter: Tensor) -> str | None:
         parameter: The parameter.
     """
     what = f"a parameter of shape {list(parameter.shape)}"
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in {"cpu", "cuda"}:
         kind = parameter.device.type
-        return (
-            f"{what} is on `{kind}`, and memfit's update of state in 8 bits runs on the CPU alone"
-        )
+        return f"{what} is on `{kind}`, where memfit makes no updates of state in 8 bits"
     if own_type(parameter) is not torch.float32:
         return f"{what} is of type {parameter.dtype}, not torch.float32"
     if not lies_densely(parameter):

@@ -56,7 +56,7 @@ pub const STAND_IN: &str = "A100 80 GB";
 
 /// Seconds of an op that does almost nothing. No datasheet says it: a few microseconds is the order of a
 /// CUDA kernel launch; it keeps tiny ops from being free and decides nothing else.
-const LAUNCH_SECONDS: f64 = 5e-6;
+pub(crate) const LAUNCH_SECONDS: f64 = 5e-6;
 
 /// `capacity` is in hundredths of GiB, as OOM messages have it.
 const fn device(

@@ -20,9 +20,11 @@ pub struct NarrowMoment {
 }
 
 impl EightBitState {
+    /// Numbers that torch's ops work on at once.
+    pub const SLICE_NUMBERS: u64 = 1 << 20;
+
     /// Of each update, the moments in 8 bits: those of parameters that are large enough, with a number for each of the
-    /// parameter's, of the same type. That has 32 bits, or 16 where parameters were narrowed for the recording. The
-    /// update of a parameter that has any makes no temporaries.
+    /// parameter's, of the same type. That has 32 bits, or 16 where parameters were narrowed for the recording.
     #[must_use]
     pub fn moments(self, trace: &Trace) -> Vec<Vec<NarrowMoment>> {
         let width = widths(trace);
@@ -52,11 +54,25 @@ impl EightBitState {
         trace.updates.iter().map(of_update).collect()
     }
 
+    /// What the update of a parameter takes whose moments are in 8 bits: nothing by the kernel, which a CPU has. Torch's
+    /// ops take room for a slice of its numbers, as `moments_by_ops.py` says.
+    #[must_use]
+    pub fn temporary_bytes(trace: &Trace, moments: &[NarrowMoment]) -> Bytes {
+        let numbers = moments.first().map_or(0, |moment| moment.numbers);
+        if trace.meta.device_kind == "cpu" {
+            return Bytes::ZERO;
+        }
+        Bytes(numbers.min(Self::SLICE_NUMBERS) * ROOM_BYTES)
+    }
+
     /// Numbers of the smallest parameter whose state is in 8 bits.
     const fn least_numbers(self) -> u64 {
         self.least_bytes.0.div_ceil(WIDE)
     }
 }
+
+/// What torch's ops take for each number of a slice.
+const ROOM_BYTES: u64 = 18;
 
 /// Bytes of a number of 32 bits.
 const WIDE: u64 = 4;

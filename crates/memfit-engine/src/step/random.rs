@@ -38,6 +38,10 @@ pub(crate) fn recipes_of(ops: Range<usize>) -> impl Strategy<Value = (Recipe, Ve
 /// operands; a backward that visits the nodes in reverse, unpacking what they saved.
 pub(crate) fn build(recipe: &Recipe) -> Trace {
     let mut builder = Builder::new(1);
+    if recipe.len().is_multiple_of(3) {
+        // There updates of state in 8 bits take room.
+        builder.trace.meta.device_kind = "cuda".to_owned();
+    }
     let parameter = builder.allocation(&[4], Category::Parameter, 0);
     let input = builder.allocation(&[3], Category::Input, 0);
     let mut values: Vec<ValueId> = vec![input];
@@ -290,7 +294,10 @@ fn compare(
     prop_assert!(held <= fast.peak_bytes);
     let room = variant.offload_parameters;
     let room = room.map_or(Bytes::ZERO, |away| away.held_bytes(trace));
-    prop_assert!(held + passing + room + Bytes(120) >= fast.peak_bytes);
+    // Of one update, whose parameter has 4 numbers.
+    let is_on_gpu = trace.meta.device_kind == "cuda" && variant.eight_bit_state.is_some();
+    let sliced = Bytes(if is_on_gpu { 4 * 18 } else { 0 });
+    prop_assert!(held + passing + room + sliced + Bytes(120) >= fast.peak_bytes);
     let lives = lives::lives(trace, &model, treatments);
     prop_assert_eq!(lives::highest(&lives), slow.peak_bytes);
     prop_assert!(lives.is_sorted_by_key(|life| life.start));

@@ -1,10 +1,11 @@
 """The optimizer's state of one parameter in 8 bits, and the update that reads and writes it.
 
 Responsible for :class:`EightBitState`, which stands for the plain dictionary in
-``optimizer.state``, and for the update of a parameter that has one: one pass of a kernel
-(``crates/memfit-memory/src/moments.rs``), in which nothing is allocated. A parameter in
-``bfloat16`` is updated by nothing else, and rounded at random. Not responsible for which
-parameters have one (:mod:`memfit.apply.precision.optimizer_bits`).
+``optimizer.state``, and for the update of a parameter that has one: on a CPU one pass of a kernel
+(``crates/memfit-memory/src/moments.rs``), in which nothing is allocated, elsewhere torch's ops
+(:mod:`memfit.apply.precision.moments_by_ops`). A parameter in ``bfloat16`` is updated by nothing
+else, and rounded at random. Not responsible for which parameters have one
+(:mod:`memfit.apply.precision.optimizer_bits`).
 
 Whoever reads a moment gets it in 32 bits, and from then on it is so: writing to it counts. It is
 shrunk again before the next step, unless somebody keeps it; until then torch's own update is used.
@@ -22,7 +23,8 @@ from torch.optim import SGD, AdamW
 
 from memfit import _native
 from memfit.apply.offload.state_view import AwayState, Stored
-from memfit.apply.precision.narrow import Here, memory_of
+from memfit.apply.precision import moments_by_ops as by_ops
+from memfit.apply.precision.narrow import BLOCK, Here, memory_of
 from memfit.errors import UsageError
 from memfit.tensors.moments import group_refusal, lies_densely, moments_of, parameter_refusal
 from memfit.tensors.narrow_parameters import is_narrow
@@ -32,33 +34,38 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-_BLOCK = 256
-"""Numbers that share a scale, as the engine has it (``Narrow::BLOCK``)."""
-
 
 class _Moment(Here):
     """A moment in 8 bits."""
 
     __slots__ = ("held", "is_square")
 
-    def __init__(self, numbers: int, *, is_square: bool) -> None:
+    def __init__(self, like: Tensor, *, is_square: bool) -> None:
         """One that is zero.
 
         Args:
-            numbers: How many it has.
+            like: What it has as many numbers as, where that is.
             is_square: Whether it is a mean of squares.
         """
-        size = numbers + torch.float32.itemsize * -(-numbers // _BLOCK)
-        self.held = torch.zeros(size, dtype=torch.uint8)
+        numbers = like.numel()
+        size = numbers + torch.float32.itemsize * -(-numbers // BLOCK)
+        self.held = torch.zeros(size, dtype=torch.uint8, device=like.device)
         self.is_square = is_square
 
     def take(self, wide: Tensor) -> None:
         """Write numbers of 32 bits, which lie densely."""
-        _native.shrink_moment(self.is_square, memory_of(wide), memory_of(self.held))
+        if has_kernel(wide):
+            _native.shrink_moment(self.is_square, memory_of(wide), memory_of(self.held))
+        else:
+            by_ops.shrink_moment(in_order(wide), self.held, is_square=self.is_square)
 
     def fetch(self, target: Tensor) -> None:
-        """Write it in 32 bits."""
-        _native.expand_moment(self.is_square, memory_of(self.held), memory_of(target))
+        """Write it in 32 bits, to as many bytes."""
+        if has_kernel(target):
+            _native.expand_moment(self.is_square, memory_of(self.held), memory_of(target))
+        else:
+            wide = in_order(target).view(torch.float32)
+            by_ops.expand_moment(self.held, wide, is_square=self.is_square)
 
 
 class EightBitState(AwayState):
@@ -89,7 +96,7 @@ class EightBitState(AwayState):
             if type(optimizer) is not SGD:
                 self["step"] = torch.zeros((), dtype=_step_dtype())
             for key, is_square in moments_of(optimizer).items():
-                moment = _Moment(parameter.numel(), is_square=is_square)
+                moment = _Moment(parameter, is_square=is_square)
                 self._away[key] = _stored(parameter, moment)
                 dict.__setitem__(self, key, None)
 
@@ -108,7 +115,7 @@ class EightBitState(AwayState):
                 if is_narrow(parameter) and isinstance(wide, Tensor):
                     wide = wide.to(torch.float32)  # loading has it in the parameter's type
                 if isinstance(wide, Tensor) and _goes_with(wide, parameter):
-                    moment = _Moment(wide.numel(), is_square=is_square)
+                    moment = _Moment(wide, is_square=is_square)
                     moment.take(wide)
                     # First: an interrupt may come between any two of these.
                     self._away[key] = _stored(wide, moment)
@@ -219,7 +226,7 @@ def _held_meanwhile(state: EightBitState, optimizer: Optimizer) -> Iterator[list
     """Codes and scales of all moments; what somebody keeps in 32 bits is written back after."""
     wide = state.wide(optimizer)
     kinds = moments_of(optimizer)
-    copies = {key: _Moment(wide[key].numel(), is_square=kinds[key]) for key in wide}
+    copies = {key: _Moment(wide[key], is_square=kinds[key]) for key in wide}
     for key, moment in copies.items():
         moment.take(wide[key])
     yield [copies[key].held if key in copies else state.codes(key) for key in kinds]
@@ -237,20 +244,37 @@ def _run(
     *,
     is_first: bool,
 ) -> None:
-    """One pass of the kernel."""
+    """One pass over all numbers."""
     assert parameter.grad is not None, "asked for only with one"
-    numbers, slopes = memory_of(parameter), memory_of(parameter.grad)
-    threads = torch.get_num_threads()
     seed = state.next_seed() if is_narrow(parameter) else None
-    if type(optimizer) is SGD:
-        by_momentum = {**_momentum(group, is_first=is_first), "seed": seed}
-        _native.update_by_momentum(by_momentum, numbers, slopes, memory_of(held[0]), threads)
+    is_momentum = type(optimizer) is SGD
+    if is_momentum:
+        rule: dict[str, Any] = _momentum(group, is_first=is_first)
     else:
         count = state.step()
         count.fill_(count.item() + 1)
-        by_adam = {**_adam(optimizer, group, count.item()), "seed": seed}
-        first, second = map(memory_of, held)
-        _native.update_by_adam(by_adam, numbers, slopes, first, second, threads)
+        rule = _adam(optimizer, group, count.item())
+    rule["seed"] = seed
+    if not has_kernel(parameter):
+        update = by_ops.update_by_momentum if is_momentum else by_ops.update_by_adam
+        update(rule, in_order(parameter), in_order(parameter.grad), *held)
+        return
+    threads = torch.get_num_threads()
+    numbers, slopes, *moments = map(memory_of, (parameter, parameter.grad, *held))
+    if is_momentum:
+        _native.update_by_momentum(rule, numbers, slopes, moments[0], threads)
+    else:
+        _native.update_by_adam(rule, numbers, slopes, moments[0], moments[1], threads)
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether a tensor is where the kernel runs."""
+    return tensor.device.type == "cpu"
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor that lie densely, in one dimension, as they lie."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _adam(optimizer: Optimizer, group: Mapping[str, Any], count: float) -> dict[str, float]:

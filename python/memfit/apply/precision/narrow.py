@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Parcel
     from memfit.apply.remat.records import Narrow
 
-_BLOCK = 256
+BLOCK = 256
 """Numbers that share a scale, as the engine has it (``Narrow::BLOCK``)."""
 _SLICE = 1 << 20
 """Numbers that torch ops work on at once, in whole blocks."""
@@ -100,7 +100,7 @@ class _EightBit(Here):
 
     def __init__(self, numbers: Tensor) -> None:
         count = numbers.numel()
-        blocks = -(-count // _BLOCK)
+        blocks = -(-count // BLOCK)
         size = count + torch.float32.itemsize * blocks
         self._held = torch.empty(size, dtype=torch.uint8, device=numbers.device)
         if numbers.device.type == "cpu":
@@ -137,7 +137,7 @@ def shrink_by_ops(numbers: Tensor, held: Tensor) -> None:
     """
     count = numbers.numel()
     for part, codes, at in _slices(numbers, held):
-        block = part.view(-1, min(_BLOCK, part.numel()))
+        block = part.view(-1, min(BLOCK, part.numel()))
         is_finite = block.isfinite()
         all_finite = is_finite.all(1)
         largest = torch.where(is_finite, block, 0.0).abs().amax(1)
@@ -160,7 +160,7 @@ def expand_by_ops(held: Tensor, numbers: Tensor) -> None:
     """
     count = numbers.numel()
     for part, codes, at in _slices(numbers, held):
-        block = part.view(-1, min(_BLOCK, part.numel()))
+        block = part.view(-1, min(BLOCK, part.numel()))
         size = block.shape[0] * torch.float32.itemsize
         # A copy lies where numbers of 32 bits may.
         scale = held[count + at : count + at + size].clone().view(torch.float32)[:, None]
@@ -175,9 +175,9 @@ def expand_by_ops(held: Tensor, numbers: Tensor) -> None:
 def _slices(numbers: Tensor, held: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Whole blocks of numbers, with their codes and where their scales begin; the rest at last."""
     count = numbers.numel()
-    whole = count - count % _BLOCK
+    whole = count - count % BLOCK
     starts = [*range(0, whole, _SLICE), *([whole] if whole < count else [])]
     for start in starts:
         stop = min(start + _SLICE, whole) if start < whole else count
-        scales_at = start // _BLOCK * torch.float32.itemsize
+        scales_at = start // BLOCK * torch.float32.itemsize
         yield numbers[start:stop], held[start:stop], scales_at

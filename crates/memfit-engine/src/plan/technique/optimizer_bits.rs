@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{ActsOn, Technique, counted};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
+use crate::cost::devices::LAUNCH_SECONDS;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::step::{EightBitState, NarrowMoment, Variant};
@@ -93,6 +94,8 @@ pub(in crate::plan) fn narrow(
 const COPIES: f64 = 1.6;
 /// Seconds of the executor's own work for one parameter.
 const REQUEST_SECONDS: f64 = 2e-5;
+/// Torch's ops for each slice of a parameter where there is no kernel: an estimate, of what was counted and not timed.
+const OPS_OF_SLICE: f64 = 40.0;
 
 /// Seconds of all updates of a step, of which those of the trace take `update_seconds` in all.
 pub(in crate::plan) fn update_seconds(
@@ -114,7 +117,15 @@ pub(in crate::plan) fn update_seconds(
         spared += moved(update);
         // The parameter is read and written, the gradient read; a copy does both.
         let copied = 1.5 * Bytes(full).as_f64() + held;
-        taken += COPIES * costs.copy_seconds(copied) + REQUEST_SECONDS;
+        taken += REQUEST_SECONDS;
+        taken += if trace.meta.device_kind == "cpu" {
+            COPIES * costs.copy_seconds(copied)
+        } else {
+            let slices = Bytes(full).as_f64() / Bytes(4 * EightBitState::SLICE_NUMBERS).as_f64();
+            let op =
+                (costs.copy_seconds(Bytes(full).as_f64()) / slices.max(1.0)).max(LAUNCH_SECONDS);
+            OPS_OF_SLICE * slices.ceil() * op
+        };
     }
     // Time is no reason to round: where the kernel is faster, that is not counted.
     let spared = update_seconds * spared / all.max(1.0);
@@ -204,6 +215,22 @@ mod tests {
         // One by one, the peak is the update with its temporaries; without them it is elsewhere.
         assert!(wide - narrow >= Bytes(spared), "{wide} {narrow}");
         assert!(wide - narrow <= Bytes(spared + 64_000), "{wide} {narrow}");
+    }
+
+    #[test]
+    fn on_a_gpu_an_update_takes_room_for_a_slice_of_its_numbers() {
+        let mut trace = with_moments();
+        let of = |trace: &Trace| {
+            let (_, moments) = narrow(trace).next().unwrap();
+            EightBitState::temporary_bytes(trace, &moments)
+        };
+        assert_eq!(of(&trace), Bytes::ZERO);
+        trace.meta.device_kind = "cuda".to_owned();
+        assert_eq!(of(&trace), Bytes(18 * 64_000));
+        for allocation in &mut trace.allocations {
+            allocation.bytes.0 *= 100;
+        }
+        assert_eq!(of(&trace), Bytes(18 << 20));
     }
 
     #[test]

@@ -11,7 +11,7 @@
 use super::event::Event;
 use super::treatment::Unstorable;
 use crate::bytes::Bytes;
-use crate::step::variant::Variant;
+use crate::step::variant::{EightBitState, Variant};
 use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace, op_index};
 
 /// A version of an allocation: the unit that is recomputed.
@@ -226,7 +226,8 @@ impl StepModel {
         };
         for (update, moments) in narrow.moments(trace).into_iter().enumerate() {
             if !moments.is_empty() {
-                self.temporary_bytes[update] = 0;
+                let taken = EightBitState::temporary_bytes(trace, &moments);
+                self.temporary_bytes[update] = taken.0;
             }
             for moment in moments {
                 self.bytes[moment.state.index()] = moment.bytes.0;
