@@ -85,16 +85,19 @@ class EightBitState(AwayState):
         self._number = number
         self._updates = 0
 
-    def begin(self, optimizer: Optimizer, parameter: Tensor) -> None:
+    def begin(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> None:
         """Be the state before the first update.
 
         Args:
             optimizer: The optimizer.
+            group: The group that lists the parameter.
             parameter: Whose state it is.
         """
         with self._lock:
             if type(optimizer) is not SGD:
-                self["step"] = torch.zeros((), dtype=_step_dtype())
+                # Where torch has it, whose own update may come after this one.
+                device = parameter.device if group.get("fused") else None
+                self["step"] = torch.zeros((), dtype=_step_dtype(), device=device)
             for key, is_square in moments_of(optimizer).items():
                 moment = _Moment(parameter, is_square=is_square)
                 self._away[key] = _stored(parameter, moment)
@@ -194,7 +197,7 @@ def updated_in_eight_bits(
         return _left_to_torch(parameter, refusal)
     is_first = not state
     if is_first:
-        state.begin(optimizer, parameter)
+        state.begin(optimizer, group, parameter)
     held = state.held(optimizer)
     if held is None and not is_narrow(parameter):
         return False
