@@ -832,6 +832,7 @@ def update_by_adam(
     first: tuple[int, int],
     second: tuple[int, int],
     threads: int,
+    lower: tuple[int, int] | None = None,
 ) -> None:
     """Update a parameter by Adam with moments in 8 bits, which are updated too.
 
@@ -847,6 +848,8 @@ def update_by_adam(
         first: Codes and scales of the first moment.
         second: Of the second.
         threads: Most threads to use; they change no bit.
+        lower: The lower halves of a parameter in ``bfloat16`` where they are kept: what each number
+            is off by, in its last of 32 bits. Nothing is rounded then.
 
     Raises:
         UsageError: As :func:`shrink_moment`.
@@ -858,6 +861,7 @@ def update_by_momentum(
     gradient: tuple[int, int],
     held: tuple[int, int],
     threads: int,
+    lower: tuple[int, int] | None = None,
 ) -> None:
     """Update a parameter by gradient descent with a momentum in 8 bits, which is updated too.
 
@@ -869,6 +873,7 @@ def update_by_momentum(
         gradient: Likewise, in the same order.
         held: Codes and scales of the momentum.
         threads: Most threads to use; they change no bit.
+        lower: As there.
 
     Raises:
         UsageError: As :func:`shrink_moment`.

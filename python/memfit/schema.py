@@ -1592,9 +1592,12 @@ class OptimizerBits:
 
     Attributes:
         names: Names of the parameters, in the order of the trace's updates.
+        lower_halves: Whether lower halves of those that are held in ``bfloat16`` are kept, so that
+            updates have 32 bits.
     """
 
     names: tuple[str, ...]
+    lower_halves: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.measure import measure_peak, static_tensors
-from memfit.tensors.narrow_parameters import is_narrow
+from memfit.tensors.narrow_parameters import halves, is_narrow, joined, lower_half
 from memfit.weights.weightless import weightless
 from memfit.workload import Workload
 
@@ -94,11 +94,13 @@ def action(plan):
     return found[0]["half_parameters"]["names"] if found else None
 
 
-def own_gradients(load, names):
+def own_gradients(load, names, *, keeps_lower):
     """Loss and gradients of one's own narrow parameters under one's own autocast."""
     named = dict(load.model.named_parameters())
     for name in names:
-        named[name].data = named[name].data.to(HALF)
+        # Upper halves are the nearest too; of two that are as near, the larger.
+        data = named[name].data
+        named[name].data = halves(data)[0] if keeps_lower else data.to(HALF)
     with torch.autocast("cpu", HALF, cache_enabled=False):
         loss = load.loss(load.model, load.batch)
     loss.backward()
@@ -106,17 +108,21 @@ def own_gradients(load, names):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, momentum])
-@pytest.mark.parametrize(("build", "budget"), [(words, "50%"), (pictures, "70%")])
+@pytest.mark.parametrize(
+    ("build", "budget"), [(words, "60%"), (words, "least"), (pictures, "70%"), (pictures, "least")]
+)
 def test_a_planned_step_takes_what_is_predicted_and_computes_what_ones_own_would(
     build, budget, optimizer
 ):
     load = build(optimizer=optimizer)
-    plan = planned(load, budget)
+    is_least = budget == "least"
+    plan = planned(load, planned(load, "1%").minimum_budget_bytes if is_least else budget)
     assert plan.fits, plan
+    assert keeps_lower(plan) is not is_least
     assert plan.promise == "approximate"
     assert {"half_parameters", "autocast", "optimizer_bits"} <= kinds(plan)
     names = action(plan)
-    loss, gradients = own_gradients(build(), names)
+    loss, gradients = own_gradients(build(), names, keeps_lower=not is_least)
     seen, hooks = {}, []
     for name, parameter in load.model.named_parameters():
         hook = parameter.register_post_accumulate_grad_hook(
@@ -136,6 +142,11 @@ def test_a_planned_step_takes_what_is_predicted_and_computes_what_ones_own_would
     assert peak <= plan.budget_bytes
 
 
+def keeps_lower(plan):
+    (state,) = [it for it in plan.as_dict()["actions"] if it["kind"] == "optimizer_bits"]
+    return state["optimizer_bits"].get("lower_halves", False)
+
+
 def test_what_products_and_embeddings_read_is_narrowed_and_nothing_else():
     assert action(planned(words(), "50%")) == ["words.weight", "up.weight", "down.weight"]
     wide = action(planned(words(wide=True), "50%"))
@@ -148,7 +159,7 @@ def test_least_peak_and_bytes_a_parameter():
     load = words(width=512, rows=1)
     exact = memfit.plan(load, "1KiB", forbid=ALONE).minimum_peak_bytes
     assert planned(load, "1KiB").minimum_peak_bytes < 0.55 * exact
-    plan = planned(load, "60%")
+    plan = planned(load, planned(load, "1KiB").minimum_budget_bytes)
     with memfit.Fitted(load, plan) as fitted:
         fitted.step()
         gradients = [p.numel() * p.itemsize for p in load.model.parameters()]
@@ -202,6 +213,62 @@ def test_closing_leaves_a_model_and_an_optimizer_that_go_on_by_themselves():
     load.loss(load.model, load.batch).backward()
     optimizer.step()
     assert not torch.equal(weight, narrow.float())
+
+
+def test_with_lower_halves_updates_are_those_of_32_bits():
+    """Beside the same plan with all of the parameters whole: off by the gradients alone."""
+
+    def moved(plan):
+        load = words()
+        before = load.model.up.weight.detach().clone()
+        with memfit.Fitted(load, plan) as fitted:
+            for _ in range(6):
+                fitted.step()
+        return load.model.up.weight.detach() - before
+
+    kept = planned(words(), "60%")
+    assert keeps_lower(kept)
+    rounded = planned(words(), planned(words(), "1%").minimum_budget_bytes)
+    assert not keeps_lower(rounded)
+    whole = moved({"actions": [it for it in kept.as_dict()["actions"] if it["kind"] == "autocast"]})
+    off = [(moved(plan) - whole).norm() / whole.norm() for plan in (kept, rounded)]
+    assert off[0] < 0.1
+    assert off[1] > 2 * off[0]
+
+
+def test_lower_halves_come_back_to_the_bit_unless_somebody_wrote():
+    load = words()
+    before = {name: p.detach().clone() for name, p in load.model.named_parameters()}
+    plan = planned(load, "60%")
+    fitted = memfit.Fitted(load, plan)
+    fitted.place_state()
+    up, down = load.model.up.weight, load.model.down.weight
+    assert up.dtype is down.dtype is HALF
+    lower = lower_half(up)
+    assert lower.dtype is torch.int16
+    assert lower.shape == up.shape
+    with torch.no_grad():
+        down.fill_(3.0)
+    fitted.close()
+    after = dict(load.model.named_parameters())
+    assert torch.equal(down, torch.full_like(down, 3.0))
+    assert all(torch.equal(after[name], before[name]) for name in after if name != "down.weight")
+    assert lower_half(up) is None
+
+
+def test_numbers_in_halves_are_put_together_to_the_bit():
+    bits = torch.randint(-(2**31), 2**31 - 1, (70_000,), dtype=torch.int64).to(torch.int32)
+    wide = bits.view(torch.float32)
+    wide[:5] = torch.tensor([float("inf"), -float("inf"), 0.0, -0.0, float("nan")])
+    wide = wide.view(70, 1000).t()
+    upper, lower = halves(wide)
+    again = joined(upper, lower)
+    is_none = wide.isnan()
+    assert torch.equal(again.isnan(), is_none)
+    assert torch.equal(upper.isnan(), is_none)
+    assert torch.equal(again.view(torch.int32)[~is_none], wide.view(torch.int32)[~is_none])
+    nearest = wide.to(HALF)
+    assert (upper == nearest).float().mean() > 0.98  # but for what is no number
 
 
 def test_small_steps_are_not_lost():

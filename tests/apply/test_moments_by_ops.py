@@ -142,7 +142,10 @@ def test_rounding_keeps_what_is_no_number():
     after[:100] = float("inf")
     after[100:200] = 1.0
     room = (torch.empty(512), torch.empty(512))
-    moments_by_ops._write(after, numbers, 3, 1 << 31, room)  # places begin anew after 2^32
+    (piece,) = moments_by_ops._pieces(512)
+    written = moments_by_ops._Numbers(numbers, None, piece)
+    written._start = 1 << 31  # places begin anew after 2^32
+    written.write(after, 3, room)
     assert numbers[:100].isposinf().all()
     assert (numbers[100:200] == 1.0).all()
     assert numbers[200:].isnan().all()

@@ -25,9 +25,11 @@ use crate::fastest::{Registers, for_registers};
 use crate::forms::{Form, Half, Wide};
 
 mod codes;
+mod halves;
 mod update;
 
 use codes::{RootCodes, SignedCodes, root, signed};
+pub use halves::{adam_of_halves, momentum_of_halves};
 use update::{adam_blocks, momentum_blocks, scale_of};
 
 /// Fewer numbers for each thread are not worth one.

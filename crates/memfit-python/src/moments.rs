@@ -43,8 +43,10 @@ pub(crate) struct MomentumRule {
     seed: Option<u32>,
 }
 
-/// Updates the parameter at an address by Adam.
+/// Updates the parameter at an address by Adam; `lower` are the lower halves of one in `bfloat16`, where they are kept.
 #[pyfunction]
+#[pyo3(signature = (rule, parameter, gradient, first, second, threads, lower=None))]
+#[expect(clippy::too_many_arguments, reason = "as many tensors")]
 pub(crate) fn update_by_adam(
     py: Python<'_>,
     rule: AdamRule,
@@ -53,6 +55,7 @@ pub(crate) fn update_by_adam(
     first: Memory,
     second: Memory,
     threads: usize,
+    lower: Option<Memory>,
 ) -> PyResult<()> {
     let form = rule.seed.map_or(Form::Wide, Form::Half);
     let rule = Adam {
@@ -72,12 +75,20 @@ pub(crate) fn update_by_adam(
     let (gradient, parameter) = (gradient.as_ref(), parameter.as_mut());
     let (first, second) = (first.as_mut(), second.as_mut());
     let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
-    let done = py.detach(|| moments::adam(rule, form, parameter, gradient, first, second, threads));
+    let mut lower = lower.map(written).transpose()?;
+    let done = py.detach(|| match &mut lower {
+        None => moments::adam(rule, form, parameter, gradient, first, second, threads),
+        Some(lower) => {
+            let halves = [parameter, lower.as_mut()];
+            moments::adam_of_halves(rule, halves, gradient, [first, second], threads)
+        }
+    });
     done.map_err(|error| UsageError::new_err(error.to_string()))
 }
 
-/// Updates the parameter at an address by gradient descent with momentum.
+/// Updates the parameter at an address by gradient descent with momentum; as [`update_by_adam`].
 #[pyfunction]
+#[pyo3(signature = (rule, parameter, gradient, held, threads, lower=None))]
 pub(crate) fn update_by_momentum(
     py: Python<'_>,
     rule: MomentumRule,
@@ -85,6 +96,7 @@ pub(crate) fn update_by_momentum(
     gradient: Memory,
     held: Memory,
     threads: usize,
+    lower: Option<Memory>,
 ) -> PyResult<()> {
     let form = rule.seed.map_or(Form::Wide, Form::Half);
     let rule = Momentum {
@@ -99,7 +111,14 @@ pub(crate) fn update_by_momentum(
     let (mut parameter, mut held) = (written(parameter)?, written(held)?);
     let (gradient, parameter, held) = (gradient.as_ref(), parameter.as_mut(), held.as_mut());
     let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
-    let done = py.detach(|| moments::momentum(rule, form, parameter, gradient, held, threads));
+    let mut lower = lower.map(written).transpose()?;
+    let done = py.detach(|| match &mut lower {
+        None => moments::momentum(rule, form, parameter, gradient, held, threads),
+        Some(lower) => {
+            let halves = [parameter, lower.as_mut()];
+            moments::momentum_of_halves(rule, halves, gradient, held, threads)
+        }
+    });
     done.map_err(|error| UsageError::new_err(error.to_string()))
 }
 

@@ -205,9 +205,12 @@ def _slices(subject: Subject, actions: Actions) -> Part:
 
 
 def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
-    updated = (_said(actions, NARROW_STATE) or {}).get("names", ())
+    of_state = _said(actions, NARROW_STATE) or {}
+    updated, keeps_lower = of_state.get("names", ()), bool(of_state.get("lower_halves"))
     said = _said(actions, NARROW_PARAMETERS) or {}
-    return HalfParameters(subject.model, said, updated, trains=subject.trains)
+    return HalfParameters(
+        subject.model, said, updated, trains=subject.trains, keeps_lower=keeps_lower
+    )
 
 
 def _int8_weights(subject: Subject, actions: Actions) -> Part:

@@ -30,16 +30,48 @@ _ORDINARY = (nn.Parameter, Tensor, FakeTensor)
 _WIDE: MutableMapping[Tensor, torch.dtype] = WeakIdKeyDictionary()
 """What each was before."""
 
+_LOWER: MutableMapping[Tensor, tuple[Tensor, int]] = WeakIdKeyDictionary()
+"""Lower halves of those whose are kept, and the version of the parameter that they go with."""
 
-def narrow(parameter: Tensor) -> None:
+
+def narrow(parameter: Tensor, *, keeps_lower: bool = False) -> None:
     """Hold a parameter of 32 bits in ``bfloat16``, and a gradient that it has.
 
     Args:
         parameter: The parameter; another type stays as it is.
+        keeps_lower: Whether the lower halves of its numbers are kept.
     """
     if parameter.dtype is torch.float32:
         _WIDE[parameter] = parameter.dtype
-        _convert(parameter, NARROW)
+        upper, lower = halves(parameter.data) if keeps_lower else (None, None)
+        _convert(parameter, NARROW, upper)
+        if lower is not None:
+            _LOWER[parameter] = lower, parameter._version
+    elif not keeps_lower:
+        _LOWER.pop(parameter, None)
+    elif is_narrow(parameter) and parameter not in _LOWER:
+        lower = torch.zeros_like(parameter.data, dtype=torch.int16)
+        _LOWER[parameter] = lower, parameter._version
+
+
+def lower_half(parameter: Tensor) -> Tensor | None:
+    """The lower halves of a narrow parameter's numbers, as they lie; ``None`` where none are kept.
+
+    They are nothing where somebody else has written to the parameter.
+
+    Args:
+        parameter: The parameter.
+    """
+    lower, version = _LOWER.get(parameter, (None, 0))
+    if lower is not None and version != parameter._version:
+        lower.zero_()
+        belongs(lower, parameter)
+    return lower
+
+
+def belongs(lower: Tensor, parameter: Tensor) -> None:
+    """Lower halves go with a parameter as it is now, after both were updated."""
+    _LOWER[parameter] = lower, parameter._version
 
 
 def widen(parameters: Iterable[Tensor]) -> None:
@@ -52,8 +84,11 @@ def widen(parameters: Iterable[Tensor]) -> None:
         return  # before the first is asked for: every step begins with this
     for parameter in parameters:
         if is_narrow(parameter):
-            _convert(parameter, _WIDE[parameter])
+            lower = lower_half(parameter)
+            whole = None if lower is None else joined(parameter.data, lower)
+            _convert(parameter, _WIDE[parameter], whole)
         _WIDE.pop(parameter, None)
+        _LOWER.pop(parameter, None)
 
 
 def is_narrow(parameter: Tensor) -> bool:
@@ -105,8 +140,63 @@ def _memory(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def _convert(parameter: Tensor, dtype: torch.dtype) -> None:
+def _convert(parameter: Tensor, dtype: torch.dtype, data: Tensor | None) -> None:
     gradient, parameter.grad = parameter.grad, None
-    parameter.data = parameter.data.to(dtype)
+    parameter.data = parameter.data.to(dtype) if data is None else data
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
+
+
+_SLICE = 1 << 20
+"""Numbers that are taken apart at once."""
+
+
+def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of 32 bits as the nearest ``bfloat16`` and what that is off by, in the last bit.
+
+    The bits of both add up to the number's, as the kernel has it
+    (``crates/memfit-memory/src/moments/halves.rs``).
+
+    Args:
+        wide: The numbers, which lie densely.
+    """
+    upper = torch.empty_like(wide, dtype=NARROW)
+    lower = torch.empty_like(wide, dtype=torch.int16)
+    flat = (_flat(wide), _flat(upper), _flat(lower))
+    for numbers, above, below in zip(*(torch.split(one, _SLICE) for one in flat), strict=True):
+        room = torch.empty_like(numbers, dtype=torch.int32)
+        split_slice(numbers.clone(), above, below, room)
+    return upper, lower
+
+
+def split_slice(numbers: Tensor, upper: Tensor, lower: Tensor, room: Tensor) -> None:
+    """Write both halves of numbers.
+
+    Args:
+        numbers: Of 32 bits; they are changed.
+        upper: Where the nearest ``bfloat16`` go.
+        lower: Where goes what these are off by.
+        room: Room for as many numbers of 32 bits.
+    """
+    is_none = numbers.isnan()
+    bits = numbers.masked_fill_(is_none, 0.0).view(torch.int32)
+    # The last 16 bits with their sign: -32768 to 32767.
+    off = torch.bitwise_and(bits, 0xFFFF, out=room).bitwise_xor_(0x8000).sub_(0x8000)
+    lower.copy_(off)
+    upper.view(torch.int16).copy_(bits.sub_(off).bitwise_right_shift_(16))
+    upper.masked_fill_(is_none, float("nan"))
+
+
+def joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """The numbers of 32 bits of both halves.
+
+    Args:
+        upper: The nearest ``bfloat16``.
+        lower: What that is off by.
+    """
+    bits = upper.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(lower).view(torch.float32)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -435,11 +435,16 @@ fn best_seconds(outcomes: &[Outcome]) -> f64 {
 }
 
 fn fastest(outcomes: &[Outcome]) -> Option<(&Outcome, &Candidate)> {
-    let fitting = outcomes
-        .iter()
-        .filter_map(|outcome| Some((outcome, outcome.best.as_ref()?)));
+    let fitting = || {
+        let all = outcomes.iter();
+        all.filter_map(|outcome| Some((outcome, outcome.best.as_ref()?)))
+    };
+    // Time is no reason to round.
+    let is_kept = fitting().any(|(outcome, _)| half_parameters::keeps_updates(outcome));
+    let wanted =
+        fitting().filter(|(outcome, _)| !is_kept || !half_parameters::rounds_updates(outcome));
     // Equal times go to the earlier outcome: fewer actions.
-    fitting.reduce(|a, b| {
+    wanted.reduce(|a, b| {
         let gain = a.0.seconds(a.1) - b.0.seconds(b.1);
         if gain > 1e-9 * a.0.seconds(a.1) { b } else { a }
     })

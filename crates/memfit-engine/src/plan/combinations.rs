@@ -132,9 +132,12 @@ impl Planner<'_> {
         if !self.may_narrow_state {
             return usual;
         }
-        let narrow = more.iter().map(|&plain| Variant {
-            eight_bit_state: Some(optimizer_bits::STATE),
-            ..plain
+        let forms = half_parameters::forms_of_state(self.trace);
+        let narrow = forms.iter().flat_map(|&form| {
+            more.iter().map(move |&plain| Variant {
+                eight_bit_state: Some(form),
+                ..plain
+            })
         });
         let is_worth_it =
             (self.may_shrink || self.is_new) && !half_parameters::must_narrow_state(self.trace);

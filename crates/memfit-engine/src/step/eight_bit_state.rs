@@ -15,7 +15,7 @@ pub struct NarrowMoment {
     pub state: AllocationId,
     /// How many it has.
     pub numbers: u64,
-    /// What it takes.
+    /// What it takes, the first of a parameter's with the lower halves of that, where they are kept.
     pub bytes: Bytes,
 }
 
@@ -44,10 +44,12 @@ impl EightBitState {
                     && width[id.index()] == Some(wide)
             });
             let bytes = Bytes(Narrow::EightBit.bytes(numbers * WIDE));
-            let moments = states.map(|state| NarrowMoment {
+            let has_halves = self.lower_halves && wide < WIDE;
+            let lower = Bytes(if has_halves { numbers * wide } else { 0 });
+            let moments = states.enumerate().map(|(place, state)| NarrowMoment {
                 state,
                 numbers,
-                bytes,
+                bytes: if place == 0 { bytes + lower } else { bytes },
             });
             moments.collect()
         };

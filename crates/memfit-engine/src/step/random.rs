@@ -38,10 +38,6 @@ pub(crate) fn recipes_of(ops: Range<usize>) -> impl Strategy<Value = (Recipe, Ve
 /// operands; a backward that visits the nodes in reverse, unpacking what they saved.
 pub(crate) fn build(recipe: &Recipe) -> Trace {
     let mut builder = Builder::new(1);
-    if recipe.len().is_multiple_of(3) {
-        // There updates of state in 8 bits take room.
-        builder.trace.meta.device_kind = "cuda".to_owned();
-    }
     let parameter = builder.allocation(&[4], Category::Parameter, 0);
     let input = builder.allocation(&[3], Category::Input, 0);
     let mut values: Vec<ValueId> = vec![input];
@@ -197,6 +193,7 @@ fn variant(flags: u8, window: u8) -> Variant {
         offload_optimizer: (flags & 4 != 0).then_some(away),
         eight_bit_state: (flags & 0x24 == 0x20).then_some(EightBitState {
             least_bytes: Bytes(u64::from(window & 1) * 17),
+            lower_halves: window & 2 != 0,
         }),
         window_bytes: bytes(window),
     }
@@ -322,7 +319,11 @@ proptest! {
         (recipe, _, _) in recipes(),
         (kinds, (flags, window)) in choices(),
     ) {
-        let trace = with_more_updates(build(&recipe), &kinds);
+        let mut trace = with_more_updates(build(&recipe), &kinds);
+        if recipe.len().is_multiple_of(3) {
+            // There updates of state in 8 bits take room.
+            trace.meta.device_kind = "cuda".to_owned();
+        }
         let variant = variant(flags, window);
         let treatments = treatments(&trace, &StepModel::new(&trace, variant), &kinds);
         compare(&trace, variant, &treatments)?;

@@ -50,6 +50,8 @@ pub struct StateAway {
 pub struct EightBitState {
     /// Smallest parameter whose state is.
     pub least_bytes: Bytes,
+    /// The lower halves of parameters in `bfloat16` are kept with it.
+    pub lower_halves: bool,
 }
 
 /// Parameters that are elsewhere but for a room in memory.

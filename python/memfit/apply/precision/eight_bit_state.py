@@ -14,6 +14,7 @@ shrunk again before the next step, unless somebody keeps it; until then torch's 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from memfit.apply.precision import moments_by_ops as by_ops
 from memfit.apply.precision.narrow import BLOCK, Here, memory_of
 from memfit.errors import UsageError
 from memfit.tensors.moments import group_refusal, lies_densely, moments_of, parameter_refusal
-from memfit.tensors.narrow_parameters import is_narrow
+from memfit.tensors.narrow_parameters import belongs, is_narrow, lower_half
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -84,6 +85,7 @@ class EightBitState(AwayState):
         super().__init__(values)
         self._number = number
         self._updates = 0
+        self._parameter: weakref.ref[Tensor] | None = None
 
     def begin(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> None:
         """Be the state before the first update.
@@ -94,6 +96,7 @@ class EightBitState(AwayState):
             parameter: Whose state it is.
         """
         with self._lock:
+            self._parameter = weakref.ref(parameter)
             if type(optimizer) is not SGD:
                 # Where torch has it, whose own update may come after this one.
                 device = parameter.device if group.get("fused") else None
@@ -111,6 +114,7 @@ class EightBitState(AwayState):
             parameter: Whose state it is.
         """
         with self._lock:
+            self._parameter = weakref.ref(parameter)
             for key, is_square in moments_of(optimizer).items():
                 if key not in self or key in self._away or self._is_kept(key):
                     continue
@@ -163,9 +167,13 @@ class EightBitState(AwayState):
         return (self._number * 0x9E3779B1 + count) & 0xFFFFFFFF
 
     def in_memory(self) -> dict[str, Any]:
-        """What is there: codes and scales of what is in 8 bits."""
+        """What is there: codes and scales of what is in 8 bits, and lower halves."""
         parcels = {key: stored.parcel for key, stored in self._away.items()}
         held = {key: it.held for key, it in parcels.items() if isinstance(it, _Moment)}
+        parameter = None if self._parameter is None else self._parameter()
+        lower = None if parameter is None else lower_half(parameter)
+        if lower is not None:
+            held["lower_half"] = lower
         return super().in_memory() | held
 
     def step(self) -> Tensor:
@@ -202,10 +210,13 @@ def updated_in_eight_bits(
     if held is None and not is_narrow(parameter):
         return False
     around = _held_meanwhile(state, optimizer) if held is None else contextlib.nullcontext(held)
+    lower = lower_half(parameter)
     with around as held:
-        _run(optimizer, group, parameter, state, held, is_first=is_first)
+        _run(optimizer, group, parameter, lower, state, held, is_first=is_first)
         for changed in (parameter, *held):
             increment_version(changed)
+        if lower is not None:
+            belongs(lower, parameter)
     return True
 
 
@@ -242,6 +253,7 @@ def _run(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     parameter: Tensor,
+    lower: Tensor | None,
     state: EightBitState,
     held: list[Tensor],
     *,
@@ -249,7 +261,7 @@ def _run(
 ) -> None:
     """One pass over all numbers."""
     assert parameter.grad is not None, "asked for only with one"
-    seed = state.next_seed() if is_narrow(parameter) else None
+    seed = state.next_seed() if is_narrow(parameter) and lower is None else None
     is_momentum = type(optimizer) is SGD
     if is_momentum:
         rule: dict[str, Any] = _momentum(group, is_first=is_first)
@@ -260,14 +272,16 @@ def _run(
     rule["seed"] = seed
     if not has_kernel(parameter):
         update = by_ops.update_by_momentum if is_momentum else by_ops.update_by_adam
-        update(rule, in_order(parameter), in_order(parameter.grad), *held)
+        lower_memory = None if lower is None else in_order(lower)
+        update(rule, in_order(parameter), in_order(parameter.grad), *held, lower=lower_memory)
         return
     threads = torch.get_num_threads()
+    below = None if lower is None else memory_of(lower)
     numbers, slopes, *moments = map(memory_of, (parameter, parameter.grad, *held))
     if is_momentum:
-        _native.update_by_momentum(rule, numbers, slopes, moments[0], threads)
+        _native.update_by_momentum(rule, numbers, slopes, moments[0], threads, below)
     else:
-        _native.update_by_adam(rule, numbers, slopes, moments[0], moments[1], threads)
+        _native.update_by_adam(rule, numbers, slopes, moments[0], moments[1], threads, below)
 
 
 def has_kernel(tensor: Tensor) -> bool:

@@ -30,6 +30,7 @@ class HalfParameters(Part):
         updated: Collection[str],
         *,
         trains: bool = True,
+        keeps_lower: bool = False,
     ) -> None:
         """Prepare; nothing is narrowed before :meth:`place`.
 
@@ -39,6 +40,7 @@ class HalfParameters(Part):
             updated: Names of the parameters whose state the plan holds in 8 bits: those that
                 memfit updates.
             trains: Whether the model trains at all.
+            keeps_lower: Whether lower halves of those that memfit updates are kept.
 
         Raises:
             UsageError: It is no such thing, or a parameter cannot be narrowed.
@@ -57,6 +59,7 @@ class HalfParameters(Part):
         named = dict(model.named_parameters(remove_duplicate=False))
         self._model = model
         self._parameters = [named[name] for name in names]
+        self._whole = {id(named[name]) for name in names if keeps_lower and name in updated}
         frozen = {name: named[name] for name in names if name not in updated}
         self._frozen = frozen if trains else {}
         self._require_frozen()
@@ -85,4 +88,4 @@ class HalfParameters(Part):
         chosen = {id(parameter) for parameter in self._parameters}
         widen(p for p in self._model.parameters() if id(p) not in chosen)
         for parameter in self._parameters:
-            narrow(parameter)
+            narrow(parameter, keeps_lower=id(parameter) in self._whole)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memfit.apply.precision.narrow import BLOCK
+from memfit.tensors.narrow_parameters import split_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -66,7 +67,13 @@ def expand_moment(held: Tensor, wide: Tensor, *, is_square: bool) -> None:
 
 
 def update_by_adam(
-    rule: Mapping[str, Any], parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor
+    rule: Mapping[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    lower: Tensor | None = None,
 ) -> None:
     """Update a parameter by Adam.
 
@@ -76,12 +83,14 @@ def update_by_adam(
         gradient: Those of its gradient, of the same type.
         first: The mean of gradients in 8 bits.
         second: The mean of their squares.
+        lower: The lower halves of a parameter in ``bfloat16``, where they are kept.
     """
     room = _Room(min(parameter.numel(), _SLICE), parameter.device)
     for piece in _pieces(parameter.numel(), first, second):
         a, b, c, d = room.of(piece.count)
-        numbers, slopes = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-        d.copy_(numbers)  # first: a sum of two types takes room on a CPU
+        numbers = _Numbers(parameter, lower, piece)
+        slopes = gradient[piece.start : piece.stop]
+        numbers.read(d)  # first: a sum of two types takes room on a CPU
         c.copy_(slopes).add_(d, alpha=rule["penalty"] * rule["direction"])
         piece.read_signed(0, a, d, 1.0 - rule["first_added"])
         a.add_(c, alpha=rule["first_added"] * rule["direction"])
@@ -90,12 +99,17 @@ def update_by_adam(
         piece.write_roots(1, b, c, d)
         piece.write_signed(0, a, c, d)
         a.div_(b.mul_(rule["root_correction"]).add_(rule["epsilon"]))
-        d.copy_(numbers).mul_(rule["decay"]).sub_(a, alpha=rule["step"])
-        _write(d, numbers, rule["seed"], piece.start, (a, b))
+        numbers.read(d)
+        numbers.write(d.mul_(rule["decay"]).sub_(a, alpha=rule["step"]), rule["seed"], (a, b))
 
 
 def update_by_momentum(
-    rule: Mapping[str, Any], parameter: Tensor, gradient: Tensor, held: Tensor
+    rule: Mapping[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    held: Tensor,
+    *,
+    lower: Tensor | None = None,
 ) -> None:
     """Update a parameter by gradient descent with momentum.
 
@@ -104,21 +118,23 @@ def update_by_momentum(
         parameter: As in :func:`update_by_adam`.
         gradient: As there.
         held: The momentum in 8 bits.
+        lower: As there.
     """
     room = _Room(min(parameter.numel(), _SLICE), parameter.device)
     again = rule["nesterov"]
     for piece in _pieces(parameter.numel(), held):
         a, b, c, d = room.of(piece.count)
-        numbers, slopes = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-        d.copy_(numbers)  # first: a sum of two types takes room on a CPU
+        numbers = _Numbers(parameter, lower, piece)
+        slopes = gradient[piece.start : piece.stop]
+        numbers.read(d)  # first: a sum of two types takes room on a CPU
         c.copy_(slopes).add_(d, alpha=rule["penalty"] * rule["direction"])
         piece.read_signed(0, a, d, rule["stays"])
         a.add_(c, alpha=rule["added"] * rule["direction"])
         piece.write_signed(0, a, b, d)
         if again is not None:
             a.mul_(again).add_(c, alpha=rule["direction"])
-        d.copy_(numbers).sub_(a, alpha=rule["step"])
-        _write(d, numbers, rule["seed"], piece.start, (a, b))
+        numbers.read(d)
+        numbers.write(d.sub_(a, alpha=rule["step"]), rule["seed"], (a, b))
 
 
 class _Room:
@@ -206,24 +222,41 @@ def _pieces(numbers: int, *held: Tensor) -> Iterator[_Piece]:
         yield _Piece(held, numbers, start, stop)
 
 
-def _write(
-    after: Tensor, numbers: Tensor, seed: int | None, start: int, room: tuple[Tensor, Tensor]
-) -> None:
-    """Write numbers, in ``bfloat16`` rounded up or down at random as ``forms.rs`` says.
+class _Numbers:
+    """A slice of a parameter."""
 
-    Args:
-        after: The numbers in 32 bits; they are changed.
-        numbers: Where they go.
-        seed: What is drawn from; ``None`` for numbers of 32 bits.
-        start: The place of the first.
-        room: Room for as many numbers, twice.
-    """
-    if seed is not None:
-        is_none = after.isnan()
-        bits = after.view(torch.int32)
-        bits.add_(_drawn(seed, start, room)).bitwise_and_(_UPPER_HALF)
-        after.masked_fill_(is_none, float("nan"))
-    numbers.copy_(after)
+    def __init__(self, parameter: Tensor, lower: Tensor | None, piece: _Piece) -> None:
+        self._numbers = parameter[piece.start : piece.stop]
+        self._lower = None if lower is None else lower[piece.start : piece.stop]
+        self._start = piece.start
+
+    def read(self, into: Tensor) -> None:
+        """Write them to ``into``, in 32 bits."""
+        if self._lower is None:
+            into.copy_(self._numbers)
+            return
+        bits = into.view(torch.int32)
+        bits.copy_(self._numbers.view(torch.int16)).bitwise_left_shift_(16)
+        bits.add_(self._lower)
+
+    def write(self, after: Tensor, seed: int | None, room: tuple[Tensor, Tensor]) -> None:
+        """Have them be what they are after an update.
+
+        Args:
+            after: They, in 32 bits; they are changed.
+            seed: What is drawn from for numbers in ``bfloat16`` that are rounded up or down at
+                random, as ``forms.rs`` says; ``None`` for others.
+            room: Room for as many numbers of 32 bits, twice.
+        """
+        if self._lower is not None:
+            split_slice(after, self._numbers, self._lower, room[0].view(torch.int32))
+            return
+        if seed is not None:
+            is_none = after.isnan()
+            bits = after.view(torch.int32)
+            bits.add_(_drawn(seed, self._start, room)).bitwise_and_(_UPPER_HALF)
+            after.masked_fill_(is_none, float("nan"))
+        self._numbers.copy_(after)
 
 
 def _drawn(seed: int, start: int, room: tuple[Tensor, Tensor]) -> Tensor:

@@ -15,7 +15,9 @@ use std::collections::BTreeSet;
 use super::{ActsOn, Technique, autocast, counted, optimizer_bits, weights};
 use crate::bytes::Bytes;
 use crate::plan::actions::Chosen;
+use crate::plan::context::Outcome;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::step::EightBitState;
 use crate::trace::{AllocationId, Autocast, Chunk, HalfParameters, Trace, Way};
 
 pub(super) static TECHNIQUE: Technique = Technique {
@@ -171,6 +173,27 @@ pub(in crate::plan) fn must_narrow_state(trace: &Trace) -> bool {
     trace.meta.half_parameters && trace.updates.iter().any(|it| is_narrow(it.parameter))
 }
 
+/// The forms that state in 8 bits may have: with lower halves of parameters in 16 bits first, for updates have 32 bits then.
+pub(in crate::plan) fn forms_of_state(trace: &Trace) -> Vec<EightBitState> {
+    let whole = EightBitState {
+        lower_halves: true,
+        ..optimizer_bits::STATE
+    };
+    let halves = must_narrow_state(trace).then_some(whole);
+    halves.into_iter().chain([optimizer_bits::STATE]).collect()
+}
+
+/// Does a plan keep the lower halves of parameters in 16 bits, so that their updates have 32?
+pub(in crate::plan) fn keeps_updates(outcome: &Outcome) -> bool {
+    let state = outcome.variant.eight_bit_state;
+    state.is_some_and(|it| it.lower_halves) && must_narrow_state(&outcome.trace)
+}
+
+/// Does it round these updates instead?
+pub(in crate::plan) fn rounds_updates(outcome: &Outcome) -> bool {
+    must_narrow_state(&outcome.trace) && !keeps_updates(outcome)
+}
+
 /// Names of the parameters that are narrowed, in the trace's order: large ones of 32 bits that forward reads in products
 /// and embeddings alone. One that trains needs state in 8 bits.
 fn narrowed(trace: &Trace, request: &PlanRequest) -> Vec<String> {
@@ -194,16 +217,22 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
     };
     let trace = chosen.planner.trace;
     let bytes = Bytes(weights::bytes(trace, &half_parameters.names).0 / 2);
-    let note = if trace.meta.training {
-        "parameters in bfloat16: updates are computed in float32 and rounded at random, up or down in proportion; \
-         closing the fitted workload makes them float32 again"
-    } else {
-        weights::ROUNDED
-    };
-    plan.notes.push(note.to_owned());
+    plan.notes.push(note(chosen).to_owned());
     let count = half_parameters.names.len() as u64;
     let details = Details::HalfParameters { half_parameters };
     plan.actions.push(Action::new(details, count, bytes));
+}
+
+fn note(chosen: &Chosen<'_>) -> &'static str {
+    if !chosen.planner.trace.meta.training {
+        weights::ROUNDED
+    } else if rounds_updates(chosen.outcome) {
+        "parameters in bfloat16: updates are computed in float32 and rounded at random, up or down in proportion; \
+         closing the fitted workload makes them float32 again"
+    } else {
+        "parameters in bfloat16: their lower halves are kept for updates, which are those of float32; closing the fitted \
+         workload makes them float32 again"
+    }
 }
 
 #[cfg(test)]

@@ -40,6 +40,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
 /// State of smaller parameters stays in 32 bits: 4,096 numbers. The executor takes the word of the plan.
 pub(in crate::plan) const STATE: EightBitState = EightBitState {
     least_bytes: Bytes(4 * 4096),
+    lower_halves: false,
 };
 
 /// Whose state is in 8 bits.
@@ -47,6 +48,9 @@ pub(in crate::plan) const STATE: EightBitState = EightBitState {
 pub struct OptimizerBits {
     /// Names of the parameters, in the order of the trace's updates.
     pub names: Vec<String>,
+    /// Whether lower halves of those that are held in `bfloat16` are kept, so that updates have 32 bits.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lower_halves: bool,
 }
 
 /// Why the state cannot be in 8 bits; `None` where it can, or where nobody asked for it.
@@ -143,7 +147,11 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         }
     }
     let count = names.len() as u64;
-    let optimizer_bits = OptimizerBits { names };
+    let state = chosen.outcome.variant.eight_bit_state;
+    let optimizer_bits = OptimizerBits {
+        names,
+        lower_halves: trace.meta.half_parameters && state.is_some_and(|it| it.lower_halves),
+    };
     let details = Details::OptimizerBits { optimizer_bits };
     plan.actions.push(Action::new(details, count, bytes));
 }

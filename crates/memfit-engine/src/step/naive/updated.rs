@@ -122,15 +122,21 @@ fn width_of(trace: &Trace, a: usize) -> Option<u64> {
     whole.then_some(width)
 }
 
-/// Bytes of each moment in 8 bits: a code for each number, and a scale for each 256 of them.
+/// Bytes of each moment in 8 bits: a code for each number, and a scale for each 256 of them. The first has the lower halves of
+/// its parameter's numbers, where they are kept.
 pub(super) fn narrow_state_bytes(trace: &Trace, variant: Variant) -> BTreeMap<usize, u64> {
     let mut found = BTreeMap::new();
+    let keeps_halves = variant.eight_bit_state.is_some_and(|it| it.lower_halves);
     for i in 0..trace.updates.len() {
+        let mut is_first = true;
         for state in &trace.updates[i].state {
             if is_narrow_state(trace, variant, i, state.index()) {
                 let width = width_of(trace, state.index()).unwrap_or(4);
                 let numbers = trace.allocations[state.index()].bytes.0 / width;
-                found.insert(state.index(), numbers + numbers.div_ceil(256) * 4);
+                let has_halves = keeps_halves && is_first && width == 2;
+                let halves = if has_halves { 2 * numbers } else { 0 };
+                found.insert(state.index(), numbers + numbers.div_ceil(256) * 4 + halves);
+                is_first = false;
             }
         }
     }
