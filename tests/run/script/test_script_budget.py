@@ -250,3 +250,25 @@ def test_what_was_not_allowed_is_offered_with_what_it_reaches(tmp_path: Path):
 def test_strict_lets_a_script_be_that_keeps_its_budget(tmp_path: Path):
     code = STEPS + "    for _ in range(3): step(64)\n    raise SystemExit(3)"
     assert _strict(tmp_path / "run", "64MiB", textwrap.dedent(code)).code == 3
+
+
+def test_a_script_that_memfit_gave_up_is_not_said_to_keep_its_budget(tmp_path: Path):
+    ran = inline(
+        tmp_path,
+        "4MiB",
+        """
+    import torch
+    from memfit.run.script.loop import Loop
+
+    def fail(*_args, **_options):
+        raise RuntimeError("broken")
+
+    Loop.begin = fail
+    model = torch.nn.Linear(512, 512)
+    model(torch.randn(2048, 512)).square().mean().backward()
+    """,
+    )
+    assert "memfit failed" in ran.stderr
+    verdict = ran.fitting["verdict"]
+    assert not verdict["kept"]
+    assert verdict["peak_bytes"] > 8 << 20

@@ -97,7 +97,7 @@ def test_a_model_that_mixes_items_runs_whole_and_the_reason_is_said(tmp_path: Pa
     )
     (loop,) = ran.loops
     assert "micro_batch" not in actions_of(loop)
-    (note,) = [note for note in loop["notes"] if "pieces" in note]
+    (note,) = [note for note in loop["notes"] if "on pieces of its batch" in note]
     assert note.endswith("`conv.3` computes a statistic over the batch")
 
 

@@ -13,12 +13,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from memfit.tensors.operators import draws_random_numbers, operator_of
 
@@ -145,10 +151,14 @@ def room_for(piece: Tensor, size: int, dtype: torch.dtype | None = None) -> Tens
 def beneath(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Enter a dispatch mode under all that are there: what they see is what the piece asks for.
 
+    Lower still stay those that carry ops out (``carries_out_ops``): what they ask for is their own.
+
     Args:
         mode: The mode.
     """
-    above = _taken_off(0)
+    stack = _get_current_dispatch_mode_stack()
+    lowest = takewhile(lambda it: getattr(it, "carries_out_ops", False), stack)
+    above = _taken_off(sum(1 for _ in lowest))
     try:
         with mode:
             height = _len_torch_dispatch_stack()

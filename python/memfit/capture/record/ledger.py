@@ -220,6 +220,17 @@ class Ledger:
         gone = (i for i, held in enumerate(self._holders) if held == 0 and self.static[i])
         return sum(self.bytes[i] for i in gone if i not in but)
 
+    def take_no_memory(self, is_counted: Callable[[UntypedStorage], bool]) -> None:
+        """Let what was there before, in memory that does not count, have no bytes.
+
+        Args:
+            is_counted: Whether the memory of a storage counts.
+        """
+        for ref in list(self._refs.values()):
+            storage = ref()
+            if storage is not None and self.static[ref.allocation] and not is_counted(storage):
+                self.bytes[ref.allocation] = 0
+
     def close(self) -> None:
         """End the step: whatever is still held lives to the end."""
         self.closing = True

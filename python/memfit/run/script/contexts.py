@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 
 def occupied() -> str:
     """What of the script's own lies on either stack; empty when nothing does."""
-    if _len_torch_dispatch_stack() > 0:
+    modes = _get_current_dispatch_mode_stack()
+    if not all(getattr(mode, "carries_out_ops", False) for mode in modes):
         return "it runs under a dispatch mode of its own"
     if _top_saved_tensors_default_hooks(True) is not None:  # noqa: FBT003 - takes no keyword
         return "it runs under saved-tensor hooks of its own"

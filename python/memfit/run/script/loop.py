@@ -33,8 +33,10 @@ from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
+from memfit.run.script.lean_ops import IN_PIECES
 from memfit.run.script.lease import Room
 from memfit.run.script.model_refusals import model_refusal
+from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
@@ -80,6 +82,7 @@ class Loop:
         undoes: Whether the latest plan is one without the script's own checkpoints.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
+        need: Whether its passes need room that others take.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class Loop:
         self._diverged: set[Key] = set()
         self._recordings = 0
         self._without: list[str] = []
-        self._in_closure = self._wants_room = False
+        self._in_closure = False
         self._executor: Executor | None = None
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -150,6 +153,8 @@ class Loop:
         self._updates = StepUpdates(
             request, lambda: room.within(self._budget), self._choose_place, self._note_aloud
         )
+        observed, is_refused = self.counts["observed"], lambda: bool(self.refusal)
+        self.need = NeedOfRoom(self.device, self.plans, self._updates, observed, is_refused)
 
     def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
         """Why a pass was over the budget, if it was, and what would keep the budget.
@@ -189,14 +194,6 @@ class Loop:
             for optimizer in optimizers
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
-
-    def wants_room(self) -> bool:
-        """Whether its passes are to find the state of others' optimizers elsewhere."""
-        if not self._wants_room and not self.refusal:
-            seen = self.counts["observed"].peak_bytes
-            fits = [planned.plan.fits for planned in self.plans]
-            self._wants_room = not all(fits) if fits else self._updates.is_tight(self.device, seen)
-        return self._wants_room
 
     def let_state_go(self, optimizers: Iterable[Optimizer]) -> None:
         """Have the optimizer's state elsewhere until the next pass, or its next update.
@@ -242,7 +239,7 @@ class Loop:
         """
         if self.refusal or occupied():
             return contextlib.nullcontext()
-        key, model, budget = self.key(inputs), self._model(), self._budget_bytes()
+        key, model, budget = self.key(inputs), self._model(), self.budget_bytes()
         if self._request.options.promise != "exact":
             return self.pieces.evaluation(key, model, inputs, live_bytes(self.device), budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
@@ -341,10 +338,11 @@ class Loop:
             self._giving_way.between_steps(
                 self.plans.all, outside, lambda plan: self._place_for(plan, own)
             )
+            self.need.pass_begins()
             planned = self._chosen(key, outside)
             self._make_room(planned, outside)
             self._require_fits(planned, outside)
-            if planned.runs_as_recorded:
+            if planned.runs_as_recorded or (self.need.is_of_others and planned.may_run_as_recorded):
                 self._latest = planned
                 return self._run_as_recorded(planned, inputs, own)
             planned = self.plans.fitting(planned, outside, self._planning(outside))
@@ -383,16 +381,21 @@ class Loop:
         if not self._checkpoints.around_model:
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
-                self.pieces.begin(key, model, inputs, live, self._budget_bytes())
+                self.pieces.begin(key, model, inputs, live, self.budget_bytes())
         way = self._casting.wants(self.device) or self.pieces.wants(key)
-        budget = self._budget_bytes()
+        budget = self.budget_bytes()
         running = ObservedPass(self.device, model, inputs, optimizers, way, budget)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
 
-    def _leave_to_recording(self, optimizers: list[Optimizer]) -> None:
-        """Have in memory what a recorder is to see; the state may be elsewhere."""
+    def _leave_to_recording(self, optimizers: list[Optimizer], least_bytes: int = 0) -> None:
+        """Have in memory what a recorder is to see; the state may be elsewhere.
+
+        Args:
+            optimizers: Those that update the model.
+            least_bytes: What the pass is taken to need at least.
+        """
         self._updates.record()
         self._executor = state_alone(self._executor)
         if self._executor is None:
@@ -401,21 +404,22 @@ class Loop:
         self.bring_home()
         if self._executor is None:
             seen = self.counts["observed"]
+            before = max(seen.peak_bytes, least_bytes)
             self._executor = self._updates.recording_begins(
-                self._model(), optimizers, seen.peak_bytes, is_second=seen.steps == 1
+                self._model(), optimizers, before, is_second=seen.steps == 1
             )
 
     def _run_as_recorded(self, planned: PlannedStep, inputs: Any, own: list[Optimizer]) -> Pass:
         """Begin a pass that keeps in memory what its recording did."""
         self.notes[AS_RECORDED] = None
-        self._leave_to_recording(own)
+        self._leave_to_recording(own, self.budget_bytes())
         self._choose_place(strays_to(self._request, self.device.type))
         whole = (self._model(), inputs, own)
-        running = AsRecordedPass.of(planned, *whole, self._request, self._budget_bytes())
+        running = AsRecordedPass.of(planned, *whole, self._request, self.budget_bytes())
         self._checkpoints.begin_pass(undoes=planned.undoes, recorder=running.recorder)
         return running
 
-    def _budget_bytes(self) -> int:
+    def budget_bytes(self) -> int:
         """The budget; 0 while it is a part of a step that nobody knows yet."""
         return 0 if "%" in str(self._budget) else _native.parse_budget(str(self._budget), 0)
 
@@ -514,6 +518,7 @@ class Loop:
             self.refuse(observation.recorder.problem)
             return
         observation.fusing_refusal = self._updates.fusing_refusal()
+        observation.may_round = IN_PIECES in self.notes
         if observation.effect:
             self.pieces.refuse(observation.effect)
             if observation.way is not None and observation.way["kind"] == "micro_batch":
@@ -574,6 +579,11 @@ class Loop:
         if self._looks_again or self._pending is not None or key in self._diverged:
             return True
         return self._asks_for_more(key) or self.plans.must_record(key)
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The model; ``None`` once the script has let go of it."""
+        return self._root()
 
     def _model(self) -> nn.Module:
         model = self._root()
@@ -703,11 +713,16 @@ class Loop:
         plan = planned.plan
         grew = planned.has_outgrown(outside)
         passing, planned.passing_bytes = planned.passing_bytes, 0
-        helps = passing >= plan.budget_bytes * _WORTH_A_PLAN and (plan.actions or not plan.fits)
+        worth = plan.budget_bytes * _WORTH_A_PLAN
+        helps = passing >= worth and (plan.actions or not plan.fits)
         if helps:
             planned.passes = passing
-        if not (helps or grew) or self.replans >= MAX_REPLANS:
+        less = planned.outside_bytes - outside
+        shrank = not plan.fits and less >= worth
+        if not (helps or grew or shrank) or self.replans >= MAX_REPLANS:
             return
+        if shrank and planned.recorded_peak_bytes:
+            planned.recorded_peak_bytes = max(planned.recorded_peak_bytes - less, 1)
         self.replans += 1
         budget = self._request.budget if helps else self._budget
         within = self._room.within(budget)

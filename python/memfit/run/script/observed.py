@@ -197,6 +197,7 @@ class Observation:
         eight_bit_refusal: Why it has no form in 8 bits; ``None`` where it has.
         fusing_refusal: Why its updates cannot run inside backward; empty where they can.
         consumed_bytes: Bytes that were there before, that the step read, and that are gone.
+        mapped_input_bytes: Bytes of its inputs that were in files instead of memory.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
         owners: The ``id`` of the parameter of an allocation.
         slices: In how many slices parameters are updated whose state is elsewhere, by allocation.
@@ -207,6 +208,7 @@ class Observation:
         way: The action by which it ran: the model on pieces of its batch, or all under autocast;
             ``None`` where it ran as it is.
         peak_bytes: Most bytes live at once in it, whoever held them; 0 before it was over.
+        may_round: Whether ops ran in pieces, which may round otherwise.
     """
 
     recorder: ScriptRecorder
@@ -218,6 +220,7 @@ class Observation:
     left: list[weakref.ref[Any]]
     found: list[weakref.ref[Any]]
     consumed_bytes: int
+    mapped_input_bytes: int
     state_stays: str | None
     eight_bit_refusal: str | None
     fusing_refusal: str
@@ -229,6 +232,7 @@ class Observation:
     effect: str = ""
     way: dict[str, Any] | None = None
     peak_bytes: int = 0
+    may_round: bool = False
 
 
 class StepRecording:
@@ -352,6 +356,9 @@ class StepRecording:
         known = roles.parameters | roles.module_buffers | roles.gradients | roles.optimizer_state
         found = ledger.found_and_held(known | roles.inputs)
         consumed_bytes = ledger.found_and_gone_bytes(known | roles.inputs)
+        mapped_bytes = sum(ledger.bytes[i] for i in roles.inputs)
+        ledger.take_no_memory(is_memory)
+        mapped_bytes -= sum(ledger.bytes[i] for i in roles.inputs)
         ledger.close()
         recorder.saved.close(ledger.now)
         self.abandon()
@@ -366,6 +373,7 @@ class StepRecording:
             left,
             found,
             consumed_bytes,
+            mapped_bytes,
             state_stays,
             state_stays or eight_bit_refusal(optimizers[0]),
             state_stays or "the optimizer was not called as usual",
@@ -429,6 +437,18 @@ class StepRecording:
             for leaf in tree_leaves(held):
                 if isinstance(leaf, Tensor):
                     self._note(self._roles.optimizer_state, leaf)
+
+
+def is_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether bytes are in memory that counts, and not in a mapped file or another process's.
+
+    Args:
+        storage: Where they are.
+    """
+    if storage.device.type != "cpu":
+        return True
+    place = address(storage)
+    return place is None or _native.is_counted(place)
 
 
 def _order_phases(recorder: Recorder) -> None:

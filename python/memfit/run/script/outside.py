@@ -39,12 +39,14 @@ class Outside:
         self._device = device
         self._found: list[weakref.ref[Any]] = []
         self._consumed_bytes = 0
+        self._mapped_input_bytes = 0
         self._state_bytes = 0
 
     def recorded(self, observation: Observation) -> None:
         """A step was recorded: what it read belongs to it from now on."""
         self._found = observation.found
         self._consumed_bytes = observation.consumed_bytes
+        self._mapped_input_bytes = observation.mapped_input_bytes
 
     def is_planned(self, observation: Observation) -> None:
         """A recorded step is about to be planned."""
@@ -76,6 +78,9 @@ class Outside:
             self._state_bytes = state
         # State that grew since the step was recorded, as a history does, nobody has planned.
         known[0] = min(state, self._state_bytes)
+        # The trace has no bytes for inputs that were in files: what is in memory now is besides.
+        in_memory_now = sum(self._counted(tree_leaves(inputs)).values())
+        known[1] = -min(in_memory_now, self._mapped_input_bytes)
         # A graph of another model's, say, which the step runs backward through: its trace has that.
         besides = live_bytes(self._device) - sum(known.values()) - self._consumed_bytes
         return -(-max(besides, 0) // _ROUNDED_TO) * _ROUNDED_TO

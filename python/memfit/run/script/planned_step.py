@@ -90,6 +90,20 @@ class PlannedStep:
         least = self.plan.planned.predicted_peak_bytes
         return not self.plan.fits and 0 < self.recorded_peak_bytes < least
 
+    def lacks_room(self, more_bytes: int) -> bool:
+        """Whether it does not fit, or would not with more held besides.
+
+        Args:
+            more_bytes: How much more.
+        """
+        plan = self.plan
+        return not plan.fits or plan.planned.predicted_peak_bytes + more_bytes > plan.budget_bytes
+
+    @property
+    def may_run_as_recorded(self) -> bool:
+        """Whether it would keep the budget as it was recorded, whatever a plan does."""
+        return 0 < self.recorded_peak_bytes <= self.plan.budget_bytes
+
     @property
     def keeps_as_recorded(self) -> bool:
         """Whether that keeps the budget."""

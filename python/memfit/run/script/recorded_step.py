@@ -61,6 +61,7 @@ class RecordedStep:
         not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
         place: Where the latest plan offloads to, if it does, without the user having named it;
             empty otherwise.
+        may_round: Whether ops of it ran in pieces, which may round otherwise.
         way: The action by which the step ran, part of every plan: the model on pieces of its batch,
             or all under autocast; ``None`` where it ran as it is.
     """
@@ -110,6 +111,7 @@ class RecordedStep:
         _settle(self._json, roles.optimizer_state)
         self._slices = observation.slices
         self.way = observation.way
+        self.may_round = observation.may_round
         if self.pieces > 1:
             # The model computes with stand-ins of its parameters, which nobody would fetch.
             self._forbidden.append(_PARAMETERS)
@@ -247,6 +249,8 @@ class RecordedStep:
         work = max(PLANNING_SECONDS, sum(self._costs.get("op_seconds", ())))
         limits = (time_limit, None if time_limit else work)
         said = self._of_whole_updates(_native.plan(trace.native, self._costs, request, *limits))
+        if self.way is None and self.may_round and said["promise"] == "exact":
+            said = {**said, "promise": "equivalent", "next_class": None}
         if self.way is None:
             return Plan.of(said)
         promises = {said["promise"], self.way["promise"]}

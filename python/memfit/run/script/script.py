@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,10 @@ from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.gradients_between import GradientsBetween
+from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.kept import BudgetKept, Over
+from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.passes import ObservedPass, Pass
@@ -106,6 +109,10 @@ class AdoptedScript:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._uses = _Uses()
+        self._held = HeldInFiles(request)
+        self._gradients = GradientsBetween(request)
+        self._lean_ops = LeanOps(request)
+        self._in_pieces = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
         self._stepping = 0
         self._refusal = ""
@@ -156,30 +163,65 @@ class AdoptedScript:
 
     def _begin_pass(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_pass()
+        self._gradients.pass_begins(self._kept.between_bytes(), self._kept.budget_bytes)
         self._kept.pass_begins()
         loop = self._loop_of(root)
         inputs = (args, kwargs)
         was_refused = bool(loop.refusal)
         # Before any has stepped, one that was made will: its state may be there, read from a file.
         known = self._optimizers if loop.updated_by(self._optimizers) else self._made
-        if loop.wants_room():
+        if loop.need.is_of_state():
             idle = self._optimizers.difference(loop.updated_by(self._optimizers))
             for other in self._loops:
                 if other is not loop:
                     other.let_state_go(idle)
+                    other.need.is_of_others = not loop.need.fits()
+        self._place_held(loop, inputs)
+        self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(inputs, known, in_closure=self._stepping > 0)
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
         self._current = _Running(loop, loop.key(inputs), running)
 
+    def _place_held(self, loop: Loop, inputs: Any) -> None:
+        """Have what the script holds in files, if the loop lacks room for its next pass."""
+        if self._held.count or loop.need.is_of_held():
+            place = self._held.place(loop.budget_bytes(), self._models(), inputs)
+            if place and self._request.may_choose_place and not self._held.is_said:
+                self._held.is_said = True
+                self._say(f"{HELD_IN_FILES}; they lie in `{place}`; `--no-offload` forbids it")
+            if place:
+                loop.notes[HELD_IN_FILES] = None
+
+    def _lean_ops_of(self, loop: Loop | None) -> contextlib.AbstractContextManager[None]:
+        """What a pass, or another call of a model, runs inside."""
+        if loop is None or loop.refusal or self._has_compiled or loop.device.type != "cpu":
+            return contextlib.nullcontext()
+        return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes)
+
+    def _models(self) -> Iterator[nn.Module]:
+        return (root for loop in self._loops if (root := loop.root) is not None)
+
     def _evaluate(self, root: nn.Module, inputs: Any) -> None:
         """A model is about to be called without gradients."""
         if self._current is not None and self._current.running.in_forward:
             return
+        if self._current is None:
+            self._give_room_between(inputs)
         loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if loop is not None:
+            if self._current is None:
+                self._evaluation.enter_context(self._lean_ops_of(loop))
             in_step = self._current is not None
             self._evaluation.enter_context(loop.evaluation(inputs, in_step=in_step))
+
+    def _give_room_between(self, inputs: Any) -> None:
+        """Have elsewhere what a call between passes does not need, where a loop lacks room."""
+        if self._held.count:
+            self._held.place(self._kept.budget_bytes, self._models(), inputs)
+        if any(loop.need.is_of_state() for loop in self._loops):
+            for loop in self._loops:
+                loop.let_state_go(self._optimizers)
 
     def failed(self) -> None:
         """The model raised: its pass is over."""
@@ -216,6 +258,7 @@ class AdoptedScript:
         if self._current is not None and not self._current.running.in_forward:
             self._current.loop.backward_ended()
             self._current.running.backward_ended()
+            self._in_pieces.close()
         self._uses.end()
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
@@ -246,6 +289,8 @@ class AdoptedScript:
         current = self._current
         if current is not None and not current.running.in_forward:
             self._complete(current, optimizer)
+            if self._held.count and self._current is None:
+                self._gradients.step_ended(self._kept.budget_bytes, self._models())
 
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs."""
@@ -346,6 +391,7 @@ class AdoptedScript:
             self._checkpoints.end_pass()
             loop, kind = current.loop, current.running.kind
             peak = current.running.end()
+            self._in_pieces.close()
             loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
             loop.passed(kind, peak)
             self._kept.ended(Over(kind, peak, *loop.why_over(kind, peak)))
@@ -363,6 +409,7 @@ class AdoptedScript:
             self._uses.end_all()
             self._checkpoints.remove()
             self._end_pass()
+            self._kept.pass_ended(self._loops[-1].device if self._loops else torch.device("cpu"))
             for loop in self._loops:
                 loop.end()
                 loop.bring_home()
@@ -478,6 +525,7 @@ def _plan_described(planned: PlannedStep) -> dict[str, Any]:
         "minimum_peak_bytes": plan.minimum_peak_bytes,
         "minimum_budget_bytes": plan.minimum_budget_bytes,
         "predicted_step_ratio": plan.predicted_step_ratio,
+        "may_round": planned.step.may_round,
         "actions": [
             {"kind": action.kind, "count": action.count, "bytes": action.bytes}
             for action in plan.actions

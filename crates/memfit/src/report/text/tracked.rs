@@ -454,10 +454,15 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     lines
 }
 
-/// The loosest promise among a plan's actions.
+/// The loosest promise among a plan's actions, and of how ops run.
 fn promise(plan: &LoopPlan) -> Class {
+    let of_ops = if plan.may_round {
+        Class::Equivalent
+    } else {
+        Class::Exact
+    };
     let promises = plan.actions.iter().map(|it| it.kind.technique().promise);
-    promises.max().unwrap_or_default()
+    promises.fold(of_ops, Class::max)
 }
 
 fn times(count: u64) -> String {

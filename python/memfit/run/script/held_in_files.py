@@ -1,0 +1,279 @@
+"""What the script holds and never writes, in mapped files instead of memory.
+
+A data set, the best weights so far, a frozen teacher, a replay memory: they take room at the peak
+of a step, and come back from a file as well. Responsible for finding such tensors and for
+exchanging their memory. Not responsible for when a loop lacks room
+(:mod:`memfit.run.script.loop`).
+
+A tensor's memory becomes a private mapping of a file that has its bytes. So whoever reads it,
+Python, an op, a child that was forked, finds what was there, and nobody has to notice. Who writes
+it has pages of his own, which are memory again: what was written is brought back, and stays. Only
+what has one owner goes: no view, no array of numpy sees the memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from memfit import _native
+from memfit.options import HOST
+from memfit.run.script.place import free_bytes, strays_to
+from memfit.run.script.request import FitRequest
+from memfit.tensors.barrier import without_barrier
+from memfit.tensors.optimizers import state_tensors
+from memfit.tensors.storage import address, gradient_of, has_others, is_fixed
+from memfit.track.owners import instances
+
+HELD_IN_FILES = "what the script holds and never writes is read from files where it was in memory"
+"""What is said at the end where that was done."""
+
+LEAST_BYTES = 1 << 16
+"""Smaller tensors stay."""
+
+MOST_TENSORS = 4096
+"""Each takes a mapping, of which a process has 65530."""
+
+MOST_LOOKS = 64
+"""Times that the script's tensors are looked through."""
+
+_FIRST_LOOKS = 3
+"""Looks that follow each other; later ones ask for more memory held than before, and one more."""
+
+_WORTH = 1 / 64
+"""Part of the budget that is worth a look."""
+
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(slots=True, frozen=True)
+class _Mapped:
+    """A tensor in a file, and its version when it went there."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+
+class HeldInFiles:
+    """Tensors that the script holds and does not write.
+
+    Attributes:
+        count: How many have gone.
+        is_said: Whether the place was told.
+    """
+
+    def __init__(self, request: FitRequest) -> None:
+        """Move nothing yet.
+
+        Args:
+            request: Where tensors may go.
+        """
+        self._request = request
+        self._is_over = "offload" in request.options.forbid
+        self._mapped: dict[int, _Mapped] = {}
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
+        self._written: dict[int, weakref.ref[Tensor]] = {}
+        self._looks = 0
+        self._looks_again = True
+        self._live_bytes = 0
+        self._leaving: list[torch.UntypedStorage] = []
+        self.count = 0
+        self.is_said = False
+
+    def place(self, budget_bytes: int, models: Iterable[nn.Module], inputs: Any) -> str:
+        """Have what nobody writes in files; a model is about to be called.
+
+        Args:
+            budget_bytes: The budget.
+            models: Those that are trained.
+            inputs: What the next of them is about to be called with.
+
+        Returns:
+            Where anything is; empty where all is in memory.
+        """
+        place = "" if self._is_over else strays_to(self._request, "cpu")
+        if place in ("", HOST):
+            return ""
+        self._leaving.clear()
+        self._bring_written_back()
+        worth = int(budget_bytes * _WORTH)
+        has_grown = _native.counted_bytes() > self._live_bytes + worth
+        if (self._looks_again or has_grown) and self._looks < MOST_LOOKS:
+            try:
+                self._map(self._found(models, inputs), worth, place)
+            except (OSError, RuntimeError):
+                self._is_over = True  # what went is there, and the others stay
+            # Each step has fresh ones: whether some last is worth few looks.
+            self._looks_again &= has_grown or self._looks < _FIRST_LOOKS
+            self._live_bytes = _native.counted_bytes()
+        return place if self._mapped else ""
+
+    def _bring_written_back(self) -> None:
+        """Give memory of its own to what was written since it went."""
+        changed: list[Tensor] = []
+        for key, mapped in list(self._mapped.items()):
+            tensor = mapped.tensor()
+            if tensor is None:
+                del self._mapped[key]
+            elif tensor._version != mapped.version:
+                del self._mapped[key]
+                self._written[key] = mapped.tensor
+                changed.append(tensor)
+        tensor = None
+        for tensor in _held_by_python_alone(changed) if changed else ():
+            if not has_others(tensor.untyped_storage(), 1):
+                exchange_memory(tensor, in_memory(tensor.untyped_storage()))
+
+    def _found(self, models: Iterable[nn.Module], inputs: Any) -> list[Tensor]:
+        """Tensors that may go; after the first look, those alone that were there at the last."""
+        is_first, self._looks = self._looks == 0, self._looks + 1
+        known = instances(Tensor, Optimizer)
+        tensors = [it for it in known if isinstance(it, Tensor)]
+        written = _written(tensors, (it for it in known if isinstance(it, Optimizer)))
+        written |= {key for key, ref in self._written.items() if ref() is not None}
+        written |= {id(buffer) for model in models for buffer in model.buffers()}
+        known.clear()
+        found = [it for it in tensors if id(it) not in written and may_go(it)]
+        passing = set(map(id, tree_leaves(inputs)))
+        seen, self._seen = self._seen, {id(it): weakref.ref(it) for it in found}
+        aged = [
+            it
+            for it in found
+            if (is_first and id(it) not in passing) or (id(it) in seen and seen[id(it)]() is it)
+        ]
+        self._looks_again = len(aged) < len(found)
+        aged.sort(key=_bytes_of, reverse=True)
+        return aged[: max(MOST_TENSORS - len(self._mapped), 0)]
+
+    def _map(self, tensors: list[Tensor], worth: int, place: str) -> None:
+        """Write tensors to files and have them from there.
+
+        Raises:
+            OSError: One cannot be written.
+            RuntimeError: One cannot be mapped.
+        """
+        total = sum(map(_bytes_of, tensors))
+        if total < worth or total > free_bytes(place):
+            return
+        is_alone = _is_alone()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            exchange_memory(tensor, in_file(storage, place))
+            self._mapped[id(tensor)] = _Mapped(weakref.ref(tensor), tensor._version)
+            self.count += 1
+            if not is_alone:
+                self._leaving.append(storage)  # another thread may be reading
+
+
+def exchange_memory(tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    """Have a tensor in other memory, which has its bytes.
+
+    Args:
+        tensor: The tensor; nobody else sees its memory.
+        storage: The other memory.
+    """
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        there = torch.empty(0, dtype=tensor.dtype)
+        there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        tensor.data = there
+
+
+def in_file(storage: torch.UntypedStorage, folder: str) -> torch.UntypedStorage:
+    """The bytes of a storage, in a file without a name.
+
+    Args:
+        storage: The storage.
+        folder: Where the file is.
+
+    Raises:
+        OSError: They cannot be written.
+        RuntimeError: They cannot be mapped.
+    """
+    with tempfile.TemporaryFile(prefix="memfit-", dir=folder) as file:
+        is_file, with_size, element_bytes = True, False, 1
+        storage._write_file(file, is_file, with_size, element_bytes)  # type: ignore[no-untyped-call]
+        file.flush()
+        name = f"/proc/self/fd/{file.fileno()}"
+        is_shared = False
+        mapped: Any = torch.UntypedStorage.from_file(name, is_shared, storage.nbytes())
+    assert isinstance(mapped, torch.UntypedStorage), "as torch says"
+    return mapped
+
+
+def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The bytes of a storage, in memory of their own.
+
+    Args:
+        storage: The storage.
+    """
+    own = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    own.copy_(storage)
+    return own
+
+
+def _written(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ``id`` of gradients and of optimizers' state."""
+    with without_barrier():
+        found = {id(gradient_of(it)) for it in tensors if it.requires_grad and it.is_leaf}
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            found.update(map(id, state_tensors(state)))
+    return found
+
+
+def _is_alone() -> bool:
+    """Whether no other thread may be in the middle of an op; those of queues only pickle."""
+    own = threading.current_thread()
+    return all(it is own or it.name == "QueueFeederThread" for it in threading.enumerate())
+
+
+def _held_by_python_alone(tensors: list[Tensor]) -> list[Tensor]:
+    """Those that nobody holds but objects that the garbage collector knows: no array of numpy."""
+    holders = [it for it in gc.get_referrers(*tensors) if it is not tensors]
+    counts: Counter[int] = Counter(id(it) for holder in holders for it in gc.get_referents(holder))
+    # The list above, the loop's variable and the argument hold it as well.
+    return [it for it in tensors if sys.getrefcount(it) - 3 <= counts[id(it)]]
+
+
+def may_go(tensor: Tensor, *, is_mapped: bool = False) -> bool:
+    """Whether a tensor is torch's own memory on the CPU that nobody else sees.
+
+    Args:
+        tensor: The tensor.
+        is_mapped: Whether it is to have gone already.
+    """
+    if type(tensor) not in _KINDS:
+        return False
+    if tensor.requires_grad or tensor.grad_fn is not None or tensor.device.type != "cpu":
+        return False
+    if tensor.layout is not torch.strided or _is_special(tensor):
+        return False
+    if is_fixed(tensor) != is_mapped:
+        return False
+    storage = tensor.untyped_storage()
+    place = address(storage)
+    is_own = place is not None and _native.is_counted(place) != is_mapped
+    return is_own and storage.nbytes() >= LEAST_BYTES and not has_others(storage, 1)
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether a tensor is more than its bytes, sizes and type."""
+    lazily = tensor.is_conj() or tensor.is_neg()
+    has_names = any(getattr(tensor, "names", ()))
+    return bool(lazily or has_names or tensor.is_inference() or tensor.is_quantized)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

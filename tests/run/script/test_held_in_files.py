@@ -1,0 +1,181 @@
+"""What a script holds and never writes, read from files: same results in less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ran import inline
+from torch import Tensor, nn
+
+from memfit import _native
+from memfit.options import Options
+from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
+from memfit.run.script.request import FitRequest
+from memfit.track import cpu
+
+MIB = 1 << 20
+
+HOLDS = """
+    import copy, torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    images = torch.rand(4096, 1024)
+    model = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1024))
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = torch.utils.data.DataLoader(images, batch_size=512, shuffle=True, num_workers=WORKERS)
+    best = None
+    for step, data in enumerate(loader):
+        loss = nn.functional.mse_loss(model(data), data)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters()):
+                a.lerp_(p, 0.1)
+        if step == 2:
+            best = copy.deepcopy(model.state_dict())
+        if step == 4:
+            images.resize_(4096, 1024)
+        print(repr(loss.item()))
+    model.load_state_dict(best)
+    torch.save([model.state_dict(), average.state_dict(), images], "end.pt")
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_and_copies_of_weights_leave_room_for_the_step(tmp_path: Path, workers: int):
+    """16 MiB of data and 4 of an average, beside steps of 20 MiB; loaders' workers see them too."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(
+        tmp_path, "28MiB", HOLDS.replace("WORKERS", str(workers)), offload=str(tmp_path / "disk")
+    )
+    (loop,) = ran.loops
+    assert HELD_IN_FILES in loop["notes"]
+    assert ran.report["fitting"]["verdict"]["kept"], ran.stderr
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_nothing_goes_where_nothing_may(tmp_path: Path):
+    ran = inline(tmp_path, "28MiB", HOLDS.replace("WORKERS", "0"))
+    (loop,) = ran.loops
+    assert HELD_IN_FILES not in loop["notes"]
+    assert "over the budget" in ran.stderr
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> HeldInFiles:
+    assert cpu.start() is None
+    return HeldInFiles(FitRequest("1MiB", Options(offload=str(tmp_path))))
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    return not _native.is_counted(tensor.data_ptr())
+
+
+def large() -> Tensor:
+    return torch.rand(1 << 16)
+
+
+def place(held: HeldInFiles, *inputs: Any, model: nn.Module | None = None) -> str:
+    return held.place(MIB, [] if model is None else [model], inputs)
+
+
+def test_what_somebody_else_sees_or_writes_stays(held: HeldInFiles):
+    model = nn.BatchNorm1d(1 << 16)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(2, 1 << 16)).sum().backward()
+    optimizer.step()
+    goes, viewed, shown, shared, given = large(), large(), large(), large(), large()
+    view, array = viewed[1:], shown.numpy()
+    shared.share_memory_()
+    imaginary = torch.rand(1 << 16, dtype=torch.complex64).conj()
+    with torch.inference_mode():
+        inferred = large()
+    assert place(held, given, model=model)
+    assert is_mapped(goes)
+    state = [it for entry in optimizer.state.values() for it in entry.values()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    others = [viewed, shown, given, inferred, *state, *gradients, *model.parameters()]
+    others += [model.running_mean, model.running_var]
+    assert not any(is_mapped(it) for it in others if it is not None and it.numel() > 1)
+    assert (view == viewed[1:]).all()
+    assert (array == shown.numpy()).all()
+    assert imaginary.is_conj()
+
+
+def test_bytes_hooks_and_versions_are_as_before(held: HeldInFiles):
+    odd = torch.rand(300, 400).t()[:, 7:]
+    whole = [
+        large(),
+        odd.clone(memory_format=torch.preserve_format),
+        nn.Parameter(large(), requires_grad=False),
+    ]
+    before = [(it.clone(), it.stride(), it._version, id(it), type(it)) for it in whole]
+    live = _native.counted_bytes()
+    assert place(held)
+    assert live - _native.counted_bytes() >= sum(it.nbytes for it in whole)
+    for it, (copy, *known) in zip(whole, before, strict=True):
+        assert is_mapped(it)
+        assert torch.equal(it, copy)
+        assert [it.stride(), it._version, id(it), type(it)] == known
+
+
+def test_an_input_goes_once_it_has_stayed_for_a_step(held: HeldInFiles):
+    held_input, passing = large(), large()
+    other = large()
+    place(held, held_input)
+    assert is_mapped(other)
+    assert not is_mapped(held_input)
+    del passing
+    place(held, held_input)
+    assert is_mapped(held_input)
+
+
+def test_what_is_written_is_memory_again(held: HeldInFiles):
+    average, shown = [large()], [large()]
+    expected = average[0] + 1
+    place(held)
+    average[0].add_(1)
+    array = shown[0].numpy()
+    shown[0].add_(1)
+    place(held)
+    assert not is_mapped(average[0])
+    assert torch.equal(average[0], expected)
+    # An array sees the mapping: exchanging it would part the two.
+    shown[0][0] = 7
+    assert array[0] == 7
+    place(held)
+    assert not is_mapped(average[0])
+
+
+def test_an_input_in_a_file_takes_nothing_in_the_plan(tmp_path: Path):
+    """The whole data in every step: what is predicted is what is measured, without it."""
+    ran = inline(
+        tmp_path,
+        "24MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    x, y = torch.rand(4096, 1024), torch.rand(4096, 1)
+    model = nn.Sequential(nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """,
+        offload="chosen",
+    )
+    (loop,) = ran.loops
+    assert HELD_IN_FILES in loop["notes"]
+    assert loop["planned"]["steps"] > 0
+    assert ran.stdout

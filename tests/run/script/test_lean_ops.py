@@ -1,0 +1,123 @@
+"""Ops in pieces: equivalent results, with less memory inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ran import inline
+from torch import nn
+
+from memfit.options import Options
+from memfit.run.script.kept import Peak
+from memfit.run.script.lean_ops import IN_PIECES, LeanOps
+from memfit.run.script.request import FitRequest
+from memfit.track import cpu
+
+MIB = 1 << 20
+
+NET = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = []
+    for inside, outside in ((3, 32), (32, 32)):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        x, y = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.eval()
+            print(f"{model(x).sum():.3f}")
+            model.train()
+        print(f"{loss:.4f}")
+"""
+
+
+def lean(promise: str = "equivalent", forbid: tuple[str, ...] = ()) -> LeanOps:
+    return LeanOps(FitRequest("1GiB", Options(allow=(promise,), forbid=forbid)))
+
+
+def test_a_batch_that_normalisation_mixes_trains_with_less_scratch(tmp_path: Path):
+    """The activations are of 4 MiB: a convolution's backward alone takes five of them."""
+    options = {"offload": "chosen"}
+    ran = inline(tmp_path, "18MiB", NET, fitting=("--allow", "equivalent"), **options)
+    (loop,) = ran.loops
+    assert IN_PIECES in loop["notes"]
+    assert ran.report["fitting"]["verdict"]["kept"], ran.stderr
+    assert "exactly" not in ran.stderr
+    (tmp_path / "exact").mkdir()
+    exact = inline(tmp_path / "exact", "18MiB", NET, **options)
+    assert IN_PIECES not in exact.loops[0]["notes"]
+    assert not exact.report["fitting"]["verdict"]["kept"]
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.Conv2d(8, 8, 3, stride=2, groups=8, bias=False),
+        nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1),
+        nn.BatchNorm2d(8),
+        nn.BatchNorm2d(8, affine=False, track_running_stats=False),
+        nn.BatchNorm2d(8).eval(),
+    ],
+    ids=repr,
+)
+def test_results_are_those_of_whole_ops(module: nn.Module, order: torch.memory_format):
+    torch.manual_seed(0)
+    batch = torch.randn(13, 8, 9, 9).contiguous(memory_format=order).requires_grad_()
+    found = {}
+    for budget_bytes in (0, 1 << 12):
+        module.zero_grad()
+        batch.grad = None
+        notes: dict[str, None] = {}
+        with lean().in_pieces(budget_bytes, notes):
+            out = module(batch)
+            out.square().mean().backward()
+        gradients = [batch.grad, *(parameter.grad for parameter in module.parameters())]
+        found[budget_bytes] = [out.detach(), *(it.clone() for it in gradients if it is not None)]
+        strides = [out.stride(), out.shape]
+        assert (IN_PIECES in notes) == (budget_bytes > 0)
+        found[budget_bytes].append(torch.tensor([*strides[0], *strides[1]]))
+    torch.testing.assert_close(found[1 << 12], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_frozen_convolution_has_no_gradients_of_weights():
+    module = nn.Conv2d(4, 4, 3).requires_grad_(requires_grad=False)
+    batch = torch.randn(8, 4, 9, 9, requires_grad=True)
+    with lean().in_pieces(1 << 12, {}):
+        module(batch).sum().backward()
+    assert module.weight.grad is None
+    assert batch.grad is not None
+
+
+def test_a_convolution_takes_less_inside():
+    assert cpu.start() is None
+    module, batch = nn.Conv2d(32, 32, 3, padding=1), torch.randn(32, 32, 32, 32, requires_grad=True)
+    peaks = []
+    for budget_bytes in (0, 16 * MIB):
+        with lean().in_pieces(budget_bytes, {}):
+            loss = module(batch).sum()
+            peak = Peak(torch.device("cpu"))
+            loss.backward()
+            peaks.append(peak.close())
+        batch.grad = None
+    whole, cut = peaks
+    assert whole - cut > 6 * MIB
+
+
+@pytest.mark.parametrize(("promise", "forbid"), [("exact", ()), ("equivalent", ("micro_batch",))])
+def test_nothing_is_cut_without_leave(promise: str, forbid: tuple[str, ...]):
+    notes: dict[str, None] = {}
+    with lean(promise, forbid).in_pieces(1 << 12, notes):
+        nn.Conv2d(4, 4, 3)(torch.randn(8, 4, 9, 9))
+    assert not notes
