@@ -42,7 +42,13 @@ from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.place import chosen, strays_to
-from memfit.run.script.planned_step import Key, PlannedStep, comes_nearer, key_of
+from memfit.run.script.planned_step import (
+    WORTH_A_PLAN,
+    Key,
+    PlannedStep,
+    comes_nearer,
+    key_of,
+)
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shrinking import GivingWay
@@ -59,9 +65,6 @@ MAX_RECORDINGS = 256
 
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
-
-_WORTH_A_PLAN = 0.01
-"""Share of the budget that makes it worth planning again."""
 
 
 class Loop:
@@ -681,7 +684,7 @@ class Loop:
         self.plans.add(planned)
         self._consider_ways(planned, made, step.pieces, inputs)
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
-        little = left < made.budget_bytes * _WORTH_A_PLAN
+        little = left < made.budget_bytes * WORTH_A_PLAN
         if not made.fits:
             budget = self._room.within(self._budget)
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
@@ -707,31 +710,19 @@ class Loop:
     def _make_room(self, planned: PlannedStep, outside: int) -> None:
         """Plan a step again where the script holds so much more that it would no longer fit.
 
-        Also once, where that helps, when it is known how much of what a step leaves behind (its
-        loss, the model's output) goes while the next one runs forward.
+        Also where it holds less and the step did not fit, and once, where that helps, when it is
+        known how much of what a step leaves behind (its loss, the model's output) goes while the
+        next one runs forward.
         """
-        plan = planned.plan
-        grew = planned.has_outgrown(outside)
-        passing, planned.passing_bytes = planned.passing_bytes, 0
-        worth = plan.budget_bytes * _WORTH_A_PLAN
-        helps = passing >= worth and (plan.actions or not plan.fits)
-        if helps:
-            planned.passes = passing
-        less = planned.outside_bytes - outside
-        shrank = not plan.fits and less >= worth
-        if not (helps or grew or shrank) or self.replans >= MAX_REPLANS:
+        helps = planned.learns_what_passes()
+        if not (helps or planned.asks_for_another(outside)) or self.replans >= MAX_REPLANS:
             return
-        if shrank and planned.recorded_peak_bytes:
-            planned.recorded_peak_bytes = max(planned.recorded_peak_bytes - less, 1)
         self.replans += 1
-        budget = self._request.budget if helps else self._budget
-        within = self._room.within(budget)
-        planned.plan = planned.step.plan(within, outside, min(planned.passes, outside))
-        planned.wider = None
-        self._budget = planned.plan.budget_bytes
-        planned.outside_bytes = outside
-        planned.executor = None
-        self._on_plan(self, planned.plan)
+        within = self._room.within(self._request.budget if helps else self._budget)
+        made = planned.step.plan(within, outside, min(planned.passes, outside))
+        planned.take(made, outside)
+        self._budget = made.budget_bytes
+        self._on_plan(self, made)
 
     def _outside_bytes(self, inputs: Any, optimizers: Iterable[Optimizer]) -> int:
         """What is live on the device and not of the step."""

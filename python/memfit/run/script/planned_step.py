@@ -18,6 +18,10 @@ Key = tuple[Any, ...]
 """What decides which ops a pass runs, as far as that is known before: mode, shapes, types."""
 
 
+WORTH_A_PLAN = 0.01
+"""Share of the budget that makes it worth planning again."""
+
+
 def key_of(root: nn.Module, inputs: Any) -> Key:
     """The key of a pass.
 
@@ -119,6 +123,38 @@ class PlannedStep:
             self.recorded_peak_bytes = max(self.recorded_peak_bytes, peak_bytes)
         foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
         return self.is_foreseen and peak_bytes > foreseen
+
+    def learns_what_passes(self) -> bool:
+        """Know once what goes before backward; whether another plan makes something of it."""
+        plan, passing = self.plan, self.passing_bytes
+        self.passing_bytes = 0
+        helps = passing >= plan.budget_bytes * WORTH_A_PLAN and (plan.actions or not plan.fits)
+        if helps:
+            self.passes = passing
+        return bool(helps)
+
+    def asks_for_another(self, outside_bytes: int) -> bool:
+        """Whether the plan no longer fits, or another may where this one does not.
+
+        Args:
+            outside_bytes: What the script holds besides now.
+        """
+        less = self.outside_bytes - outside_bytes
+        has_shrunk = not self.plan.fits and less >= self.plan.budget_bytes * WORTH_A_PLAN
+        return has_shrunk or self.has_outgrown(outside_bytes)
+
+    def take(self, plan: Plan, outside_bytes: int) -> None:
+        """Run by another plan from now on.
+
+        Args:
+            plan: The plan.
+            outside_bytes: What it takes the script to hold besides.
+        """
+        less = self.outside_bytes - outside_bytes
+        if less > 0 and self.recorded_peak_bytes:  # the recording had it in memory, too
+            self.recorded_peak_bytes = max(self.recorded_peak_bytes - less, 1)
+        self.plan, self.outside_bytes = plan, outside_bytes
+        self.wider = self.executor = None
 
     def has_outgrown(self, outside_bytes: int) -> bool:
         """Whether the script holds so much more that the plan no longer fits.
