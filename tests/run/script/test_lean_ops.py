@@ -121,3 +121,15 @@ def test_nothing_is_cut_without_leave(promise: str, forbid: tuple[str, ...]):
     with lean(promise, forbid).in_pieces(1 << 12, notes):
         nn.Conv2d(4, 4, 3)(torch.randn(8, 4, 9, 9))
     assert not notes
+
+
+def test_ops_stay_in_pieces_when_something_compiled_runs_beside_the_steps(tmp_path: Path):
+    """Their plan counts on it."""
+    code = NET.replace(
+        '            print(f"{model(x).sum():.3f}")',
+        "            print(f\"{torch.compile(torch.sum, backend='eager')(model(x)):.3f}\")",
+    )
+    assert code != NET
+    ran = inline(tmp_path, "18MiB", code, offload="chosen", fitting=("--allow", "equivalent"))
+    assert ran.loops[0]["planned"]["steps"] > 0
+    assert ran.fitting["verdict"]["kept"], ran.stderr

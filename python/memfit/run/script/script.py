@@ -195,7 +195,7 @@ class AdoptedScript:
 
     def _lean_ops_of(self, loop: Loop | None) -> contextlib.AbstractContextManager[None]:
         """What a pass, or another call of a model, runs inside."""
-        if loop is None or loop.refusal or self._has_compiled or loop.device.type != "cpu":
+        if loop is None or loop.refusal or loop.device.type != "cpu":
             return contextlib.nullcontext()
         return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes)
 
