@@ -179,3 +179,14 @@ def test_an_input_in_a_file_takes_nothing_in_the_plan(tmp_path: Path):
     assert HELD_IN_FILES in loop["notes"]
     assert loop["planned"]["steps"] > 0
     assert ran.stdout
+
+
+def test_files_in_memory_are_no_files():
+    """They would take what they are to save."""
+    assert cpu.start() is None
+    folder = Path("/dev/shm")  # noqa: S108
+    if not folder.is_dir():
+        pytest.skip("no folder whose files are in memory")
+    held, goes = HeldInFiles(FitRequest("1MiB", Options(offload=str(folder)))), large()
+    assert not place(held)
+    assert not is_mapped(goes)

@@ -18,9 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from memfit.options import HOST
 from memfit.run.script.held_in_files import exchange_memory, in_file, in_memory, may_go
-from memfit.run.script.place import free_bytes, strays_to
+from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of
 
@@ -50,7 +49,7 @@ class GradientsBetween:
             models: Those that are trained.
         """
         place = strays_to(self._request, "cpu") if self._is_needed else ""
-        if self._mapped or place in ("", HOST):
+        if self._mapped or not takes_files(place):
             return
         found = [it for model in models for it in model.parameters() if _gradient_may_go(it)]
         found = list(dict.fromkeys(found))

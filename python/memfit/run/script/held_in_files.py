@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
-from memfit.options import HOST
-from memfit.run.script.place import free_bytes, strays_to
+from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import state_tensors
@@ -104,7 +103,7 @@ class HeldInFiles:
             Where anything is; empty where all is in memory.
         """
         place = "" if self._is_over else strays_to(self._request, "cpu")
-        if place in ("", HOST):
+        if not takes_files(place):
             return ""
         self._leaving.clear()
         self._bring_written_back()

@@ -65,6 +65,22 @@ def strays_to(request: FitRequest, device_kind: str) -> str:
 
 
 @functools.cache
+def takes_files(place: str) -> bool:
+    """Whether files in a place are on a disk, and not in memory; no place takes none.
+
+    Args:
+        place: As :func:`strays_to` says.
+    """
+    if place in ("", HOST):
+        return False
+    try:
+        open_tier("disk", 0, place)
+    except MemfitError:
+        return False
+    return True
+
+
+@functools.cache
 def _chosen_once(device_kind: str) -> str | None:
     """The place that was chosen first: it is asked for before each step."""
     return chosen_place(device_kind)
