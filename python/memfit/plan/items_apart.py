@@ -15,7 +15,7 @@ import functools
 import io
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +115,8 @@ def items_apart(
     Raises:
         ItemsMixedError: It may not run so, or nobody can know.
     """
-    _refuse_hooks(model)
     given = (args, kwargs)
-    items = batch_size(given)
-    if items < LEAST_ITEMS:
-        raise ItemsMixedError("its batch is too small to be cut")
+    items = items_to_cut(model, given)
     tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
     cut = [i for i, it in enumerate(tensors) if it.dim() > 0 and it.shape[0] == items]
     first, second, effect = _recorded(model, given, items, look)
@@ -155,6 +152,23 @@ def items_apart(
     )
 
 
+def items_to_cut(model: nn.Module, given: Any) -> int:
+    """Items of the batch of a call that may run in pieces, as far as is known without a recording.
+
+    Args:
+        model: The model.
+        given: What it is called with.
+
+    Raises:
+        ItemsMixedError: It may not.
+    """
+    _refuse_hooks(model)
+    items = batch_size(given)
+    if items < LEAST_ITEMS:
+        raise ItemsMixedError("its batch is too small to be cut")
+    return items
+
+
 @dataclass(slots=True)
 class _Recorded:
     """The call at one batch size.
@@ -174,10 +188,15 @@ class _Recorded:
     loss_place: int | None
 
 
-class _Called:
+class Called:
     """The call as a workload's forward, and as its loss: all that it returns, summed up."""
 
     def __init__(self, look: Look) -> None:
+        """Call nothing yet.
+
+        Args:
+            look: Looks what a call does besides computing.
+        """
         self.returned: list[tuple[int, ...]] = []
         self.constants: list[Any] = []
         self.result_bytes = 0
@@ -185,11 +204,21 @@ class _Called:
         self.effect = ""
         self._look = look
 
+    def workload(self, model: nn.Module, given: Any) -> Workload:
+        """A step of the call alone, with its backward if gradients are on.
+
+        Args:
+            model: The model.
+            given: What it is called with.
+        """
+        loss = self.loss if torch.is_grad_enabled() else None
+        return Workload(model, given, loss=loss, forward=self.forward)
+
     def forward(self, model: nn.Module, batch: Any) -> list[Tensor]:
         """The tensors that the call returns."""
         args, kwargs = batch
         looked = self._look(model, batch)
-        with contextlib.redirect_stdout(io.StringIO()), _FewOps():
+        with contextlib.redirect_stdout(io.StringIO()), FewOps():
             result = model(*args, **kwargs)
         self.effect = looked()
         leaves = tree_flatten(result)[0]
@@ -217,10 +246,11 @@ class _Called:
         return functools.reduce(torch.add, [tensor.sum() for tensor in learning])
 
 
-class _FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ends a forward of more ops than a proof is worth the time of."""
 
     def __init__(self) -> None:
+        """None has run yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._left = MOST_OPS
 
@@ -229,6 +259,7 @@ class _FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op."""
         operator = operator_of(func)
         # The others torch calls where an exception would end the process.
         is_counted = operator.counted and operator.name != DETACH
@@ -243,9 +274,8 @@ def _recorded(
     model: nn.Module, given: Any, items: int, look: Look
 ) -> tuple[_Recorded, _Recorded, str]:
     """The call at two batch sizes, and what it does besides computing."""
-    call = _Called(look)
-    loss = call.loss if torch.is_grad_enabled() else None
-    workload = Workload(model, given, loss=loss, forward=call.forward)
+    call = Called(look)
+    workload = call.workload(model, given)
     other = second_batch_size(items)
     found: list[_Recorded] = []
     try:
@@ -273,7 +303,7 @@ def _recorded(
     return found[0], found[-1], call.effect
 
 
-_CONVOLUTION = "aten.convolution"
+CONVOLUTION = "aten.convolution"
 """Ops that put their operands into another order, or columns: the largest scratch memory."""
 
 _KNOWN = (Tensor, bool, int, float, str, type(None))
@@ -348,19 +378,30 @@ def _growth(trace: dict[str, Any], last_phase: str, *, held: bool) -> int:
     ranges = [list(row["natural"]) for row in rows]
     for save in trace["saved"] if held else ():
         ranges[trace["values"][save["value"]]["allocation"]].append([save["pack"], save["release"]])
-    changes = [0] * (len(ops) + 1)
-    for row, spans in zip(rows, ranges, strict=True):
-        for start, end in _joined(spans):
-            changes[start] += row["bytes"]
-            changes[end] -= row["bytes"]
     before = sum(row["bytes"] for row in rows if row["producer"] is None)
-    alive = zip(ops, itertools.accumulate(changes), strict=False)
+    sizes = (row["bytes"] for row in rows)
+    alive = alive_bytes(len(ops), zip(sizes, map(_joined, ranges), strict=True))
     during = [
-        size + op["moved_bytes"] * trace["strings"][op["name"]].startswith(_CONVOLUTION)
-        for op, size in alive
+        size + op["moved_bytes"] * trace["strings"][op["name"]].startswith(CONVOLUTION)
+        for op, size in zip(ops, alive, strict=True)
         if op["phase"] in ("forward", last_phase)
     ]
     return int(max(during, default=before) - before)
+
+
+def alive_bytes(ops: int, lives: Iterable[tuple[int, list[list[int]]]]) -> list[int]:
+    """Bytes alive during each op.
+
+    Args:
+        ops: How many there are.
+        lives: Sizes of allocations, each with the ranges between ops in which it lives.
+    """
+    changes = [0] * (ops + 1)
+    for size, spans in lives:
+        for start, end in spans:
+            changes[start] += size
+            changes[end] -= size
+    return list(itertools.accumulate(changes[:ops]))
 
 
 def _joined(spans: list[list[int]]) -> list[list[int]]:

@@ -295,18 +295,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out: Any,
     ) -> None:
         """Add the record of an op that has run."""
-        written, writes = self._note_writes(operator, args, kwargs)
-        returned = returned_tensors(out)
-        outputs, fresh = self._note_outputs(index, operator, returned)
-        view = bool(returned) and not fresh and not written
-        if self._fake_mode is not None and self.phase is not OPTIMIZER:
-            if operator.lift:
-                for allocation, _ in fresh:
-                    self.shadows.own(allocation, args[0])
-            elif fresh or written:
-                self.shadows.follow(func, operator, args, kwargs, read, written, fresh, returned)
-                if may_ask_for_end(operator):
-                    self._go_on_decoding(fresh)
+        written, writes, outputs, view = self._note_results(
+            index, func, operator, args, kwargs, read, out
+        )
         if self.phase is FORWARD:
             reduction = reduction_of(operator, args, kwargs)
             if reduction:
@@ -337,6 +328,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ),
             )
         )
+
+    def _note_results(
+        self,
+        index: int,
+        func: Any,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: list[int],
+        out: Any,
+    ) -> tuple[list[int], list[int], list[int], bool]:
+        """Know what an op made and wrote to, and the values of that which follow from the batch.
+
+        Returns:
+            Allocations written, values written, values returned, and whether it made views alone.
+        """
+        written, writes = self._note_writes(operator, args, kwargs)
+        returned = returned_tensors(out)
+        outputs, fresh = self._note_outputs(index, operator, returned)
+        if self._fake_mode is not None and self.phase is not OPTIMIZER:
+            if operator.lift:
+                for allocation, _ in fresh:
+                    self.shadows.own(allocation, args[0])
+            elif fresh or written:
+                self.shadows.follow(func, operator, args, kwargs, read, written, fresh, returned)
+                if may_ask_for_end(operator):
+                    self._go_on_decoding(fresh)
+        return written, writes, outputs, bool(returned) and not fresh and not written
 
     def _go_on_decoding(self, fresh: list[tuple[int, Tensor]]) -> None:
         """Answer whether a token that the model chose ends its sequence: it does not."""

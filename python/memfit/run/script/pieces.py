@@ -20,12 +20,13 @@ from torch import nn
 from memfit.answers import Plan
 from memfit.apply.pieces.call import LEAST_ROWS
 from memfit.apply.pieces.in_pieces import InPieces
+from memfit.plan.call_bytes import call_bytes
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 from memfit.run.script.effects import CallLook
 from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest
-from memfit.run.script.sizes import kind_of
+from memfit.run.script.sizes import covers, kind_of
 
 MOST_TRIES = 3
 """Numbers of pieces that are recorded for one step."""
@@ -64,6 +65,7 @@ class PiecesOfBatch:
         self._is_code_known = False
         self._evaluated: dict[Key, InPieces | None] = {}
         self._kinds: dict[Key, _Kind] = {}
+        self._whole_bytes: dict[Key, int | None] = {}
 
     def wants(self, key: Key) -> dict[str, Any] | None:
         """The action by which a step is to be recorded; ``None`` for whole.
@@ -107,6 +109,8 @@ class PiecesOfBatch:
             budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
         """
         if kind_of(key) in self._kinds or not budget_bytes:
+            return
+        if self._fits_whole(key, model, inputs, int(_CLEARLY * budget_bytes) - live_bytes):
             return
         kind = self._kind(key, model, inputs)
         if kind is None or live_bytes + kind.apart.lean_bytes <= _CLEARLY * budget_bytes:
@@ -180,12 +184,29 @@ class PiecesOfBatch:
         if key not in self._evaluated:
             if len(self._evaluated) == MOST_EVALUATIONS:
                 return nullcontext()
-            self._evaluated[key] = _evaluated(model, inputs, live_bytes, budget_bytes)
+            room = int(_CLEARLY * budget_bytes) - live_bytes
+            self._evaluated[key] = _evaluated(model, inputs, room)
         pieces = self._evaluated[key]
         if pieces is None or pieces.diverged:
             return nullcontext()
         self.evaluations += 1
         return pieces.forward()
+
+    def _fits_whole(self, key: Key, model: nn.Module, inputs: Any, room: int) -> bool:
+        """Whether a step fits while it is recorded, as far as can be told without a recording."""
+        if self.refusal or not self._may_run_again(model):
+            return True  # it has to
+        larger = (whole for known, whole in self._whole_bytes.items() if covers(known, key))
+        if any(whole is not None and whole <= room for whole in larger):
+            return True
+        if key not in self._whole_bytes:
+            try:
+                self._whole_bytes[key] = call_bytes(model, *inputs)
+            except ItemsMixedError as reason:
+                self.refuse(str(reason))
+                return True
+        whole = self._whole_bytes[key]
+        return whole is not None and whole <= room
 
     def _kind(self, key: Key, model: nn.Module, inputs: Any) -> _Kind | None:
         """What is known of steps of a kind; ``None`` where they may not be cut."""
@@ -235,15 +256,15 @@ class _Kind:
         return min(self.apart.items // LEAST_ROWS, MOST_PIECES)
 
 
-def _evaluated(
-    model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
-) -> InPieces | None:
+def _evaluated(model: nn.Module, inputs: Any, room: int) -> InPieces | None:
     """How a call without gradients runs in pieces; ``None`` where it fits whole, or has to."""
     try:
+        whole = call_bytes(model, *inputs)
+        if whole is not None and whole <= room:
+            return None
         call = items_apart(model, inputs[0], inputs[1], _look)
     except ItemsMixedError:
         return None
-    room = int(_CLEARLY * budget_bytes) - live_bytes
     if call.forward_bytes <= room:
         return None
     own = call.forward_bytes - call.result_bytes

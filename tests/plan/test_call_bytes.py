@@ -1,0 +1,93 @@
+"""What a call of a model takes, told without recording it: the same as a recording tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memfit.plan.call_bytes import call_bytes
+from memfit.plan.items_apart import ItemsMixedError, items_apart
+
+ROWS = 8
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inside(x) * 2
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inside, x, use_reentrant=False), x.sum()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(Residual(), Residual(), Residual()), (ROWS, 4, 16, 16)),
+        (nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 16)), (ROWS, 16)),
+        (Attention(), (ROWS, 12, 16)),
+    ],
+)
+def test_it_is_what_a_recording_tells(model: nn.Module, shape: tuple[int, ...]):
+    given = (torch.randn(shape),)
+    state = torch.get_rng_state()
+    found = call_bytes(model, given, {})
+    assert torch.equal(state, torch.get_rng_state())
+    recorded = items_apart(model, given, {}, lambda *_: lambda: "")
+    assert found is not None
+    assert found == recorded.lean_bytes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        recorded = items_apart(model, given, {}, lambda *_: lambda: "")
+        assert call_bytes(model, given, {}) == recorded.forward_bytes
+
+
+def test_checkpoints_are_followed():
+    given = (torch.randn(ROWS, 16),)
+    found = call_bytes(Checkpointed(), given, {})
+    assert found is not None
+    assert found >= 2 * ROWS * 64 * 4  # what is recomputed is there, and its gradient
+
+
+def test_what_fakes_do_not_tell_is_said():
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Linear(8, 8), Asks())
+    assert call_bytes(model, (torch.randn(ROWS, 8),), {}) is None
+
+
+def test_what_may_not_run_in_pieces_anyway_is_not_run():
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError
+
+    with pytest.raises(ItemsMixedError, match="too small"):
+        call_bytes(Fails(), (torch.randn(2, 8),), {})
+    model = nn.Sequential(Fails())
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ItemsMixedError, match="has a forward hook"):
+        call_bytes(model, (torch.randn(ROWS, 8),), {})

@@ -1,0 +1,65 @@
+"""When a script's model is recorded to run in pieces: only where its whole would not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.options import Options
+from memfit.plan.call_bytes import call_bytes
+from memfit.run.script import pieces
+from memfit.run.script.pieces import PiecesOfBatch
+from memfit.run.script.planned_step import key_of
+from memfit.run.script.request import FitRequest
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each proof that is made."""
+    made: list[str] = []
+    original = pieces.items_apart
+
+    def items_apart(*args):
+        made.append("proof")
+        return original(*args)
+
+    monkeypatch.setattr(pieces, "items_apart", items_apart)
+    return made
+
+
+def test_a_model_is_recorded_for_pieces_only_where_its_whole_does_not_fit(
+    proofs: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    request = FitRequest("1GiB", Options(allow="equivalent"))
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    inputs = ((torch.randn(64, 64),), {})
+    call = key_of(model, inputs), model, inputs
+    needed = call_bytes(model, *inputs)
+    assert needed is not None
+    of_batch = PiecesOfBatch(request)
+    of_batch.begin(*call, live_bytes=0, budget_bytes=2 * needed)
+    smaller = ((torch.randn(48, 64),), {})
+    monkeypatch.setattr(pieces, "call_bytes", None)  # a larger one fits: nobody asks again
+    of_batch.begin(key_of(model, smaller), model, smaller, live_bytes=0, budget_bytes=2 * needed)
+    assert not proofs
+    assert of_batch.wants(call[0]) is None
+    of_batch.begin(*call, live_bytes=0, budget_bytes=needed)
+    assert proofs == ["proof"]
+    assert of_batch.wants(call[0]) is not None
+
+
+def test_an_evaluation_is_recorded_for_pieces_only_where_its_whole_does_not_fit(
+    proofs: list[str],
+):
+    request = FitRequest("1GiB", Options(allow="equivalent"))
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).eval()
+    with torch.no_grad():
+        for rows, count in ((64, 0), (1024, 1)):
+            inputs = ((torch.randn(rows, 64),), {})
+            budget = 3 * 64 * 256 * 4
+            with PiecesOfBatch(request).evaluation(
+                key_of(model, inputs), model, inputs, live_bytes=0, budget_bytes=budget
+            ):
+                model(*inputs[0])
+            assert len(proofs) == count
