@@ -10,6 +10,7 @@ from torch import nn
 
 from memfit import _native
 from memfit.apply.optimizer_in_backward import OneByOne
+from memfit.run.script import update_needs as script_needs
 from memfit.run.script.update_needs import update_needs
 from memfit.track import cpu
 
@@ -53,7 +54,33 @@ def test_a_step_on_fakes_takes_what_a_real_one_takes(name: str):
     assert together == pytest.approx(needs.together_bytes, abs=2048)
     again = update_needs(optimizer)
     assert (again.first_bytes, again.alone) == (needs.together_bytes, needs.alone)
+    assert update_needs(optimizer, needs) == again
     one_by_one = OneByOne(optimizer)
     for parameter in model.parameters():
         took, _ = _taken(lambda parameter=parameter: one_by_one.update(parameter))
         assert took == pytest.approx(needs.alone[id(parameter)][0], abs=2048)
+
+
+def test_what_is_known_is_used_again_for_the_same_updates_alone(monkeypatch: pytest.MonkeyPatch):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model(torch.randn(4, 64)).sum().backward()
+    needs = update_needs(optimizer)
+    ran: list[Any] = []
+    twins = script_needs._Twins
+    monkeypatch.setattr(script_needs, "_Twins", lambda *of: ran.append(1) or twins(*of))
+    assert update_needs(optimizer, needs).first_bytes == needs.first_bytes, "there is no state yet"
+    assert len(ran) == 1
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-4
+    assert update_needs(optimizer, needs).new_state_bytes == 0
+    assert len(ran) == 1
+    for change in (
+        lambda: setattr(model[0].weight, "grad", None),
+        lambda: optimizer.param_groups[0].update(weight_decay=0.0),
+    ):
+        change()
+        before = len(ran)
+        expected = update_needs(optimizer)
+        assert update_needs(optimizer, needs) == expected
+        assert len(ran) == before + 2

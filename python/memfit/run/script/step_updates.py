@@ -276,7 +276,7 @@ class StepUpdates:
         self._not_fused = self._fusing_refusal(model)
         if executor is None or self._needs is None:
             try:
-                self._needs = update_needs(optimizer)
+                self._needs = update_needs(optimizer, self._needs)
             except Exception:  # noqa: BLE001 - said where the step is noted
                 return executor
         running.updates_begin(self._needs)

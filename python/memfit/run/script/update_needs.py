@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,12 +32,14 @@ class UpdateNeeds:
         together_bytes: Most bytes of temporaries of a later step that updates all at once.
         state_bytes: Sizes of the state of each parameter, by its ``id``.
         alone: Temporaries and traffic of the update of each parameter alone, by its ``id``.
+        kind: What decides about all of that but whether there is state.
     """
 
     first_bytes: int
     together_bytes: int
     state_bytes: dict[int, list[int]]
     alone: dict[int, tuple[int, int]]
+    kind: tuple[Any, ...]
 
     @property
     def one_by_one_bytes(self) -> int:
@@ -55,15 +57,19 @@ class UpdateNeeds:
         return sum(map(sum, self.state_bytes.values()))
 
 
-def update_needs(optimizer: Optimizer) -> UpdateNeeds:
+def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> UpdateNeeds:
     """What the updates of an optimizer take, whose gradients are there.
 
     Args:
         optimizer: The optimizer; it stays as it is.
+        before: What they took when this was asked before.
 
     Raises:
         Exception: Whatever its step raises on fakes.
     """
+    kind = _kind(optimizer)
+    if before is not None and before.kind == kind and _has_all_state(optimizer):
+        return replace(before, first_bytes=before.together_bytes)
     alike = _alike(optimizer)
     with _disable_current_modes():
         fakes = FakeTensorMode()
@@ -90,7 +96,34 @@ def update_needs(optimizer: Optimizer) -> UpdateNeeds:
     if not at_once:
         new = {id(of[0]): len(of) - 1 for of in alike.values() if of[0] not in optimizer.state}
         first_bytes += sum(more * sum(state[which]) for which, more in new.items())
-    return UpdateNeeds(first_bytes, later.peak_bytes, state_of, alone_of)
+    return UpdateNeeds(first_bytes, later.peak_bytes, state_of, alone_of, kind)
+
+
+def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What decides which ops a step runs, on what; rates are numbers to it, whatever they are."""
+    return tuple(
+        (
+            sorted((key, _setting(value)) for key, value in group.items() if key != "params"),
+            [_size(p) for p in group["params"] if p.grad is not None],
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.device} {tuple(value.shape)}"
+    is_rate = isinstance(value, float) and value > 0.0
+    return "a positive number" if is_rate else repr(value)
+
+
+def _size(parameter: Tensor) -> tuple[Any, ...]:
+    return id(parameter), parameter.dtype, tuple(parameter.shape), parameter.stride()
+
+
+def _has_all_state(optimizer: Optimizer) -> bool:
+    listed = (p for group in optimizer.param_groups for p in group["params"])
+    return all(optimizer.state.get(p) for p in listed if p.grad is not None)
 
 
 def _alike(optimizer: Optimizer) -> dict[tuple[Any, ...], list[Tensor]]:
