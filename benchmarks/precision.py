@@ -8,6 +8,7 @@ is more.
 
     .venv/bin/python benchmarks/precision.py kernel           # the forms, beside a copy
     .venv/bin/python benchmarks/precision.py alone            # small models, by shrinking alone
+    .venv/bin/python benchmarks/precision.py kinds vit        # the examples: each kind by itself
     .venv/bin/python benchmarks/precision.py least vit llama  # the examples: exact, with leave
     .venv/bin/python benchmarks/precision.py autocast vit     # at 60 % of the peak: exact, autocast
     .venv/bin/python benchmarks/precision.py half vit         # at 30 %: parameters in bfloat16
@@ -57,7 +58,12 @@ HALF = {
         "half_parameters",
     )
 }
-PIECES = {"alone": ALONE, "least": LEAST, "autocast": AUTOCAST, "half": HALF}
+NOTHING_ELSE = tuple(word for kind in OTHERS for word in ("--forbid", kind))
+KINDS = {
+    "shrink": ALONE["shrink"],
+    "state in 8 bits": ("--allow", "optimizer_bits", *NOTHING_ELSE),
+}
+PIECES = {"alone": ALONE, "kinds": KINDS, "least": LEAST, "autocast": AUTOCAST, "half": HALF}
 BUDGETS = {"autocast": "60%", "half": "30%"}
 MOST_OFF = 0.005
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memfit import _native
 from memfit.options import Options
+from memfit.run.script import held_in_files
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.request import FitRequest
 from memfit.track import cpu
@@ -68,8 +69,10 @@ def test_nothing_goes_where_nothing_may(tmp_path: Path):
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> HeldInFiles:
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldInFiles:
     assert cpu.start() is None
+    # Threads that other tests have left keep the memory until the next look.
+    monkeypatch.setattr(held_in_files, "_is_alone", lambda: True)
     return HeldInFiles(FitRequest("1MiB", Options(offload=str(tmp_path))))
 
 
@@ -190,3 +193,17 @@ def test_files_in_memory_are_no_files():
     held, goes = HeldInFiles(FitRequest("1MiB", Options(offload=str(folder)))), large()
     assert not place(held)
     assert not is_mapped(goes)
+
+
+def test_with_another_thread_memory_goes_with_the_next_look(
+    held: HeldInFiles, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be in the middle of an op that reads it."""
+    monkeypatch.setattr(held_in_files, "_is_alone", lambda: False)
+    whole = large()
+    live = _native.counted_bytes()
+    assert place(held)
+    assert is_mapped(whole)
+    assert _native.counted_bytes() == live
+    place(held)
+    assert _native.counted_bytes() <= live - whole.nbytes
