@@ -241,7 +241,9 @@ class StepUpdates:
         names = [
             name
             for name, parameter in model.named_parameters()
-            if id(parameter) in held and parameter.numel() >= LEAST_NUMBERS
+            if id(parameter) in held
+            and parameter.dtype is torch.float32
+            and parameter.numel() >= LEAST_NUMBERS
         ]
         return {"actions": [{"kind": NARROW_STATE, NARROW_STATE: {"names": names}}]}
 
