@@ -376,7 +376,7 @@ def test_clients_that_cannot_be_seen_keep_what_they_hold_over_a_restart(unseen: 
     assert other.ask(RESERVE)["refused"]["refusal"]["reason"] in {"no_room", "held_back"}
     until(lambda: [held["state"] for held in unseen.status()["leases"]] == ["committed"])
     client.release(lease)
-    assert unseen.granted() == 0
+    until(lambda: unseen.granted() == 0)  # it goes with the next line of a client that is back
     other.close()
 
 
