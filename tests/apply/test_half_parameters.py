@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.apply.precision import eight_bit_state
 from memfit.measure import measure_peak, static_tensors
 from memfit.tensors.narrow_parameters import halves, is_narrow, joined, lower_half
 from memfit.weights.weightless import weightless
@@ -254,6 +255,26 @@ def test_lower_halves_come_back_to_the_bit_unless_somebody_wrote():
     assert torch.equal(down, torch.full_like(down, 3.0))
     assert all(torch.equal(after[name], before[name]) for name in after if name != "down.weight")
     assert lower_half(up) is None
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_weights_that_are_zeroed_unseen_stay_near_zero(monkeypatch, kernel):
+    """A mask through `.data` changes no version: half of a number must not make another of zero."""
+    monkeypatch.setattr(eight_bit_state, "has_kernel", lambda _: kernel)
+    load = words()
+    with memfit.Fitted(load, planned(load, "60%")) as fitted:
+        for _ in range(3):
+            fitted.step()
+            weight = load.model.up.weight
+            weight.data[:64] = 0.0
+        lower = lower_half(weight)
+        assert (lower[:64] < 0).any(), "what a number was off by, which is none now"
+        fitted.step()
+        assert weight.isfinite().all()
+        weight.data[:64] = 0.0
+        weight.data[64:66] = float("inf")
+    assert load.model.up.weight[:64].abs().max() < 1e-39
+    assert not load.model.up.weight.isnan().any()
 
 
 def test_numbers_in_halves_are_put_together_to_the_bit():

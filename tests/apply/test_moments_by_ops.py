@@ -11,6 +11,7 @@ from memfit.apply.precision import eight_bit_state, moments_by_ops
 from memfit.apply.precision.narrow import memory_of
 from memfit.capture import capture
 from memfit.measure.peak import profiled_bytes
+from memfit.tensors.narrow_parameters import halves, joined
 
 SIZES = (256, 1000, 4096, 5 * 4096 + 300)
 STEPS = 6
@@ -128,6 +129,29 @@ def test_updates_are_the_kernels_but_for_last_bits(rule: str, size: int):
 
 
 @pytest.mark.parametrize("rule", list(RULES))
+def test_with_lower_halves_updates_are_the_kernels_but_for_last_bits(rule: str):
+    size = 5 * 4096 + 300
+    torch.manual_seed(0)
+    numbers = torch.randn(size)
+    slopes = [(torch.randn(size) * 1e-2).to(torch.bfloat16) for _ in range(3)]
+    found = []
+    for by_ops in (False, True):
+        (upper, lower), state = halves(numbers), [held(size) for _ in range(2)]
+        name = "update_by_adam" if rule == "adam" else "update_by_momentum"
+        moments = state if rule == "adam" else state[:1]
+        said = {**RULES[rule], "seed": None}
+        for slope in slopes:
+            if by_ops:
+                getattr(moments_by_ops, name)(said, upper, slope, *moments, lower=lower)
+            else:
+                memory = map(memory_of, (upper, slope, *moments))
+                getattr(_native, name)(said, *memory, 1, memory_of(lower))
+        found.append(joined(upper, lower))
+    assert (found[0] - found[1]).norm() <= 2e-3 * (found[0] - numbers).norm()
+    assert (found[0] - numbers).abs().max() > 0.0
+
+
+@pytest.mark.parametrize("rule", list(RULES))
 def test_numbers_of_16_bits_are_rounded_by_the_same_draws(rule: str):
     size = 5 * 4096 + 300
     expected, found = (updated(rule, torch.bfloat16, size, by_ops=by) for by in (False, True))
@@ -151,16 +175,22 @@ def test_rounding_keeps_what_is_no_number():
     assert numbers[200:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "keeps_lower"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
 @pytest.mark.parametrize("rule", list(RULES))
-def test_an_update_takes_no_more_room_than_plans_count_on(rule: str, dtype: torch.dtype):
+def test_an_update_takes_no_more_room_than_plans_count_on(
+    rule: str, dtype: torch.dtype, *, keeps_lower: bool
+):
     size = 4 * 4096
     parameter, gradient = (torch.randn(size).to(dtype) for _ in range(2))
     state = [held(size) for _ in range(2 if rule == "adam" else 1)]
     said = {**RULES[rule], "seed": None if dtype is torch.float32 else 1}
     update = getattr(moments_by_ops, f"update_by_{'adam' if rule == 'adam' else 'momentum'}")
-    update(said, parameter, gradient, *state)
-    taken, left = profiled_bytes(lambda: update(said, parameter, gradient, *state))
+    lower = torch.zeros(size, dtype=torch.int16) if keeps_lower else None
+    update(said, parameter, gradient, *state, lower=lower)
+    taken, left = profiled_bytes(lambda: update(said, parameter, gradient, *state, lower=lower))
     assert left == 0
     counted = moments_by_ops.ROOM_BYTES * 4096
     assert 0.8 * counted < taken <= counted

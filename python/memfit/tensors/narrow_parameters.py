@@ -147,6 +147,9 @@ def _convert(parameter: Tensor, dtype: torch.dtype, data: Tensor | None) -> None
         parameter.grad = gradient.to(dtype)
 
 
+_INFINITE = 0x7F80
+"""The bits of infinity in ``bfloat16``."""
+
 _SLICE = 1 << 20
 """Numbers that are taken apart at once."""
 
@@ -194,8 +197,31 @@ def joined(upper: Tensor, lower: Tensor) -> Tensor:
         upper: The nearest ``bfloat16``.
         lower: What that is off by.
     """
-    bits = upper.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    return bits.add_(lower).view(torch.float32)
+    whole = torch.empty_like(upper, dtype=torch.float32)
+    off, another = (torch.empty_like(upper, dtype=torch.int32) for _ in range(2))
+    join_slice(upper, lower, whole, (off, another))
+    return whole
+
+
+def join_slice(upper: Tensor, lower: Tensor, into: Tensor, room: tuple[Tensor, Tensor]) -> None:
+    """Write the numbers of both halves.
+
+    Somebody may have written upper halves since, through ``.data`` unseen: zero is zero then, and
+    infinity stays so. Of others, what that was off by is less than half of their last bit.
+
+    Args:
+        upper: The nearest ``bfloat16``.
+        lower: What that is off by.
+        into: Where they go.
+        room: Room for as many whole numbers of 32 bits, twice.
+    """
+    bits, (off, another) = into.view(torch.int32), room
+    off.copy_(lower)
+    # What goes with zero is not below it, what goes with infinity not above.
+    for size, bounds in ((0, {"max": 0}), (_INFINITE, {"min": 0})):
+        bits.copy_(upper.view(torch.int16)).bitwise_and_(0x7FFF).eq_(size)
+        off.sub_(torch.clamp(off, **bounds, out=another).mul_(bits))
+    bits.copy_(upper.view(torch.int16)).bitwise_left_shift_(16).add_(off)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -130,13 +130,20 @@ fn whole(halves: [&mut [u8]; 2], gradient: &[u8], update: impl FnOnce(&mut [u8],
     }
 }
 
-/// The number of both halves.
+/// The number of both halves. Somebody may have written the upper one since: zero is zero then, and infinity stays so.
 #[inline]
 fn joined(upper: [u8; HALF], lower: [u8; HALF]) -> [u8; WIDE] {
     let upper = u32::from(u16::from_ne_bytes(upper)) << 16;
     let off = i32::from(i16::from_ne_bytes(lower));
+    // A number below the least upper half is above zero, and one next to infinity is below it.
+    let size = upper & !(1 << 31);
+    let is_another = (size == 0 && off < 0) || (size == INFINITE && off > 0);
+    let off = if is_another { 0 } else { off };
     upper.wrapping_add_signed(off).to_ne_bytes()
 }
+
+/// The bits of infinity.
+const INFINITE: u32 = 0x7f80_0000;
 
 /// Both halves of a number. What is none has one half that is none.
 #[inline]
@@ -218,6 +225,24 @@ mod tests {
         for number in [f32::INFINITY, f32::NEG_INFINITY, f32::MAX, -0.0, 1.0e-45] {
             let (upper, lower) = split(number.to_ne_bytes());
             assert_eq!(joined(upper, lower), number.to_ne_bytes());
+        }
+    }
+
+    #[test]
+    fn an_upper_half_that_somebody_wrote_makes_no_other_number_than_near_it() {
+        let near = |upper: f32, lower: i16| {
+            let upper = split(upper.to_ne_bytes()).0;
+            f32::from_ne_bytes(joined(upper, lower.to_ne_bytes()))
+        };
+        for lower in [i16::MIN, -1, 0, 1, i16::MAX] {
+            for upper in [0.0, -0.0, 1.0, -3.0e-38, 2.0e30] {
+                let found = near(upper, lower);
+                assert!((found - upper).abs() <= upper.abs() / 256.0 + 1e-40);
+            }
+            for upper in [f32::INFINITY, f32::NEG_INFINITY] {
+                let found = near(upper, lower);
+                assert!(found == upper || (lower < 0 && found.abs() > 3.3e38));
+            }
         }
     }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memfit.apply.precision.narrow import BLOCK
-from memfit.tensors.narrow_parameters import split_slice
+from memfit.tensors.narrow_parameters import join_slice, split_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ def update_by_adam(
         a, b, c, d = room.of(piece.count)
         numbers = _Numbers(parameter, lower, piece)
         slopes = gradient[piece.start : piece.stop]
-        numbers.read(d)  # first: a sum of two types takes room on a CPU
+        numbers.read(d, (b, c))  # first: a sum of two types takes room on a CPU
         c.copy_(slopes).add_(d, alpha=rule["penalty"] * rule["direction"])
         piece.read_signed(0, a, d, 1.0 - rule["first_added"])
         a.add_(c, alpha=rule["first_added"] * rule["direction"])
@@ -99,7 +99,7 @@ def update_by_adam(
         piece.write_roots(1, b, c, d)
         piece.write_signed(0, a, c, d)
         a.div_(b.mul_(rule["root_correction"]).add_(rule["epsilon"]))
-        numbers.read(d)
+        numbers.read(d, (b, c))
         numbers.write(d.mul_(rule["decay"]).sub_(a, alpha=rule["step"]), rule["seed"], (a, b))
 
 
@@ -126,14 +126,14 @@ def update_by_momentum(
         a, b, c, d = room.of(piece.count)
         numbers = _Numbers(parameter, lower, piece)
         slopes = gradient[piece.start : piece.stop]
-        numbers.read(d)  # first: a sum of two types takes room on a CPU
+        numbers.read(d, (b, c))  # first: a sum of two types takes room on a CPU
         c.copy_(slopes).add_(d, alpha=rule["penalty"] * rule["direction"])
         piece.read_signed(0, a, d, rule["stays"])
         a.add_(c, alpha=rule["added"] * rule["direction"])
         piece.write_signed(0, a, b, d)
         if again is not None:
             a.mul_(again).add_(c, alpha=rule["direction"])
-        numbers.read(d)
+        numbers.read(d, (b, c))
         numbers.write(d.sub_(a, alpha=rule["step"]), rule["seed"], (a, b))
 
 
@@ -230,14 +230,13 @@ class _Numbers:
         self._lower = None if lower is None else lower[piece.start : piece.stop]
         self._start = piece.start
 
-    def read(self, into: Tensor) -> None:
-        """Write them to ``into``, in 32 bits."""
+    def read(self, into: Tensor, room: tuple[Tensor, Tensor]) -> None:
+        """Write them to ``into``, in 32 bits; ``room`` is for as many, twice."""
         if self._lower is None:
             into.copy_(self._numbers)
             return
-        bits = into.view(torch.int32)
-        bits.copy_(self._numbers.view(torch.int16)).bitwise_left_shift_(16)
-        bits.add_(self._lower)
+        off, another = (one.view(torch.int32) for one in room)
+        join_slice(self._numbers, self._lower, into, (off, another))
 
     def write(self, after: Tensor, seed: int | None, room: tuple[Tensor, Tensor]) -> None:
         """Have them be what they are after an update.
