@@ -96,3 +96,41 @@ def test_an_optimizer_without_such_a_form_keeps_its_state(tmp_path: Path):
     assert fit.stdout == alone.stdout
     assert "in 8 bits" not in fit.stderr
     assert "no plan fits 16.0 MiB" in fit.stderr
+
+
+SCALED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
+model = nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused={fused}, weight_decay=0.5)
+scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+for step in range(9):
+    batch = torch.randn(64, 512)
+    loss = (model(batch) - batch).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss * float("inf") if step == 5 else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item(), scaler.get_scale())
+print(optimizer.state[layers[0][0].weight]["step"].item())
+print(optimizer.state_dict()["state"][0]["exp_avg"].norm().item())
+"""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_that_leaves_its_scale_to_a_fused_step_is_heeded(tmp_path: Path, *, fused: bool):
+    """It calls such a step in any case, also with gradients that are not finite."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCALED).format(fused=fused))
+    leave = ["--allow", "optimizer_bits", "--no-offload"]
+    fitted = ["-m", "memfit", "run", "--budget", "18MiB", *leave, str(script)]
+    alone, fit = in_forks([([str(script)], tmp_path / "alone"), (fitted, tmp_path / "fit")])
+    assert (alone.code, fit.code) == (0, 0), fit.stderr
+    assert "optimizer state of 6 parameters in 8 bits" in fit.stderr
+    expected, got = (it.stdout.split() for it in (alone, fit))
+    assert expected[-2] == got[-2] == "8.0", "the overflow is no update"
+    pairs = zip(map(float, expected), map(float, got), strict=True)
+    assert all(b == pytest.approx(a, rel=5e-3) for a, b in pairs)

@@ -203,12 +203,15 @@ def updated_in_eight_bits(
         refusal = "its gradient is of another type or order"
     if refusal:
         return _left_to_torch(parameter, refusal)
+    if _is_overflow(optimizer):
+        return True  # as torch has it: a step that does nothing, and is not counted
     is_first = not state
     if is_first:
         state.begin(optimizer, group, parameter)
     held = state.held(optimizer)
     if held is None and not is_narrow(parameter):
         return False
+    _scale_back(optimizer, gradient)
     around = _held_meanwhile(state, optimizer) if held is None else contextlib.nullcontext(held)
     lower = lower_half(parameter)
     with around as held:
@@ -233,6 +236,23 @@ def _left_to_torch(parameter: Tensor, refusal: str) -> bool:
         )
         raise UsageError(message)
     return False
+
+
+def _is_overflow(optimizer: Optimizer) -> bool:
+    """Whether a ``GradScaler`` has found what is not finite, and left it to a fused step to see."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found.item())
+
+
+def _scale_back(optimizer: Optimizer, gradient: Tensor) -> None:
+    """Divide a gradient by the scale that a ``GradScaler`` has left to a fused step.
+
+    See ``GradScaler.step`` (``torch/amp/grad_scaler.py``): it calls an optimizer that takes scales,
+    such as a fused one, in any case, and says both of them by attributes.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    if isinstance(scale, Tensor):
+        gradient.div_(scale.to(gradient.device))
 
 
 @contextlib.contextmanager
