@@ -1,8 +1,8 @@
 """Bytes a parameter: weights, gradients and optimizer state, beside other libraries' ways.
 
 Eight layers of 1024 x 1024 on one row, so that activations are nearly nothing. `kept` is what lives
-between steps, weights and state; `peak` is the most that lives at once in a step, and has gradients
-and what the update takes besides. What is not installed is left out and named.
+between steps, weights and state; `peak` is the most that lives at once in a step, with gradients
+and the update's temporaries. A library that is not installed is left out, with a word about it.
 
     .venv/bin/python benchmarks/static_bytes.py      # some seconds
 

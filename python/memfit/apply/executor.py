@@ -67,11 +67,11 @@ NARROW_STATE = "optimizer_bits"
 """The kind of action that holds the optimizer's state in 8 bits."""
 
 NARROW_PARAMETERS = "half_parameters"
+"""The kind of action that holds parameters in 16 bits."""
+
 INT8_WEIGHTS = "int8_weights"
 _WEIGHTS = (NARROW_PARAMETERS, INT8_WEIGHTS)
 """Kinds of action that do all that an inference needs before its first forward."""
-
-"""The kind of action that holds parameters in 16 bits."""
 
 OF_OPTIMIZER = (*BETWEEN_STEPS, NARROW_STATE, "one_by_one", "fuse_optimizer")
 """Kinds of action that need the optimizer of a step."""

@@ -77,7 +77,7 @@ def test_losses_are_near_and_the_state_reads_as_ever(
     assert "optimizer state of 6 parameters in 8 bits" in fit.stderr
     assert "updates are approximate, as was allowed" in fit.stderr
     # The recorded steps too, whose first update makes the state.
-    assert "no room for the optimizer's state: it is held in 8 bits" in fit.stderr
+    assert "no room for the optimizer's state, so it is held in 8 bits" in fit.stderr
     assert "took more" not in fit.stderr
 
 

@@ -6,8 +6,8 @@
 
 use super::bottleneck;
 use super::context::{OtherWay, Outcome, PlanError, Planner};
+use super::outcomes::{best_seconds, fastest, lowest, lowest_of};
 use super::search::limits::{Limit, Share, with_work_clock};
-use super::search::problem::Candidate;
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::{half_parameters, int8_weights, optimizer_bits, shrink};
 use super::ways::InPieces;
@@ -427,45 +427,6 @@ const EXACT_TIME: f64 = 0.6;
 const AUTOCAST_TIME: f64 = 0.75;
 /// And that of equivalent plans; the rest is for the other plans that change numbers.
 const EQUIVALENT_TIME: f64 = 0.85;
-
-/// Seconds of the fastest plan that fits; infinite without one.
-fn best_seconds(outcomes: &[Outcome]) -> f64 {
-    let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
-    seconds.fold(f64::INFINITY, f64::min)
-}
-
-fn fastest(outcomes: &[Outcome]) -> Option<(&Outcome, &Candidate)> {
-    let fitting = || {
-        let all = outcomes.iter();
-        all.filter_map(|outcome| Some((outcome, outcome.best.as_ref()?)))
-    };
-    // Time is no reason to round.
-    let is_kept = fitting().any(|(outcome, _)| half_parameters::keeps_updates(outcome));
-    let wanted =
-        fitting().filter(|(outcome, _)| !is_kept || !half_parameters::rounds_updates(outcome));
-    // Equal times go to the earlier outcome: fewer actions.
-    wanted.reduce(|a, b| {
-        let gain = a.0.seconds(a.1) - b.0.seconds(b.1);
-        if gain > 1e-9 * a.0.seconds(a.1) { b } else { a }
-    })
-}
-
-fn lowest_of(outcomes: &[Outcome]) -> (&Outcome, &Candidate) {
-    let pairs = outcomes.iter().map(|outcome| (outcome, &outcome.lowest));
-    pairs
-        .reduce(|a, b| {
-            if b.1.evaluation.peak_bytes < a.1.evaluation.peak_bytes {
-                b
-            } else {
-                a
-            }
-        })
-        .expect("the plain variant is always tried")
-}
-
-fn lowest(outcomes: &[Outcome]) -> &Candidate {
-    lowest_of(outcomes).1
-}
 
 fn stop_reason(outcome: &Outcome, seconds: f64, least: f64) -> StopReason {
     if seconds <= least * (1.0 + 1e-9) {

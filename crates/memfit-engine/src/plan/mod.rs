@@ -15,6 +15,7 @@ mod choose;
 mod combinations;
 mod context;
 mod front;
+mod outcomes;
 mod search;
 mod session;
 mod technique;

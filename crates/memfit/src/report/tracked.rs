@@ -301,7 +301,7 @@ pub(crate) struct LoopPlan {
     /// Smallest budget by which that one fits.
     pub(crate) minimum_budget_bytes: Bytes,
     pub(crate) predicted_step_ratio: f64,
-    /// Whether ops ran in pieces that may round otherwise, besides the actions.
+    /// Whether large ops ran in pieces, which may change rounding, whatever the actions are.
     #[serde(default)]
     pub(crate) may_round: bool,
     pub(crate) actions: Vec<LoopAction>,

@@ -36,7 +36,7 @@ from memfit.tensors.optimizers import state_tensors
 from memfit.tensors.storage import address, gradient_of, has_others, is_fixed
 from memfit.track.owners import instances
 
-HELD_IN_FILES = "what the script holds and never writes is read from files where it was in memory"
+HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"
 """What is said at the end where that was done."""
 
 LEAST_BYTES = 1 << 16

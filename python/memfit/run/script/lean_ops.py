@@ -34,7 +34,7 @@ _WEIGHTS_PART = 1 / 4
 """Part of the budget that the copies for the weights' gradient may take, for which all pieces would
 have to be summed."""
 
-IN_PIECES = "large convolutions and normalisations run in pieces, which may round otherwise"
+IN_PIECES = "large convolutions and normalisations run in pieces, which may change rounding"
 """What is said at the end where some did."""
 
 _FORWARD = torch.ops.aten.convolution.default

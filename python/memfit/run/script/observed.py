@@ -208,7 +208,7 @@ class Observation:
         way: The action by which it ran: the model on pieces of its batch, or all under autocast;
             ``None`` where it ran as it is.
         peak_bytes: Most bytes live at once in it, whoever held them; 0 before it was over.
-        may_round: Whether ops ran in pieces, which may round otherwise.
+        may_round: Whether ops ran in pieces, which may change rounding.
     """
 
     recorder: ScriptRecorder

@@ -61,7 +61,7 @@ class RecordedStep:
         not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
         place: Where the latest plan offloads to, if it does, without the user having named it;
             empty otherwise.
-        may_round: Whether ops of it ran in pieces, which may round otherwise.
+        may_round: Whether ops of it ran in pieces, which may change rounding.
         way: The action by which the step ran, part of every plan: the model on pieces of its batch,
             or all under autocast; ``None`` where it ran as it is.
     """

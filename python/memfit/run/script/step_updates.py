@@ -38,7 +38,7 @@ ONE_BY_ONE = {"actions": [{"kind": "one_by_one"}]}
 """A plan that only makes updates one by one, before any other is known."""
 
 
-_NARROW = "steps that are recorded have no room for the optimizer's state: it is held in 8 bits"
+_NARROW = "recorded steps have no room for the optimizer's state, so it is held in 8 bits"
 
 _CLEARLY = 0.9
 """Part of the budget up to which state stays while a step is recorded: one of another size may take
