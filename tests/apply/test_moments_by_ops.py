@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit import _native
@@ -194,6 +195,44 @@ def test_an_update_takes_no_more_room_than_plans_count_on(
     assert left == 0
     counted = moments_by_ops.ROOM_BYTES * 4096
     assert 0.8 * counted < taken <= counted
+
+
+class Counted(TorchDispatchMode):
+    """Counts ops that compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += not (func.is_view or func is torch.ops.aten.empty.memory_format)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "keeps_lower", "ops"),
+    [
+        ("adam", torch.float32, False, 69),
+        ("adam", torch.bfloat16, False, 69 + 21),
+        ("adam", torch.bfloat16, True, 69 + 39),
+        ("nesterov", torch.float32, False, 39),
+        ("nesterov", torch.bfloat16, False, 39 + 21),
+        ("nesterov", torch.bfloat16, True, 39 + 39),
+    ],
+)
+def test_a_slice_takes_as_many_ops_as_plans_count_on(
+    rule: str, dtype: torch.dtype, ops: int, *, keeps_lower: bool
+):
+    """As `ops_of_slice` in `technique/optimizer_bits.rs` has them."""
+    parameter, gradient = (torch.randn(4096).to(dtype) for _ in range(2))
+    lower = torch.zeros(4096, dtype=torch.int16) if keeps_lower else None
+    state = [held(4096) for _ in range(2 if rule == "adam" else 1)]
+    is_rounded = dtype is torch.bfloat16 and not keeps_lower
+    said = {**RULES[rule], "seed": 1 if is_rounded else None}
+    update = getattr(moments_by_ops, f"update_by_{'adam' if rule == 'adam' else 'momentum'}")
+    with Counted() as counted:
+        update(said, parameter, gradient, *state, lower=lower)
+    assert counted.ops == ops
 
 
 def test_the_state_is_updated_so_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch):

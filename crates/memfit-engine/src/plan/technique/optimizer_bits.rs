@@ -98,8 +98,17 @@ pub(in crate::plan) fn narrow(
 const COPIES: f64 = 1.6;
 /// Seconds of the executor's own work for one parameter.
 const REQUEST_SECONDS: f64 = 2e-5;
-/// Torch's ops for each slice of a parameter where there is no kernel: an estimate, of what was counted and not timed.
-const OPS_OF_SLICE: f64 = 40.0;
+/// Torch's ops for each slice of a parameter where there is no kernel, as `tests/apply/test_moments_by_ops.py` counts them. How
+/// long one takes is an estimate.
+fn ops_of_slice(moments: usize, is_half: bool, keeps_halves: bool) -> f64 {
+    let of_moments = if moments > 1 { 69.0 } else { 39.0 };
+    let of_halves = match (is_half, keeps_halves) {
+        (false, _) => 0.0,
+        (true, false) => 21.0,
+        (true, true) => 39.0,
+    };
+    of_moments + of_halves
+}
 
 /// Seconds of all updates of a step, of which those of the trace take `update_seconds` in all.
 pub(in crate::plan) fn update_seconds(
@@ -108,9 +117,9 @@ pub(in crate::plan) fn update_seconds(
     variant: Variant,
     update_seconds: f64,
 ) -> f64 {
-    if variant.eight_bit_state.is_none() {
+    let Some(state) = variant.eight_bit_state else {
         return update_seconds;
-    }
+    };
     let moved = |update: &ParameterUpdate| update.moved_bytes.as_f64().max(1.0);
     let all: f64 = trace.updates.iter().map(moved).sum();
     let (mut spared, mut taken) = (0.0, 0.0_f64);
@@ -128,7 +137,9 @@ pub(in crate::plan) fn update_seconds(
             let slices = Bytes(full).as_f64() / Bytes(4 * EightBitState::SLICE_NUMBERS).as_f64();
             let op =
                 (costs.copy_seconds(Bytes(full).as_f64()) / slices.max(1.0)).max(LAUNCH_SECONDS);
-            OPS_OF_SLICE * slices.ceil() * op
+            let parameter = trace.allocations[update.parameter.index()].bytes;
+            let is_half = parameter < Bytes(full);
+            ops_of_slice(moments.len(), is_half, state.lower_halves) * slices.ceil() * op
         };
     }
     // Time is no reason to round: where the kernel is faster, that is not counted.
