@@ -141,6 +141,7 @@ $(BUILT): pyproject.toml $(RUST_SOURCES) $(INSTALLED)
 	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') && \
 	    mv $$site/memfit/_native.abi3.so python/memfit/ && rm -rf $$site/memfit && \
 	    echo $(abspath python) > $$site/memfit.pth
+	@$(BIN)/python -m compileall -q python/memfit  # As pip does for users: 0.2 s less at every start.
 	@mv $@.begun $@
 
 $(OTHER)/.installed: requirements.txt $(CREATED)

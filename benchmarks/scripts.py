@@ -4,7 +4,8 @@ The scripts are those of tests/run/script/scripts. Each runs plain first; its pe
 torch asks the C library for memory, by a library of its own (benchmarks/tensor_count.c), in the
 same way with memfit and without. Then it runs within 75 % and 55 % of that peak, given in bytes:
 exact, exact with a folder to offload to, and with equivalent plans. What this memfit does not know
-is left out and named. One thread; CPU time is that of the whole process with its imports.
+is left out and named. memfit is compiled to byte code first, as pip does for users. One thread;
+CPU time is that of the whole process with its imports.
 
     .venv/bin/python benchmarks/scripts.py --part 1/4         # a quarter of the scripts
     .venv/bin/python benchmarks/scripts.py unet vae           # some
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from compileall import compile_dir
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,7 @@ def main(words: list[str]) -> int:
         return 0
     ways = {way: flags for way in arguments.ways if (flags := known_flags(way)) is not None}
     machine = Machine.here()
+    compile_dir(ROOT / "python" / "memfit", quiet=1)
     rows = {row.key: row for row in recorded(machine)}
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
