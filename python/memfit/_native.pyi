@@ -389,18 +389,12 @@ class PlanSession:
             BudgetError: The request's budget cannot be read.
         """
 
-    def next(
-        self,
-    ) -> (
-        tuple[Literal["trace", "ways", "plan"]]
-        | tuple[Literal["costs"], str]
-        | tuple[Literal["offer"], str, str, dict[str, Any] | None]
-        | tuple[Literal["nothing"], dict[str, Any]]
-    ):
-        """What is needed now.
+    def next(self) -> dict[str, Any]:
+        """What is needed now, and what there is to know about it: ``need``, and mostly ``of``.
 
-        ``costs`` comes with the kind of device; ``offer`` with that, the place, and what the device
-        can do, where op times come from that; ``nothing`` with the plan.
+        ``costs`` comes with the ``device_kind``; ``offer`` with that, the ``place``, and the
+        ``profile`` of the device, where op times come from that; ``ways`` with those wanted;
+        ``nothing`` with the ``plan``; ``trace`` and ``plan`` with nothing.
         """
 
     def trace(self, trace: Trace) -> None:

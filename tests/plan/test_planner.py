@@ -38,18 +38,19 @@ def test_planning_asks_in_turn_and_says_what_for(tmp_path):
     trace = memfit.trace(words())
     request = {"budget": "110%"}
     planning = _native.PlanSession(request, str(tmp_path))
-    assert planning.next() == ("trace",)
+    assert planning.next() == {"need": "trace"}
     planning.trace(trace.native)
-    assert planning.next() == ("costs", "cpu")
+    assert planning.next() == {"need": "costs", "of": {"device_kind": "cpu"}}
     planning.costs(costs(trace))
-    assert planning.next() == ("offer", "cpu", str(tmp_path), None)
+    of = {"device_kind": "cpu", "place": str(tmp_path), "profile": None}
+    assert planning.next() == {"need": "offer", "of": of}
     rates = {"write_bytes_per_second": 1e9, "read_bytes_per_second": 1e9}
     planning.offer({"tier": "disk", "folder": str(tmp_path), **rates})
-    assert planning.next() == ("plan",)
+    assert planning.next() == {"need": "plan"}
     planning.search()
     need = planning.next()
-    assert need[0] == "nothing"
-    assert need[1]["verdict"] == "fits"
+    assert need["need"] == "nothing"
+    assert need["of"]["plan"]["verdict"] == "fits"
 
 
 def test_an_answer_to_another_question_is_refused_and_changes_nothing():
@@ -59,7 +60,7 @@ def test_an_answer_to_another_question_is_refused_and_changes_nothing():
         planning.costs(costs(trace))
     with pytest.raises(UsageError, match="planning needs a trace, and no search"):
         planning.search()
-    assert planning.next() == ("trace",)
+    assert planning.next() == {"need": "trace"}
 
 
 def test_a_budget_that_cannot_be_read_is_an_error_of_its_own():

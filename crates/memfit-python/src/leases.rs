@@ -11,8 +11,8 @@ use memfit::lease::status::Status;
 use memfit::lease::{Client, LeaseError as Failure, LeaseRequest};
 use pyo3::prelude::*;
 
+use crate::errors::{LeaseError, UsageError};
 use crate::value::Value;
-use crate::{LeaseError, UsageError};
 
 type Amounts = std::collections::BTreeMap<String, u64>;
 /// A lease as `(number, revision, bytes by device)`.
@@ -39,12 +39,6 @@ pub(crate) fn gpu_memory(py: Python<'_>) -> Vec<(String, u64, u64)> {
 pub(crate) fn rooms(py: Python<'_>) -> PyResult<Value<Vec<Room>>> {
     let found = py.detach(|| memfit::device::rooms(&memfit::lease::usual_path()));
     found.map(Value).map_err(failure)
-}
-
-/// What a process takes on a GPU besides tensors, as predictions have it.
-#[pyfunction]
-pub(crate) const fn context_bytes() -> u64 {
-    memfit_engine::cost::devices::CONTEXT_BYTES.0
 }
 
 /// A connection to the broker; one line of work.

@@ -10,9 +10,9 @@ use memfit_memory::arena::host::{LentBytes, LentBytesMut};
 use memfit_memory::store::{self, StoreError, StoreOptions};
 use pyo3::prelude::*;
 
+use crate::errors::{OffloadError, UsageError};
 use crate::signals::waiting;
 use crate::value::Value;
-use crate::{OffloadError, UsageError};
 
 /// Writes blocks of memory to a file without a name in a folder, and reads them back.
 #[pyclass(frozen, module = "memfit._native")]

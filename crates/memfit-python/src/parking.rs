@@ -8,7 +8,7 @@ use memfit_memory::arena::host::Arena;
 use memfit_memory::park::host::{self, Parking, Tensor};
 use pyo3::prelude::*;
 
-use crate::ParkError;
+use crate::errors::ParkError;
 use crate::signals::waiting;
 use crate::value::Value;
 

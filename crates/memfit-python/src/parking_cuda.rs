@@ -12,7 +12,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-use crate::ParkError;
+use crate::errors::ParkError;
 use crate::parking::park_error;
 use crate::signals::waiting;
 use crate::value::Value;

@@ -2,7 +2,10 @@
 //!
 //! Responsible for the way there from what the API has. Not responsible for documents (`report/`) nor for measuring.
 
+use std::time::{Duration, Instant};
+
 use memfit_engine::bytes::Bytes;
+use memfit_engine::placement::{self, Goal};
 use memfit_engine::plan::Plan;
 use memfit_engine::snapshot::Snapshot;
 use serde::Serialize;
@@ -76,6 +79,31 @@ pub fn oom_messages(text: &[u8], source: &str) -> Result<Option<Answer>, Error> 
     let messages = oom_message::of_bytes(text, source);
     let told = messages.map(|it| answer(&it, text::oom_messages(&it, Palette::PLAIN)));
     told.transpose()
+}
+
+/// Places the allocations of a CSV, within so many seconds if that is said: their ids, and the placement.
+///
+/// # Errors
+///
+/// The CSV cannot be read, or the time limit is no number of seconds.
+pub fn place(
+    csv: &[u8],
+    capacity: Option<u64>,
+    alignment: u64,
+    threads: usize,
+    time_limit: Option<f64>,
+) -> Result<(Vec<String>, placement::Answer), String> {
+    let limit = time_limit.map(Duration::try_from_secs_f64).transpose();
+    let limit = limit.map_err(|error| error.to_string())?;
+    let table = placement::csv::parse(csv, alignment).map_err(|error| error.to_string())?;
+    let request = placement::Request {
+        threads,
+        ..placement::Request::new(capacity.map_or(Goal::Lowest, Goal::Within))
+    };
+    let start = Instant::now();
+    let stop = || limit.is_some_and(|limit| start.elapsed() >= limit);
+    let answer = placement::place(&table.problem, &request, &stop);
+    Ok((table.ids, answer.map_err(|error| error.to_string())?))
 }
 
 /// What `memfit calibrate` says of a profile that was written to a file.

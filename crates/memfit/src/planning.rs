@@ -171,27 +171,35 @@ impl<'s, 'h> Answers<'s, 'h> {
     fn plan(&mut self, search: Search) -> Result<Plan, Failure> {
         let time_limit = self.choice.time_limit;
         let (plan, seconds) = self.session.slow("planning", |host| {
-            interruptible(host, move || {
-                let began = Instant::now();
-                let elapsed = || began.elapsed().as_secs_f64();
-                search.plan(time_limit.map_or(Limit::None, |seconds| {
-                    Limit::Time(TimeLimit {
-                        seconds,
-                        elapsed: &elapsed,
-                    })
-                }))
-            })
+            interruptible(host, move || within(time_limit, |limit| search.plan(limit)))
         })?;
         self.plan_seconds += seconds;
         Ok(plan?)
     }
 
     fn front(&mut self, search: Search, budget: Option<Budget>) -> Result<Front, Failure> {
-        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let (front, seconds) = self.session.slow("planning for many budgets", |host| {
-            interruptible(host, move || search.front(budget, threads))
+            interruptible(host, move || search.front(budget, cores()))
         })?;
         self.plan_seconds += seconds;
         Ok(front?)
     }
+}
+
+/// Runs a search with a time limit, if there is one, that begins now: the engine has no clock.
+pub fn within<T>(seconds: Option<f64>, search: impl FnOnce(Limit<'_>) -> T) -> T {
+    let began = Instant::now();
+    let elapsed = || began.elapsed().as_secs_f64();
+    search(seconds.map_or(Limit::None, |seconds| {
+        Limit::Time(TimeLimit {
+            seconds,
+            elapsed: &elapsed,
+        })
+    }))
+}
+
+/// Threads for what runs on all cores.
+#[must_use]
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
 }

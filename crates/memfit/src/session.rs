@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfit_engine::file;
-use memfit_engine::plan::{self, Class, Plan, PlanRequest};
+use memfit_engine::plan::{self, Plan, PlanRequest};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::{Trace, Way};
 
@@ -147,11 +147,7 @@ impl Session<'_> {
         target: &Target,
         recorded: &mut Recorded,
     ) -> Result<(), Failure> {
-        let widest = PlanRequest {
-            allow: Class::Equivalent,
-            ..PlanRequest::default()
-        };
-        let ways = plan::ways(&recorded.trace, &widest, None);
+        let ways = plan::ways_without_leave(&recorded.trace);
         match target {
             Target::Live(live) if !ways.is_empty() => self.in_ways(live, recorded, &ways),
             _ => Ok(()),

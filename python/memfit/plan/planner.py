@@ -96,22 +96,25 @@ class _Step:
 def _answered(planning: _native.PlanSession, step: _Step) -> dict[str, Any] | None:
     """Answer what planning asks, up to its next search; the plan where there is none any more."""
     while True:
-        match planning.next():
-            case ("trace",):
+        needed = planning.next()
+        of: Any = needed.get("of")
+        match needed["need"]:
+            case "trace":
                 planning.trace(step.trace)
-            case ("costs", _):
+            case "costs":
                 planning.costs(step.costs)
-            case ("offer", device_kind, place, profile):
-                planning.offer(offer(device_kind, place, profile or {}))
-            case ("ways", ways):
+            case "offer":
+                planning.offer(offer(of["device_kind"], of["place"], of["profile"] or {}))
+            case "ways":
                 if step.workload is None:
                     planning.ways(None)
                     continue
-                step.trace = with_alternatives(step.workload, step.trace, ways)
+                step.trace = with_alternatives(step.workload, step.trace, of)
                 planning.ways(step.trace)
-            case ("plan",):
+            case "plan":
                 return None
-            case ("nothing", made):
+            case _:
+                made: dict[str, Any] = of["plan"]
                 return made
 
 

@@ -248,6 +248,15 @@ pub fn find(name: &str) -> Result<&'static Device, UnknownGpu> {
     }
 }
 
+/// The datasheet of the GPU of a name as a device profile, [`find`]ing it; without a name, of the one that stands in.
+///
+/// # Errors
+///
+/// As [`find`].
+pub fn profile_of(name: Option<&str>) -> Result<DeviceProfile, UnknownGpu> {
+    name.map_or_else(|| Ok(stand_in()), |name| Ok(find(name)?.profile()))
+}
+
 /// The profile that stands in for a GPU that is neither here nor named; its name says so.
 #[must_use]
 pub fn stand_in() -> DeviceProfile {

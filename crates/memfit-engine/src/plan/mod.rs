@@ -38,7 +38,7 @@ pub use technique::remat::Remat;
 pub use technique::shrink::Shrink;
 pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};
 pub use validate::InvalidPlan;
-pub use ways::ways;
+pub use ways::{ways, ways_without_leave};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -17,6 +17,8 @@
 
 use std::sync::Arc;
 
+use serde::Serialize;
+
 use super::technique::micro_batch;
 use super::{
     Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, Verdict, bottleneck,
@@ -27,7 +29,8 @@ use crate::cost::{CostSource, DeviceProfile};
 use crate::trace::{Trace, Way};
 
 /// What planning needs next.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "need", content = "of", rename_all = "snake_case")]
 pub enum Need {
     /// The recorded step.
     Trace,
@@ -48,7 +51,7 @@ pub enum Need {
     /// The trace with the step in other ways, those that it can be captured in.
     Ways(Vec<Way>),
     /// The plan that this search finds.
-    Plan(Search),
+    Plan(#[serde(skip)] Search),
     /// Nothing: this is the plan.
     Nothing(Box<Made>),
 }
@@ -108,6 +111,12 @@ pub enum AnswerError {
         /// What was given.
         given: &'static str,
     },
+    /// A search was begun that it does not ask for.
+    #[error("planning needs {needed}, and no search")]
+    NoSearch {
+        /// What is needed.
+        needed: &'static str,
+    },
     /// The trace or the plan is of another step.
     #[error("planning was given {given} of another step")]
     AnotherStep {
@@ -120,7 +129,7 @@ pub enum AnswerError {
 }
 
 /// A plan, and what it was made for.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Made {
     /// The plan.
     pub plan: Plan,
@@ -248,6 +257,20 @@ impl PlanSession {
                 plan: (**plan).clone(),
                 request: self.request.clone(),
             })),
+        }
+    }
+
+    /// The search that is needed now.
+    ///
+    /// # Errors
+    ///
+    /// None is.
+    pub fn search(&self) -> Result<Search, AnswerError> {
+        match self.next() {
+            Need::Plan(search) => Ok(search),
+            need => Err(AnswerError::NoSearch {
+                needed: need.name(),
+            }),
         }
     }
 

@@ -45,6 +45,16 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     ways
 }
 
+/// The ways that are worth a capture where all is allowed that needs no leave: in slices.
+#[must_use]
+pub fn ways_without_leave(trace: &Trace) -> Vec<Way> {
+    let widest = PlanRequest {
+        allow: Class::Equivalent,
+        ..PlanRequest::default()
+    };
+    ways(trace, &widest, None)
+}
+
 /// May the step run in a way that changes numbers?
 pub(super) fn may_change_numbers(trace: &Trace, request: &PlanRequest) -> bool {
     autocast::may_any(trace, request)

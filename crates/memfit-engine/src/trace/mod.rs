@@ -26,6 +26,7 @@
 
 mod alternative;
 mod batch;
+mod captured;
 mod check;
 mod elementwise;
 #[cfg(test)]
@@ -37,6 +38,7 @@ pub use alternative::{
     LossChunk, Piece, Refusals, Strips, Way,
 };
 pub use batch::{BatchError, Coupling, CouplingKind, Law};
+pub use captured::{CaptureError, CapturedWay};
 pub use check::TraceError;
 pub(crate) use elementwise::ELEMENTWISE;
 pub use sizes::SizesError;

@@ -11,6 +11,7 @@ use crate::args::{Format, PlaceArguments};
 use crate::error::Failure;
 use crate::exit::Exit;
 use crate::interrupt::interruptible;
+use crate::planning::cores;
 use crate::report::document::{Asked, PlaceDocument, SCHEMA_VERSION};
 use crate::report::{json, text};
 use crate::save::PendingFile;
@@ -91,10 +92,6 @@ fn deadline(seconds: Option<f64>) -> Result<Option<Instant>, Failure> {
     let duration = Duration::try_from_secs_f64(seconds)
         .map_err(|_| Failure::usage(format!("`--time-limit {seconds}` is no number of seconds")))?;
     Ok(Instant::now().checked_add(duration))
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
 }
 
 const fn is_solved(answer: &Answer) -> bool {

@@ -81,8 +81,9 @@ pub fn of_explanation(value: &Explanation) -> String {
 /// # Errors
 ///
 /// The JSON is no such record.
-pub fn of_track(json: &str) -> Result<String, serde_json::Error> {
-    let document: TrackDocument = serde_json::from_str(json)?;
+pub fn of_track(json: &str) -> Result<String, String> {
+    let document: TrackDocument =
+        serde_json::from_str(json).map_err(|error| format!("the record is not valid: {error}"))?;
     Ok(track(&document, Palette::PLAIN))
 }
 

@@ -1,0 +1,92 @@
+//! Which exception an error of the crates below becomes.
+//!
+//! Responsible for that table and for the hints that an exception carries as fields. Not responsible for the words.
+
+use memfit::lease::LeaseError as LeaseFailure;
+use memfit_engine::bytes::Bytes;
+use memfit_guard::AboveBudget;
+use memfit_memory::park::host::ParkError as ParkFailure;
+use pyo3::import_exception;
+use pyo3::prelude::*;
+
+use crate::value::Value;
+
+import_exception!(memfit.errors, BudgetError);
+import_exception!(memfit.errors, CaptureError);
+import_exception!(memfit.errors, LeaseError);
+import_exception!(memfit.errors, OffloadError);
+import_exception!(memfit.errors, ParkError);
+import_exception!(memfit.errors, SnapshotError);
+import_exception!(memfit.errors, TraceFileError);
+import_exception!(memfit.errors, UsageError);
+
+/// An error on its way to Python.
+pub(crate) struct Failure(PyErr);
+
+/// What a call gives, or what Python raises.
+pub(crate) type Result<T> = std::result::Result<T, Failure>;
+
+/// A value as Python has it, or what Python raises.
+pub(crate) type Answer<T> = Result<Value<T>>;
+
+impl From<PyErr> for Failure {
+    fn from(error: PyErr) -> Self {
+        Self(error)
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        failure.0
+    }
+}
+
+/// `Exception: errors;` for errors whose words are all that Python needs.
+macro_rules! raise {
+    ($($exception:ident: $($error:ty),+;)+) => {$($(
+        impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                Self($exception::new_err(error.to_string()))
+            }
+        }
+    )+)+};
+}
+
+raise! {
+    BudgetError: memfit_engine::bytes::BudgetError;
+    CaptureError: memfit_engine::trace::CaptureError;
+    OffloadError: memfit_memory::store::StoreError;
+    SnapshotError: memfit_engine::snapshot::SnapshotError;
+    TraceFileError: memfit_engine::file::FileError;
+    UsageError: String, &'static str, serde_json::Error, memfit_engine::cost::CostError,
+        memfit_engine::cost::devices::UnknownGpu, memfit_engine::plan::AnswerError,
+        memfit_engine::plan::PlanError, memfit_engine::predict::PredictError,
+        memfit_engine::step::NoAllocation, memfit_engine::trace::SizesError;
+}
+
+impl From<AboveBudget> for Failure {
+    fn from(error: AboveBudget) -> Self {
+        let (held, budget) = (Bytes(error.held_bytes), Bytes(error.budget_bytes));
+        let message = format!("tensors already take {held}, more than the budget of {budget}");
+        Self(BudgetError::new_err(message))
+    }
+}
+
+impl From<ParkFailure> for Failure {
+    fn from(error: ParkFailure) -> Self {
+        Self(ParkError::new_err((error.to_string(), error.reason())))
+    }
+}
+
+impl From<LeaseFailure> for Failure {
+    fn from(error: LeaseFailure) -> Self {
+        let (message, reason) = (error.to_string(), error.reason());
+        let LeaseFailure::Refused(refused) = error else {
+            return Self(LeaseError::new_err((message, reason)));
+        };
+        let (device, asked, largest) = (refused.device, refused.asked_bytes, refused.largest_bytes);
+        Self(LeaseError::new_err((
+            message, reason, device, asked, largest,
+        )))
+    }
+}
