@@ -1140,12 +1140,8 @@ def resident_bytes() -> int:
 def refusals() -> int:
     """How many requests were refused while a budget was on."""
 
-def last_refusal() -> tuple[int, int, int, bool, list[tuple[int, int, str]]] | None:
-    """The last refusal.
-
-    Bytes requested, bytes taken then, the budget, whether it was the system that refused, and the
-    live blocks as ``(address, bytes, category)``.
-    """
+def last_refusal() -> dict[str, Any] | None:
+    """The last refusal: bytes requested and held, the budget, and the live blocks."""
 
 def forget_refusal() -> None:
     """Let go of what is known of the last refusal."""

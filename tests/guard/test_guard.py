@@ -476,7 +476,7 @@ def test_the_backstop_stops_what_no_budget_counts_and_is_removed():
                 refused = ""
             except RuntimeError as error:
                 refused = str(error)
-            system = _native.last_refusal()[3]
+            system = _native.last_refusal()["is_by_system"]
             del held
         answer(within=within, refused=refused, system=system, outside=bounded(),
                restored=resource.getrlimit(resource.RLIMIT_DATA) == before)

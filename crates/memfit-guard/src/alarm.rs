@@ -22,6 +22,26 @@ pub struct Bounds {
     pub later_from_event: u64,
 }
 
+impl Bounds {
+    /// Bounds of which those for later hold from so many seconds from now on.
+    #[must_use]
+    pub fn from_now(
+        above_bytes: u64,
+        later_above_bytes: u64,
+        later_seconds: f64,
+        later_from_event: u64,
+    ) -> Self {
+        let later = Duration::try_from_secs_f64(later_seconds).unwrap_or(Duration::MAX);
+        let now = Instant::now();
+        Self {
+            above_bytes,
+            later_above_bytes,
+            later: now.checked_add(later).unwrap_or(now),
+            later_from_event,
+        }
+    }
+}
+
 /// How long it is silent where nobody could look.
 const DELAY: Duration = Duration::from_millis(20);
 

@@ -81,13 +81,21 @@ impl Category {
     }
 
     /// The category of a name.
-    #[must_use]
-    pub fn of_name(name: &str) -> Option<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|category| category.name() == name)
+    ///
+    /// # Errors
+    ///
+    /// There is none.
+    pub fn of_name(name: &str) -> Result<Self, NoCategory> {
+        let mut all = Self::ALL.into_iter();
+        let found = all.find(|category| category.name() == name);
+        found.ok_or_else(|| NoCategory(name.to_owned()))
     }
 }
+
+/// A name that no category has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("there is no category `{0}`")]
+pub struct NoCategory(String);
 
 /// Bytes of each category, indexed as [`Category::ALL`].
 pub type CategoryBytes = [u64; Category::ALL.len()];

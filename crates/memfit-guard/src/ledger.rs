@@ -122,6 +122,14 @@ pub struct Survivor {
     pub born: u64,
 }
 
+impl Survivor {
+    /// Address, bytes and event.
+    #[must_use]
+    pub const fn told(&self) -> (usize, u64, u64) {
+        (self.address, self.bytes, self.born)
+    }
+}
+
 /// Spreads addresses, which are multiples of 64, over the table.
 #[derive(Debug, Default, Clone, Copy)]
 struct AddressHasher(u64);

@@ -71,7 +71,7 @@ mod residence;
 mod settings;
 
 pub use alarm::Bounds;
-pub use category::{Category, CategoryBytes};
+pub use category::{Category, CategoryBytes, NoCategory};
 pub use ledger::{Owned, Owner, Reading, Survivor, WindowId};
 pub use refusal::{LiveBlock, Refusal};
 

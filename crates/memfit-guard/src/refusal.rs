@@ -2,10 +2,12 @@
 //!
 //! Responsible for keeping the last refusal until somebody asks. Not responsible for words about it.
 
+use serde::Serialize;
+
 use crate::category::Category;
 
 /// A block that was live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct LiveBlock {
     /// Where it lies.
     pub address: usize,
@@ -16,7 +18,7 @@ pub struct LiveBlock {
 }
 
 /// A request that was refused while a budget was on.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Refusal {
     /// Bytes as asked for.
     pub requested_bytes: u64,

@@ -29,7 +29,7 @@ mod halves;
 mod update;
 
 use codes::{RootCodes, SignedCodes, root, signed};
-pub use halves::{adam_of_halves, momentum_of_halves};
+use halves::{adam_of_halves, momentum_of_halves};
 use update::{adam_blocks, momentum_blocks, scale_of};
 
 /// Fewer numbers for each thread are not worth one.
@@ -52,6 +52,14 @@ pub enum Moment {
     First,
     /// A mean of squares.
     Second,
+}
+
+impl Moment {
+    /// The first, or the second.
+    #[must_use]
+    pub const fn of(is_second: bool) -> Self {
+        if is_second { Self::Second } else { Self::First }
+    }
 }
 
 /// One update by Adam, as torch has it: what depends on the number of the step alone is computed already.
@@ -97,12 +105,52 @@ pub struct Momentum {
 /// Part of the memory of one moment: codes and scales.
 type Held<'m> = (&'m mut [u8], &'m mut [u8]);
 
-/// Updates a parameter by Adam.
+/// Updates a parameter by Adam: in its form, or with `lower` in 32 bits, of which the parameter is the upper half.
 ///
 /// # Errors
 ///
-/// The gradient has another length than the parameter, or a moment has not [`Narrow::bytes`] of its numbers in 32 bits.
-pub fn adam(
+/// The gradient or the lower half has another length than the parameter, or a moment has not [`Narrow::bytes`] of its
+/// numbers in 32 bits.
+pub fn update_by_adam(
+    rule: Adam,
+    form: Form,
+    parameter: &mut [u8],
+    lower: Option<&mut [u8]>,
+    gradient: &[u8],
+    [first, second]: [&mut [u8]; 2],
+    threads: NonZeroUsize,
+) -> Result<(), LengthError> {
+    match lower {
+        None => adam(rule, form, parameter, gradient, first, second, threads),
+        Some(lower) => {
+            let (halves, moments) = ([parameter, lower], [first, second]);
+            adam_of_halves(rule, halves, gradient, moments, threads)
+        }
+    }
+}
+
+/// Updates a parameter by gradient descent with momentum; as [`update_by_adam`].
+///
+/// # Errors
+///
+/// As there.
+pub fn update_by_momentum(
+    rule: Momentum,
+    form: Form,
+    parameter: &mut [u8],
+    lower: Option<&mut [u8]>,
+    gradient: &[u8],
+    held: &mut [u8],
+    threads: NonZeroUsize,
+) -> Result<(), LengthError> {
+    match lower {
+        None => momentum(rule, form, parameter, gradient, held, threads),
+        Some(lower) => momentum_of_halves(rule, [parameter, lower], gradient, held, threads),
+    }
+}
+
+/// Updates a parameter by Adam in its form.
+fn adam(
     rule: Adam,
     form: Form,
     parameter: &mut [u8],
@@ -155,12 +203,8 @@ pub fn adam(
     Ok(())
 }
 
-/// Updates a parameter by gradient descent with momentum.
-///
-/// # Errors
-///
-/// As [`adam`].
-pub fn momentum(
+/// Updates a parameter by gradient descent with momentum in its form.
+fn momentum(
     rule: Momentum,
     form: Form,
     parameter: &mut [u8],

@@ -58,7 +58,8 @@ raise! {
     OffloadError: memfit_memory::store::StoreError;
     SnapshotError: memfit_engine::snapshot::SnapshotError;
     TraceFileError: memfit_engine::file::FileError;
-    UsageError: String, &'static str, serde_json::Error, memfit_engine::cost::CostError,
+    UsageError: String, &'static str, memfit_guard::NoCategory, memfit_memory::moments::LengthError,
+        memfit_memory::narrow::LengthError, serde_json::Error, memfit_engine::cost::CostError,
         memfit_engine::cost::devices::UnknownGpu, memfit_engine::plan::AnswerError,
         memfit_engine::plan::PlanError, memfit_engine::predict::PredictError,
         memfit_engine::step::NoAllocation, memfit_engine::trace::SizesError;

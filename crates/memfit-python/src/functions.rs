@@ -7,7 +7,7 @@ macro_rules! functions {
         #[pyo3::pyfunction]
         $(#[$about])*
         fn $name(py: pyo3::Python<'_>, $($given)*) -> $crate::errors::Answer<$answer> {
-            py.detach(|| Ok($crate::value::Value($call)))
+            py.detach(move || Ok($crate::value::Value($call)))
         }
         $crate::functions::functions! { @ [$($known)* $name] $($more)* }
     };

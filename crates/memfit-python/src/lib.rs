@@ -11,15 +11,14 @@
 )]
 
 mod answers;
-mod budget;
-mod counting;
 mod errors;
 mod functions;
+mod guard;
 mod host;
 mod leases;
+mod lent;
 mod looking;
-mod moments;
-mod narrow;
+mod numbers;
 mod offload;
 mod parameters;
 mod parking;
@@ -41,25 +40,12 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::budget::{
-        AllocationBudget, forget_refusal, last_refusal, refusals, release_kept, resident_bytes,
-        taken_bytes,
-    };
-    #[pymodule_export]
-    use super::counting::{
-        AllocationWindow, block_event, count_allocations, counted_bytes, is_counted, label_blocks,
-        label_gone_blocks, last_event, mark_allocations, refused_bytes, seed_blocks, survivors,
-        uncounted_blocks,
-    };
+    use super::guard::{AllocationBudget, AllocationWindow};
     use super::host::PythonHost;
     #[pymodule_export]
     use super::leases::{LeaseClient, broker_path, gpu_memory, rooms};
     #[pymodule_export]
-    use super::looking::{alarm_event, on_alarm, set_alarm, switch_alarm_off};
-    #[pymodule_export]
-    use super::moments::{expand_moment, shrink_moment, update_by_adam, update_by_momentum};
-    #[pymodule_export]
-    use super::narrow::{expand_numbers, shrink_numbers};
+    use super::looking::on_alarm;
     #[pymodule_export]
     use super::offload::{Store, StoredBlock};
     #[pymodule_export]
@@ -67,7 +53,7 @@ mod _native {
     #[pymodule_export]
     use super::parking::ParkedMemory;
     #[pymodule_export]
-    use super::parking_cuda::{ParkedCudaMemory, half_of_free_host_bytes, held_cuda_bytes};
+    use super::parking_cuda::ParkedCudaMemory;
     #[pymodule_export]
     use super::planning::PlanSession;
     #[pymodule_export]
@@ -79,7 +65,10 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        super::answers::add_functions(module)
+        super::answers::add_functions(module)?;
+        super::guard::add_functions(module)?;
+        super::numbers::add_functions(module)?;
+        super::parking_cuda::add_functions(module)
     }
 
     /// Runs the program with `argv` and returns its exit code.

@@ -10,9 +10,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
-use memfit_guard::Bounds;
 use pyo3::prelude::*;
 
 /// Whom to call, and who says whether this is no moment for it.
@@ -27,36 +25,6 @@ static IS_ASKED: AtomicBool = AtomicBool::new(false);
 pub(crate) fn on_alarm(look: Py<PyAny>, obstacle: Py<PyAny>) {
     *LOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some((look, obstacle));
     memfit_guard::on_alarm(ask);
-}
-
-/// Sets the alarm: `later` is in seconds from now.
-#[pyfunction]
-pub(crate) fn set_alarm(
-    above_bytes: u64,
-    later_above_bytes: u64,
-    later_seconds: f64,
-    later_from_event: u64,
-) {
-    let later = Duration::try_from_secs_f64(later_seconds).unwrap_or(Duration::MAX);
-    let now = Instant::now();
-    memfit_guard::set_alarm(Some(Bounds {
-        above_bytes,
-        later_above_bytes,
-        later: now.checked_add(later).unwrap_or(now),
-        later_from_event,
-    }));
-}
-
-/// Switches it off.
-#[pyfunction]
-pub(crate) fn switch_alarm_off() {
-    memfit_guard::set_alarm(None);
-}
-
-/// Number of the event that rang it last; 0 where none has.
-#[pyfunction]
-pub(crate) fn alarm_event() -> u64 {
-    memfit_guard::alarm_event()
 }
 
 /// The alarm rings.

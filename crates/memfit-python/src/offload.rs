@@ -1,24 +1,21 @@
-//! The store of the program crate, for tensors of Python.
+//! Blocks of bytes in a file, for tensors of Python.
 //!
-//! Responsible for conversion, as the rest of the binding: an address and a length become memory lent to
-//! a transfer, the tensor's owner is held until that has ended, and a pending Ctrl-C ends a wait.
+//! Responsible for conversion, as the rest of the binding, and for holding a tensor's owner until a transfer has ended.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use memfit_memory::arena::host::{LentBytes, LentBytesMut};
-use memfit_memory::store::{self, StoreError, StoreOptions};
+use memfit_memory::store::{self, Statistics, StoreOptions};
 use pyo3::prelude::*;
 
-use crate::errors::{OffloadError, UsageError};
+use crate::errors::Result;
+use crate::lent::{Read, Written};
 use crate::signals::waiting;
 use crate::value::Value;
 
 /// Writes blocks of memory to a file without a name in a folder, and reads them back.
 #[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct Store {
-    store: store::Store,
-}
+pub(crate) struct Store(store::Store);
 
 #[pymethods]
 impl Store {
@@ -31,16 +28,13 @@ impl Store {
         window_bytes: u64,
         drop_cache: bool,
         allow_memory: bool,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let options = StoreOptions {
             window_bytes,
             drop_cache,
             allow_memory,
         };
-        let store = py
-            .detach(move || store::Store::create(&folder, options))
-            .map_err(offload_error)?;
-        Ok(Self { store })
+        Ok(Self(py.detach(|| store::Store::create(&folder, options))?))
     }
 
     /// Sends `length` bytes at `address` out; waits while the window is full. `owner` is held meanwhile.
@@ -50,24 +44,16 @@ impl Store {
         address: usize,
         length: usize,
         owner: Py<PyAny>,
-    ) -> PyResult<StoredBlock> {
-        #[expect(unsafe_code, reason = "an address is the caller's word")]
-        // SAFETY: the executor passes the memory of a tensor and as `owner` its storage, which the block
-        // returned holds until the transfer has ended; it lets nothing be written there meanwhile
-        // without settling first, but for writes it cannot see, which it refuses afterwards.
-        let source = unsafe { LentBytes::new(address, length) }.ok_or_else(no_memory)?;
-        let block = waiting(py, offload_error, |interrupted| {
-            self.store.write(Box::new(source), interrupted)
-        })?;
-        Ok(StoredBlock {
-            block,
-            owner: Mutex::new(Some(owner)),
-        })
+    ) -> Result<StoredBlock> {
+        let source = Box::new(Read::at(address, length)?.0);
+        let block = waiting(py, |stop| self.0.write(source, stop))?;
+        let owner = Mutex::new(Some(owner));
+        Ok(StoredBlock { block, owner })
     }
 
     /// What it did so far.
-    fn statistics(&self) -> Value<store::Statistics> {
-        Value(self.store.statistics())
+    fn statistics(&self) -> Value<Statistics> {
+        Value(self.0.statistics())
     }
 }
 
@@ -83,24 +69,16 @@ pub(crate) struct StoredBlock {
 #[pymethods]
 impl StoredBlock {
     /// Waits until it is written, and lets its owner go.
-    fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, offload_error, |interrupted| {
-            self.block.settle(interrupted)
-        })?;
+    fn settle(&self, py: Python<'_>) -> Result<()> {
+        waiting(py, |stop| self.block.settle(stop))?;
         self.hold(None);
         Ok(())
     }
 
     /// Reads it to `address`.
-    fn fetch(&self, py: Python<'_>, address: usize, length: usize) -> PyResult<()> {
-        #[expect(unsafe_code, reason = "an address is the caller's word")]
-        // SAFETY: the executor passes the memory of a tensor that it holds during this call and that
-        // nobody else has yet.
-        let target = unsafe { LentBytesMut::new(address, length) };
-        let mut target = target.ok_or_else(no_memory)?;
-        waiting(py, offload_error, |interrupted| {
-            self.block.fetch(target.as_mut(), interrupted)
-        })
+    fn fetch(&self, py: Python<'_>, address: usize, length: usize) -> Result<()> {
+        let mut target = Written::at(address, length)?.0;
+        waiting(py, |stop| self.block.fetch(target.as_mut(), stop))
     }
 
     /// Has it read to `address` in the background; `owner` is held until [`Self::wait`].
@@ -110,24 +88,16 @@ impl StoredBlock {
         address: usize,
         length: usize,
         owner: Py<PyAny>,
-    ) -> PyResult<()> {
-        #[expect(unsafe_code, reason = "an address is the caller's word")]
-        // SAFETY: the executor passes the memory of a tensor that nobody else has before `wait` has
-        // returned, and as `owner` its storage, which this block holds until then or its own end.
-        let target = unsafe { LentBytesMut::new(address, length) };
-        let target = target.ok_or_else(no_memory)?;
-        waiting(py, offload_error, |interrupted| {
-            self.block.prefetch(Box::new(target), interrupted)
-        })?;
+    ) -> Result<()> {
+        let target = Box::new(Written::at(address, length)?.0);
+        waiting(py, |stop| self.block.prefetch(target, stop))?;
         self.hold(Some(owner));
         Ok(())
     }
 
     /// Waits for what is fetched ahead.
-    fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, offload_error, |interrupted| {
-            self.block.wait(interrupted).map(drop)
-        })?;
+    fn wait(&self, py: Python<'_>) -> Result<()> {
+        waiting(py, |stop| self.block.wait(stop).map(drop))?;
         self.hold(None);
         Ok(())
     }
@@ -147,12 +117,4 @@ impl StoredBlock {
         drop(held);
         drop(before);
     }
-}
-
-fn offload_error(error: StoreError) -> PyErr {
-    OffloadError::new_err(error.to_string())
-}
-
-fn no_memory() -> PyErr {
-    UsageError::new_err("there is no memory at that address")
 }

@@ -1,22 +1,19 @@
-//! Memory that models are parked in, for tensors of Python.
+//! Memory of the host that models are parked in, for tensors of Python.
 //!
 //! Responsible for conversion, as the rest of the binding.
 
 use std::path::PathBuf;
 
-use memfit_memory::arena::host::Arena;
-use memfit_memory::park::host::{self, Parking, Tensor};
+use memfit_memory::park::host::{Parking, Statistics, Tensor};
 use pyo3::prelude::*;
 
-use crate::errors::ParkError;
+use crate::errors::Result;
 use crate::signals::waiting;
 use crate::value::Value;
 
 /// Memory whose pages can be given back, and the copy of them.
 #[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct ParkedMemory {
-    parking: Parking,
-}
+pub(crate) struct ParkedMemory(Parking);
 
 #[pymethods]
 impl ParkedMemory {
@@ -30,93 +27,71 @@ impl ParkedMemory {
         folder: PathBuf,
         source: Option<PathBuf>,
         allow_memory: bool,
-    ) -> PyResult<Self> {
-        let tensors = tensors.into_iter().map(|(names, start, length)| Tensor {
-            names,
-            start,
-            length,
-        });
-        let tensors = tensors.collect();
+    ) -> Result<Self> {
+        let tensors = tensors.into_iter().map(Tensor::from).collect();
         #[expect(unsafe_code, reason = "an address is the caller's word")]
-        // SAFETY: storages made of the address hold this object, so the memory outlives them. While
-        // the two calls below run, Python lets nobody reach those storages: it has put classes before
-        // the tensors that refuse every use, and counted that there are no others. `Parking` shows files
-        // that have no name and that it never writes to again.
-        let arena = unsafe { Arena::new(length) };
-        let arena = arena.map_err(|error| no_memory(length, &error))?;
-        let parking = py
-            .detach(move || Parking::new(arena, tensors, &folder, source.as_deref(), allow_memory))
-            .map_err(park_error)?;
-        Ok(Self { parking })
+        // SAFETY: storages made of the address hold this object, so the memory outlives them. While `park` and `wake`
+        // run, Python lets nobody reach those storages: it has put classes before the tensors that refuse every use, and
+        // counted that there are no others. `Parking` shows files that have no name and that it never writes to again.
+        py.detach(|| unsafe {
+            Parking::map(length, tensors, &folder, source.as_deref(), allow_memory)
+        })
+        .map(Self)
+        .map_err(Into::into)
     }
 
     /// Where it is.
     #[getter]
     const fn address(&self) -> usize {
-        self.parking.address()
+        self.0.address()
     }
 
     /// Its length in bytes: whole pages.
     #[getter]
     const fn length(&self) -> u64 {
-        self.parking.length()
+        self.0.length()
     }
 
     /// Whether its pages are given back.
     #[getter]
     fn is_parked(&self) -> bool {
-        self.parking.is_parked()
+        self.0.is_parked()
     }
 
     /// Whether it is awake and some of it still has to be brought in.
     #[getter]
     fn is_arriving(&self) -> bool {
-        self.parking.is_arriving()
+        self.0.is_arriving()
     }
 
     /// Keeps every byte and gives the pages back.
-    fn park(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, park_error, |interrupted| self.parking.park(interrupted))
+    fn park(&self, py: Python<'_>) -> Result<()> {
+        waiting(py, |stop| self.0.park(stop))
     }
 
     /// Has every byte back at its address.
-    fn wake(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, park_error, |interrupted| self.parking.wake(interrupted))
+    fn wake(&self, py: Python<'_>) -> Result<()> {
+        waiting(py, |stop| self.0.wake(stop))
     }
 
     /// Begins to have every byte back; each is to be brought in before it is used.
-    fn begin_wake(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, park_error, |interrupted| {
-            self.parking.begin_wake(interrupted)
-        })
+    fn begin_wake(&self, py: Python<'_>) -> Result<()> {
+        waiting(py, |stop| self.0.begin_wake(stop))
     }
 
     /// Has some bytes back, from the start of each part to its end, and compared.
-    fn bring_in(&self, py: Python<'_>, parts: Vec<(u64, u64)>) -> PyResult<()> {
+    fn bring_in(&self, py: Python<'_>, parts: Vec<(u64, u64)>) -> Result<()> {
         let parts: Vec<_> = parts.into_iter().map(|(start, end)| start..end).collect();
-        waiting(py, park_error, |interrupted| {
-            self.parking.bring_in(&parts, interrupted)
-        })
+        waiting(py, |stop| self.0.bring_in(&parts, stop))
     }
 
     /// Wakes it and closes its files: it cannot be parked any more.
-    fn give_up(&self, py: Python<'_>) -> PyResult<()> {
-        waiting(py, park_error, |interrupted| {
-            self.parking.give_up(interrupted)
-        })
+    fn give_up(&self, py: Python<'_>) -> Result<()> {
+        waiting(py, |stop| self.0.give_up(stop))
     }
 
     /// What it did so far.
-    fn statistics(&self, py: Python<'_>) -> Value<host::Statistics> {
-        Value(py.detach(|| self.parking.statistics()))
+    fn statistics(&self, py: Python<'_>) -> Value<Statistics> {
+        Value(py.detach(|| self.0.statistics()))
     }
-}
-
-pub(crate) fn park_error(error: host::ParkError) -> PyErr {
-    ParkError::new_err((error.to_string(), error.reason()))
-}
-
-fn no_memory(length: usize, error: &std::io::Error) -> PyErr {
-    let message = format!("no memory of {length} bytes to park a model in: {error}");
-    ParkError::new_err((message, "no_memory"))
 }

@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 use memfit_memory::store::Interrupted;
 use pyo3::prelude::*;
 
+use crate::errors::{Failure, Result};
+
 /// Between two questions whether a signal is pending: each waits for the interpreter.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Runs `work` without the interpreter, which is asked now and then for a pending signal.
-pub(crate) fn waiting<T: Send, E: Send>(
+pub(crate) fn waiting<T: Send, E: Into<Failure> + Send>(
     py: Python<'_>,
-    raise: fn(E) -> PyErr,
-    work: impl FnOnce(Interrupted<'_>) -> Result<T, E> + Send,
-) -> PyResult<T> {
+    work: impl FnOnce(Interrupted<'_>) -> std::result::Result<T, E> + Send,
+) -> Result<T> {
     let mut signal = None;
     let result = py.detach(|| {
         let mut asked = Instant::now();
@@ -28,5 +29,5 @@ pub(crate) fn waiting<T: Send, E: Send>(
         };
         work(&mut interrupted)
     });
-    result.map_err(|error| signal.unwrap_or_else(|| raise(error)))
+    result.map_err(|error| signal.map_or_else(|| error.into(), Failure::from))
 }

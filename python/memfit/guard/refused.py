@@ -77,7 +77,15 @@ def out_of_budget(
 
 def _last() -> Refusal | None:
     last = _native.last_refusal()
-    return None if last is None else Refusal(*last)
+    if last is None:
+        return None
+    return Refusal(
+        last["requested_bytes"],
+        last["held_bytes"],
+        last["budget_bytes"],
+        last["is_by_system"],
+        [(it["address"], it["bytes"], it["category"]) for it in last["blocks"]],
+    )
 
 
 def error_of(

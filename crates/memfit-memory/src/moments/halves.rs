@@ -24,11 +24,7 @@ const HALF: usize = 2;
 const CHUNK: usize = 8 * BLOCK;
 
 /// [`super::adam`] of a parameter in halves.
-///
-/// # Errors
-///
-/// As there, or there is not a lower half for each upper one.
-pub fn adam_of_halves(
+pub(super) fn adam_of_halves(
     rule: Adam,
     parameter: [&mut [u8]; 2],
     gradient: &[u8],
@@ -69,11 +65,7 @@ pub fn adam_of_halves(
 }
 
 /// [`super::momentum`] of a parameter in halves.
-///
-/// # Errors
-///
-/// As [`adam_of_halves`].
-pub fn momentum_of_halves(
+pub(super) fn momentum_of_halves(
     rule: Momentum,
     parameter: [&mut [u8]; 2],
     gradient: &[u8],
@@ -184,7 +176,7 @@ fn check_halves([upper, lower]: &[&mut [u8]; 2], gradient: &[u8]) -> Result<usiz
 
 #[cfg(test)]
 mod tests {
-    use super::super::{adam, momentum};
+    use super::super::{update_by_adam, update_by_momentum};
     use super::*;
 
     const ADAM: Adam = Adam {
@@ -283,13 +275,19 @@ mod tests {
                     .collect();
                 let [a, b, c, d] = &mut moments;
                 if step == 2 {
-                    momentum(MOMENTUM, Form::Wide, &mut wide, &slopes, a, threads).unwrap();
-                    let parameter = [&mut upper[..], &mut lower[..]];
-                    momentum_of_halves(MOMENTUM, parameter, &gradient, c, threads).unwrap();
+                    let update = |numbers: &mut [u8], lower, slopes: &[u8], held| {
+                        let form = Form::Wide;
+                        update_by_momentum(MOMENTUM, form, numbers, lower, slopes, held, threads)
+                    };
+                    update(&mut wide, None, &slopes, a).unwrap();
+                    update(&mut upper, Some(&mut lower[..]), &gradient, c).unwrap();
                 } else {
-                    adam(ADAM, Form::Wide, &mut wide, &slopes, a, b, threads).unwrap();
-                    let parameter = [&mut upper[..], &mut lower[..]];
-                    adam_of_halves(ADAM, parameter, &gradient, [c, d], threads).unwrap();
+                    let update = |numbers: &mut [u8], lower, slopes: &[u8], moments| {
+                        let form = Form::Wide;
+                        update_by_adam(ADAM, form, numbers, lower, slopes, moments, threads)
+                    };
+                    update(&mut wide, None, &slopes, [a, b]).unwrap();
+                    update(&mut upper, Some(&mut lower[..]), &gradient, [c, d]).unwrap();
                 }
             }
             let halves = upper.as_chunks::<HALF>().0.iter().zip(lower.as_chunks().0);

@@ -5,6 +5,7 @@
 
 use std::ffi::c_int;
 
+use super::dlpack::TensorPlace;
 use super::driver::{Context, Driver, LIBRARY};
 use super::error::VmmError;
 
@@ -12,6 +13,7 @@ use super::error::VmmError;
 pub struct Device {
     driver: Driver,
     number: u32,
+    place: TensorPlace,
     ordinal: c_int,
     context: Context,
     granularity: u64,
@@ -24,7 +26,7 @@ impl Device {
     ///
     /// [`VmmError`]: there is no driver, no such device, or it lacks virtual memory management.
     pub fn open(number: u32) -> Result<Self, VmmError> {
-        Self::open_with(LIBRARY, number)
+        Self::load(LIBRARY, number, TensorPlace::Cuda)
     }
 
     /// The same by another library than the driver's: one that stands in for it in tests.
@@ -33,6 +35,10 @@ impl Device {
     ///
     /// As [`Self::open`].
     pub fn open_with(library: &str, number: u32) -> Result<Self, VmmError> {
+        Self::load(library, number, TensorPlace::Host)
+    }
+
+    fn load(library: &str, number: u32, place: TensorPlace) -> Result<Self, VmmError> {
         let driver = Driver::open(library)?;
         let wanted = c_int::try_from(number).unwrap_or(c_int::MAX);
         let ordinal = driver.device(wanted)?;
@@ -48,6 +54,7 @@ impl Device {
         Ok(Self {
             driver,
             number,
+            place,
             ordinal,
             context,
             granularity,
@@ -58,6 +65,12 @@ impl Device {
     #[must_use]
     pub const fn number(&self) -> u32 {
         self.number
+    }
+
+    /// Where tensors made of its memory are; a stand-in's memory is the host's.
+    #[must_use]
+    pub const fn place(&self) -> TensorPlace {
+        self.place
     }
 
     /// Its number at the driver.

@@ -19,6 +19,7 @@ mod histories;
 mod tests;
 
 use std::path::Path;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -28,7 +29,7 @@ use serde::Serialize;
 
 use copy::Copy;
 
-use crate::arena::cuda::{Arena, Device, VmmError};
+use crate::arena::cuda::{Arena, Device, ManagedTensor, TensorPlace, VmmError, lend};
 use crate::park::host::ParkError;
 use crate::pressure;
 use crate::store::Interrupted;
@@ -57,6 +58,8 @@ pub struct CudaStatistics {
 /// A model's memory on a device and the copy that it is parked in.
 pub struct CudaParking {
     process: u32,
+    number: u32,
+    place: TensorPlace,
     address: u64,
     length: u64,
     is_parked: AtomicBool,
@@ -83,10 +86,13 @@ impl CudaParking {
         folder: &Path,
         allow_memory: bool,
     ) -> Result<Self, ParkError> {
+        let (number, place) = (device.number(), device.place());
         let arena = Arena::reserve(device, length)?;
         let copy = Copy::new(length, folder, allow_memory)?;
         Ok(Self {
             process: std::process::id(),
+            number,
+            place,
             address: arena.address(),
             length: arena.length(),
             is_parked: AtomicBool::new(false),
@@ -96,6 +102,46 @@ impl CudaParking {
                 statistics: CudaStatistics::default(),
             }),
         })
+    }
+
+    /// As [`CudaParking::new`], of the device of that number; `driver` is a library that stands in for CUDA's in tests.
+    ///
+    /// # Errors
+    ///
+    /// As there, or there is no such device.
+    pub fn open(
+        driver: Option<&str>,
+        number: u32,
+        length: u64,
+        folder: &Path,
+        allow_memory: bool,
+    ) -> Result<Self, ParkError> {
+        let device = match driver {
+            Some(library) => Device::open_with(library, number)?,
+            None => Device::open(number)?,
+        };
+        Self::new(Arc::new(device), length, folder, allow_memory)
+    }
+
+    /// Describes `length` bytes from `start` on as a tensor, which holds the memory until it is let go.
+    ///
+    /// # Errors
+    ///
+    /// There are no such bytes.
+    pub fn lend(
+        this: &Arc<Self>,
+        start: u64,
+        length: u64,
+    ) -> Result<NonNull<ManagedTensor>, ParkError> {
+        if start
+            .checked_add(length)
+            .is_none_or(|end| end > this.length)
+        {
+            return Err(ParkError::Range { start, length });
+        }
+        let owner = Box::new(Arc::clone(this));
+        let address = this.address + start;
+        Ok(lend(address, length, this.place, this.number, owner))
     }
 
     /// Where the memory is, parked or not.

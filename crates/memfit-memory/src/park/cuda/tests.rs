@@ -1,11 +1,14 @@
 //! Parking on a device against the stand-in for its driver.
 
+use std::sync::Arc;
+
 use std::os::unix::fs::FileExt as _;
 
 use tempfile::TempDir;
 
 use super::copy::PIECE_BYTES;
 use super::{CudaParking, CudaStatistics};
+use crate::arena::cuda::ManagedTensor;
 use crate::arena::cuda::stand_in::{Counts, OUT_OF_MEMORY, StandIn};
 use crate::park::host::ParkError;
 
@@ -301,4 +304,25 @@ fn a_model_that_was_given_up_is_awake_and_not_parkable() {
     assert!(fixture.has(11));
     assert_eq!(fixture.park(0), Err(ParkError::GivenUp));
     assert!(fixture.has(11));
+}
+
+#[test]
+fn only_a_range_of_the_memory_is_lent_and_it_holds_the_memory() {
+    let driver = StandIn::new();
+    let folder = tempfile::tempdir().unwrap();
+    let device = driver.device().unwrap();
+    let parking = Arc::new(CudaParking::new(device, LENGTH, folder.path(), true).unwrap());
+    for (start, length) in [(0, LENGTH + parking.length()), (u64::MAX, 2)] {
+        let error = CudaParking::lend(&parking, start, length).unwrap_err();
+        assert_eq!(error, ParkError::Range { start, length });
+        assert_eq!(error.reason(), "layout");
+    }
+    let tensor = CudaParking::lend(&parking, 1, 2).unwrap();
+    assert_eq!(Arc::strong_count(&parking), 2);
+    #[expect(unsafe_code, reason = "lets a tensor go")]
+    // SAFETY: it was lent above, and is let go once.
+    unsafe {
+        ManagedTensor::let_go(tensor);
+    }
+    assert_eq!(Arc::strong_count(&parking), 1);
 }

@@ -30,6 +30,14 @@ pub enum ParkError {
         /// What the system says.
         reason: String,
     },
+    /// The system gives no memory to lay a model out in.
+    #[error("no memory of {length} bytes to park a model in: {reason}")]
+    NotMapped {
+        /// What was asked for.
+        length: usize,
+        /// What the system says.
+        reason: String,
+    },
     /// The system does not take memory back.
     #[error("the system does not take {length} back: {reason}; the model stays in memory")]
     NotReleased {
@@ -106,6 +114,14 @@ pub enum ParkError {
         /// What is wrong.
         reason: &'static str,
     },
+    /// There is no such range.
+    #[error("there are no {length} bytes at {start} in a parked model's memory")]
+    Range {
+        /// Its first byte.
+        start: u64,
+        /// How many.
+        length: u64,
+    },
     /// Its copy was given up.
     #[error("the model is no longer parkable: its parked copy was closed")]
     GivenUp,
@@ -129,6 +145,7 @@ impl ParkError {
             Self::Store(StoreError::Transfer { .. }) => "transfer",
             Self::Store(_) => "folder",
             Self::NoMemory { .. }
+            | Self::NotMapped { .. }
             | Self::NotBroughtIn { .. }
             | Self::Device(VmmError::NoRoom { .. } | VmmError::NoHostMemory { .. }) => "no_memory",
             Self::Device(_) => "driver",
@@ -137,7 +154,7 @@ impl ParkError {
                 "changed"
             }
             Self::Source { .. } => "source",
-            Self::Layout { .. } => "layout",
+            Self::Layout { .. } | Self::Range { .. } => "layout",
             Self::GivenUp => "closed",
             Self::Forked => "forked",
             Self::Interrupted => "interrupted",

@@ -26,6 +26,16 @@ pub struct Tensor {
     pub length: u64,
 }
 
+impl From<(Vec<String>, u64, u64)> for Tensor {
+    fn from((names, start, length): (Vec<String>, u64, u64)) -> Self {
+        Self {
+            names,
+            start,
+            length,
+        }
+    }
+}
+
 /// A range of a model's memory and what of it is kept elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {

@@ -92,6 +92,33 @@ struct State {
 }
 
 impl Parking {
+    /// Maps `length` bytes and makes them parkable; the rest as for [`Parking::new`].
+    ///
+    /// # Errors
+    ///
+    /// As there, or the system gives no memory.
+    ///
+    /// # Safety
+    ///
+    /// Whoever is given [`Parking::address`] uses the memory there only while this lives and is awake, and not while any
+    /// method of it runs.
+    #[expect(unsafe_code, reason = "maps memory")]
+    pub unsafe fn map(
+        length: usize,
+        tensors: Vec<Tensor>,
+        folder: &Path,
+        source: Option<&Path>,
+        allow_memory: bool,
+    ) -> Result<Self, ParkError> {
+        // SAFETY: by the caller's word. Files that are shown in it have no name and are never written to again.
+        let arena = unsafe { Arena::new(length) };
+        let arena = arena.map_err(|error| ParkError::NotMapped {
+            length,
+            reason: error.to_string(),
+        })?;
+        Self::new(arena, tensors, folder, source, allow_memory)
+    }
+
     /// Makes `arena` parkable; `tensors` lie in it in order. Parked bytes go to a file without a name in
     /// `folder`, but for those that the safetensors file `source` has.
     ///

@@ -18,20 +18,18 @@ struct Model {
 }
 
 fn tensor(name: &str, start: usize, length: usize) -> Tensor {
-    Tensor {
-        names: vec![name.to_owned()],
-        start: start as u64,
-        length: length as u64,
-    }
+    (vec![name.to_owned()], start as u64, length as u64).into()
 }
 
 fn model(length: usize, tensors: Vec<Tensor>, source: Option<&Path>) -> Model {
     let folder = tempfile::tempdir().unwrap();
     #[expect(unsafe_code, reason = "maps memory")]
     // SAFETY: the tests use it through the arena only, and damage files while no arena shows them.
-    let arena = unsafe { Arena::new(length) }.unwrap();
-    let parking = Parking::new(arena, tensors, folder.path(), source, true).unwrap();
-    Model { parking, folder }
+    let parking = unsafe { Parking::map(length, tensors, folder.path(), source, true) };
+    Model {
+        parking: parking.unwrap(),
+        folder,
+    }
 }
 
 impl Model {
@@ -657,4 +655,16 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn memory_that_nobody_has_is_refused_with_its_length() {
+    let folder = tempfile::tempdir().unwrap();
+    #[expect(unsafe_code, reason = "maps memory")]
+    // SAFETY: nothing is mapped.
+    let refused = unsafe { Parking::map(usize::MAX, Vec::new(), folder.path(), None, true) };
+    let error = refused.err().unwrap();
+    let said = format!("no memory of {} bytes to park a model in: ", usize::MAX);
+    assert!(error.to_string().starts_with(&said), "{error}");
+    assert_eq!(error.reason(), "no_memory");
 }
