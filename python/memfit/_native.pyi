@@ -481,18 +481,18 @@ class PoolMachine:
     def short(self) -> int | None:
         """The budget that the first request lacks, whatever is parked."""
 
-    def ended(
-        self,
-        kind: str,
-        model: int,
-        *,
-        is_done: bool,
-        moved: int,
-        in_host: int,
-        took: int,
-        now: int,
-    ) -> None:
-        """A job has ended, after so many microseconds."""
+    def ended(self, kind: str, model: int, done: Mapping[str, int]) -> None:
+        """A job has ended.
+
+        Args:
+            kind: What was done.
+            model: The number of the model.
+            done: Whether it ``is_done``, the bytes ``moved``, what the copy has ``in_host``, the
+                microseconds it ``took``, and ``now``.
+
+        Raises:
+            UsageError: There is no such job, or something else is said of how it went.
+        """
 
     def answers(self) -> list[tuple[int, tuple[str, int, int] | None]]:
         """Tickets answered since the last time: granted, or why not, wanted, available bytes."""

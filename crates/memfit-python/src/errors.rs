@@ -62,6 +62,7 @@ raise! {
         memfit_memory::narrow::LengthError, serde_json::Error, memfit_engine::cost::CostError,
         memfit_engine::cost::devices::UnknownGpu, memfit_engine::plan::AnswerError,
         memfit_engine::plan::PlanError, memfit_engine::predict::PredictError,
+        memfit_engine::share::pool::NoJob,
         memfit_engine::step::NoAllocation, memfit_engine::trace::SizesError;
 }
 

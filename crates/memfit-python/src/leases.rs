@@ -3,58 +3,46 @@
 //! Responsible for conversion and for Ctrl-C while waiting, as the rest of the binding.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
-use memfit::device::Room;
-use memfit::lease::protocol;
+use memfit::device::{self, Room};
+use memfit::lease::amounts::Amounts;
+use memfit::lease::protocol::Held;
 use memfit::lease::status::Status;
-use memfit::lease::{Client, LeaseError as Failure, LeaseRequest};
+use memfit::lease::{Client, GoesOn, LeaseError, LeaseRequest, seconds, usual_path};
 use pyo3::prelude::*;
 
-use crate::errors::{LeaseError, UsageError};
+use crate::errors::{Answer, Failure, Result};
+use crate::functions::functions;
 use crate::value::Value;
 
-type Amounts = std::collections::BTreeMap<String, u64>;
+/// What is called now and then while something waits, with the number of requests that go first, where that is known.
+type Waits = Option<Py<PyAny>>;
 /// A lease as `(number, revision, bytes by device)`.
-type Held = (u64, u64, Amounts);
+type Told = (u64, u64, Amounts);
+
+functions! {
+    /// The GPUs that NVML sees, as `(device, total bytes, used bytes)`; none where it cannot be used.
+    fn gpu_memory() -> Vec<(String, u64, u64)> = device::gpu_memory();
+
+    /// The memories of this machine with what the broker still has of each.
+    fn rooms() -> Vec<Room> = device::rooms(&usual_path())?;
+}
 
 /// Where the broker listens, unless told otherwise.
 #[pyfunction]
 pub(crate) fn broker_path() -> PathBuf {
-    memfit::lease::usual_path()
-}
-
-/// The GPUs that NVML sees, as `(device, total bytes, used bytes)`; none where it cannot be used.
-#[pyfunction]
-pub(crate) fn gpu_memory(py: Python<'_>) -> Vec<(String, u64, u64)> {
-    let found = py.detach(memfit::device::gpus).unwrap_or_default();
-    let told = found
-        .into_iter()
-        .map(|gpu| (gpu.device, gpu.total_bytes, gpu.used_bytes));
-    told.collect()
-}
-
-/// The memories of this machine with what the broker still has of each.
-#[pyfunction]
-pub(crate) fn rooms(py: Python<'_>) -> PyResult<Value<Vec<Room>>> {
-    let found = py.detach(|| memfit::device::rooms(&memfit::lease::usual_path()));
-    found.map(Value).map_err(failure)
+    usual_path()
 }
 
 /// A connection to the broker; one line of work.
 #[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct LeaseClient {
-    client: Client,
-}
+pub(crate) struct LeaseClient(Client);
 
 #[pymethods]
 impl LeaseClient {
     #[new]
-    fn new(py: Python<'_>, path: PathBuf, name: &str) -> PyResult<Self> {
-        let client = py
-            .detach(|| Client::connect(&path, name))
-            .map_err(failure)?;
-        Ok(Self { client })
+    fn new(py: Python<'_>, path: PathBuf, name: &str) -> Result<Self> {
+        Ok(Self(py.detach(|| Client::connect(&path, name))?))
     }
 
     /// The same, waiting for a broker that is away; `wait_seconds` of nothing waits without end.
@@ -65,22 +53,19 @@ impl LeaseClient {
         path: PathBuf,
         name: &str,
         wait_seconds: Option<f64>,
-        waits: Option<Py<PyAny>>,
-    ) -> PyResult<Self> {
+        waits: Waits,
+    ) -> Result<Self> {
         let wait = seconds(wait_seconds)?;
-        let client = waiting(py, waits.as_ref(), |goes_on| {
-            Client::connect_within(&path, name, wait, goes_on)
-        })?;
-        Ok(Self { client })
+        let connect = |goes_on: GoesOn<'_>| Client::connect_within(&path, name, wait, goes_on);
+        Ok(Self(waiting(py, waits, connect)?))
     }
 
     /// Capacity by device.
-    fn devices(&self) -> PyResult<Amounts> {
-        self.client.devices().map_err(failure)
+    fn devices(&self) -> Result<Amounts> {
+        Ok(self.0.devices()?)
     }
 
-    /// Takes a lease; `wait_seconds` of nothing waits without end. `waits` is called now and then meanwhile
-    /// with the number of requests that go first, where that is known.
+    /// Takes a lease; `wait_seconds` of nothing waits without end.
     #[pyo3(signature = (claims, floor, priority, wait_seconds, time_to_live_seconds, label, waits=None))]
     #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
     fn acquire(
@@ -92,8 +77,8 @@ impl LeaseClient {
         wait_seconds: Option<f64>,
         time_to_live_seconds: Option<f64>,
         label: Option<String>,
-        waits: Option<Py<PyAny>>,
-    ) -> PyResult<Held> {
+        waits: Waits,
+    ) -> Result<Told> {
         let request = LeaseRequest {
             claims,
             floor,
@@ -102,10 +87,7 @@ impl LeaseClient {
             time_to_live: seconds(time_to_live_seconds)?,
             label,
         };
-        let held = waiting(py, waits.as_ref(), |goes_on| {
-            self.client.acquire(&request, goes_on)
-        })?;
-        Ok(told(held))
+        waiting(py, waits, |goes_on| self.0.acquire(&request, goes_on)).map(Held::told)
     }
 
     /// Makes a lease larger or smaller.
@@ -116,86 +98,59 @@ impl LeaseClient {
         lease: u64,
         claims: Amounts,
         wait_seconds: Option<f64>,
-        waits: Option<Py<PyAny>>,
-    ) -> PyResult<Held> {
+        waits: Waits,
+    ) -> Result<Told> {
         let wait = seconds(wait_seconds)?;
-        let held = waiting(py, waits.as_ref(), |goes_on| {
-            self.client.resize(lease, &claims, wait, goes_on)
-        })?;
-        Ok(told(held))
+        let resize = |goes_on: GoesOn<'_>| self.0.resize(lease, &claims, wait, goes_on);
+        waiting(py, waits, resize).map(Held::told)
     }
 
     /// Gives a lease back.
-    fn release(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
-        waiting(py, None, |goes_on| self.client.release(lease, goes_on))
+    fn release(&self, py: Python<'_>, lease: u64) -> Result<()> {
+        waiting(py, None, |goes_on| self.0.release(lease, goes_on))
     }
 
     /// A lease as it stands, or nothing when it has ended.
-    fn held(&self, lease: u64) -> PyResult<Option<Held>> {
-        let held = self.client.held(lease).map_err(failure)?;
-        Ok(held.map(told))
+    fn held(&self, lease: u64) -> Result<Option<Told>> {
+        Ok(self.0.held(lease)?.map(Held::told))
     }
 
     /// What the broker asked to shrink a lease to.
-    fn asked_to_shrink(&self, lease: u64) -> PyResult<Option<Amounts>> {
-        self.client.asked_to_shrink(lease).map_err(failure)
+    fn asked_to_shrink(&self, lease: u64) -> Result<Option<Amounts>> {
+        Ok(self.0.asked_to_shrink(lease)?)
     }
 
     /// Answers a shrink request with no.
-    fn decline(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
-        py.detach(|| self.client.decline(lease)).map_err(failure)
+    fn decline(&self, py: Python<'_>, lease: u64) -> Result<()> {
+        Ok(py.detach(|| self.0.decline(lease))?)
     }
 
     /// Who holds what.
-    fn status(&self, py: Python<'_>) -> PyResult<Value<Status>> {
-        let status = py.detach(|| self.client.status());
-        status.map(Value).map_err(failure)
+    fn status(&self, py: Python<'_>) -> Answer<Status> {
+        Ok(Value(py.detach(|| self.0.status())?))
     }
 }
 
 /// Does something that waits, telling `waits` of it, and ends it when that or a signal handler raises.
 fn waiting<T: Send>(
     py: Python<'_>,
-    waits: Option<&Py<PyAny>>,
-    work: impl FnOnce(&mut dyn FnMut(Option<u64>) -> bool) -> Result<T, Failure> + Send,
-) -> PyResult<T> {
+    waits: Waits,
+    work: impl FnOnce(GoesOn<'_>) -> std::result::Result<T, LeaseError> + Send,
+) -> Result<T> {
     let mut raised = None;
-    let result = py.detach(|| {
-        work(
-            &mut |ahead| match Python::attach(|py| tell(py, waits, ahead)) {
-                Ok(()) => true,
-                Err(error) => {
-                    raised = Some(error);
-                    false
-                }
-            },
-        )
-    });
-    match raised {
-        Some(error) => Err(error),
-        None => result.map_err(failure),
-    }
-}
-
-fn told(held: protocol::Held) -> Held {
-    (held.lease, held.revision, held.claims)
-}
-
-fn tell(py: Python<'_>, waits: Option<&Py<PyAny>>, ahead: Option<u64>) -> PyResult<()> {
-    py.check_signals()?;
-    waits.map_or(Ok(()), |waits| waits.call1(py, (ahead,)).map(drop))
-}
-
-fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
-    let duration = seconds.map(Duration::try_from_secs_f64).transpose();
-    duration.map_err(|error| UsageError::new_err(format!("cannot wait so long: {error}")))
-}
-
-fn failure(error: Failure) -> PyErr {
-    let (message, reason) = (error.to_string(), error.reason());
-    let Failure::Refused(refused) = error else {
-        return LeaseError::new_err((message, reason));
+    let mut tell = |ahead: Option<u64>| {
+        let told = Python::attach(|py| {
+            py.check_signals()?;
+            waits
+                .as_ref()
+                .map_or(Ok(()), |waits| waits.call1(py, (ahead,)).map(drop))
+        });
+        raised = told.err();
+        raised.is_none()
     };
-    let (device, asked, largest) = (refused.device, refused.asked_bytes, refused.largest_bytes);
-    LeaseError::new_err((message, reason, device, asked, largest))
+    let result = py.detach(|| work(&mut tell));
+    raised.map_or_else(
+        || result.map_err(Failure::from),
+        |error: PyErr| Err(error.into()),
+    )
 }

@@ -43,7 +43,7 @@ mod _native {
     use super::guard::{AllocationBudget, AllocationWindow};
     use super::host::PythonHost;
     #[pymodule_export]
-    use super::leases::{LeaseClient, broker_path, gpu_memory, rooms};
+    use super::leases::{LeaseClient, broker_path};
     #[pymodule_export]
     use super::looking::on_alarm;
     #[pymodule_export]
@@ -67,6 +67,7 @@ mod _native {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::answers::add_functions(module)?;
         super::guard::add_functions(module)?;
+        super::leases::add_functions(module)?;
         super::numbers::add_functions(module)?;
         super::parking_cuda::add_functions(module)
     }
@@ -75,7 +76,7 @@ mod _native {
     #[pyfunction]
     fn run(py: Python<'_>, argv: Vec<OsString>, host: Py<PyAny>) -> u8 {
         py.detach(|| {
-            let mut host = PythonHost::new(host);
+            let mut host = PythonHost(host);
             let (mut stdout, mut stderr) = (std::io::stdout(), std::io::stderr());
             let streams = memfit::Streams::process(&mut stdout, &mut stderr);
             memfit::run(argv, &mut host, streams)

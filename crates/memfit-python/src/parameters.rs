@@ -2,7 +2,7 @@
 //!
 //! Responsible for conversion, as the rest of the binding.
 
-use memfit_engine::step::offload::room;
+use memfit_engine::step::offload::room::{self, Move};
 use pyo3::prelude::*;
 
 /// Which parameters are in memory. Items are places in the list of sizes.
@@ -23,21 +23,11 @@ impl Room {
 
     /// What has to go for what is there to fit.
     fn trim(&mut self) -> Vec<(&'static str, usize)> {
-        named(self.0.trim())
+        self.0.trim().into_iter().map(Move::told).collect()
     }
 
     /// What to do, in order, so that some items are there.
     fn need(&mut self, items: Vec<usize>) -> Vec<(&'static str, usize)> {
-        named(self.0.need(&items))
+        self.0.need(&items).into_iter().map(Move::told).collect()
     }
-}
-
-fn named(moves: Vec<room::Move>) -> Vec<(&'static str, usize)> {
-    let named = moves.into_iter().map(|what| match what {
-        room::Move::Evict(item) => ("evict", item),
-        room::Move::Fetch(item) => ("fetch", item),
-        room::Move::Ahead(item) => ("ahead", item),
-        room::Move::Await(item) => ("await", item),
-    });
-    named.collect()
 }

@@ -6,29 +6,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::share::pool::{
-    Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Statistics, Ticket,
+    Added, Answer, Client, Done, Job, Machine, Micros, ModelId, Refusal, Statistics, Ticket,
+    ToldJob, ToldRefusal,
 };
 use pyo3::prelude::*;
 
+use crate::errors::Result;
 use crate::value::Value;
 
 /// Which models are in memory, and who waits.
 #[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct PoolMachine {
-    machine: Mutex<Machine>,
-}
-
-/// Why a request was refused, the bytes it wanted and those it could have, where it is that.
-type Refused = (&'static str, u64, u64);
-
-/// What is to be done, the number of the model it is to be done with, and what its copy may have of the host's
-/// memory where it is parked.
-type Due = (&'static str, usize, u64);
-
-const WAKE: &str = "wake";
-const PARK: &str = "park";
-const SPILL: &str = "spill";
-const RELEASE: &str = "release";
+pub(crate) struct PoolMachine(Mutex<Machine>);
 
 #[pymethods]
 impl PoolMachine {
@@ -36,14 +24,7 @@ impl PoolMachine {
     #[new]
     #[pyo3(signature = (budget, host=None))]
     fn new(budget: u64, host: Option<u64>) -> Self {
-        let budget = Bytes(budget);
-        let machine = match host {
-            Some(host) => Machine::on_device(budget, Bytes(host)),
-            None => Machine::new(budget),
-        };
-        Self {
-            machine: Mutex::new(machine),
-        }
+        Self(Mutex::new(Machine::of(Bytes(budget), host.map(Bytes))))
     }
 
     /// Adds a model that is in memory: its number, whether it may stay there and what its copy may have of the
@@ -54,18 +35,12 @@ impl PoolMachine {
         activations: u64,
         is_pinned: bool,
         now: u64,
-    ) -> (Option<(usize, bool, u64)>, Option<Refused>) {
-        let activations = Bytes(activations);
+    ) -> (Option<(usize, bool, u64)>, Option<ToldRefusal>) {
+        let (size, activations) = (Bytes(size), Bytes(activations));
         let added = self
             .lock()
-            .add(Bytes(size), activations, is_pinned, true, Micros(now));
-        match added {
-            Ok(added) => {
-                let added = (added.model.0, added.is_awake, added.in_host.0);
-                (Some(added), None)
-            }
-            Err(refusal) => (None, Some(refused(refusal))),
-        }
+            .add(size, activations, is_pinned, true, Micros(now));
+        (added.ok().map(Added::told), added.err().map(Refusal::told))
     }
 
     /// The copy of a model that was parked when it was added has so much of the host's memory.
@@ -80,17 +55,15 @@ impl PoolMachine {
 
     /// Asks for a use; returns its ticket.
     fn ask(&self, model: usize, activations: u64, client: u64, now: u64) -> u64 {
-        let (model, activations) = (ModelId(model), Bytes(activations));
-        let ticket = self
-            .lock()
-            .ask(model, activations, Client(client), Micros(now));
-        ticket.0
+        let (activations, client) = (Bytes(activations), Client(client));
+        self.lock()
+            .ask(ModelId(model), activations, client, Micros(now))
+            .0
     }
 
     /// Asks for more activations of a use that runs; returns the ticket of its answer.
     fn grow(&self, running: u64, by: u64, now: u64) -> u64 {
-        let grown = self.lock().grow(Ticket(running), Bytes(by), Micros(now));
-        grown.0
+        self.lock().grow(Ticket(running), Bytes(by), Micros(now)).0
     }
 
     /// Gives up a request that has no answer.
@@ -103,14 +76,15 @@ impl PoolMachine {
         self.lock().end(Ticket(ticket), Bytes(unsaved), Micros(now));
     }
 
-    /// The next job, begun.
-    fn begin(&self, now: u64) -> Option<Due> {
-        self.lock().begin(Micros(now)).map(due)
+    /// The next job, begun: what is to be done, the number of the model it is to be done with, and what its copy may
+    /// have of the host's memory where it is parked.
+    fn begin(&self, now: u64) -> Option<ToldJob> {
+        self.lock().begin(Micros(now)).map(Job::told)
     }
 
     /// The next job, begun, so that no more than `target` counts.
-    fn shed(&self, target: u64, now: u64) -> Option<Due> {
-        self.lock().shed(Bytes(target), Micros(now)).map(due)
+    fn shed(&self, target: u64, now: u64) -> Option<ToldJob> {
+        self.lock().shed(Bytes(target), Micros(now)).map(Job::told)
     }
 
     /// Changes the budget; it comes down as bytes are given up.
@@ -128,43 +102,18 @@ impl PoolMachine {
         self.lock().short().map(|budget| budget.0)
     }
 
-    /// A job has ended, after so many microseconds.
-    #[pyo3(signature = (kind, model, *, is_done, moved, in_host, took, now))]
-    #[expect(clippy::too_many_arguments, reason = "named in Python")]
-    fn ended(
-        &self,
-        kind: &str,
-        model: usize,
-        is_done: bool,
-        moved: u64,
-        in_host: u64,
-        took: u64,
-        now: u64,
-    ) {
-        let model = ModelId(model);
-        let done = Done {
-            is_done,
-            moved: Bytes(moved),
-            in_host: Bytes(in_host),
-            took: Micros(took),
-            now: Micros(now),
-        };
-        match kind {
-            WAKE => self.lock().woken(model, done),
-            PARK => self.lock().parked(model, done),
-            SPILL => self.lock().spilled(model, done),
-            _ => self.lock().released(done.now),
-        }
+    /// A job has ended, and how.
+    fn ended(&self, kind: &str, model: usize, done: Value<Done>) -> Result<()> {
+        self.lock().ended(Job::of(kind, ModelId(model))?, *done);
+        Ok(())
     }
 
     /// Tickets that have been answered since the last time; each with a reason if it was refused.
-    fn answers(&self) -> Vec<(u64, Option<Refused>)> {
-        let answers = self.lock().answers().into_iter();
-        answers
-            .map(|answer| match answer {
-                Answer::Granted(ticket) => (ticket.0, None),
-                Answer::Refused(ticket, refusal) => (ticket.0, Some(refused(refusal))),
-            })
+    fn answers(&self) -> Vec<(u64, Option<ToldRefusal>)> {
+        self.lock()
+            .answers()
+            .into_iter()
+            .map(Answer::told)
             .collect()
     }
 
@@ -187,24 +136,6 @@ impl PoolMachine {
 impl PoolMachine {
     fn lock(&self) -> MutexGuard<'_, Machine> {
         // The engine does not panic, and no call leaves it half changed.
-        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-const fn due(job: Job) -> Due {
-    match job {
-        Job::Wake(model) => (WAKE, model.0, 0),
-        Job::Park(model, in_host) => (PARK, model.0, in_host.0),
-        Job::Spill(model) => (SPILL, model.0, 0),
-        Job::Release => (RELEASE, 0, 0),
-    }
-}
-
-fn refused(refusal: Refusal) -> Refused {
-    match refusal {
-        Refusal::TooLarge { wanted, available } => ("too_large", wanted.0, available.0),
-        Refusal::Contended => ("contended", 0, 0),
-        Refusal::NotWoken => ("not_woken", 0, 0),
-        Refusal::Stuck => ("stuck", 0, 0),
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

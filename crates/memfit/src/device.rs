@@ -118,6 +118,14 @@ pub fn gpus() -> Result<Vec<Gpu>, String> {
     Ok(Driver::open()?.gpus())
 }
 
+/// The GPUs that are there, as device, total and used bytes; none where they cannot be seen.
+#[must_use]
+pub fn gpu_memory() -> Vec<(String, u64, u64)> {
+    let gpus = gpus().unwrap_or_default().into_iter();
+    gpus.map(|gpu| (gpu.device, gpu.total_bytes, gpu.used_bytes))
+        .collect()
+}
+
 /// What one memory has left.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {

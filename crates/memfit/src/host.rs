@@ -49,7 +49,7 @@ pub struct ScriptFitting {
 }
 
 /// How a script leases its budget.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScriptLease {
     /// Whether the user asked for it, so that no broker is worth saying.
     pub is_wanted: bool,

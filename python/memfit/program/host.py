@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -241,13 +241,13 @@ class Host:
             found = make(device_kind, seconds=seconds, folder=folder)
             return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
-    def prune(self, target: str, settings: Settings, request_json: str) -> str:
+    def prune(self, target: str, settings: Settings, request: dict[str, Any]) -> str:
         """Prune a target's model, and write it where the request says so.
 
         Args:
             target: As in :meth:`capture`.
             settings: As in :meth:`capture`.
-            request_json: What is asked for.
+            request: What is asked for.
 
         Returns:
             The report as JSON.
@@ -256,7 +256,6 @@ class Host:
             from memfit.api.prune import prune
             from memfit.program.target import workload_factory
 
-            request = json.loads(request_json)
             path = request.pop("save")
             made = prune(workload_factory(target, settings)(), **request)
             if path is not None:
@@ -332,8 +331,8 @@ class Host:
         command: list[str],
         is_module: bool,  # noqa: FBT001 - called from Rust by position
         snapshot: Path | None,
-        fitting: str | None,
-        lease: tuple[bool, float | None, int, str | None, bool] | None,
+        fitting: Mapping[str, Any] | None,
+        lease: Mapping[str, Any] | None,
         announce: bool,  # noqa: FBT001
     ) -> str:
         """Run an unmodified script and say what it took.
@@ -344,8 +343,8 @@ class Host:
             command: The script or module, and its arguments.
             is_module: Whether it is a module, as with ``python -m``.
             snapshot: Where to write a snapshot of CUDA memory.
-            fitting: What its training steps shall stay within, and how, as JSON; ``None`` to leave
-                them alone.
+            fitting: What its training steps shall stay within, and how; ``None`` to leave them
+                alone.
             lease: How to lease the budget: whether the user asked for that, how long to wait,
                 priority, device, whether to go on where the broker is away; ``None`` to lease
                 nothing.
@@ -366,7 +365,7 @@ class Host:
             is_module=is_module,
             snapshot=None if snapshot is None else str(snapshot),
             request=None if fitting is None else FitRequest.read(fitting),
-            wish=None if lease is None else Wish(*lease),
+            wish=None if lease is None else Wish(**lease),
             announce=announce,
         )
         self.script_ended = found["ended"]

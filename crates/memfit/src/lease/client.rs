@@ -103,6 +103,16 @@ pub struct LeaseRequest {
     pub label: Option<String>,
 }
 
+/// How long to wait, from seconds.
+///
+/// # Errors
+///
+/// They are no number of seconds that can be waited.
+pub fn seconds(seconds: Option<f64>) -> Result<Option<Duration>, String> {
+    let duration = seconds.map(Duration::try_from_secs_f64).transpose();
+    duration.map_err(|error| format!("cannot wait so long: {error}"))
+}
+
 /// Asked now and then while waiting, with the number of requests before; says whether to go on.
 pub type GoesOn<'a> = &'a mut dyn FnMut(Option<u64>) -> bool;
 

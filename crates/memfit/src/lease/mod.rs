@@ -10,7 +10,7 @@ pub mod protocol;
 pub(crate) mod socket;
 pub mod status;
 
-pub use client::{Client, GoesOn, LeaseError, LeaseRequest};
+pub use client::{Client, GoesOn, LeaseError, LeaseRequest, seconds};
 pub use socket::{SocketError, VARIABLE, usual_path};
 
 use client::LOOK_UP;

@@ -136,6 +136,14 @@ pub struct Held {
     pub is_committed: bool,
 }
 
+impl Held {
+    /// Its number, how often it changed, and its bytes by device.
+    #[must_use]
+    pub fn told(self) -> (u64, u64, Amounts) {
+        (self.lease, self.revision, self.claims)
+    }
+}
+
 /// From the broker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

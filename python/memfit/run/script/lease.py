@@ -44,14 +44,14 @@ class Wish(NamedTuple):
 
     Attributes:
         is_wanted: Whether the user asked for it.
-        wait: Seconds to wait for room; ``None`` for as long as it takes.
+        wait_seconds: Seconds to wait for room; ``None`` for as long as it takes.
         priority: Who goes first.
         device: ``host`` or ``cuda:0``; ``None`` for the broker's first GPU, else the host.
         is_alone_allowed: Whether to go on without a lease where the broker is away.
     """
 
     is_wanted: bool
-    wait: float | None
+    wait_seconds: float | None
     priority: int
     device: str | None
     is_alone_allowed: bool
@@ -95,7 +95,7 @@ class Room:
         """
         away = _Waiting(self._say, "the broker, which is away", "")
         try:
-            devices = lease.connection(wish.wait, away).devices()
+            devices = lease.connection(wish.wait_seconds, away).devices()
         except LeaseError as error:
             is_away = error.reason == "broker_away"
             if is_away and not wish.is_alone_allowed:
@@ -116,7 +116,7 @@ class Room:
             known = "`, `".join(devices)
             message = f"the broker grants no device `{self._device}`; it grants `{known}`"
             raise UsageError(message)
-        self._wait = wish.wait
+        self._wait = wish.wait_seconds
         self._say.passing("measuring what torch itself takes, once")
         self._expected = self._besides = overhead.expected(self._device)
         self._say.done()
@@ -125,7 +125,7 @@ class Room:
         waits = _Waiting.of(self._say, self._device, tensors + self._besides)
         self._lease = lease.take(
             {self._device: tensors + self._besides},
-            wait=wish.wait,
+            wait=wish.wait_seconds,
             priority=wish.priority,
             label=label,
             waits=waits,

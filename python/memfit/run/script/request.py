@@ -6,9 +6,9 @@ variables before it does.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from memfit.options import Options, place_of
 
@@ -40,16 +40,15 @@ class FitRequest:
     is_strict: bool = False
 
     @classmethod
-    def read(cls, text: str) -> Self:
+    def read(cls, said: Mapping[str, Any]) -> Self:
         """The request that the program made.
 
         Args:
-            text: It, as JSON.
+            said: It, by the names of the program's fields.
 
         Raises:
             UsageError: There is no such folder to offload to.
         """
-        said = json.loads(text)
         offload = said["offload"]
         options = Options(
             allow=(said["allow"], *said["allow_kinds"]),

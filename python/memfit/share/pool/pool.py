@@ -603,15 +603,8 @@ class Pool:
             self._failures.pop(number, None)
             if failure is not None:
                 self._failures[number] = failure
-            self._machine.ended(
-                kind,
-                number,
-                is_done=is_done,
-                moved=moved,
-                in_host=copied,
-                took=took,
-                now=_now(),
-            )
+            done = {"is_done": is_done, "moved": moved, "in_host": copied}
+            self._machine.ended(kind, number, {**done, "took": took, "now": _now()})
             self._collect()
         return failure
 
@@ -632,7 +625,8 @@ class Pool:
             overhead.release(self.device)
         finally:
             self._changed.acquire()
-            self._machine.ended("release", 0, is_done=True, moved=0, in_host=0, took=0, now=_now())
+            done = {"is_done": True, "moved": 0, "in_host": 0, "took": 0, "now": _now()}
+            self._machine.ended("release", 0, done)
             self._collect()
 
     def _park(self, parked: ParkedModel, in_host: int) -> None:

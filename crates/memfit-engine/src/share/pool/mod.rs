@@ -4,7 +4,7 @@
 //! bytes, threads or clocks: the caller does the jobs that [`Machine::begin`] hands out, says how they
 //! ended, and brings the time with every event.
 //!
-//! `machine.rs` one event in and its answers out, `victims.rs` what to park, `copies.rs` where its copy goes,
+//! `told.rs` the words for callers without these types, `machine.rs` one event in and its answers out, `victims.rs` what to park, `copies.rs` where its copy goes,
 //! `cached.rs` what a device's allocator keeps of calls, `habits.rs` when a model will be used next and what
 //! moving it takes; tests: `naive.rs` all subsets, `histories.rs` random histories against a judge that counts
 //! anew.
@@ -63,11 +63,13 @@ mod histories_of_devices;
 mod machine;
 #[cfg(test)]
 mod naive;
+mod told;
 mod victims;
 
 pub use machine::Machine;
+pub use told::{NoJob, ToldJob, ToldRefusal};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
 
@@ -87,7 +89,9 @@ pub struct Ticket(pub u64);
 pub struct Client(pub u64);
 
 /// Microseconds of a clock that never goes back.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(transparent)]
 pub struct Micros(pub u64);
 
@@ -117,7 +121,8 @@ pub struct Added {
 }
 
 /// How a job went.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Done {
     /// Whether it did what it was to do; if not, the model is as before.
     pub is_done: bool,

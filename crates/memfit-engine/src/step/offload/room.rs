@@ -27,6 +27,19 @@ pub enum Move {
     Await(usize),
 }
 
+impl Move {
+    /// What is to be done in a word, and the item.
+    #[must_use]
+    pub const fn told(self) -> (&'static str, usize) {
+        match self {
+            Self::Evict(item) => ("evict", item),
+            Self::Fetch(item) => ("fetch", item),
+            Self::Ahead(item) => ("ahead", item),
+            Self::Await(item) => ("await", item),
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     Away,
