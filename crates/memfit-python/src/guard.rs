@@ -31,12 +31,6 @@ functions! {
     /// Number of the last event: they count allocations and frees.
     quick fn last_event() -> u64 = memfit_guard::last_event();
 
-    /// Live blocks that came with an event in `[since, until)`, with or without those of models and optimizers, the
-    /// oldest first: `(address, bytes, event)`.
-    #[pyo3(signature = (since, until, *, with_models))]
-    quick fn survivors(since: u64, until: u64, with_models: bool) -> Vec<(usize, u64, u64)> =
-        memfit_guard::survivors(since, until, with_models).iter().map(Survivor::told).collect();
-
     /// Whether the block at an address is in the count.
     quick fn is_counted(address: usize) -> bool = memfit_guard::is_counted(address);
 
@@ -85,6 +79,15 @@ functions! {
 
     /// Number of the event that rang the alarm last; 0 where none has.
     quick fn alarm_event() -> u64 = memfit_guard::alarm_event();
+}
+
+/// Live blocks that came with an event in `[since, until)`, with or without those of models and optimizers, the oldest
+/// first: `(address, bytes, event)`. They may be many, and no value, which would take a quarter longer.
+#[pyfunction]
+#[pyo3(signature = (since, until, *, with_models))]
+pub(crate) fn survivors(since: u64, until: u64, with_models: bool) -> Vec<(usize, u64, u64)> {
+    let found = memfit_guard::survivors(since, until, with_models);
+    found.iter().map(Survivor::told).collect()
 }
 
 /// A budget, on from the start until it is lifted or dropped.

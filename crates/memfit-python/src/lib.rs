@@ -40,7 +40,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::guard::{AllocationBudget, AllocationWindow};
+    use super::guard::{AllocationBudget, AllocationWindow, survivors};
     use super::host::PythonHost;
     #[pymodule_export]
     use super::leases::{LeaseClient, broker_path};
