@@ -1446,7 +1446,8 @@ class OffloadOptimizer:
         folder: The folder, for files; empty for the host's memory.
         window_bytes: Most bytes fetched ahead of their update, and most on their way out.
         least_bytes: Smallest tensor that goes.
-        order: Names of the parameters with offloaded state, in the order of their updates.
+        order: Names of the parameters with offloaded state, in the order of their updates; those
+            with state in 8 bits come slice by slice, in no order.
     """
 
     tier: Tier

@@ -136,7 +136,7 @@ def test_others_see_a_plain_optimizer():
         assert saved["state"][0]["exp_avg"].shape == (128, 128)
         assert saved["state"][0]["exp_avg"].dtype is torch.float32
         assert len(moments(optimizer)) == 6, "looking changed nothing"
-        assert moments(optimizer)[0].held(optimizer) is not None
+        assert moments(optimizer)[0].is_narrow(optimizer)
         for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301
             assert not moments(copied)
     plain = torch.optim.AdamW(workload().model.parameters())
@@ -169,17 +169,17 @@ def test_what_somebody_reads_is_wide_until_the_next_step_and_writing_to_it_count
         fitted.step()
         (state, *_) = moments(fitted.optimizer)
         state["exp_avg"].zero_()
-        assert state.held(fitted.optimizer) is None
+        assert not state.is_narrow(fitted.optimizer)
         fitted.place_state()
-        assert state.held(fitted.optimizer) is not None
+        assert state.is_narrow(fitted.optimizer)
         assert not state.plain()["exp_avg"].any()
         kept = state["exp_avg"]
         fitted.step()  # by torch's own update, as it is kept
         assert kept.any()
-        assert state.held(fitted.optimizer) is None
+        assert not state.is_narrow(fitted.optimizer)
         del kept
         fitted.step()
-        assert state.held(fitted.optimizer) is not None
+        assert state.is_narrow(fitted.optimizer)
 
 
 def test_another_plan_finds_it_at_home():
@@ -248,7 +248,7 @@ def test_numbers_may_lie_in_another_order_than_their_dimensions():
         for _ in range(5):
             fitted.step()
         assert len(moments(fitted.optimizer)) == 2
-        assert all(state.held(fitted.optimizer) for state in moments(fitted.optimizer))
+        assert all(state.is_narrow(fitted.optimizer) for state in moments(fitted.optimizer))
     for wide, found, start in zip(
         expected, narrow.model.parameters(), load().model.parameters(), strict=True
     ):
@@ -268,18 +268,9 @@ def test_a_dimension_of_one_may_have_any_stride():
     plan = plan_of(load, ["fuse_optimizer"])
     with Fitted(load, plan) as fitted:
         fitted.step()
-        held = fitted.optimizer.state[model.weight].held(fitted.optimizer)
-    assert held is not None, "updated in 32 bits"
-
-
-def test_state_is_offloaded_or_in_8_bits_and_not_both():
-    load = workload()
-    directions = {"tier": "disk", "window_bytes": 0, "least_bytes": 4096, "order": []}
-    plan = plan_of(load)
-    plan["actions"].append({"kind": "offload_optimizer", "offload_optimizer": directions})
-    optimizer = torch.optim.AdamW(load.model.parameters())
-    with pytest.raises(UsageError, match="one at a time"):
-        Executor(plan, Subject(load.model, optimizer))
+        assert fitted.optimizer.state[model.weight].is_narrow(fitted.optimizer), (
+            "updated in 32 bits"
+        )
 
 
 def test_verify_says_what_it_found():

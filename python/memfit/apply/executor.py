@@ -136,10 +136,17 @@ def _one_by_one(subject: Subject, _actions: Actions) -> Part | None:
 def _narrow_state(subject: Subject, actions: Actions) -> Part | None:
     if subject.optimizer is None:
         return None
-    if "offload_optimizer" in actions:
-        raise UsageError("the plan offloads optimizer state that it holds in 8 bits: one at a time")
     said = _said(actions, NARROW_STATE) or {}
-    return UpdatesInEightBits(subject.optimizer, subject.model, said)
+    tier, elsewhere = None, _said(actions, "offload_optimizer")
+    if elsewhere is not None:
+        if NARROW_PARAMETERS in actions and not said.get("lower_halves"):
+            raise UsageError(
+                "the plan offloads optimizer state in 8 bits and rounds updates of parameters in "
+                "bfloat16: it has to keep their lower halves"
+            )
+        folder = subject.offload_dir or str(elsewhere.get("folder", ""))
+        tier = open_tier(str(elsewhere.get("tier")), 0, folder)
+    return UpdatesInEightBits(subject.optimizer, subject.model, said, tier)
 
 
 def _state(subject: Subject, actions: Actions) -> Part | None:
@@ -311,7 +318,7 @@ class Executor:
                 continue
             if kind in _OF_ACTIVATIONS and not self._parts.keys().isdisjoint(_OF_ACTIVATIONS):
                 continue
-            part = after._kept(kind, subject, actions[kind]) if after is not None else None
+            part = after._kept(kind, subject, actions) if after is not None else None
             part = part or technique.make(subject, actions)
             if part is not None:
                 self._parts[kind] = part
@@ -329,10 +336,16 @@ class Executor:
         remat = next((self._parts[kind] for kind in _OF_ACTIVATIONS if kind in self._parts), None)
         self.remat = remat if isinstance(remat, Rematerialiser) else None
 
-    def _kept(self, kind: str, subject: Subject, action: Mapping[str, Any]) -> Part | None:
+    def _kept(self, kind: str, subject: Subject, actions: Actions) -> Part | None:
         """The part of a kind, where another plan wants the same of the same."""
+        action = actions[kind]
         same = self.subject == subject and self._actions.get(kind) == action
-        return self._parts.get(kind) if same and kind in BETWEEN_STEPS else None
+        part = self._parts.get(kind)
+        keeps_elsewhere = part is not None and part.tier is not None
+        if kind == NARROW_STATE:
+            of_place = "offload_optimizer"
+            same = same and keeps_elsewhere and self._actions.get(of_place) == actions.get(of_place)
+        return part if same and kind in (*BETWEEN_STEPS, NARROW_STATE) else None
 
     def without(self, *kinds: str) -> Executor:
         """This without actions of some kinds."""
@@ -452,7 +465,7 @@ class Executor:
         if self.subject.optimizer is not None:
             is_narrow = NARROW_STATE in self._parts
             away = () if self.state is None else (AwayState, SlicedState)
-            stays = (EightBitState,) if is_narrow else away
+            stays = (*away, EightBitState) if is_narrow else away
             bring_home(self.subject.optimizer, stays)
         if self.parameters is None:
             bring_parameters_home(self.subject.model)

@@ -9,7 +9,7 @@ optimizer's groups hold. Not responsible for which are narrowed (the engine) nor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,18 @@ _ORDINARY = (nn.Parameter, Tensor, FakeTensor)
 _WIDE: MutableMapping[Tensor, torch.dtype] = WeakIdKeyDictionary()
 """What each was before."""
 
-_LOWER: MutableMapping[Tensor, tuple[Tensor, int]] = WeakIdKeyDictionary()
+
+class LowerElsewhere(Protocol):
+    """The lower halves of a parameter's numbers, which are not in memory."""
+
+    def whole(self, upper: Tensor) -> Tensor:
+        """All of them, which lie as their upper halves do."""
+
+    def zero_(self) -> None:
+        """Have all of them be nothing."""
+
+
+_LOWER: MutableMapping[Tensor, tuple[Tensor | LowerElsewhere, int]] = WeakIdKeyDictionary()
 """Lower halves of those whose are kept, and the version of the parameter that they go with."""
 
 
@@ -54,7 +65,7 @@ def narrow(parameter: Tensor, *, keeps_lower: bool = False) -> None:
         _LOWER[parameter] = lower, parameter._version
 
 
-def lower_half(parameter: Tensor) -> Tensor | None:
+def lower_half(parameter: Tensor) -> Tensor | LowerElsewhere | None:
     """The lower halves of a narrow parameter's numbers, as they lie; ``None`` where none are kept.
 
     They are nothing where somebody else has written to the parameter.
@@ -69,8 +80,8 @@ def lower_half(parameter: Tensor) -> Tensor | None:
     return lower
 
 
-def belongs(lower: Tensor, parameter: Tensor) -> None:
-    """Lower halves go with a parameter as it is now, after both were updated."""
+def belongs(lower: Tensor | LowerElsewhere, parameter: Tensor) -> None:
+    """Lower halves go with a parameter as it is now, after both were updated or moved."""
     _LOWER[parameter] = lower, parameter._version
 
 
@@ -85,6 +96,8 @@ def widen(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if is_narrow(parameter):
             lower = lower_half(parameter)
+            if lower is not None and not isinstance(lower, Tensor):
+                lower = lower.whole(parameter.data)
             whole = None if lower is None else joined(parameter.data, lower)
             _convert(parameter, _WIDE[parameter], whole)
         _WIDE.pop(parameter, None)

@@ -1,10 +1,10 @@
-//! Optimizer state in 8 bits: which of it is, and what it takes.
+//! Optimizer state in 8 bits: which of it is, what it takes, and what of it is elsewhere.
 //!
 //! Part of laying a step out (`layout/` sums the bytes). Not responsible for the order of updates (`offload/updates.rs`),
 //! nor for whether an optimizer has such a form at all (`plan/technique/optimizer_bits.rs`).
 
 use super::layout::treatment::Narrow;
-use super::variant::EightBitState;
+use super::variant::{EightBitState, Variant};
 use crate::bytes::Bytes;
 use crate::trace::{AllocationId, Category, ParameterUpdate, Trace};
 
@@ -17,10 +17,43 @@ pub struct NarrowMoment {
     pub numbers: u64,
     /// What it takes, the first of a parameter's with the lower halves of that, where they are kept.
     pub bytes: Bytes,
+    /// Those of its bytes that are lower halves.
+    pub lower_bytes: Bytes,
+}
+
+impl NarrowMoment {
+    /// What its first slice takes; no other takes more.
+    #[must_use]
+    pub fn slice_bytes(self) -> Bytes {
+        let slice = self.numbers.min(EightBitState::SLICE_NUMBERS);
+        let lower = self.lower_bytes.0 / self.numbers.max(1) * slice;
+        Bytes(Narrow::EightBit.bytes(slice * WIDE) + lower)
+    }
+
+    /// In how many slices it comes and goes.
+    #[must_use]
+    pub const fn slices(self) -> u64 {
+        self.numbers.div_ceil(EightBitState::SLICE_NUMBERS)
+    }
+}
+
+impl Variant {
+    /// Of each update, the moments in 8 bits that are elsewhere between updates: they come and go slice by slice.
+    #[must_use]
+    pub fn moments_elsewhere(self, trace: &Trace) -> Vec<Vec<NarrowMoment>> {
+        let Some((away, narrow)) = self.offload_optimizer.zip(self.eight_bit_state) else {
+            return vec![Vec::new(); trace.updates.len()];
+        };
+        let mut moments = narrow.moments(trace);
+        for of_update in &mut moments {
+            of_update.retain(|moment| away.takes(trace, moment.state));
+        }
+        moments
+    }
 }
 
 impl EightBitState {
-    /// Numbers that torch's ops work on at once.
+    /// Numbers that torch's ops work on at once, and that come and go at once where moments are elsewhere.
     pub const SLICE_NUMBERS: u64 = 1 << 20;
 
     /// Of each update, the moments in 8 bits: those of parameters that are large enough, with a number for each of the
@@ -50,6 +83,7 @@ impl EightBitState {
                 state,
                 numbers,
                 bytes: if place == 0 { bytes + lower } else { bytes },
+                lower_bytes: if place == 0 { lower } else { Bytes::ZERO },
             });
             moments.collect()
         };

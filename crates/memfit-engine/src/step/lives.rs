@@ -149,13 +149,16 @@ impl Script<'_> {
         let mut waiting = BTreeSet::new();
         let trace = self.trace;
         let turns = update_turns(trace, self.model.variant);
+        let moved = self.model.variant.states_moved(trace);
         for (number, &(at, turn)) in turns.iter().enumerate() {
             let position = at.index();
             match turn {
                 UpdateTurn::Fetch(update) | UpdateTurn::Ahead(update) => {
-                    self.state(position, update, true);
+                    self.state(position, update, &moved[update], true);
                 }
-                UpdateTurn::Settled(update) => self.state(position, update, false),
+                UpdateTurn::Settled(update) => {
+                    self.state(position, update, &moved[update], false);
+                }
                 UpdateTurn::Update(update) => {
                     self.scratch(position, UPDATES, self.model.temporary_bytes[update]);
                     let update = &trace.updates[update];
@@ -178,13 +181,9 @@ impl Script<'_> {
     }
 
     /// The state of an update that is elsewhere otherwise comes or goes.
-    fn state(&mut self, position: usize, update: usize, comes: bool) {
-        let (model, trace) = (self.model, self.trace);
-        let away = model.variant.offload_optimizer;
-        let states = away
-            .into_iter()
-            .flat_map(|away| away.of(trace, &trace.updates[update]));
-        for (number, state) in states.enumerate() {
+    fn state(&mut self, position: usize, update: usize, states: &[AllocationId], comes: bool) {
+        let model = self.model;
+        for (number, state) in states.iter().enumerate() {
             let key = Key::State {
                 update,
                 number,

@@ -191,7 +191,7 @@ fn variant(flags: u8, window: u8) -> Variant {
         fuse_optimizer: flags & 1 != 0,
         accumulate: flags & 2 != 0,
         offload_optimizer: (flags & 4 != 0).then_some(away),
-        eight_bit_state: (flags & 0x24 == 0x20).then_some(EightBitState {
+        eight_bit_state: (flags & 0x20 != 0).then_some(EightBitState {
             least_bytes: Bytes(u64::from(window & 1) * 17),
             lower_halves: window & 2 != 0,
         }),
@@ -224,6 +224,29 @@ fn with_more_updates(mut trace: Trace, kinds: &[(u8, u8)]) -> Trace {
             state: vec![AllocationId(id)],
             ..sample.clone()
         });
+    }
+    assert_eq!(trace.check(), Ok(()));
+    trace
+}
+
+/// The same recorded with its parameter and the state of updates in 16 bits.
+fn with_half_parameter(mut trace: Trace) -> Trace {
+    trace.meta.half_parameters = true;
+    trace.strings.push("bfloat16".to_owned());
+    let dtype = u32::try_from(trace.strings.len() - 1).unwrap();
+    let updates = trace.updates.iter();
+    let narrow: Vec<AllocationId> = updates
+        .flat_map(|update| update.state.iter().copied().chain([update.parameter]))
+        .collect();
+    for &allocation in &narrow {
+        for value in &mut trace.values {
+            if value.allocation == allocation {
+                value.dtype = dtype;
+            }
+        }
+        let mut value = trace.values[0].clone();
+        (value.allocation, value.version, value.dtype) = (allocation, 0, dtype);
+        trace.values.push(value);
     }
     assert_eq!(trace.check(), Ok(()));
     trace
@@ -323,6 +346,9 @@ proptest! {
         if recipe.len().is_multiple_of(3) {
             // There updates of state in 8 bits take room.
             trace.meta.device_kind = "cuda".to_owned();
+        }
+        if recipe.len().is_multiple_of(2) {
+            trace = with_half_parameter(trace);
         }
         let variant = variant(flags, window);
         let treatments = treatments(&trace, &StepModel::new(&trace, variant), &kinds);
@@ -457,12 +483,18 @@ proptest! {
 fn random_treatments_reach_every_kind_of_transfer_and_runs_of_one_op_again() {
     let mut runner = TestRunner::deterministic();
     let mut met = [0; 9];
-    let mut moved = [0; 6];
-    for _ in 0..2000 {
+    let (mut moved, mut sliced) = ([0; 6], [0; 2]);
+    for number in 0..2000 {
         let (recipe, _, _) = recipes().new_tree(&mut runner).unwrap().current();
         let (kinds, (flags, window)) = choices().new_tree(&mut runner).unwrap().current();
-        let trace = with_more_updates(build(&recipe), &kinds);
+        let mut trace = with_more_updates(build(&recipe), &kinds);
+        if number % 2 == 0 {
+            trace = with_half_parameter(trace);
+        }
         let variant = variant(flags, window);
+        for moment in variant.moments_elsewhere(&trace).iter().flatten() {
+            sliced[usize::from(moment.lower_bytes > Bytes::ZERO)] += 1;
+        }
         for (_, turn) in update_turns(&trace, variant) {
             moved[match turn {
                 UpdateTurn::Fetch(_) => 0,
@@ -504,4 +536,5 @@ fn random_treatments_reach_every_kind_of_transfer_and_runs_of_one_op_again() {
     }
     assert!(met.iter().all(|&times| times >= 20), "{met:?}");
     assert!(moved.iter().all(|&times| times >= 200), "{moved:?}");
+    assert!(sliced.iter().all(|&times| times >= 100), "{sliced:?}");
 }

@@ -1,7 +1,8 @@
 """The optimizer's state elsewhere: each parameter's comes for its update and goes again.
 
 Responsible for a plan's ``offload_optimizer`` action: which state comes when, the window in which
-it is on its way, and what happens where it cannot be written. Not responsible for moving bytes
+it is on its way, and what happens where it cannot be written. Not responsible for state in 8 bits
+(:mod:`memfit.apply.precision.optimizer_bits`), for moving bytes
 (:mod:`memfit.apply.offload.tiers`), for what others see of the state meanwhile
 (:mod:`memfit.apply.offload.state_view`), or for running an optimizer parameter by parameter
 (:mod:`memfit.apply.optimizer_in_backward`). The rules are those of
@@ -29,6 +30,7 @@ from memfit.apply.optimizer_in_backward import (
     require_step_of_torch,
 )
 from memfit.apply.part import Part
+from memfit.apply.precision.eight_bit_state import EightBitState
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.optimizers import shared_state, unknown_optimizer
 from memfit.tensors.sliced_update import state_slices
@@ -202,12 +204,20 @@ class StateElsewhere(Part):
             self._next = max(self._next, place + 1)
         self._look_ahead()
         yield
-        state = away_state(self._optimizer, parameter)  # it may be new
+        state = self._own_state(parameter)  # it may be new
         if state is not None:
             self._send(state)
 
+    def _own_state(self, parameter: Tensor) -> AwayState | None:
+        """The state of a parameter as one that may go; what is in 8 bits goes by itself."""
+        if isinstance(self._optimizer.state.get(parameter), EightBitState):
+            return None
+        return away_state(self._optimizer, parameter)
+
     def _state_of(self, parameter: Tensor, *, may_be_new: bool = False) -> AwayState | None:
-        """The state of a parameter as one that may go, perhaps slice by slice."""
+        """The same, perhaps slice by slice."""
+        if isinstance(self._optimizer.state.get(parameter), EightBitState):
+            return None
         state = away_state(self._optimizer, parameter)
         if id(parameter) not in self._sliced or isinstance(state, SlicedState):
             return state
@@ -242,7 +252,7 @@ class StateElsewhere(Part):
         ahead = 0
         for place in range(self._next, len(self._order)):
             state = self._optimizer.state.get(self._order[place])
-            if not isinstance(state, AwayState):
+            if not isinstance(state, AwayState) or isinstance(state, EightBitState):
                 continue
             ahead += state.away_bytes
             if ahead > self._window_bytes:
@@ -288,7 +298,7 @@ class StateElsewhere(Part):
             self._queue.clear()
 
     def _kept_bytes(self) -> int:
-        states = [away_state(self._optimizer, parameter) for parameter in self._parameters()]
+        states = [self._own_state(parameter) for parameter in self._parameters()]
         return sum(s.home_bytes(self.tier, self._least_bytes) for s in states if s is not None)
 
 

@@ -9,6 +9,9 @@ else, and rounded at random. Not responsible for which parameters have one
 
 Whoever reads a moment gets it in 32 bits, and from then on it is so: writing to it counts. It is
 shrunk again before the next step, unless somebody keeps it; until then torch's own update is used.
+
+Moments may be elsewhere, and lower halves with them: then an update has one slice of them after the
+other in memory (:mod:`memfit.apply.offload.byte_slices`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import SGD, AdamW
 
 from memfit import _native
+from memfit.apply.offload.byte_slices import ByteSlices, slices_of
 from memfit.apply.offload.state_view import AwayState, Stored
 from memfit.apply.precision import moments_by_ops as by_ops
 from memfit.apply.precision.narrow import BLOCK, Here, memory_of
@@ -35,9 +39,12 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from memfit.apply.offload.tiers import Tier
+    from memfit.tensors.narrow_parameters import LowerElsewhere
+
 
 class _Moment(Here):
-    """A moment in 8 bits."""
+    """A moment in 8 bits, in memory: one slice."""
 
     __slots__ = ("held", "is_square")
 
@@ -48,31 +55,86 @@ class _Moment(Here):
             like: What it has as many numbers as, where that is.
             is_square: Whether it is a mean of squares.
         """
-        numbers = like.numel()
-        size = numbers + torch.float32.itemsize * -(-numbers // BLOCK)
+        size = _bytes_of_moment(like.numel())
         self.held = torch.zeros(size, dtype=torch.uint8, device=like.device)
         self.is_square = is_square
 
     def take(self, wide: Tensor) -> None:
         """Write numbers of 32 bits, which lie densely."""
-        if has_kernel(wide):
-            _native.shrink_moment(self.is_square, memory_of(wide), memory_of(self.held))
-        else:
-            by_ops.shrink_moment(in_order(wide), self.held, is_square=self.is_square)
+        _shrink(in_order(wide), self.held, is_square=self.is_square)
 
     def fetch(self, target: Tensor) -> None:
         """Write it in 32 bits, to as many bytes."""
-        if has_kernel(target):
-            _native.expand_moment(self.is_square, memory_of(self.held), memory_of(target))
-        else:
-            wide = in_order(target).view(torch.float32)
-            by_ops.expand_moment(self.held, wide, is_square=self.is_square)
+        _expand(self.held, in_order(target).view(torch.float32), is_square=self.is_square)
+
+    def read(self, _number: int) -> Tensor:
+        """Codes and scales of a slice."""
+        return self.held
+
+    def write(self, _number: int, _piece: Tensor) -> None:
+        """They were changed."""
+        increment_version(self.held)
+
+
+class _MomentElsewhere(ByteSlices, Here):
+    """A moment in 8 bits, elsewhere."""
+
+    def __init__(self, like: Tensor, *, is_square: bool, tier: Tier) -> None:
+        """One that is zero.
+
+        Args:
+            like: As :class:`_Moment` has it.
+            is_square: As there.
+            tier: Where it goes.
+        """
+        super().__init__(like.numel(), _bytes_of_moment, like.device, tier)
+        self.is_square = is_square
+
+    def take(self, wide: Tensor) -> None:
+        """As :class:`_Moment` does."""
+        numbers = in_order(wide)
+        for number, (start, stop) in enumerate(slices_of(numbers.numel())):
+            size = _bytes_of_moment(stop - start)
+            piece = torch.empty(size, dtype=torch.uint8, device=wide.device)
+            _shrink(numbers[start:stop], piece, is_square=self.is_square)
+            self.write(number, piece)
+
+    def fetch(self, target: Tensor) -> None:
+        """As :class:`_Moment` does."""
+        wide = in_order(target).view(torch.float32)
+        for number, (start, stop) in enumerate(slices_of(wide.numel())):
+            _expand(self.read(number), wide[start:stop], is_square=self.is_square)
+
+
+class _LowerSlices(ByteSlices):
+    """The lower halves of a parameter, elsewhere."""
+
+    def __init__(self, lower: Tensor, tier: Tier) -> None:
+        """Have them go.
+
+        Args:
+            lower: They, which lie densely.
+            tier: Where they go.
+        """
+        super().__init__(lower.numel(), _bytes_of_halves, lower.device, tier)
+        for number, (start, stop) in enumerate(slices_of(lower.numel())):
+            self.write(number, in_order(lower)[start:stop].clone().view(torch.uint8))
+
+    def whole(self, upper: Tensor) -> Tensor:
+        """All of them, which lie as their upper halves do."""
+        lower = torch.empty_like(upper, dtype=torch.int16)
+        for number, (start, stop) in enumerate(slices_of(lower.numel())):
+            in_order(lower)[start:stop] = self.read(number).view(torch.int16)
+        return lower
 
 
 class EightBitState(AwayState):
     """State of one parameter, of which moments are in 8 bits; reads as a plain dictionary.
 
     Empty, it waits for the first update.
+
+    Attributes:
+        tier: Where moments are, and go slice by slice; ``None`` where they are in memory.
     """
 
     def __init__(self, values: Mapping[str, Any], number: int = 0) -> None:
@@ -83,6 +145,7 @@ class EightBitState(AwayState):
             number: Tells it from other states of the optimizer.
         """
         super().__init__(values)
+        self.tier: Tier | None = None
         self._number = number
         self._updates = 0
         self._parameter: weakref.ref[Tensor] | None = None
@@ -102,19 +165,27 @@ class EightBitState(AwayState):
                 device = parameter.device if group.get("fused") else None
                 self["step"] = torch.zeros((), dtype=_step_dtype(), device=device)
             for key, is_square in moments_of(optimizer).items():
-                moment = _Moment(parameter, is_square=is_square)
+                moment = self._zero(parameter, is_square=is_square)
                 self._away[key] = _stored(parameter, moment)
                 dict.__setitem__(self, key, None)
 
-    def shrink(self, optimizer: Optimizer, parameter: Tensor) -> None:
+    def shrink(self, optimizer: Optimizer, parameter: Tensor, tier: Tier | None = None) -> None:
         """Hold in 8 bits what is not, unless somebody keeps it.
 
         Args:
             optimizer: The optimizer.
             parameter: Whose state it is.
+            tier: Where all of it goes, and lower halves with it; ``None`` where it stays in memory.
         """
         with self._lock:
             self._parameter = weakref.ref(parameter)
+            if tier is not None and tier.refusal(parameter.device) is not None:
+                tier = None
+            if tier is not self.tier:
+                for key in list(self._away):
+                    self._bring(key)
+                self.tier = tier
+            self._have_lower_halves_go(parameter)
             for key, is_square in moments_of(optimizer).items():
                 if key not in self or key in self._away or self._is_kept(key):
                     continue
@@ -122,40 +193,99 @@ class EightBitState(AwayState):
                 if is_narrow(parameter) and isinstance(wide, Tensor):
                     wide = wide.to(torch.float32)  # loading has it in the parameter's type
                 if isinstance(wide, Tensor) and _goes_with(wide, parameter):
-                    moment = _Moment(wide, is_square=is_square)
+                    moment = self._zero(wide, is_square=is_square)
                     moment.take(wide)
                     # First: an interrupt may come between any two of these.
                     self._away[key] = _stored(wide, moment)
                     dict.__setitem__(self, key, None)
                     del wide
 
-    def held(self, optimizer: Optimizer) -> list[Tensor] | None:
-        """Codes and scales of all moments; ``None`` where one is in 32 bits.
+    def _zero(self, like: Tensor, *, is_square: bool) -> _Moment | _MomentElsewhere:
+        """A moment of zeros where moments are."""
+        if self.tier is None:
+            return _Moment(like, is_square=is_square)
+        return _MomentElsewhere(like, is_square=is_square, tier=self.tier)
+
+    def _have_lower_halves_go(self, parameter: Tensor) -> None:
+        """Have those of a parameter be where moments are."""
+        lower = lower_half(parameter)
+        if isinstance(lower, _LowerSlices) and lower.tier is not self.tier:
+            lower = lower.whole(parameter)
+            belongs(lower, parameter)
+        if isinstance(lower, Tensor) and self.tier is not None:
+            belongs(_LowerSlices(lower, self.tier), parameter)
+
+    def send_left(self) -> None:
+        """Send what could not go before.
+
+        Raises:
+            OffloadError: It cannot now, and stays in memory.
+        """
+        for slices in self._elsewhere():
+            slices.send_left()
+
+    def left_bytes(self) -> int:
+        """Bytes of what could not go."""
+        return sum(piece.nbytes for piece in self._left())
+
+    def _left(self) -> list[Tensor]:
+        return [piece for slices in self._elsewhere() for piece in slices.left()]
+
+    def _elsewhere(self) -> list[ByteSlices]:
+        parameter = None if self._parameter is None else self._parameter()
+        lower = None if parameter is None else lower_half(parameter)
+        held: list[object] = [stored.parcel for stored in self._away.values()]
+        return [it for it in (*held, lower) if isinstance(it, ByteSlices)]
+
+    def is_narrow(self, optimizer: Optimizer) -> bool:
+        """Whether all moments are in 8 bits.
 
         Args:
             optimizer: The optimizer.
         """
-        keys = moments_of(optimizer)
-        return [self.codes(key) for key in keys] if self._away.keys() >= keys.keys() else None
+        return self._away.keys() >= moments_of(optimizer).keys()
 
-    def codes(self, key: str) -> Tensor:
-        """Codes and scales of a moment that is in 8 bits.
+    def slices(self, numbers: int) -> list[tuple[int, int]]:
+        """Begin and end of each slice in which moments are.
 
         Args:
-            key: Which.
+            numbers: How many they have.
         """
-        moment = self._away[key].parcel
-        assert isinstance(moment, _Moment), "nothing else is sent by this state"
-        return moment.held
+        return [(0, numbers)] if self.tier is None else list(slices_of(numbers))
 
-    def wide(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The moments that are in 32 bits, as somebody keeps them.
+    @contextlib.contextmanager
+    def codes(
+        self, optimizer: Optimizer, number: int, start: int, stop: int
+    ) -> Iterator[list[Tensor]]:
+        """Codes and scales of a slice of all moments, to be changed; they go back after.
+
+        What somebody keeps in 32 bits is written back.
 
         Args:
             optimizer: The optimizer.
+            number: Which slice.
+            start: Its first number.
+            stop: One past its last.
         """
-        there = (key for key in moments_of(optimizer) if key not in self._away)
-        return {key: dict.__getitem__(self, key) for key in there}
+        pieces: dict[str, Tensor] = {}
+        for key, is_square in moments_of(optimizer).items():
+            stored = self._away.get(key)
+            if stored is not None:
+                pieces[key] = _moment_of(stored).read(number)
+                continue
+            wide = in_order(dict.__getitem__(self, key))[start:stop]
+            moment = _Moment(wide, is_square=is_square)
+            moment.take(wide)
+            pieces[key] = moment.held
+        yield list(pieces.values())
+        for key, is_square in moments_of(optimizer).items():
+            stored = self._away.get(key)
+            if stored is not None:
+                _moment_of(stored).write(number, pieces[key])
+                continue
+            wide = dict.__getitem__(self, key)
+            _expand(pieces[key], in_order(wide)[start:stop], is_square=is_square)
+            increment_version(wide)
 
     def next_seed(self) -> int:
         """What decides how the next update is rounded: another number each time and for each state.
@@ -168,13 +298,14 @@ class EightBitState(AwayState):
 
     def in_memory(self) -> dict[str, Any]:
         """What is there: codes and scales of what is in 8 bits, and lower halves."""
-        parcels = {key: stored.parcel for key, stored in self._away.items()}
-        held = {key: it.held for key, it in parcels.items() if isinstance(it, _Moment)}
+        parcels: dict[str, Any] = {key: stored.parcel for key, stored in self._away.items()}
         parameter = None if self._parameter is None else self._parameter()
         lower = None if parameter is None else lower_half(parameter)
-        if lower is not None:
+        held = {key: it.held for key, it in parcels.items() if isinstance(it, _Moment)}
+        if isinstance(lower, Tensor):
             held["lower_half"] = lower
-        return super().in_memory() | held
+        left = {f"{n}": it for n, it in enumerate(self._left())}
+        return super().in_memory() | held | left
 
     def step(self) -> Tensor:
         """The count of updates, of an optimizer that has one."""
@@ -208,19 +339,45 @@ def updated_in_eight_bits(
     is_first = not state
     if is_first:
         state.begin(optimizer, group, parameter)
-    held = state.held(optimizer)
-    if held is None and not is_narrow(parameter):
+    if not state.is_narrow(optimizer) and not is_narrow(parameter):
         return False
     _scale_back(optimizer, gradient)
-    around = _held_meanwhile(state, optimizer) if held is None else contextlib.nullcontext(held)
     lower = lower_half(parameter)
-    with around as held:
-        _run(optimizer, group, parameter, lower, state, held, is_first=is_first)
-        for changed in (parameter, *held):
-            increment_version(changed)
-        if lower is not None:
-            belongs(lower, parameter)
+    rule = _rule(optimizer, group, state, is_first=is_first)
+    rule["seed"] = state.next_seed() if is_narrow(parameter) and lower is None else None
+    if isinstance(lower, _LowerSlices) and lower.tier is not state.tier:
+        lower = lower.whole(parameter)  # somebody has put another state here
+    for number, (start, stop) in enumerate(state.slices(parameter.numel())):
+        _update_slice(optimizer, rule, state, parameter, lower, number, start, stop)
+    increment_version(parameter)
+    if lower is not None:
+        belongs(lower, parameter)
     return True
+
+
+def _update_slice(
+    optimizer: Optimizer,
+    rule: Mapping[str, Any],
+    state: EightBitState,
+    parameter: Tensor,
+    lower: Tensor | LowerElsewhere | None,
+    number: int,
+    start: int,
+    stop: int,
+) -> None:
+    """Update a slice of a parameter; nothing of what came for it is left in memory after."""
+    assert parameter.grad is not None, "asked for only with one"
+    numbers, slopes = (in_order(it)[start:stop] for it in (parameter, parameter.grad))
+    below = None
+    if isinstance(lower, _LowerSlices):
+        below = lower.read(number)
+    elif isinstance(lower, Tensor):
+        below = in_order(lower)[start:stop].view(torch.uint8)
+    with state.codes(optimizer, number, start, stop) as held:
+        _run(rule, numbers, slopes, held, below)
+    if isinstance(lower, _LowerSlices):
+        assert below is not None, "it was read"
+        lower.write(number, below)
 
 
 def _left_to_torch(parameter: Tensor, refusal: str) -> bool:
@@ -255,53 +412,67 @@ def _scale_back(optimizer: Optimizer, gradient: Tensor) -> None:
         gradient.div_(scale.to(gradient.device))
 
 
-@contextlib.contextmanager
-def _held_meanwhile(state: EightBitState, optimizer: Optimizer) -> Iterator[list[Tensor]]:
-    """Codes and scales of all moments; what somebody keeps in 32 bits is written back after."""
-    wide = state.wide(optimizer)
-    kinds = moments_of(optimizer)
-    copies = {key: _Moment(wide[key], is_square=kinds[key]) for key in wide}
-    for key, moment in copies.items():
-        moment.take(wide[key])
-    yield [copies[key].held if key in copies else state.codes(key) for key in kinds]
-    for key, moment in copies.items():
-        moment.fetch(wide[key])
-        increment_version(wide[key])
+def _rule(
+    optimizer: Optimizer, group: Mapping[str, Any], state: EightBitState, *, is_first: bool
+) -> dict[str, Any]:
+    """What an update computes with; the count of updates is one more."""
+    if type(optimizer) is SGD:
+        return dict(_momentum(group, is_first=is_first))
+    count = state.step()
+    count.fill_(count.item() + 1)
+    return dict(_adam(optimizer, group, count.item()))
 
 
 def _run(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    parameter: Tensor,
-    lower: Tensor | None,
-    state: EightBitState,
+    rule: Mapping[str, Any],
+    numbers: Tensor,
+    slopes: Tensor,
     held: list[Tensor],
-    *,
-    is_first: bool,
+    below: Tensor | None,
 ) -> None:
-    """One pass over all numbers."""
-    assert parameter.grad is not None, "asked for only with one"
-    seed = state.next_seed() if is_narrow(parameter) and lower is None else None
-    is_momentum = type(optimizer) is SGD
-    if is_momentum:
-        rule: dict[str, Any] = _momentum(group, is_first=is_first)
-    else:
-        count = state.step()
-        count.fill_(count.item() + 1)
-        rule = _adam(optimizer, group, count.item())
-    rule["seed"] = seed
-    if not has_kernel(parameter):
+    """One pass over some numbers, by their slopes, codes and scales, and bytes of lower halves."""
+    is_momentum = len(held) == 1
+    if not has_kernel(numbers):
         update = by_ops.update_by_momentum if is_momentum else by_ops.update_by_adam
-        lower_memory = None if lower is None else in_order(lower)
-        update(rule, in_order(parameter), in_order(parameter.grad), *held, lower=lower_memory)
+        halves = None if below is None else below.view(torch.int16)
+        update(rule, numbers, slopes, *held, lower=halves)
         return
     threads = torch.get_num_threads()
-    below = None if lower is None else memory_of(lower)
-    numbers, slopes, *moments = map(memory_of, (parameter, parameter.grad, *held))
+    lower = None if below is None else memory_of(below)
+    parameter, gradient, *moments = map(memory_of, (numbers, slopes, *held))
     if is_momentum:
-        _native.update_by_momentum(rule, numbers, slopes, moments[0], threads, below)
+        _native.update_by_momentum(rule, parameter, gradient, moments[0], threads, lower)
     else:
-        _native.update_by_adam(rule, numbers, slopes, moments[0], moments[1], threads, below)
+        _native.update_by_adam(rule, parameter, gradient, moments[0], moments[1], threads, lower)
+
+
+def _shrink(wide: Tensor, held: Tensor, *, is_square: bool) -> None:
+    if has_kernel(wide):
+        _native.shrink_moment(is_square, memory_of(wide), memory_of(held))
+    else:
+        by_ops.shrink_moment(wide, held, is_square=is_square)
+
+
+def _expand(held: Tensor, wide: Tensor, *, is_square: bool) -> None:
+    if has_kernel(wide):
+        _native.expand_moment(is_square, memory_of(held), memory_of(wide))
+    else:
+        by_ops.expand_moment(held, wide, is_square=is_square)
+
+
+def _bytes_of_moment(numbers: int) -> int:
+    """Codes, and a scale for each block."""
+    return numbers + torch.float32.itemsize * -(-numbers // BLOCK)
+
+
+def _bytes_of_halves(numbers: int) -> int:
+    return torch.int16.itemsize * numbers
+
+
+def _moment_of(stored: Stored) -> _Moment | _MomentElsewhere:
+    moment = stored.parcel
+    assert isinstance(moment, _Moment | _MomentElsewhere), "nothing else is sent by this state"
+    return moment
 
 
 def has_kernel(tensor: Tensor) -> bool:
@@ -343,7 +514,7 @@ def _momentum(group: Mapping[str, Any], *, is_first: bool) -> dict[str, float | 
     }
 
 
-def _stored(like: Tensor, moment: _Moment) -> Stored:
+def _stored(like: Tensor, moment: _Moment | _MomentElsewhere) -> Stored:
     return Stored(like.size(), like.stride(), torch.float32, like.device, moment)
 
 

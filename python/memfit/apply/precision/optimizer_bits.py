@@ -1,6 +1,7 @@
 """The optimizer's state in 8 bits, between updates and during them.
 
-Responsible for a plan's ``optimizer_bits`` action: whose state is held so, and from when on. Not
+Responsible for a plan's ``optimizer_bits`` action: whose state is held so, from when on, and where
+to, if the same plan offloads it. Not
 responsible for the form nor for the update (:mod:`memfit.apply.precision.eight_bit_state`), nor
 for running an optimizer parameter by parameter (:mod:`memfit.apply.optimizer_in_backward`).
 """
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memfit._native import bytes_text
 from memfit.apply.offload.state_view import save_plainly
 from memfit.apply.optimizer_in_backward import UpdatesOneByOne, require_step_of_torch
 from memfit.apply.precision.eight_bit_state import EightBitState
-from memfit.errors import UsageError
+from memfit.errors import OffloadError, UsageError
 from memfit.tensors.moments import group_refusal, parameter_refusal
 from memfit.tensors.optimizers import shared_state
 
@@ -22,12 +24,18 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from memfit.apply.offload.tiers import Tier
+
 
 class UpdatesInEightBits(UpdatesOneByOne):
     """Holds state in 8 bits, and updates one parameter at a time."""
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, directions: Mapping[str, Any]
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directions: Mapping[str, Any],
+        tier: Tier | None = None,
     ) -> None:
         """Nothing is shrunk before :meth:`place`.
 
@@ -35,6 +43,7 @@ class UpdatesInEightBits(UpdatesOneByOne):
             optimizer: The optimizer.
             model: Whose parameters the plan names.
             directions: What the plan says.
+            tier: Where it goes, slice by slice; ``None`` where it stays.
 
         Raises:
             UsageError: The plan says something else, or the optimizer's state or a parameter has no
@@ -57,15 +66,34 @@ class UpdatesInEightBits(UpdatesOneByOne):
             raise UsageError(message)
         require_step_of_torch(optimizer, "optimizer_bits")
         super().__init__(optimizer)
+        self.tier = tier
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._parameters = [p for p in parameters if id(p) in held]
 
     def place(self) -> None:
-        """Have all of it in 8 bits that somebody does not keep."""
+        """Have all of it in 8 bits that somebody does not keep, where it belongs.
+
+        Raises:
+            OffloadError: Some of it cannot be written. It is in memory, and whole.
+        """
         optimizer = self._optimizer
         save_plainly(optimizer)
         for number, parameter in enumerate(self._parameters):
             state = optimizer.state.get(parameter)
             if not isinstance(state, EightBitState):
                 state = optimizer.state[parameter] = EightBitState(state or {}, number)
-            state.shrink(optimizer, parameter)
+            state.shrink(optimizer, parameter, self.tier)
+        self._send_left()
+
+    def _send_left(self) -> None:
+        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+        try:
+            for state in states:
+                state.send_left()
+        except OffloadError as error:
+            kept = bytes_text(sum(state.left_bytes() for state in states))
+            message = (
+                f"optimizer state cannot be offloaded: {error}; {kept} of it stay in memory, "
+                "unchanged, and no step has begun"
+            )
+            raise OffloadError(message) from error

@@ -170,9 +170,13 @@ impl Schedule {
         variant: Variant,
         update_seconds: f64,
     ) -> f64 {
-        let Some(away) = variant.offload_optimizer else {
+        if variant.offload_optimizer.is_none() {
             return 0.0;
-        };
+        }
+        let (moved_as_one, sliced) = (
+            variant.states_moved(trace),
+            variant.moments_elsewhere(trace),
+        );
         let moved = |update: &ParameterUpdate| update.moved_bytes.as_f64().max(1.0);
         let all: f64 = trace.updates.iter().map(moved).sum();
         let mut ends = vec![0.0; trace.updates.len()];
@@ -192,15 +196,30 @@ impl Schedule {
                 UpdateTurn::Out(_) => self.offer.write_bytes_per_second,
                 UpdateTurn::Update(_) => {
                     elapsed += update_seconds * moved(update) / all;
+                    // A slice comes before it is updated, and goes before the next one comes.
+                    for moment in &sliced[number] {
+                        let bytes = moment.bytes.as_f64();
+                        let wait = bytes / self.offer.read_bytes_per_second
+                            + bytes / self.offer.write_bytes_per_second;
+                        free = free.max(now) + wait;
+                        waited += wait;
+                        elapsed += wait;
+                        copied += 2.0 * bytes * self.copy_seconds_per_byte;
+                        let tensors = 1 + u32::from(moment.lower_bytes > Bytes::ZERO);
+                        let count = u32::try_from(moment.slices()).unwrap_or(u32::MAX);
+                        copied += 2.0 * f64::from(tensors) * f64::from(count) * REQUEST_SECONDS;
+                    }
                     continue;
                 }
                 UpdateTurn::Asked(_) | UpdateTurn::Settled(_) => f64::INFINITY,
             };
             if rate.is_finite() {
-                let bytes = away.bytes(trace, update).as_f64();
+                let states = &moved_as_one[number];
+                let sizes = states.iter().map(|id| trace.allocations[id.index()].bytes);
+                let bytes = sizes.sum::<Bytes>().as_f64();
                 free = free.max(now) + bytes / rate;
                 ends[number] = free;
-                let requests = away.of(trace, update).map(|_| REQUEST_SECONDS);
+                let requests = states.iter().map(|_| REQUEST_SECONDS);
                 copied += bytes * self.copy_seconds_per_byte + requests.sum::<f64>();
             }
             if !matches!(turn, UpdateTurn::Ahead(_) | UpdateTurn::Out(_)) {

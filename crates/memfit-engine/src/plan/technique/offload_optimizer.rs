@@ -11,7 +11,7 @@ use crate::bytes::Bytes;
 use crate::plan::actions::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest, Tier};
 use crate::step::{StateAway, UpdateTurn, update_turns};
-use crate::trace::{ParameterUpdate, Trace};
+use crate::trace::Trace;
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::OffloadOptimizer,
@@ -46,7 +46,8 @@ pub struct OffloadOptimizer {
     pub window_bytes: Bytes,
     /// Smallest tensor that goes.
     pub least_bytes: Bytes,
-    /// Names of the parameters with offloaded state, in the order of their updates.
+    /// Names of the parameters with offloaded state, in the order of their updates; those with state in 8 bits come slice by
+    /// slice, in no order.
     pub order: Vec<String>,
 }
 
@@ -78,15 +79,19 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         return;
     };
     let updates = update_turns(trace, variant).into_iter();
-    let updates: Vec<&ParameterUpdate> = updates
+    let updates: Vec<usize> = updates
         .filter_map(|(_, turn)| match turn {
-            UpdateTurn::Out(update) => Some(&trace.updates[update]),
+            UpdateTurn::Out(update) => Some(update),
             _ => None,
         })
         .collect();
-    let bytes = updates.iter().map(|update| away.bytes(trace, update));
-    let parameter = |update: &&ParameterUpdate| {
-        let parameter = &trace.allocations[update.parameter.index()];
+    let moved = variant.states_moved(trace).into_iter().flatten();
+    let moved = moved.map(|state| trace.allocations[state.index()].bytes);
+    let sliced = variant.moments_elsewhere(trace);
+    let in_slices = sliced.iter().filter(|moments| !moments.is_empty()).count();
+    let bytes = moved.chain(sliced.iter().flatten().map(|moment| moment.bytes));
+    let parameter = |&update: &usize| {
+        let parameter = &trace.allocations[trace.updates[update].parameter.index()];
         trace.string(parameter.name).to_owned()
     };
     let offload_optimizer = OffloadOptimizer {
@@ -96,7 +101,7 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         least_bytes: away.least_bytes,
         order: updates.iter().map(parameter).collect(),
     };
-    let (count, bytes) = (updates.len() as u64, bytes.sum());
+    let (count, bytes) = ((updates.len() + in_slices) as u64, bytes.sum());
     let details = Details::OffloadOptimizer { offload_optimizer };
     plan.actions.push(Action::new(details, count, bytes));
 }

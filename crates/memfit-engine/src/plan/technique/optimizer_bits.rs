@@ -172,8 +172,9 @@ mod tests {
     use super::*;
     use crate::bytes::Budget;
     use crate::cost::CostSource;
-    use crate::plan::{Verdict, plan};
-    use crate::step::{Evaluator, StepModel, Treatment};
+    use crate::plan::search::transfers::Offer;
+    use crate::plan::{Tier, Verdict, plan};
+    use crate::step::{Evaluator, StateAway, StepModel, Treatment};
     use crate::trace::{AllocationId, Category, sample};
 
     /// The chain with a weight of 256,000 bytes, two moments of its size, and a count of steps.
@@ -250,6 +251,76 @@ mod tests {
             allocation.bytes.0 *= 100;
         }
         assert_eq!(of(&trace), Bytes(18 << 20));
+    }
+
+    #[test]
+    fn of_moments_that_are_elsewhere_a_slice_is_there_during_their_update() {
+        let mut trace = with_moments();
+        let away = StateAway {
+            window_bytes: Bytes::ZERO,
+            least_bytes: Bytes(4096),
+        };
+        let variant = |offload_optimizer| Variant {
+            eight_bit_state: Some(STATE),
+            offload_optimizer,
+            ..Variant::default()
+        };
+        let of_both = |numbers: u64| Bytes(2 * (numbers + 4 * numbers.div_ceil(256)));
+        for (numbers, times, slices) in [(64_000, 1, 1), (6_400_000, 100, 7)] {
+            for allocation in &mut trace.allocations {
+                allocation.bytes.0 *= times;
+            }
+            let [here, without] = [None, Some(away)].map(|away| {
+                let model = StepModel::new(&trace, variant(away));
+                let kept = vec![Treatment::Keep; trace.allocations.len()];
+                Evaluator::new(&model).timeline(&kept)
+            });
+            assert_eq!(here[0] - without[0], of_both(numbers), "in forward");
+            let moments = variant(Some(away)).moments_elsewhere(&trace);
+            assert!(moments[0].iter().all(|moment| moment.slices() == slices));
+            let slice = moments[0].iter().map(|moment| moment.slice_bytes());
+            let most = numbers.min(EightBitState::SLICE_NUMBERS);
+            assert_eq!(slice.sum::<Bytes>(), of_both(most));
+        }
+    }
+
+    #[test]
+    fn a_plan_has_it_elsewhere_where_that_is_needed() {
+        let trace = with_moments();
+        let offer = Offer {
+            tier: Tier::Disk,
+            folder: "/scratch".to_owned(),
+            write_bytes_per_second: 1e6,
+            read_bytes_per_second: 1e6,
+        };
+        let at = |budget: u64, offload: Option<&Offer>| {
+            let request = PlanRequest {
+                budget: Budget::Absolute(Bytes(budget)),
+                forbid: vec![ActionKind::OffloadParameters],
+                offload: offload.cloned(),
+                ..with_leave()
+            };
+            let costs = CostSource::profile(vec![1.0; trace.ops.len()]);
+            plan(&trace, &costs, &request).unwrap()
+        };
+        let here = at(1, None).minimum_peak_bytes;
+        let least = at(1, Some(&offer)).minimum_peak_bytes;
+        assert!(least < here);
+        let asked = at(1, Some(&offer)).minimum_budget_bytes();
+        let found = at(asked.0, Some(&offer));
+        assert_eq!(found.verdict, Verdict::Fits);
+        let of = |kind| found.actions.iter().find(|it| it.kind() == kind);
+        assert!(of(ActionKind::OptimizerBits).is_some());
+        let action = of(ActionKind::OffloadOptimizer).unwrap();
+        assert_eq!((action.count, action.bytes), (1, Bytes(2 * 65_000)));
+        let Details::OffloadOptimizer { offload_optimizer } = &action.details else {
+            panic!("{action:?}")
+        };
+        assert!(offload_optimizer.order.is_empty(), "none moves as one");
+        // Both ways of all of it, and nothing hides them.
+        let seconds = |plan: &Plan| plan.planned.predicted_step_seconds;
+        let added = seconds(&found) - seconds(&at(here.0 * 2, None));
+        assert!(added >= 2.0 * 0.13, "{added}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use super::event::Event;
 use super::model::StepModel;
-use crate::step::offload::updates::{UpdateTurn, update_turns, updates_end};
+use crate::step::offload::updates::{UpdateTurn, bytes_of, update_turns, updates_end};
 use crate::trace::{Category, OpIndex, Trace, op_index};
 
 impl StepModel {
@@ -136,13 +136,19 @@ impl StepModel {
     /// gradient. State that stays for later updates, or is still on its way out, is part of the ground from there on.
     fn update_events(&mut self, trace: &Trace, cuts: &[usize]) -> Vec<(usize, Event)> {
         let turns = update_turns(trace, self.variant);
+        let moved: Vec<u64> = {
+            let states = self.variant.states_moved(trace).into_iter();
+            let sizes = states.map(|states| bytes_of(trace, &states).0);
+            sizes.collect()
+        };
         let by_position: Vec<_> = turns.chunk_by(|a, b| a.0 == b.0).collect();
         let mut events = Vec::with_capacity(by_position.len());
         let mut state: u64 = 0;
         for (number, &turns) in by_position.iter().enumerate() {
             let position = turns[0].0.index();
             let ground = self.ground_between.get(position).copied().unwrap_or(0);
-            let height = ground.saturating_add(self.update_height(trace, cuts, turns, &mut state));
+            let height =
+                ground.saturating_add(self.update_height(trace, cuts, (turns, &moved), &mut state));
             events.push((position, Event::Update { height }));
             let next = by_position.get(number + 1);
             let until = next.map_or(self.ground.len(), |turns| turns[0].0.index());
@@ -156,27 +162,23 @@ impl StepModel {
         events
     }
 
-    /// The most that the turns of one position reach above the ground; `state` is what of it is there before
-    /// them, and after them.
+    /// The most that the turns of one position reach above the ground, with bytes of the state that each update moves;
+    /// `state` is what of it is there before them, and after them.
     fn update_height(
         &self,
         trace: &Trace,
         cuts: &[usize],
-        turns: &[(OpIndex, UpdateTurn)],
+        (turns, moved): (&[(OpIndex, UpdateTurn)], &[u64]),
         state: &mut u64,
     ) -> u64 {
         let waiting = self.waiting_gradients(trace, cuts, turns);
-        let bytes = |update: usize| match self.variant.offload_optimizer {
-            Some(away) => away.bytes(trace, &trace.updates[update]).0,
-            None => 0,
-        };
         let (mut highest, mut place) = (0, 0);
         for &(_, turn) in turns {
             match turn {
                 UpdateTurn::Fetch(update) | UpdateTurn::Ahead(update) => {
-                    *state = state.saturating_add(bytes(update));
+                    *state = state.saturating_add(moved[update]);
                 }
-                UpdateTurn::Settled(update) => *state = state.saturating_sub(bytes(update)),
+                UpdateTurn::Settled(update) => *state = state.saturating_sub(moved[update]),
                 UpdateTurn::Update(update) => {
                     let own = self.temporary_bytes[update];
                     let there = waiting[place].saturating_add(*state);

@@ -11,6 +11,7 @@
 use super::event::Event;
 use super::treatment::Unstorable;
 use crate::bytes::Bytes;
+use crate::step::eight_bit_state::NarrowMoment;
 use crate::step::variant::{EightBitState, Variant};
 use crate::trace::{Allocation, AllocationId, Op, OpIndex, Phase, Trace, op_index};
 
@@ -224,10 +225,13 @@ impl StepModel {
         let Some(narrow) = self.variant.eight_bit_state else {
             return;
         };
-        for (update, moments) in narrow.moments(trace).into_iter().enumerate() {
+        let elsewhere = self.variant.moments_elsewhere(trace);
+        let updates = narrow.moments(trace).into_iter().zip(elsewhere);
+        for (update, (moments, sliced)) in updates.enumerate() {
             if !moments.is_empty() {
                 let taken = EightBitState::temporary_bytes(trace, &moments);
-                self.temporary_bytes[update] = taken.0;
+                let sliced = sliced.into_iter().map(NarrowMoment::slice_bytes);
+                self.temporary_bytes[update] = taken.0.saturating_add(sliced.sum::<Bytes>().0);
             }
             for moment in moments {
                 self.bytes[moment.state.index()] = moment.bytes.0;

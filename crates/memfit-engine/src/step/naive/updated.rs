@@ -143,6 +143,13 @@ pub(super) fn narrow_state_bytes(trace: &Trace, variant: Variant) -> BTreeMap<us
     found
 }
 
+/// Is `a` a moment in 8 bits of update `i` that is elsewhere, so that slices of it come one after the other?
+fn comes_in_slices(trace: &Trace, variant: Variant, i: usize, a: usize) -> bool {
+    let large = |least: u64| trace.allocations[a].bytes.0 >= least.max(1);
+    let goes = variant.offload_optimizer.map(|away| away.least_bytes.0);
+    is_narrow_state(trace, variant, i, a) && goes.is_some_and(large)
+}
+
 /// What parameters that are elsewhere take all the time.
 pub(super) fn room_of_parameters(trace: &Trace, variant: Variant) -> u64 {
     let Some(away) = variant.offload_parameters else {
@@ -217,9 +224,28 @@ impl Twin<'_> {
     }
 
     /// An update that reads and writes moments in 8 bits makes no temporaries on a CPU; elsewhere it takes 18 bytes for each
-    /// of a million numbers.
+    /// of a million numbers. Of moments that come in slices, one of such a slice is there.
     fn temporaries_of(&self, i: usize) -> u64 {
         let update = &self.trace.updates[i];
+        let mut slice = 0;
+        let mut halves_are_counted = false;
+        for state in &update.state {
+            if is_narrow_state(self.trace, self.variant, i, state.index()) {
+                let width = width_of(self.trace, state.index()).unwrap_or(4);
+                let all = self.trace.allocations[state.index()].bytes.0 / width;
+                let numbers = all.min(1 << 20);
+                let keeps_halves = self
+                    .variant
+                    .eight_bit_state
+                    .is_some_and(|it| it.lower_halves);
+                let has_halves = keeps_halves && width == 2 && !halves_are_counted;
+                halves_are_counted = true;
+                if comes_in_slices(self.trace, self.variant, i, state.index()) {
+                    let halves = if has_halves { 2 * numbers } else { 0 };
+                    slice += numbers + numbers.div_ceil(256) * 4 + halves;
+                }
+            }
+        }
         let mut states = update.state.iter();
         if states.any(|&state| is_narrow_state(self.trace, self.variant, i, state.index())) {
             let parameter = update.parameter.index();
@@ -227,9 +253,9 @@ impl Twin<'_> {
             let numbers = self.trace.allocations[parameter].bytes.0 / width;
             let is_on_cpu = self.trace.meta.device_kind == "cpu";
             return if is_on_cpu {
-                0
+                slice
             } else {
-                18 * numbers.min(1 << 20)
+                slice + 18 * numbers.min(1 << 20)
             };
         }
         update.temporary_bytes.0
@@ -264,7 +290,11 @@ impl Twin<'_> {
         let all = self.updates.in_order.len();
         for n in (0..all).filter(|_| self.updates.ran == 0) {
             let update = &self.trace.updates[self.updates.in_order[n].0];
-            let away = update.state.iter().filter(|&&state| self.is_away(state));
+            let i = self.updates.in_order[n].0;
+            let away = update.state.iter().filter(|&&state| {
+                let is_sliced = comes_in_slices(self.trace, self.variant, i, state.index());
+                self.is_away(state) && !is_sliced
+            });
             self.updates.places[n].1 = away.map(|state| self.bytes(state.index())).sum();
         }
         let now = self.updates.ran;

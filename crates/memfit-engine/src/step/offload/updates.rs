@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use crate::bytes::Bytes;
+use crate::step::eight_bit_state::NarrowMoment;
 use crate::step::variant::{StateAway, Variant};
 use crate::trace::{AllocationId, Category, OpIndex, ParameterUpdate, Phase, Trace, op_index};
 
@@ -17,11 +18,7 @@ impl StateAway {
         trace: &'t Trace,
         update: &'t ParameterUpdate,
     ) -> impl Iterator<Item = AllocationId> + 't {
-        let goes = move |id: &AllocationId| {
-            let allocation = &trace.allocations[id.index()];
-            let is_state = allocation.category == Category::OptimizerState;
-            is_state && allocation.bytes >= self.least_bytes.max(Bytes(1))
-        };
+        let goes = move |&id: &AllocationId| self.takes(trace, id);
         update.state.iter().copied().filter(goes)
     }
 
@@ -31,6 +28,35 @@ impl StateAway {
         let sizes = self.of(trace, update);
         sizes.map(|id| trace.allocations[id.index()].bytes).sum()
     }
+
+    /// Is this state that is away?
+    pub(in crate::step) fn takes(self, trace: &Trace, id: AllocationId) -> bool {
+        let allocation = &trace.allocations[id.index()];
+        let is_state = allocation.category == Category::OptimizerState;
+        is_state && allocation.bytes >= self.least_bytes.max(Bytes(1))
+    }
+}
+
+impl Variant {
+    /// Of each update, the state that is away and moves as one: all of it but moments in 8 bits.
+    #[must_use]
+    pub fn states_moved(self, trace: &Trace) -> Vec<Vec<AllocationId>> {
+        let sliced = self.moments_elsewhere(trace);
+        let updates = trace.updates.iter().zip(sliced);
+        let of_update = |(update, sliced): (&ParameterUpdate, Vec<NarrowMoment>)| {
+            let away = self.offload_optimizer.into_iter();
+            let states = away.flat_map(|away| away.of(trace, update));
+            let is_sliced = |id| sliced.iter().any(|moment| moment.state == id);
+            states.filter(|&id| !is_sliced(id)).collect()
+        };
+        updates.map(of_update).collect()
+    }
+}
+
+/// Bytes of allocations as the trace has them.
+pub(crate) fn bytes_of(trace: &Trace, states: &[AllocationId]) -> Bytes {
+    let sizes = states.iter().map(|id| trace.allocations[id.index()].bytes);
+    sizes.sum()
 }
 
 /// One thing that happens where updates come one by one; the update is an index into [`Trace::updates`].
@@ -67,13 +93,8 @@ pub fn update_turns(trace: &Trace, variant: Variant) -> Vec<(OpIndex, UpdateTurn
         })
         .collect();
     order.sort_by_key(|&(position, _)| position);
-    let sizes = trace
-        .updates
-        .iter()
-        .map(|update| match variant.offload_optimizer {
-            Some(away) => away.bytes(trace, update),
-            None => Bytes::ZERO,
-        });
+    let moved = variant.states_moved(trace);
+    let sizes = moved.iter().map(|states| bytes_of(trace, states));
     let away = variant.offload_optimizer;
     let mut script = Script {
         sizes: sizes.collect(),
