@@ -80,3 +80,46 @@ def test_gradients_that_the_script_puts_in_place_itself_are_named(tmp_path: Path
     )
     assert "`ByHand` runs unplanned: it asks autograd for gradients" in ran.stderr
     assert all(loop["planned"]["steps"] == 0 for loop in ran.loops)
+
+
+def test_computed_weights_that_a_call_brings_along_are_no_parameters(tmp_path: Path):
+    ran = inline(
+        tmp_path,
+        "90%",
+        """
+    import torch
+    from torch import nn
+    from torch.func import functional_call
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = torch.randn(256, 64), torch.randn(256, 8)
+
+    def loss_of(weights):
+        return nn.functional.mse_loss(functional_call(model, weights, (x,)), y)
+
+    def adapted(weights, create_graph):
+        for _ in range(2):
+            slopes = torch.autograd.grad(
+                loss_of(weights), list(weights.values()), create_graph=create_graph
+            )
+            weights = {n: w - 0.1 * slope for (n, w), slope in zip(weights.items(), slopes)}
+        return weights
+
+    for step in range(8):
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss = loss_of(adapted(dict(model.named_parameters()), True))
+            loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+        if step % 4 == 3:
+            fresh = {n: w.detach().requires_grad_() for n, w in model.named_parameters()}
+            fast = adapted(fresh, False)
+            with torch.no_grad():
+                print(repr(loss_of(fast).item()))
+    """,
+    )
+    assert "RuntimeError" not in ran.stderr
+    assert "error inside memfit" not in ran.stderr

@@ -311,9 +311,19 @@ class Token:
             tensor that counts no versions.
         version: Its version when saved.
         shape_save: Set where backward may ask for its shape alone.
+        written: Shares its memory, where an op has since written there by another counter, as
+            through ``.data``: backward reads what that left. It stays in memory from then on.
     """
 
-    __slots__ = ("__weakref__", "counter", "geometry", "shape_save", "state", "version")
+    __slots__ = (
+        "__weakref__",
+        "counter",
+        "geometry",
+        "shape_save",
+        "state",
+        "version",
+        "written",
+    )
 
     def __init__(self, state: State, tensor: Tensor) -> None:
         """Create a token for what autograd is about to save, and note it with its state."""
@@ -322,6 +332,7 @@ class Token:
         self.counter = counter_of(tensor)
         self.version = version_of(tensor)
         self.shape_save: ShapeSave | None = None
+        self.written: Tensor | None = None
         state.read_by(self)
 
     def blank(self) -> Tensor:
@@ -332,6 +343,15 @@ class Token:
         anchor = torch.empty(0, dtype=geometry.dtype)
         anchor.set_(blank_storage(elements * geometry.dtype.itemsize))
         return geometry.over(anchor)
+
+    def is_written_to(self, alias: Tensor) -> None:
+        """Take note that an op wrote to the saved memory; autograd refuses it where it is counted.
+
+        Args:
+            alias: Shares the memory.
+        """
+        if self.counter is None or version_of(self.counter) == self.version:
+            self.written = alias
 
     def require_unchanged(self) -> None:
         """Refuse what autograd itself would refuse.

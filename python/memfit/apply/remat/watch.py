@@ -44,7 +44,7 @@ from memfit.tensors.shape_saves import ShapeSaves
 from memfit.tensors.storage import address, is_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from memfit.apply.offload.activations import Transit
     from memfit.apply.remat.directions import Directions, Planned
@@ -156,6 +156,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._since = _native.last_event()
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
+        self._saved: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Token]]]] = {}
         self._shape_saves = ShapeSaves()
 
     @classmethod
@@ -195,6 +196,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything that only forward needs; tokens and their records live on."""
         self._tracked.clear()
         self._pins.clear()
+        self._saved.clear()
         # These hold this watch, and with it modules, which are to go with their last reference.
         self._on_divergence, self._ask_strays = _say_nothing, _nowhere
 
@@ -223,13 +225,58 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             planned = self._directions.planned.get(index)
         elif self._lately is not None:
             self._find_back(operator)
+        if operator.writes and self._saved:
+            behind = list(self._saved_behind(operator, args, kwargs))
+            result = self._run(index, planned, operator, types, args, kwargs)
+            for token, alias in behind:
+                token.is_written_to(alias)
+            return result
+        return self._run(index, planned, operator, types, args, kwargs)
+
+    def _run(
+        self,
+        index: int,
+        planned: dict[int, Planned] | None,
+        operator: Operator,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an op as the plan wants it, or as what it touches does."""
         if planned is not None:
             return self._create(index, planned, operator, types, args, kwargs)
         if operator.writes and (self._tracked or self._pins):
             return self._write(index, operator, types, args, kwargs)
         if operator.own_versions and self._tracked:
             return self._take_apart(operator, args, kwargs)
-        return func(*args, **kwargs)
+        return operator.func(*args, **kwargs)
+
+    def _saved_behind(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[Token, Tensor]]:
+        """The tokens of what an op is about to write to, each with an alias of it."""
+        for tensor in operator.announced_writes(args, kwargs):
+            if tensor.layout is not torch.strided:
+                continue
+            _, tokens = self._saved.get(_storage_key(tensor), (None, ()))
+            for reference in tokens:
+                token = reference()
+                if token is not None:
+                    yield token, _alias(tensor)
+
+    def _note_saved(self, tensor: Tensor, token: Token) -> None:
+        """Know a token by the storage of what it stands for, while there is one."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        saved_by_key = self._saved
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            if saved_by_key.get(key, (None,))[0] is reference:
+                del saved_by_key[key]
+
+        if key not in saved_by_key:
+            saved_by_key[key] = (weakref.ref(storage, forget), [])
+        saved_by_key[key][1].append(weakref.ref(token))
 
     def _expected(self, index: int, operator: Operator) -> bool:
         """Whether the plan expects this op here; past the region's end nothing is expected."""
@@ -538,6 +585,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tracked is not None:
             fetch = tracked.state.producer
             token = Token(tracked.state, tensor)
+            self._note_saved(tensor, token)
             self._shape_saves.packed(tensor, token)
             if not isinstance(fetch, Fetch):
                 self.observations.dropped_saves += 1

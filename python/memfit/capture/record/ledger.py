@@ -179,6 +179,21 @@ class Ledger:
             self.value_bytes.append(elements * tensor.itemsize)
         return found
 
+    def written_value(self, value: int) -> int:
+        """The id of what a value's view shows since its allocation was last written to.
+
+        Args:
+            value: A value of an earlier version.
+        """
+        allocation, _, *view = self.values[value]
+        key = (allocation, self.version[allocation], *view)
+        found = self._value_ids.get(key)
+        if found is None:
+            found = self._value_ids[key] = len(self.values)
+            self.values.append(key)
+            self.value_bytes.append(self.value_bytes[value])
+        return found
+
     def give_elements(self, value: int) -> None:
         """Let a value that a fake made without elements have all that its allocation holds.
 

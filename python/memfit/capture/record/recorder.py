@@ -380,6 +380,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if allocation not in written:
                 written.append(allocation)
                 ledger.version[allocation] += 1
+                self.saved.written(tensor.untyped_storage(), allocation)
             if operator.resizes:
                 ledger.resized(tensor, allocation)
         return written, [ledger.value(t, ledger.seen(t)) for t in tensors]

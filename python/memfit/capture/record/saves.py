@@ -12,11 +12,16 @@ buffers, the batch) is handed back as it is.
 Where the step runs on fake tensors, the fresh storage has a size and no contents. Where it runs on
 real ones, the token keeps a copy of the contents that the recorder does not count, in memory or
 elsewhere.
+
+Backward reads what a storage holds by then. torch refuses most tensors that were written to since
+they were saved, but does not see writes through ``.data``: what such a write left is what the token
+keeps, and the save is of that version.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,7 +77,7 @@ class InMemory:
 class Token:
     """What autograd holds instead of a tensor; its death is the release of the save."""
 
-    __slots__ = ("_released", "contents", "save", "shape_save", "tensor", "view")
+    __slots__ = ("__weakref__", "_released", "contents", "save", "shape_save", "tensor", "view")
 
     def __init__(self, save: Save, released: Callable[[Save], None]) -> None:
         """Create a token that refers to nothing but its save."""
@@ -132,6 +137,7 @@ class SavedTensors:
             weakref.WeakValueDictionary()
         )
         self._tokens: dict[int, list[Token]] | None = None
+        self._tokens_of: defaultdict[int, list[weakref.ref[Token]]] = defaultdict(list)
         self._foreign: Callable[[Tensor], Tensor] | None = None
 
     def convert_foreign_with(self, convert: Callable[[Tensor], Tensor]) -> None:
@@ -163,6 +169,22 @@ class SavedTensors:
                 save.release = end
         self._storages.clear()
         self._tokens = None
+        self._tokens_of.clear()
+
+    def written(self, storage: torch.UntypedStorage, allocation: int) -> None:
+        """Let what was saved of a storage be what an op has just written there.
+
+        Args:
+            storage: The storage.
+            allocation: Its allocation, at its new version.
+        """
+        for reference in self._tokens_of.get(allocation, ()):
+            token = reference()
+            if token is None:
+                continue
+            token.save.value = self._ledger.written_value(token.save.value)
+            if token.contents is not None:
+                token.contents = self.contents(storage, allocation)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor that it saves."""
@@ -195,6 +217,7 @@ class SavedTensors:
             self._storages[allocation] = weakref.ref(storage)
             if self._fake_mode is None:
                 token.contents = self.contents(storage, allocation)
+            self._tokens_of[allocation].append(weakref.ref(token))
         if self._tokens is not None:
             self._tokens.setdefault(sequence, []).append(token)
         return token

@@ -271,7 +271,7 @@ class StepRecording:
         if budget_bytes and gradients_reduced_later(root) is None:
             self._gradients.watch(root.parameters())
         for parameter in root.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_leaf:  # `functional_call` brings others
                 handle = parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
                 self._whole.callback(handle.remove)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._recorder.pack, self._recorder.unpack)

@@ -305,6 +305,16 @@ impl StepModel {
         for (i, allocation) in trace.allocations.iter().enumerate() {
             self.undroppable[i] = self.undroppable_reason(trace, i, allocation, end);
         }
+        // Backward reads what a write through `.data` left, which a replay would have to know when the tensor is saved.
+        for saved in &trace.saved {
+            let value = &trace.values[saved.value.index()];
+            let allocation = value.allocation.index();
+            let slot = self.slot(allocation, value.version);
+            let made_later = |slot: usize| self.slots[slot].maker >= saved.pack.index();
+            if slot.is_some_and(made_later) && self.undroppable[allocation].is_none() {
+                self.undroppable[allocation] = Some(Undroppable::Overwritten);
+            }
+        }
     }
 
     fn undroppable_reason(
