@@ -406,3 +406,41 @@ fn last_writes(trace: &Trace) -> Vec<Option<usize>> {
     }
     last
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::Category;
+    use crate::trace::sample::Builder;
+
+    /// `x -> a -> b`, of which `a` is written in place after that; autograd saves what the write left.
+    fn saved_at(pack: u32) -> Trace {
+        let mut builder = Builder::new(4);
+        let shape = [4, 8];
+        let input = builder.allocation(&shape, Category::Input, 0);
+        let a = builder.op("aten.tanh.default", Phase::Forward, &[input], &shape);
+        let b = builder.op("aten.mul.Tensor", Phase::Forward, &[a, a], &shape);
+        let written = builder.op_in_place("aten.neg_.default", Phase::Forward, a, &[]);
+        builder.op("aten.mean.default", Phase::Forward, &[b, written], &[]);
+        builder.save(written, pack, 5, 6);
+        let seed = builder.op("aten.ones.default", Phase::Backward, &[], &shape);
+        let slope = builder.op("aten.mul.Tensor", Phase::Backward, &[seed, written], &shape);
+        builder.op("aten.sum.default", Phase::Backward, &[slope], &[]);
+        builder.finish()
+    }
+
+    #[test]
+    fn what_is_written_to_after_it_was_saved_is_not_dropped() {
+        let reason = |pack| {
+            let model = StepModel::new(&saved_at(pack), Variant::default());
+            model.why_undroppable(AllocationId(1))
+        };
+        assert_eq!(reason(1), Some(Undroppable::Overwritten));
+        assert_eq!(reason(2), Some(Undroppable::Overwritten));
+        assert_eq!(
+            reason(3),
+            None,
+            "saved by the op that reads what was written"
+        );
+    }
+}
