@@ -1,0 +1,324 @@
+//! Conversations of planning, answered by hand.
+
+use super::*;
+use crate::bytes::Bytes;
+use crate::plan::{ActionKind, Tier, Verdict, plan};
+use crate::trace::{Alternative, Alternatives, sample};
+
+/// A step whose loss is worth slices.
+fn step() -> Arc<Trace> {
+    Arc::new(sample::loss_over_classes(512, None))
+}
+
+/// The same with what came of a capture in slices: all that it makes in an eighth of the bytes.
+fn in_slices(whole: &Trace) -> Arc<Trace> {
+    let widest = request(Budget::Percent(50.0), Class::Equivalent);
+    let way = ways(whole, &widest, None).swap_remove(0);
+    let mut trace = whole.clone();
+    for allocation in &mut trace.allocations {
+        if allocation.producer.is_some() {
+            allocation.bytes = Bytes(allocation.bytes.0 / 8);
+        }
+    }
+    Arc::new(Trace {
+        alternatives: Some(Alternatives {
+            steps: vec![Alternative { way, trace }],
+            ..Alternatives::default()
+        }),
+        ..whole.clone()
+    })
+}
+
+#[test]
+fn a_piece_that_was_never_recorded_is_asked_for_and_known_from_then_on() {
+    let mut trace = sample::inference(64);
+    for op in &mut trace.ops {
+        op.workspace_bytes = Bytes(1 << 20);
+    }
+    let asked = request(Budget::Percent(1.0), Class::Equivalent);
+    let made = plan(&trace, &costs(&trace), &asked).unwrap();
+    let known = Known {
+        trace: Arc::new(trace.clone()),
+        costs: Arc::new(costs(&trace)),
+    };
+    let session = PlanSession::new(asked.clone(), None);
+    let wanted = session.wanted_pieces(&known, &made);
+    let piece = Way {
+        items: Some(2),
+        ..Way::default()
+    };
+    assert_eq!(wanted, std::slice::from_ref(&piece), "what is smallest");
+    // On two items there is no scratch.
+    let mut recorded = trace.at_batch(2).unwrap();
+    for op in &mut recorded.ops {
+        op.workspace_bytes = Bytes::ZERO;
+    }
+    let whole = trace.with_piece(&piece, &recorded).unwrap();
+    assert_eq!(whole.check(), Ok(()));
+    let better = plan(&whole, &costs(&whole), &asked).unwrap();
+    assert_eq!(
+        made.minimum_peak_bytes - better.minimum_peak_bytes,
+        Bytes(1 << 20)
+    );
+    let known = Known {
+        trace: Arc::new(whole.clone()),
+        ..known
+    };
+    assert!(session.wanted_pieces(&known, &better).is_empty());
+    // Other ops, another way, too few numbers.
+    recorded.ops.pop();
+    assert!(trace.with_piece(&piece, &recorded).is_err());
+    let elsewhere = Way {
+        no_graph: true,
+        ..piece
+    };
+    assert!(trace.with_piece(&elsewhere, &trace).is_err());
+    let mut torn = whole;
+    torn.pieces[0].workspace_bytes.pop();
+    assert!(torn.check().is_err());
+}
+
+fn costs(trace: &Trace) -> CostSource {
+    CostSource::profile(vec![1.0; trace.ops.len()])
+}
+
+fn roofline() -> (CostSource, DeviceProfile) {
+    let profile = DeviceProfile {
+        name: "a test machine".to_owned(),
+        bytes_per_second: 1e10,
+        op_overhead_seconds: 1e-6,
+        ..DeviceProfile::default()
+    };
+    let source = CostSource::Roofline {
+        profile: profile.clone(),
+    };
+    (source, profile)
+}
+
+fn offer() -> Offer {
+    Offer {
+        tier: Tier::Disk,
+        folder: "/scratch".to_owned(),
+        write_bytes_per_second: 1e9,
+        read_bytes_per_second: 2e9,
+    }
+}
+
+fn request(budget: Budget, allow: Class) -> PlanRequest {
+    PlanRequest {
+        budget,
+        allow,
+        ..PlanRequest::default()
+    }
+}
+
+/// Answers a conversation as its user would, and writes down what it asked for.
+fn scripted(
+    mut session: PlanSession,
+    trace: &Arc<Trace>,
+    costs: &CostSource,
+    may_slice: bool,
+) -> (Vec<&'static str>, Made) {
+    let mut asked = Vec::new();
+    loop {
+        let need = session.next();
+        assert_eq!(
+            session.next(),
+            need,
+            "it needs the same until it is answered"
+        );
+        asked.push(need.name());
+        let answer = match need {
+            Need::Trace => Answer::Trace(Arc::clone(trace)),
+            Need::Costs { device_kind } => {
+                assert_eq!(device_kind, "cpu");
+                Answer::Costs(costs.clone())
+            }
+            Need::Offer { place, .. } => {
+                assert_eq!(place, "/scratch");
+                Answer::Offer(offer())
+            }
+            Need::Ways(_) if may_slice => Answer::Ways(in_slices(trace)),
+            Need::Ways(_) => Answer::NoWays,
+            Need::Plan(search) => Answer::Plan(Box::new(search.plan(Limit::None).unwrap())),
+            Need::Nothing(made) => return (asked, *made),
+        };
+        session.answer(answer).unwrap();
+    }
+}
+
+const STRAIGHT: [&str; 4] = ["a trace", "costs", "a plan", "nothing"];
+
+#[test]
+fn without_a_place_or_slices_it_needs_a_trace_costs_and_one_search() {
+    let trace = Arc::new(sample::chain());
+    let request = request(Budget::Percent(80.0), Class::Exact);
+    let session = PlanSession::new(request.clone(), None);
+    let (asked, made) = scripted(session, &trace, &costs(&trace), true);
+    assert_eq!(asked, STRAIGHT);
+    assert_eq!(made.plan, plan(&trace, &costs(&trace), &request).unwrap());
+    assert_eq!(made.request, request);
+}
+
+#[test]
+fn a_named_place_is_asked_for_with_the_profile_that_plans_use() {
+    let trace = Arc::new(sample::chain());
+    let mut request = request(Budget::Percent(80.0), Class::Exact);
+    let place = Some("/scratch".to_owned());
+    let session = PlanSession::new(request.clone(), place.clone());
+    let (asked, made) = scripted(session.clone(), &trace, &roofline().0, true);
+    assert_eq!(asked, ["a trace", "costs", "an offer", "a plan", "nothing"]);
+    request.offload = Some(offer());
+    assert_eq!(made.plan, plan(&trace, &roofline().0, &request).unwrap());
+    assert_eq!(made.request, request);
+
+    for (costs, known) in [
+        (roofline().0, Some(Box::new(roofline().1))),
+        (costs(&trace), None),
+    ] {
+        let mut session = session.clone();
+        session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
+        session.answer(Answer::Costs(costs)).unwrap();
+        let Need::Offer { profile, .. } = session.next() else {
+            panic!("{:?}", session.next())
+        };
+        assert_eq!(profile, known);
+    }
+}
+
+#[test]
+fn slices_are_needed_first_where_their_class_is_allowed() {
+    let trace = step();
+    let request = request(Budget::Percent(50.0), Class::Equivalent);
+    let session = PlanSession::new(request.clone(), None);
+    let (asked, made) = scripted(session, &trace, &costs(&trace), true);
+    assert_eq!(
+        asked,
+        ["a trace", "costs", "other ways", "a plan", "nothing"]
+    );
+    let sliced = in_slices(&trace);
+    assert_eq!(made.plan, plan(&sliced, &costs(&trace), &request).unwrap());
+    assert_eq!(made.plan.actions[0].kind(), ActionKind::Chunk);
+}
+
+#[test]
+fn slices_are_needed_later_where_the_plan_without_does_not_fit() {
+    let trace = step();
+    let within = |budget| PlanSession::new(request(budget, Class::Exact), None);
+    let (asked, _) = scripted(within(Budget::Percent(110.0)), &trace, &costs(&trace), true);
+    assert_eq!(asked, STRAIGHT);
+
+    let tight = Budget::Percent(50.0);
+    let (asked, made) = scripted(within(tight), &trace, &costs(&trace), true);
+    let twice = [
+        "a trace",
+        "costs",
+        "a plan",
+        "other ways",
+        "a plan",
+        "nothing",
+    ];
+    assert_eq!(asked, twice);
+    assert_eq!(made.plan.verdict, Verdict::Fits);
+    let sliced = in_slices(&trace);
+    let alone = plan(&sliced, &costs(&trace), &request(tight, Class::Exact)).unwrap();
+    assert_eq!(made.plan, alone);
+}
+
+#[test]
+fn refused_slices_are_not_asked_for_again() {
+    let trace = step();
+    for (allow, expected) in [
+        (
+            Class::Equivalent,
+            ["a trace", "costs", "other ways", "a plan", "nothing"],
+        ),
+        (
+            Class::Exact,
+            ["a trace", "costs", "a plan", "other ways", "nothing"],
+        ),
+    ] {
+        let request = request(Budget::Percent(50.0), allow);
+        let session = PlanSession::new(request.clone(), None);
+        let (asked, made) = scripted(session, &trace, &costs(&trace), false);
+        assert_eq!(asked, expected);
+        assert_eq!(made.plan, plan(&trace, &costs(&trace), &request).unwrap());
+        assert_eq!(made.plan.verdict, Verdict::DoesNotFit);
+    }
+}
+
+#[test]
+fn a_front_needs_slices_and_ends_with_its_search() {
+    let trace = step();
+    let exact = request(Budget::Percent(100.0), Class::Exact);
+    let mut session = PlanSession::for_front(exact, None);
+    session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
+    session.answer(Answer::Costs(costs(&trace))).unwrap();
+    assert!(matches!(session.next(), Need::Ways(_)));
+    let sliced = in_slices(&trace);
+    session.answer(Answer::Ways(Arc::clone(&sliced))).unwrap();
+    let Need::Plan(search) = session.next() else {
+        panic!("{:?}", session.next())
+    };
+    let request = FrontRequest {
+        budget: Some(Budget::Percent(50.0)),
+        ..FrontRequest::default()
+    };
+    let alone = front(&sliced, &costs(&trace), &request).unwrap();
+    assert_eq!(search.front(request.budget, 1).unwrap(), alone);
+}
+
+#[test]
+fn an_answer_to_another_question_changes_nothing() {
+    let trace = step();
+    let whole = plan(&trace, &costs(&trace), &PlanRequest::default()).unwrap();
+    let answers = [
+        Answer::Trace(Arc::clone(&trace)),
+        Answer::Costs(costs(&trace)),
+        Answer::Offer(offer()),
+        Answer::Ways(in_slices(&trace)),
+        Answer::Plan(Box::new(whole)),
+    ];
+    let request = request(Budget::Percent(50.0), Class::Equivalent);
+    let mut session = PlanSession::new(request, Some("/scratch".to_owned()));
+    for asked in 0..=answers.len() {
+        for (number, answer) in answers.iter().enumerate() {
+            if number != asked {
+                let before = session.next();
+                let (needed, given) = (before.name(), answer.name());
+                let refused = session.answer(answer.clone()).unwrap_err();
+                assert_eq!(refused, AnswerError::NotAsked { needed, given });
+                assert_eq!(session.next(), before);
+            }
+        }
+        if let Some(answer) = answers.get(asked) {
+            session.answer(answer.clone()).unwrap();
+        }
+    }
+    assert!(matches!(session.next(), Need::Nothing(_)));
+    let refused = session.answer(Answer::NoWays).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "planning needs nothing, and was given other ways"
+    );
+}
+
+#[test]
+fn slices_and_plans_of_another_step_are_refused() {
+    let (trace, other) = (step(), sample::loss_over_classes(1024, None));
+    let request = request(Budget::Percent(50.0), Class::Equivalent);
+    let mut session = PlanSession::new(request.clone(), None);
+    session.answer(Answer::Trace(Arc::clone(&trace))).unwrap();
+    session.answer(Answer::Costs(costs(&trace))).unwrap();
+    let refused = session.answer(Answer::Ways(in_slices(&other)));
+    let given = "other ways";
+    assert_eq!(refused, Err(AnswerError::AnotherStep { given }));
+    let refused = session.answer(Answer::Ways(Arc::clone(&trace)));
+    assert_eq!(refused, Err(AnswerError::NoOtherWays));
+    session.answer(Answer::NoWays).unwrap();
+    let theirs = plan(&other, &costs(&other), &request).unwrap();
+    let refused = session.answer(Answer::Plan(Box::new(theirs)));
+    let given = "a plan";
+    assert_eq!(refused, Err(AnswerError::AnotherStep { given }));
+    assert!(matches!(session.next(), Need::Plan(_)));
+}
