@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
 
 from memfit.tensors.shape_saves import blank_storage
 
@@ -425,3 +426,19 @@ def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:
             f"{version} instead"
         )
         raise RuntimeError(message)
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same storage and version counter without the autograd graph.
+
+    Below autograd, where a mode runs, ``detach`` would give a version counter of its own; so this
+    goes back above it.
+    """
+    if tensor.is_inference():
+        return tensor
+    with (
+        enable_reentrant_dispatch(),
+        torch._C._DisableTorchDispatch(),
+        torch.no_grad(),
+    ):
+        return tensor.detach()

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,14 +36,16 @@ from memfit.apply.remat.records import (
     ShapeOnly,
     State,
     Token,
+    alias_of,
     version_of,
 )
+from memfit.apply.remat.saved_memory import SavedMemory
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.shape_saves import ShapeSaves
 from memfit.tensors.storage import address, is_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from memfit.apply.offload.activations import Transit
     from memfit.apply.remat.directions import Directions, Planned
@@ -156,7 +157,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._since = _native.last_event()
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
-        self._saved: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Token]]]] = {}
+        self._saved = SavedMemory()
         self._shape_saves = ShapeSaves()
 
     @classmethod
@@ -226,7 +227,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._lately is not None:
             self._find_back(operator)
         if operator.writes and self._saved:
-            behind = list(self._saved_behind(operator, args, kwargs))
+            behind = self._saved.behind(operator.announced_writes(args, kwargs))
             result = self._run(index, planned, operator, types, args, kwargs)
             for token, alias in behind:
                 token.is_written_to(alias)
@@ -250,33 +251,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.own_versions and self._tracked:
             return self._take_apart(operator, args, kwargs)
         return operator.func(*args, **kwargs)
-
-    def _saved_behind(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[Token, Tensor]]:
-        """The tokens of what an op is about to write to, each with an alias of it."""
-        for tensor in operator.announced_writes(args, kwargs):
-            if tensor.layout is not torch.strided:
-                continue
-            _, tokens = self._saved.get(_storage_key(tensor), (None, ()))
-            for reference in tokens:
-                token = reference()
-                if token is not None:
-                    yield token, _alias(tensor)
-
-    def _note_saved(self, tensor: Tensor, token: Token) -> None:
-        """Know a token by the storage of what it stands for, while there is one."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        saved_by_key = self._saved
-
-        def forget(reference: weakref.ref[Any]) -> None:
-            if saved_by_key.get(key, (None,))[0] is reference:
-                del saved_by_key[key]
-
-        if key not in saved_by_key:
-            saved_by_key[key] = (weakref.ref(storage, forget), [])
-        saved_by_key[key][1].append(weakref.ref(token))
 
     def _expected(self, index: int, operator: Operator) -> bool:
         """Whether the plan expects this op here; past the region's end nothing is expected."""
@@ -511,7 +485,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if position == 0 and operator.shape_only and isinstance(value, Tensor):
                 held.append(_shape_only(value))
             elif position in hidden:
-                held.append(Pin(_alias(value), None))
+                held.append(Pin(alias_of(value), None))
             else:
                 held.append(self._hold(value, record, states))
         record.args = tuple(held)
@@ -529,11 +503,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 fetch = tracked.state.producer
                 if isinstance(fetch, Fetch) and not fetch.is_sent and fetch.source is None:
                     # Autograd saves it later, if the plan is right: until then it lives anyway.
-                    fetch.source = _alias(value)
+                    fetch.source = alias_of(value)
                     fetch.source_version = tracked.version
                 return Ref(tracked.state, Geometry.of(value))
             self._pins.setdefault(_storage_key(value), []).append(weakref.ref(record))
-            return Pin(_alias(value), version_of(value))
+            return Pin(alias_of(value), version_of(value))
         if isinstance(value, (list, tuple)):
             return type(value)(self._hold(item, record, states) for item in value)
         return value
@@ -585,7 +559,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tracked is not None:
             fetch = tracked.state.producer
             token = Token(tracked.state, tensor)
-            self._note_saved(tensor, token)
+            self._saved.add(tensor, token)
             self._shape_saves.packed(tensor, token)
             if not isinstance(fetch, Fetch):
                 self.observations.dropped_saves += 1
@@ -661,22 +635,6 @@ def _unfit(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(value, Tensor) and value.layout is not torch.strided:
             return f"takes a {value.layout} tensor"
     return None
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The same storage and version counter without the autograd graph.
-
-    Below autograd, where a mode runs, ``detach`` would give a version counter of its own; so this
-    goes back above it.
-    """
-    if tensor.is_inference():
-        return tensor
-    with (
-        enable_reentrant_dispatch(),
-        torch._C._DisableTorchDispatch(),
-        torch.no_grad(),
-    ):
-        return tensor.detach()
 
 
 def _shape_only(tensor: Tensor) -> ShapeOnly:
