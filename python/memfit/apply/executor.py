@@ -137,15 +137,15 @@ def _narrow_state(subject: Subject, actions: Actions) -> Part | None:
     if subject.optimizer is None:
         return None
     said = _said(actions, NARROW_STATE) or {}
-    tier, elsewhere = None, _said(actions, "offload_optimizer")
-    if elsewhere is not None:
+    tier, offloads = None, _said(actions, "offload_optimizer")
+    if offloads is not None:
         if NARROW_PARAMETERS in actions and not said.get("lower_halves"):
             raise UsageError(
                 "the plan offloads optimizer state in 8 bits and rounds updates of parameters in "
                 "bfloat16: it has to keep their lower halves"
             )
-        folder = subject.offload_dir or str(elsewhere.get("folder", ""))
-        tier = open_tier(str(elsewhere.get("tier")), 0, folder)
+        folder = subject.offload_dir or str(offloads.get("folder", ""))
+        tier = open_tier(str(offloads.get("tier")), 0, folder)
     return UpdatesInEightBits(subject.optimizer, subject.model, said, tier)
 
 
@@ -341,10 +341,10 @@ class Executor:
         action = actions[kind]
         same = self.subject == subject and self._actions.get(kind) == action
         part = self._parts.get(kind)
-        keeps_elsewhere = part is not None and part.tier is not None
+        is_offloaded = part is not None and part.tier is not None
         if kind == NARROW_STATE:
             of_place = "offload_optimizer"
-            same = same and keeps_elsewhere and self._actions.get(of_place) == actions.get(of_place)
+            same = same and is_offloaded and self._actions.get(of_place) == actions.get(of_place)
         return part if same and kind in (*BETWEEN_STEPS, NARROW_STATE) else None
 
     def without(self, *kinds: str) -> Executor:

@@ -31,7 +31,7 @@ _WIDE: MutableMapping[Tensor, torch.dtype] = WeakIdKeyDictionary()
 """What each was before."""
 
 
-class LowerElsewhere(Protocol):
+class OffloadedHalves(Protocol):
     """The lower halves of a parameter's numbers, which are not in memory."""
 
     def whole(self, upper: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class LowerElsewhere(Protocol):
         """Have all of them be nothing."""
 
 
-_LOWER: MutableMapping[Tensor, tuple[Tensor | LowerElsewhere, int]] = WeakIdKeyDictionary()
+_LOWER: MutableMapping[Tensor, tuple[Tensor | OffloadedHalves, int]] = WeakIdKeyDictionary()
 """Lower halves of those whose are kept, and the version of the parameter that they go with."""
 
 
@@ -65,7 +65,7 @@ def narrow(parameter: Tensor, *, keeps_lower: bool = False) -> None:
         _LOWER[parameter] = lower, parameter._version
 
 
-def lower_half(parameter: Tensor) -> Tensor | LowerElsewhere | None:
+def lower_half(parameter: Tensor) -> Tensor | OffloadedHalves | None:
     """The lower halves of a narrow parameter's numbers, as they lie; ``None`` where none are kept.
 
     They are nothing where somebody else has written to the parameter.
@@ -80,7 +80,7 @@ def lower_half(parameter: Tensor) -> Tensor | LowerElsewhere | None:
     return lower
 
 
-def belongs(lower: Tensor | LowerElsewhere, parameter: Tensor) -> None:
+def belongs(lower: Tensor | OffloadedHalves, parameter: Tensor) -> None:
     """Lower halves go with a parameter as it is now, after both were updated or moved."""
     _LOWER[parameter] = lower, parameter._version
 

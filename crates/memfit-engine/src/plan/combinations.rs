@@ -126,8 +126,8 @@ impl Planner<'_> {
         self.with_narrow_state(variants, &narrow)
     }
 
-    /// Variants, and some more with state in 8 bits where that may be, here or elsewhere. If nothing else is new, only
-    /// those: the others were tried before.
+    /// Variants, and some more with state in 8 bits where that may be, in memory or offloaded. If nothing else is
+    /// new, only those: the others were tried before.
     fn with_narrow_state(&self, usual: Vec<Variant>, more: &[Variant]) -> Vec<Variant> {
         if !self.may_narrow_state {
             return usual;
@@ -142,16 +142,16 @@ impl Planner<'_> {
         let is_worth_it =
             (self.may_shrink || self.is_new) && !half_parameters::must_narrow_state(self.trace);
         let usual = usual.into_iter().filter(|_| is_worth_it);
-        // Elsewhere, lower halves take no more memory than a slice: nothing is gained by rounding.
-        let elsewhere = self.state_away(Bytes::ZERO).zip(forms.first());
-        let elsewhere = elsewhere.into_iter().flat_map(|(away, &form)| {
+        // Offloaded lower halves take no more memory than a slice, so rounding would save nothing.
+        let offloaded = self.state_away(Bytes::ZERO).zip(forms.first());
+        let offloaded = offloaded.into_iter().flat_map(|(away, &form)| {
             more.iter().map(move |&plain| Variant {
                 eight_bit_state: Some(form),
                 offload_optimizer: Some(away),
                 ..plain
             })
         });
-        usual.chain(narrow).chain(elsewhere).collect()
+        usual.chain(narrow).chain(offloaded).collect()
     }
 
     /// Transfers hide behind computing where two of the largest allocations may be on their way; where bytes are

@@ -1,4 +1,4 @@
-//! Optimizer state in 8 bits: which of it is, what it takes, and what of it is elsewhere.
+//! Optimizer state in 8 bits: which of it is, what it takes, and what of it is offloaded.
 //!
 //! Part of laying a step out (`layout/` sums the bytes). Not responsible for the order of updates (`offload/updates.rs`),
 //! nor for whether an optimizer has such a form at all (`plan/technique/optimizer_bits.rs`).
@@ -30,7 +30,7 @@ impl NarrowMoment {
         Bytes(Narrow::EightBit.bytes(slice * WIDE) + lower)
     }
 
-    /// In how many slices it comes and goes.
+    /// In how many slices it is fetched and written.
     #[must_use]
     pub const fn slices(self) -> u64 {
         self.numbers.div_ceil(EightBitState::SLICE_NUMBERS)
@@ -38,9 +38,9 @@ impl NarrowMoment {
 }
 
 impl Variant {
-    /// Of each update, the moments in 8 bits that are elsewhere between updates: they come and go slice by slice.
+    /// Of each update, the moments in 8 bits that are offloaded: they are fetched and written slice by slice.
     #[must_use]
-    pub fn moments_elsewhere(self, trace: &Trace) -> Vec<Vec<NarrowMoment>> {
+    pub fn offloaded_moments(self, trace: &Trace) -> Vec<Vec<NarrowMoment>> {
         let Some((away, narrow)) = self.offload_optimizer.zip(self.eight_bit_state) else {
             return vec![Vec::new(); trace.updates.len()];
         };
@@ -53,7 +53,7 @@ impl Variant {
 }
 
 impl EightBitState {
-    /// Numbers that torch's ops work on at once, and that come and go at once where moments are elsewhere.
+    /// Numbers of a slice: what torch's ops work on at once, and what is fetched at once of offloaded moments.
     pub const SLICE_NUMBERS: u64 = 1 << 20;
 
     /// Of each update, the moments in 8 bits: those of parameters that are large enough, with a number for each of the

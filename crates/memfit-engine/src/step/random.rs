@@ -492,7 +492,7 @@ fn random_treatments_reach_every_kind_of_transfer_and_runs_of_one_op_again() {
             trace = with_half_parameter(trace);
         }
         let variant = variant(flags, window);
-        for moment in variant.moments_elsewhere(&trace).iter().flatten() {
+        for moment in variant.offloaded_moments(&trace).iter().flatten() {
             sliced[usize::from(moment.lower_bytes > Bytes::ZERO)] += 1;
         }
         for (_, turn) in update_turns(&trace, variant) {

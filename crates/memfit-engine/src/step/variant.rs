@@ -19,7 +19,7 @@ pub struct Variant {
     pub window_bytes: Bytes,
     /// The optimizer runs per parameter, and state is in memory only around its update.
     pub offload_optimizer: Option<StateAway>,
-    /// The optimizer runs per parameter, and state is in 8 bits, also while it does. Of state that is elsewhere, a slice
+    /// The optimizer runs per parameter, and state is in 8 bits, also while it does. Of offloaded state, a slice
     /// is in memory then.
     pub eight_bit_state: Option<EightBitState>,
     /// The optimizer runs per parameter, and parameters are elsewhere but for a room in memory.

@@ -1,4 +1,4 @@
-"""Bytes that go with the numbers of one parameter, elsewhere slice by slice.
+"""Offloaded bytes that belong to the numbers of one parameter, a slice of them in memory.
 
 Responsible for :class:`ByteSlices`, of which no more than one slice is read at a time. Not
 responsible for what the bytes stand for (:mod:`memfit.apply.precision.eight_bit_state`) nor for

@@ -10,7 +10,7 @@ else, and rounded at random. Not responsible for which parameters have one
 Whoever reads a moment gets it in 32 bits, and from then on it is so: writing to it counts. It is
 shrunk again before the next step, unless somebody keeps it; until then torch's own update is used.
 
-Moments may be elsewhere, and lower halves with them: then an update has one slice of them after the
+Moments may be offloaded, and lower halves with them: an update then has one slice of them after the
 other in memory (:mod:`memfit.apply.offload.byte_slices`).
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memfit.apply.offload.tiers import Tier
-    from memfit.tensors.narrow_parameters import LowerElsewhere
+    from memfit.tensors.narrow_parameters import OffloadedHalves
 
 
 class _Moment(Here):
@@ -76,8 +76,8 @@ class _Moment(Here):
         increment_version(self.held)
 
 
-class _MomentElsewhere(ByteSlices, Here):
-    """A moment in 8 bits, elsewhere."""
+class _OffloadedMoment(ByteSlices, Here):
+    """An offloaded moment in 8 bits."""
 
     def __init__(self, like: Tensor, *, is_square: bool, tier: Tier) -> None:
         """One that is zero.
@@ -107,7 +107,7 @@ class _MomentElsewhere(ByteSlices, Here):
 
 
 class _LowerSlices(ByteSlices):
-    """The lower halves of a parameter, elsewhere."""
+    """The offloaded lower halves of a parameter."""
 
     def __init__(self, lower: Tensor, tier: Tier) -> None:
         """Have them go.
@@ -200,11 +200,11 @@ class EightBitState(AwayState):
                     dict.__setitem__(self, key, None)
                     del wide
 
-    def _zero(self, like: Tensor, *, is_square: bool) -> _Moment | _MomentElsewhere:
+    def _zero(self, like: Tensor, *, is_square: bool) -> _Moment | _OffloadedMoment:
         """A moment of zeros where moments are."""
         if self.tier is None:
             return _Moment(like, is_square=is_square)
-        return _MomentElsewhere(like, is_square=is_square, tier=self.tier)
+        return _OffloadedMoment(like, is_square=is_square, tier=self.tier)
 
     def _have_lower_halves_go(self, parameter: Tensor) -> None:
         """Have those of a parameter be where moments are."""
@@ -221,7 +221,7 @@ class EightBitState(AwayState):
         Raises:
             OffloadError: It cannot now, and stays in memory.
         """
-        for slices in self._elsewhere():
+        for slices in self._in_slices():
             slices.send_left()
 
     def left_bytes(self) -> int:
@@ -229,9 +229,9 @@ class EightBitState(AwayState):
         return sum(piece.nbytes for piece in self._left())
 
     def _left(self) -> list[Tensor]:
-        return [piece for slices in self._elsewhere() for piece in slices.left()]
+        return [piece for slices in self._in_slices() for piece in slices.left()]
 
-    def _elsewhere(self) -> list[ByteSlices]:
+    def _in_slices(self) -> list[ByteSlices]:
         parameter = None if self._parameter is None else self._parameter()
         lower = None if parameter is None else lower_half(parameter)
         held: list[object] = [stored.parcel for stored in self._away.values()]
@@ -360,7 +360,7 @@ def _update_slice(
     rule: Mapping[str, Any],
     state: EightBitState,
     parameter: Tensor,
-    lower: Tensor | LowerElsewhere | None,
+    lower: Tensor | OffloadedHalves | None,
     number: int,
     start: int,
     stop: int,
@@ -469,9 +469,9 @@ def _bytes_of_halves(numbers: int) -> int:
     return torch.int16.itemsize * numbers
 
 
-def _moment_of(stored: Stored) -> _Moment | _MomentElsewhere:
+def _moment_of(stored: Stored) -> _Moment | _OffloadedMoment:
     moment = stored.parcel
-    assert isinstance(moment, _Moment | _MomentElsewhere), "nothing else is sent by this state"
+    assert isinstance(moment, _Moment | _OffloadedMoment), "nothing else is sent by this state"
     return moment
 
 
@@ -514,7 +514,7 @@ def _momentum(group: Mapping[str, Any], *, is_first: bool) -> dict[str, float | 
     }
 
 
-def _stored(like: Tensor, moment: _Moment | _MomentElsewhere) -> Stored:
+def _stored(like: Tensor, moment: _Moment | _OffloadedMoment) -> Stored:
     return Stored(like.size(), like.stride(), torch.float32, like.device, moment)
 
 

@@ -175,7 +175,7 @@ impl Schedule {
         }
         let (moved_as_one, sliced) = (
             variant.states_moved(trace),
-            variant.moments_elsewhere(trace),
+            variant.offloaded_moments(trace),
         );
         let moved = |update: &ParameterUpdate| update.moved_bytes.as_f64().max(1.0);
         let all: f64 = trace.updates.iter().map(moved).sum();

@@ -87,7 +87,7 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
         .collect();
     let moved = variant.states_moved(trace).into_iter().flatten();
     let moved = moved.map(|state| trace.allocations[state.index()].bytes);
-    let sliced = variant.moments_elsewhere(trace);
+    let sliced = variant.offloaded_moments(trace);
     let in_slices = sliced.iter().filter(|moments| !moments.is_empty()).count();
     let bytes = moved.chain(sliced.iter().flatten().map(|moment| moment.bytes));
     let parameter = |&update: &usize| {

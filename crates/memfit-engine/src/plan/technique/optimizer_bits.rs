@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn of_moments_that_are_elsewhere_a_slice_is_there_during_their_update() {
+    fn of_offloaded_moments_a_slice_is_in_memory_during_their_update() {
         let mut trace = with_moments();
         let away = StateAway {
             window_bytes: Bytes::ZERO,
@@ -276,7 +276,7 @@ mod tests {
                 Evaluator::new(&model).timeline(&kept)
             });
             assert_eq!(here[0] - without[0], of_both(numbers), "in forward");
-            let moments = variant(Some(away)).moments_elsewhere(&trace);
+            let moments = variant(Some(away)).offloaded_moments(&trace);
             assert!(moments[0].iter().all(|moment| moment.slices() == slices));
             let slice = moments[0].iter().map(|moment| moment.slice_bytes());
             let most = numbers.min(EightBitState::SLICE_NUMBERS);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_has_it_elsewhere_where_that_is_needed() {
+    fn a_plan_offloads_it_where_that_is_needed() {
         let trace = with_moments();
         let offer = Offer {
             tier: Tier::Disk,

@@ -225,8 +225,8 @@ impl StepModel {
         let Some(narrow) = self.variant.eight_bit_state else {
             return;
         };
-        let elsewhere = self.variant.moments_elsewhere(trace);
-        let updates = narrow.moments(trace).into_iter().zip(elsewhere);
+        let offloaded = self.variant.offloaded_moments(trace);
+        let updates = narrow.moments(trace).into_iter().zip(offloaded);
         for (update, (moments, sliced)) in updates.enumerate() {
             if !moments.is_empty() {
                 let taken = EightBitState::temporary_bytes(trace, &moments);

@@ -143,7 +143,7 @@ pub(super) fn narrow_state_bytes(trace: &Trace, variant: Variant) -> BTreeMap<us
     found
 }
 
-/// Is `a` a moment in 8 bits of update `i` that is elsewhere, so that slices of it come one after the other?
+/// Is `a` an offloaded moment in 8 bits of update `i`, which is fetched slice by slice?
 fn comes_in_slices(trace: &Trace, variant: Variant, i: usize, a: usize) -> bool {
     let large = |least: u64| trace.allocations[a].bytes.0 >= least.max(1);
     let goes = variant.offload_optimizer.map(|away| away.least_bytes.0);

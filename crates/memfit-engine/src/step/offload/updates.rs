@@ -41,7 +41,7 @@ impl Variant {
     /// Of each update, the state that is away and moves as one: all of it but moments in 8 bits.
     #[must_use]
     pub fn states_moved(self, trace: &Trace) -> Vec<Vec<AllocationId>> {
-        let sliced = self.moments_elsewhere(trace);
+        let sliced = self.offloaded_moments(trace);
         let updates = trace.updates.iter().zip(sliced);
         let of_update = |(update, sliced): (&ParameterUpdate, Vec<NarrowMoment>)| {
             let away = self.offload_optimizer.into_iter();

@@ -1,4 +1,4 @@
-"""Optimizer state in 8 bits, and lower halves with it, elsewhere slice by slice."""
+"""Optimizer state in 8 bits, and lower halves with it, offloaded slice by slice."""
 
 from __future__ import annotations
 
