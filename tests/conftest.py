@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from forks import FORKS
 from memfit.torch_versions import offloaded_parameters_refusal
 
 torch.set_num_threads(1)
+
+# A shell starts its background jobs with Ctrl-C ignored, and tests of it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Inductor would compile and load a program for each set of vector instructions that the processor
 # has, to see whether the compiler has it too. Processes that tests start inherit this.
