@@ -1,5 +1,6 @@
 """A model that is used while it is still read: every tensor is there, whole, before it is used."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -53,8 +54,12 @@ def read_bytes(parked):
 
 def nameless_files(folder):
     """What something is parked in, to be damaged."""
-    links = [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
-    return [link for link in links if link.readlink().is_relative_to(folder.resolve())]
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed by another thread meanwhile
+            if link.readlink().is_relative_to(folder.resolve()):
+                found.append(link)
+    return found
 
 
 def flip(file, place):
