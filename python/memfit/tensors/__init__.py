@@ -2,5 +2,5 @@
 
 ``operators`` knows torch's ops, ``storage`` the memory under a tensor, ``barrier`` stops its use,
 ``garbage`` holds Python's cycle collector off while memory is counted, ``heap`` is the C library's,
-``held`` is what a workload's functions hold.
+``versions`` how often it was written to, ``held`` is what a workload's functions hold.
 """

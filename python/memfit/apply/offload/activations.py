@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.apply.remat.records import Fetch, State, version_of
+from memfit.apply.remat.records import Fetch, State
 from memfit.errors import ReplayError
+from memfit.tensors.versions import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,6 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
 from memfit.tensors.shape_saves import blank_storage
+from memfit.tensors.versions import counter_of, version_of
 
 if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Parcel
@@ -377,35 +377,6 @@ class Kept:
 
     tensor: Tensor
     version: int
-
-
-def version_of(tensor: Tensor) -> int:
-    """The version counter of a tensor, or -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-@cache
-def _nothing(device: torch.device) -> Tensor:
-    """A tensor without memory."""
-    return torch.empty(0, device=device)
-
-
-def counter_of(tensor: Tensor) -> Tensor | None:
-    """A tensor that shares the version counter of another, and none of its memory.
-
-    An alias shares the counter, and keeps it when it is given other data (``shallow_copy_from`` in
-    torch's ``c10/core/TensorImpl.h``).
-
-    Args:
-        tensor: A tensor as autograd has it; an inference tensor has no counter.
-    """
-    if tensor.is_inference():
-        return None
-    with torch._C._DisableTorchDispatch():
-        nothing = _nothing(tensor.device)
-        counter = tensor.detach()
-        counter.data = nothing
-    return counter
 
 
 def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:

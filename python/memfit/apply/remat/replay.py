@@ -33,9 +33,9 @@ from memfit.apply.remat.records import (
     State,
     Token,
     require_unchanged,
-    version_of,
 )
 from memfit.errors import ReplayError
+from memfit.tensors.versions import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 
 class SavedMemory:
-    """Tokens by the storage of what they stand for, as long as there is one."""
+    """Tokens by the storage of what they stand for, as long as there is one.
+
+    torch counts a write after the op's mode has returned: whether it was counted is known later.
+    """
 
     def __init__(self) -> None:
         """None is known."""
         self._tokens: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Token]]]] = {}
+        self._writes: list[tuple[Token, Tensor]] = []
 
     def __bool__(self) -> bool:
         """Whether any memory that somebody holds was saved."""
@@ -51,23 +55,27 @@ class SavedMemory:
             tokens[key] = (weakref.ref(storage, forget), [])
         tokens[key][1].append(weakref.ref(token))
 
-    def behind(self, written: Iterable[Tensor]) -> list[tuple[Token, Tensor]]:
-        """The tokens of what an op is about to write to, each with an alias of it.
+    def written(self, targets: Iterable[Tensor]) -> None:
+        """Take note of what an op is about to write to.
 
         Args:
-            written: What it says that it writes to.
+            targets: What it says that it writes to.
         """
-        found: list[tuple[Token, Tensor]] = []
-        for tensor in written:
+        for tensor in targets:
             if tensor.layout is not torch.strided:
                 continue
             _, tokens = self._tokens.get(tensor.untyped_storage()._cdata, (None, ()))
-            found += [
+            self._writes += [
                 (token, alias_of(tensor))
                 for reference in tokens
                 if (token := reference()) is not None
             ]
-        return found
+
+    def settle(self) -> None:
+        """Tell tokens of the writes of ops that have ended."""
+        for token, alias in self._writes:
+            token.is_written_to(alias)
+        self._writes.clear()
 
     def clear(self) -> None:
         """Know none."""

@@ -37,12 +37,12 @@ from memfit.apply.remat.records import (
     State,
     Token,
     alias_of,
-    version_of,
 )
 from memfit.apply.remat.saved_memory import SavedMemory
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.shape_saves import ShapeSaves
 from memfit.tensors.storage import address, is_wrapper
+from memfit.tensors.versions import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -197,6 +197,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything that only forward needs; tokens and their records live on."""
         self._tracked.clear()
         self._pins.clear()
+        self._saved.settle()
         self._saved.clear()
         # These hold this watch, and with it modules, which are to go with their last reference.
         self._on_divergence, self._ask_strays = _say_nothing, _nowhere
@@ -218,6 +219,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not operator.counted:
             return func(*args, **kwargs)
         self._shape_saves.op(operator.name, args)
+        self._saved.settle()
         self._turn += 1
         index = self.index
         planned: dict[int, Planned] | None = None
@@ -227,30 +229,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._lately is not None:
             self._find_back(operator)
         if operator.writes and self._saved:
-            behind = self._saved.behind(operator.announced_writes(args, kwargs))
-            result = self._run(index, planned, operator, types, args, kwargs)
-            for token, alias in behind:
-                token.is_written_to(alias)
-            return result
-        return self._run(index, planned, operator, types, args, kwargs)
-
-    def _run(
-        self,
-        index: int,
-        planned: dict[int, Planned] | None,
-        operator: Operator,
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run an op as the plan wants it, or as what it touches does."""
+            self._saved.written(operator.announced_writes(args, kwargs))
         if planned is not None:
             return self._create(index, planned, operator, types, args, kwargs)
         if operator.writes and (self._tracked or self._pins):
             return self._write(index, operator, types, args, kwargs)
         if operator.own_versions and self._tracked:
             return self._take_apart(operator, args, kwargs)
-        return operator.func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _expected(self, index: int, operator: Operator) -> bool:
         """Whether the plan expects this op here; past the region's end nothing is expected."""

@@ -204,6 +204,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an op that counts and write it down."""
         ledger = self.ledger
         index = ledger.now
+        self.saved.settle_writes()
         self.saved.shape_saves.op(operator.name, args)
         if self._fake_mode is not None and not operator.lift:
             args, kwargs = self._adopt_arguments(args, kwargs)

@@ -13,9 +13,9 @@ Where the step runs on fake tensors, the fresh storage has a size and no content
 real ones, the token keeps a copy of the contents that the recorder does not count, in memory or
 elsewhere.
 
-Backward reads what a storage holds by then. torch refuses most tensors that were written to since
-they were saved, but does not see writes through ``.data``: what such a write left is what the token
-keeps, and the save is of that version.
+Backward reads what a storage holds by then. torch refuses a tensor whose version counter says that
+it was written to since, but a write through ``.data`` has another counter: what such a write left
+is what the token keeps, and the save is of that version.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from memfit.capture.record.ledger import Ledger
 from memfit.tensors.shape_saves import ShapeSave, ShapeSaves, blank_storage
 from memfit.tensors.storage import is_wrapper
+from memfit.tensors.versions import counter_of, version_of
 
 
 @dataclass(slots=True)
@@ -77,7 +78,17 @@ class InMemory:
 class Token:
     """What autograd holds instead of a tensor; its death is the release of the save."""
 
-    __slots__ = ("__weakref__", "_released", "contents", "save", "shape_save", "tensor", "view")
+    __slots__ = (
+        "__weakref__",
+        "_released",
+        "contents",
+        "counter",
+        "save",
+        "shape_save",
+        "tensor",
+        "version",
+        "view",
+    )
 
     def __init__(self, save: Save, released: Callable[[Save], None]) -> None:
         """Create a token that refers to nothing but its save."""
@@ -86,7 +97,13 @@ class Token:
         self.view: tuple[Any, ...] = ()
         self.contents: Contents | None = None
         self.shape_save: ShapeSave | None = None
+        self.counter: Tensor | None = None
+        self.version = -1
         self._released = released
+
+    def is_counted_since(self) -> bool:
+        """Whether torch has counted a write since: it refuses the tensor, then."""
+        return self.counter is not None and version_of(self.counter) != self.version
 
     def release(self) -> None:
         """Let go of whatever the token refers to, as the death of its node would."""
@@ -138,6 +155,7 @@ class SavedTensors:
         )
         self._tokens: dict[int, list[Token]] | None = None
         self._tokens_of: defaultdict[int, list[weakref.ref[Token]]] = defaultdict(list)
+        self._writes: list[tuple[torch.UntypedStorage, int]] = []
         self._foreign: Callable[[Tensor], Tensor] | None = None
 
     def convert_foreign_with(self, convert: Callable[[Tensor], Tensor]) -> None:
@@ -164,6 +182,7 @@ class SavedTensors:
 
     def close(self, end: int) -> None:
         """End the step: what no node let go of is released at ``end``."""
+        self.settle_writes()
         for save in self.saves:
             if save.release is None:
                 save.release = end
@@ -172,22 +191,30 @@ class SavedTensors:
         self._tokens_of.clear()
 
     def written(self, storage: torch.UntypedStorage, allocation: int) -> None:
-        """Let what was saved of a storage be what an op has just written there.
+        """Take note of a write. torch counts it after the op's mode has returned, if it does.
 
         Args:
-            storage: The storage.
+            storage: What an op has written to.
             allocation: Its allocation, at its new version.
         """
-        for reference in self._tokens_of.get(allocation, ()):
-            token = reference()
-            if token is None:
-                continue
-            token.save.value = self._ledger.written_value(token.save.value)
-            if token.contents is not None:
-                token.contents = self.contents(storage, allocation)
+        if allocation in self._tokens_of:
+            self._writes.append((storage, allocation))
+
+    def settle_writes(self) -> None:
+        """Let what was saved be what the last op wrote there without torch counting it."""
+        writes, self._writes = self._writes, []
+        for storage, allocation in writes:
+            for reference in self._tokens_of[allocation]:
+                token = reference()
+                if token is None or token.is_counted_since():
+                    continue
+                token.save.value = self._ledger.written_value(token.save.value)
+                if token.contents is not None:
+                    token.contents = self.contents(storage, allocation)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor that it saves."""
+        self.settle_writes()
         ledger = self._ledger
         if is_wrapper(type(tensor)):
             return tensor  # autograd holds it, and with it what it wraps
@@ -217,6 +244,7 @@ class SavedTensors:
             self._storages[allocation] = weakref.ref(storage)
             if self._fake_mode is None:
                 token.contents = self.contents(storage, allocation)
+            token.counter, token.version = counter_of(tensor), version_of(tensor)
             self._tokens_of[allocation].append(weakref.ref(token))
         if self._tokens is not None:
             self._tokens.setdefault(sequence, []).append(token)
@@ -224,6 +252,7 @@ class SavedTensors:
 
     def unpack(self, token: Any) -> Tensor:
         """The tensor that autograd saved."""
+        self.settle_writes()
         if isinstance(token, Tensor):
             self.unpacked = id(token)
             return token

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
-from memfit.apply.remat.records import require_unchanged, version_of
+from memfit.apply.remat.records import require_unchanged
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
 from memfit.capture.stage.stage import batch_entries
@@ -40,6 +40,7 @@ from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import address, is_fixed, plain_tensors, viewed
+from memfit.tensors.versions import version_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 

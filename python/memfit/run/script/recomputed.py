@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memfit.apply.remat.records import require_unchanged, version_of
+from memfit.apply.remat.records import require_unchanged
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.saves import Contents
+from memfit.tensors.versions import version_of
 
 
 class Recomputed:
