@@ -235,8 +235,9 @@ def test_a_fork_says_that_the_store_is_its_parents(tmp_path):
 
 
 def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path):
-    store = Store(tmp_path, 1 << 30, allow_memory=True)
-    storage = torch.ones(1 << 26).untyped_storage()  # 256 MiB: takes longer than the alarm
+    store = Store(tmp_path, 4 << 30, allow_memory=True)
+    # 1 GiB takes longer to write than questions for a signal are apart (50 ms), on a fast disk too.
+    storage = torch.ones(1 << 28).untyped_storage()
     holders = sys.getrefcount(storage)
 
     def interrupt(_number, _frame):
@@ -248,7 +249,7 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for tries in range(1, 101):  # on a busy machine an alarm may come when all is written
+        for tries in range(1, 11):  # on a busy machine an alarm may come when all is written
             block = store.write(storage.data_ptr(), storage.nbytes(), storage)
             with pytest.raises(KeyboardInterrupt):
                 wait(block)
