@@ -311,12 +311,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _storage_key(made) in given or _storage_key(made) in self._tracked:
                 self._keep(index, operator, "returns a view instead of a new tensor")
                 continue
-            if made.numel() > output.elements and not self.observations.divergence:
-                self.observations.divergence = (
+            if made.numel() > output.elements:
+                self._say(
                     f"forward op {index}, `{operator.name}`, made {made.numel()} elements instead "
                     f"of {output.elements}"
                 )
-                self._on_divergence(self.observations.divergence)
             if output.goes_to is not None:
                 self._store(index, ordinal, output.goes_to, output.home, operator, made)
             elif record is not None:
