@@ -294,7 +294,7 @@ class AutocastFp16Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfParametersAction:
-    """Hold weights and their gradients in bfloat16.
+    """Hold weights and their gradients in 16 bits.
 
     Attributes:
         kind: Which technique.
@@ -1181,7 +1181,7 @@ class HalfParameters:
     """Parameters held in 16 bits, their gradients with them.
 
     Attributes:
-        names: Names of the parameters in ``bfloat16``.
+        names: Names of the parameters in the type that autocast casts to beside it.
     """
 
     names: tuple[str, ...]
@@ -1261,7 +1261,7 @@ Kind = Literal[
 - ``offload_parameters``: Offload parameters, with a bounded part of them resident.
 - ``autocast``: Compute matrix products and convolutions in bfloat16.
 - ``autocast_fp16``: Compute them in float16, with a loss scale.
-- ``half_parameters``: Hold weights and their gradients in bfloat16.
+- ``half_parameters``: Hold weights and their gradients in 16 bits.
 - ``int8_weights``: Hold weights of linear layers in 8 bits, for inference.
 - ``chunk``: Compute the loss over many classes, wide layers, images and attention in slices of
     rows.

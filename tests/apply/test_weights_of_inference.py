@@ -84,34 +84,92 @@ def tied():
     return words(tied=True)
 
 
-CASES = [(words, "half_parameters"), (words, "int8_weights"), (tied, "int8_weights")]
+FLOAT16 = ("half_parameters", "autocast_fp16")
+CASES = [
+    (words, "half_parameters"),
+    (words, *FLOAT16),
+    (words, "int8_weights"),
+    (tied, "int8_weights"),
+]
 
 
-@pytest.mark.parametrize(("build", "kind"), CASES)
-def test_bytes_are_predicted(build, kind):
-    if kind == "int8_weights":
+@pytest.mark.parametrize(("build", "kinds"), [(build, kinds) for build, *kinds in CASES])
+def test_bytes_are_predicted(build, kinds):
+    if "int8_weights" in kinds:
         pytest.importorskip("torchao")
-    one = fitted(build, kind)
-    assert kind in kinds_of(one.plan)
+    one = fitted(build, *kinds)
+    assert set(kinds) <= set(kinds_of(one.plan))
     peak = measured(one)
     assert one.plan.planned.predicted_peak_bytes == peak
     assert peak < 0.6 * one.plan.unplanned.predicted_peak_bytes
 
 
-def test_outputs_in_bfloat16_are_those_of_ones_own_narrow_weights():
+TYPES = [(torch.bfloat16, ["half_parameters"]), (torch.float16, FLOAT16)]
+
+
+@pytest.mark.parametrize(("dtype", "kinds"), TYPES)
+def test_outputs_in_16_bits_are_those_of_ones_own_narrow_weights(dtype, kinds):
     own = copy.deepcopy(words().model)
     for name, parameter in own.named_parameters():
         if name.endswith("weight") and name != "norm.weight":
-            parameter.data = parameter.data.bfloat16()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            parameter.data = parameter.data.to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype, cache_enabled=False):
         expected = own(words().batch)
-    one = fitted(words, "half_parameters")
+    one = fitted(words, *kinds)
     workload = one.workload
     assert torch.equal(one.step(), expected)
     one.close()
     for name, parameter in workload.model.named_parameters():
         assert parameter.dtype is torch.float32
         assert torch.equal(parameter, own.get_parameter(name).float())
+
+
+def test_float16_is_nearer_and_takes_no_more():
+    half, float16 = (fitted(words, *kinds) for _, kinds in TYPES)
+    assert float16.plan.planned.predicted_peak_bytes <= half.plan.planned.predicted_peak_bytes
+    with torch.no_grad():
+        exact = words().model(words().batch)
+    errors = [float((one.step().float() - exact).norm()) for one in (half, float16)]
+    assert errors[1] < errors[0] / 4, errors
+    assert any("float16 ends at 65504" in note for note in float16.plan.notes)
+
+
+def test_weights_beyond_float16_stay():
+    far = words()
+    with torch.no_grad():
+        far.model.layers[3].weight[5, 7] = -1e5
+    reason = refusal_of(planned(far, *FLOAT16), "half_parameters")
+    assert reason == "`layers.3.weight` holds a number of 1e+05, and float16 ends at 65504"
+    with pytest.raises(memfit.UsageError, match=r"in 16 bits, but `layers.3.weight` holds"):
+        memfit.Fitted(far, plan_of(words, *FLOAT16))
+    assert "half_parameters" in kinds_of(planned(far, "half_parameters"))
+
+
+def test_verify_says_no_where_activations_leave_float16():
+    def far():
+        workload = words()
+        with torch.no_grad():
+            workload.model.norm.weight.mul_(1e6)
+        return workload
+
+    found = memfit.verify(far, plan=plan_of(words, *FLOAT16), steps=1)
+    assert not found.holds
+    assert memfit.verify(far, plan=plan_of(words, "half_parameters"), steps=1).holds
+
+
+def test_another_type_of_16_bits_begins_with_the_whole_weights():
+    workload = words()
+    plans = [plan_of(words, *kinds) for _, kinds in TYPES]
+    one = memfit.Fitted(workload, plans[1])
+    first = one.step()
+    one.follow(plans[0])
+    one.step()
+    assert workload.model.head.weight.dtype is torch.bfloat16
+    one.follow(plans[1])
+    assert torch.allclose(one.step().float(), first.float(), atol=5e-2)
+    assert workload.model.head.weight.dtype is torch.float16
+    one.close()
+    assert workload.model.head.weight.dtype is torch.float32
 
 
 def test_outputs_in_8_bits_are_those_of_torchao():

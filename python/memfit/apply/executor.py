@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -48,7 +49,7 @@ from memfit.apply.remat.remat import Rematerialiser
 from memfit.apply.slices.in_slices import InSlices
 from memfit.errors import OffloadError, UsageError
 from memfit.options import HOST
-from memfit.tensors.narrow_parameters import widen
+from memfit.tensors.narrow_parameters import NARROW, widen
 from memfit.tensors.optimizers import gradients_reduced_later
 from memfit.weights.in_eight_bits import restore
 
@@ -58,7 +59,8 @@ if TYPE_CHECKING:
 Actions = Mapping[str, Mapping[str, Any]]
 """The actions of a plan by their kinds."""
 
-_AUTOCAST = ("autocast", "autocast_fp16")
+_FLOAT16 = "autocast_fp16"
+_AUTOCAST = ("autocast", _FLOAT16)
 _OF_ACTIVATIONS = ("remat", "unneeded_saves", "offload", "shrink")
 BETWEEN_STEPS = ("offload_optimizer", "offload_parameters")
 """Kinds of action that keep something elsewhere between steps."""
@@ -199,12 +201,12 @@ def _micro_batches(subject: Subject, actions: Actions) -> Part:
 
 def _autocast(subject: Subject, actions: Actions) -> Part:
     kind = next(kind for kind in _AUTOCAST if kind in actions)
-    if kind == "autocast_fp16" and "fuse_optimizer" in actions:
+    if kind == _FLOAT16 and "fuse_optimizer" in actions:
         raise UsageError(
             "the plan scales the loss and runs the optimizer inside backward: whether gradients "
             "are finite is known after the last one"
         )
-    return UnderAutocast(subject.model, _said(actions, kind) or {})
+    return UnderAutocast(subject.model, _said(actions, kind) or {}, trains=subject.trains)
 
 
 def _slices(subject: Subject, actions: Actions) -> Part:
@@ -215,9 +217,9 @@ def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
     of_state = _said(actions, NARROW_STATE) or {}
     updated, keeps_lower = of_state.get("names", ()), bool(of_state.get("lower_halves"))
     said = _said(actions, NARROW_PARAMETERS) or {}
-    return HalfParameters(
-        subject.model, said, updated, trains=subject.trains, keeps_lower=keeps_lower
-    )
+    dtype = torch.float16 if _FLOAT16 in actions else NARROW
+    form = {"trains": subject.trains, "keeps_lower": keeps_lower}
+    return HalfParameters(subject.model, said, updated, dtype, **form)
 
 
 def _int8_weights(subject: Subject, actions: Actions) -> Part:
@@ -260,7 +262,7 @@ TECHNIQUES = {
     "micro_batch": Technique(_micro_batches, needs_whole_step=True, for_inference=True),
     "no_graph": Technique(_no_graph, for_inference=True),
     "autocast": Technique(_autocast, for_inference=True),
-    "autocast_fp16": Technique(_autocast, needs_whole_step=True),
+    _FLOAT16: Technique(_autocast, needs_whole_step=True, for_inference=True),
     "remat": Technique(_activations),
     "unneeded_saves": Technique(_activations),
     "offload": Technique(_activations),
@@ -331,7 +333,7 @@ class Executor:
         self.one_by_one = updates if isinstance(updates, UpdatesOneByOne) else None
         parameters = self._parts.get("offload_parameters")
         self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
-        autocast = self._parts.get("autocast_fp16")
+        autocast = self._parts.get(_FLOAT16)
         self.scales_loss = isinstance(autocast, UnderAutocast) and autocast.scales_loss
         remat = next((self._parts[kind] for kind in _OF_ACTIVATIONS if kind in self._parts), None)
         self.remat = remat if isinstance(remat, Rematerialiser) else None
@@ -376,7 +378,7 @@ class Executor:
         in_call = isinstance(self._parts.get("micro_batch"), InPieces)
         there = [kind for kind in kinds if kind in self._actions]
         if not self.subject.trains:
-            there = [kind for kind in there if kind not in _WEIGHTS]
+            there = [kind for kind in there if kind not in (*_WEIGHTS, _FLOAT16)]
         return next((kind for kind in there if kind != "micro_batch" or not in_call), None)
 
     # A step

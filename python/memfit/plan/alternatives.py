@@ -26,7 +26,7 @@ from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
 from memfit.errors import MemfitError, UsageError, first_line
 from memfit.tensors.garbage import no_collection
-from memfit.tensors.narrow_parameters import NARROW, alias_refusal
+from memfit.tensors.narrow_parameters import alias_refusal, range_refusal
 from memfit.weights.by_rows import require_torchao
 from memfit.weights.in_eight_bits import linear_weights, quantize
 
@@ -77,7 +77,7 @@ def with_alternatives(
             return _with_pieces(stages, trace, ways)
         for asked in ways:
             way = _possible(asked, workload.model)
-            refusal = _impossible(way, meta)
+            refusal = _impossible(way, workload.model, meta)
             try:
                 if not refusal and not _is_needless(way, found.steps):
                     _record(stages, workload, way, found, meta)
@@ -91,7 +91,7 @@ def with_alternatives(
 def _how(way: Way) -> str:
     """How a step runs in a way, in words."""
     if "half_parameters" in way:
-        return "with parameters in bfloat16"
+        return f"with parameters in {way['autocast']['dtype']}"
     if "int8_weights" in way:
         return "with weights in 8 bits"
     if "autocast" in way:
@@ -107,7 +107,7 @@ def _possible(way: Way, model: nn.Module) -> Way:
     return {**way, "int8_weights": {"names": names}}
 
 
-def _impossible(way: Way, meta: dict[str, Any]) -> str:
+def _impossible(way: Way, model: nn.Module, meta: dict[str, Any]) -> str:
     """Why a step cannot run in a way, as a sentence; empty where nothing is known against it."""
     if "int8_weights" in way:
         if not way["int8_weights"]["names"]:
@@ -116,8 +116,12 @@ def _impossible(way: Way, meta: dict[str, Any]) -> str:
             require_torchao()
         except UsageError as error:
             return first_line(error)
-    narrow = way.get("autocast", {}).get("dtype") == "bfloat16"
-    if narrow and meta["device_kind"] == "cuda" and torch.cuda.is_available():
+    dtype = way.get("autocast", {}).get("dtype")
+    if "half_parameters" in way:
+        names = way["half_parameters"]["names"]
+        if refusal := alias_refusal(model, names) or range_refusal(model, names, DTYPES[dtype]):
+            return refusal
+    if dtype == "bfloat16" and meta["device_kind"] == "cuda" and torch.cuda.is_available():
         here = torch.cuda.is_bf16_supported(including_emulation=False)
         return "" if here else f"{torch.cuda.get_device_name()} does not compute in bfloat16"
     return ""
@@ -148,7 +152,7 @@ class _Stages:
 
     workload: Workload
     device: str | None
-    made: dict[tuple[tuple[str, ...], tuple[str, ...]], Stage] = field(default_factory=dict)
+    made: dict[tuple[Any, ...], Stage] = field(default_factory=dict)
 
     def of(self, running: Workload, way: Way) -> Stage:
         """The stage of a step in another way.
@@ -158,24 +162,23 @@ class _Stages:
         """
         half = tuple(way.get("half_parameters", {}).get("names", ()))
         eight = tuple(way.get("int8_weights", {}).get("names", ()))
-        stage = self.made.get((half, eight))
+        dtype = DTYPES[way["autocast"]["dtype"]] if half else None
+        stage = self.made.get((half, dtype, eight))
         if stage is None:
-            stage = self.made[half, eight] = self._narrowed(half)
+            stage = self.made[half, dtype, eight] = self._narrowed(half, dtype)
             if eight:
                 _quantize(stage, eight)
         stage.workload = running
         return stage
 
-    def _narrowed(self, names: tuple[str, ...]) -> Stage:
-        if reason := alias_refusal(self.workload.model, names):
-            raise UsageError(reason)
+    def _narrowed(self, names: tuple[str, ...], dtype: torch.dtype | None) -> Stage:
         stage = fake_stage(self.workload, self.device)
         if not names or stage.fake_mode is None:
             return stage
         named = dict(stage.model.named_parameters(remove_duplicate=False))
         with stage.fake_mode:
             for name in names:
-                named[name].data = named[name].data.to(NARROW)
+                named[name].data = named[name].data.to(dtype)
         stage.has_narrow_parameters = True
         return stage
 

@@ -1,4 +1,4 @@
-"""Parameters that memfit holds in ``bfloat16`` for the time being.
+"""Parameters that memfit holds in 16 bits for the time being.
 
 Responsible for narrowing a parameter in place and widening it again, for telling which ones are
 narrow, and for why one cannot be. The parameter stays the same object: ties, hooks and the
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 NARROW = torch.bfloat16
-"""What they are narrowed to."""
+"""What they are narrowed to, if nothing else is said."""
+
+_TYPES = (NARROW, torch.float16)
+"""What they may be narrowed to."""
 
 _ORDINARY = (nn.Parameter, Tensor, FakeTensor)
 """Classes of parameters whose numbers, if they have any, are what torch says."""
@@ -45,17 +48,20 @@ _LOWER: MutableMapping[Tensor, tuple[Tensor | OffloadedHalves, int]] = WeakIdKey
 """Lower halves of those whose are kept, and the version of the parameter that they go with."""
 
 
-def narrow(parameter: Tensor, *, keeps_lower: bool = False) -> None:
-    """Hold a parameter of 32 bits in ``bfloat16``, and a gradient that it has.
+def narrow(parameter: Tensor, dtype: torch.dtype = NARROW, *, keeps_lower: bool = False) -> None:
+    """Hold a parameter of 32 bits in 16, and a gradient that it has.
 
     Args:
         parameter: The parameter; another type stays as it is.
-        keeps_lower: Whether the lower halves of its numbers are kept.
+        dtype: The type of 16 bits.
+        keeps_lower: Whether the lower halves of its numbers are kept, of ``bfloat16``.
     """
+    if is_narrow(parameter) and parameter.dtype is not dtype:
+        widen([parameter])
     if parameter.dtype is torch.float32:
         _WIDE[parameter] = parameter.dtype
         upper, lower = halves(parameter.data) if keeps_lower else (None, None)
-        _convert(parameter, NARROW, upper)
+        _convert(parameter, dtype, upper)
         if lower is not None:
             _LOWER[parameter] = lower, parameter._version
     elif not keeps_lower:
@@ -105,12 +111,12 @@ def widen(parameters: Iterable[Tensor]) -> None:
 
 
 def is_narrow(parameter: Tensor) -> bool:
-    """Whether a parameter is held in ``bfloat16`` by memfit, not by its owner.
+    """Whether a parameter is held in 16 bits by memfit, not by its owner.
 
     Args:
         parameter: The parameter.
     """
-    return parameter.dtype is NARROW and parameter in _WIDE
+    return parameter.dtype in _TYPES and parameter in _WIDE
 
 
 def own_type(parameter: Tensor) -> torch.dtype:
@@ -145,6 +151,32 @@ def alias_refusal(model: nn.Module, names: Iterable[str]) -> str | None:
         others = [it for it in owners[_memory(parameter)] if named.get(it) is not parameter]
         if others:
             return f"`{name}` lies in the same memory as `{others[0]}`"
+    return None
+
+
+def range_refusal(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> str | None:
+    """Why a type of 16 bits does not hold parameters; ``None`` where it does, as ``bfloat16`` all.
+
+    Args:
+        model: The model.
+        names: Their names.
+        dtype: The type.
+
+    Returns:
+        One clause.
+    """
+    most = torch.finfo(dtype).max
+    if most >= torch.finfo(torch.bfloat16).max:
+        return None
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        if isinstance(named[name], FakeTensor) or not named[name].numel():
+            continue  # without values
+        least, largest = torch.aminmax(named[name].detach())
+        size = max(-float(least), float(largest))
+        if size > most:
+            type_name = str(dtype).removeprefix("torch.")
+            return f"`{name}` holds a number of {size:.3g}, and {type_name} ends at {most:.0f}"
     return None
 
 

@@ -50,7 +50,7 @@ pub struct Autocast {
 /// Parameters held in 16 bits, their gradients with them.
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 pub struct HalfParameters {
-    /// Names of the parameters in `bfloat16`.
+    /// Names of the parameters in the type that autocast casts to beside it.
     pub names: Vec<String>,
 }
 

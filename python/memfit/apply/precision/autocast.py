@@ -93,12 +93,13 @@ class UnderAutocast(Part):
         scales_loss: Whether the loss has to be scaled.
     """
 
-    def __init__(self, model: nn.Module, said: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, said: Mapping[str, Any], *, trains: bool = True) -> None:
         """Prepare; nothing is switched on before :meth:`forward`.
 
         Args:
             model: The model the plan was made for; its first parameter says on which device.
             said: ``Autocast`` of the plan as parsed JSON.
+            trains: Whether there is a loss.
 
         Raises:
             UsageError: It is no such thing.
@@ -109,7 +110,7 @@ class UnderAutocast(Part):
             raise UsageError(message)
         self._model, self._keep = model, keep
         self._dtype, self._cache = DTYPES[dtype], cache
-        self.scales_loss = self._dtype is torch.float16
+        self.scales_loss = trains and self._dtype is torch.float16
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._is_left = False
 

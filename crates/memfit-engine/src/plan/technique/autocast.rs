@@ -71,8 +71,9 @@ pub(in crate::plan) fn refusal_of(
     }
 }
 
-/// Float16 needs a loss scale, and steps that overflow are skipped, so it has to be asked for by name.
-fn is_asked_for(kind: ActionKind, request: &PlanRequest) -> bool {
+/// Float16 has to be asked for by name: its range is small, so that training needs a loss scale and skips steps that
+/// overflow, and large activations of an inference become infinite.
+pub(in crate::plan) fn is_asked_for(kind: ActionKind, request: &PlanRequest) -> bool {
     if kind == ActionKind::AutocastFp16 {
         request.allow_kinds.contains(&kind)
     } else {
@@ -89,10 +90,7 @@ pub(in crate::plan) fn step_refusal(
     if request.forbid.contains(&kind) {
         return Some("forbidden by the request".to_owned());
     }
-    if kind == ActionKind::AutocastFp16 && !trace.meta.training {
-        return Some("inference has no loss to scale".to_owned());
-    }
-    if kind == ActionKind::AutocastFp16 && request.own_loop {
+    if kind == ActionKind::AutocastFp16 && request.own_loop && trace.meta.training {
         return Some("the loss is scaled by the user's own loop, or not at all".to_owned());
     }
     if request.own_loop && trace.meta.training && !request.keep.is_empty() {

@@ -1,4 +1,5 @@
-//! Forward under `torch.autocast` in float16, with a loss scale: for devices that do not compute in bfloat16.
+//! Forward under `torch.autocast` in float16, in training with a loss scale: for devices that do not compute in bfloat16,
+//! and for inference whose numbers are not large, of which it keeps three more bits.
 //!
 //! Gradients below the range of float16 would become nothing, so the loss is scaled before backward and gradients are
 //! scaled back before anybody reads them (Micikevicius et al., *Mixed Precision Training*, 2017). Where the scale was too
@@ -15,10 +16,10 @@ use crate::plan::{Action, ActionKind, Class, Details, Plan};
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::AutocastFp16,
     name: "autocast_fp16",
-    title: "autocast with loss scaling",
-    help: "Autocast in float16 with a loss scale; only by name",
+    title: "autocast in float16",
+    help: "Autocast in float16, in training with a loss scale; only by name",
     promise: Class::Approximate,
-    effect: |_| "matrix products and convolutions in float16, the loss scaled".to_owned(),
+    effect: |_| "matrix products and convolutions in float16".to_owned(),
     short: None,
     acts_on: ActsOn::Computation,
     only_where_needed: false,
@@ -34,14 +35,16 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
     let Some((autocast_fp16, less)) = autocast::cast(chosen, plan) else {
         return;
     };
-    plan.notes.push(
+    let of_range = if chosen.planner.trace.meta.training {
         "the loss is scaled: a step whose gradients overflow updates nothing and halves the scale; whether one does is \
          known after the last gradient, so the optimizer step stays out of backward"
-            .to_owned(),
-    );
+    } else {
+        "float16 ends at 65504: activations beyond it become infinite; `memfit verify` looks at what is returned"
+    };
+    plan.notes.push(of_range.to_owned());
     if chosen.planner.trace.meta.device_kind == "cpu" {
         plan.notes.push(
-            "float16 is slow on a CPU: products take as long as in float32, the backward of convolutions up to a hundred times as long"
+            "float16 is slow on a CPU: products take up to several times as long as in float32, the backward of convolutions up to a hundred times"
                 .to_owned(),
         );
     }

@@ -1,4 +1,5 @@
-//! Parameters in `bfloat16`, their gradients with them: half of the bytes of both.
+//! Parameters in 16 bits, their gradients with them: half of the bytes of both. That is `bfloat16`, and `float16` in
+//! inference where `autocast_fp16` is named.
 //!
 //! Forward runs under autocast, which casts whatever meets a narrow parameter, and casts the parameter itself no more. An
 //! update in so few bits would be lost where it is smaller than half of a last bit, so memfit updates such parameters
@@ -23,10 +24,10 @@ use crate::trace::{AllocationId, Autocast, Chunk, HalfParameters, Trace, Way};
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::HalfParameters,
     name: "half_parameters",
-    title: "parameters in bfloat16",
-    help: "Hold weights and their gradients in bfloat16, norms in float32",
+    title: "parameters in 16 bits",
+    help: "Hold weights and their gradients in 16 bits, norms in float32",
     promise: Class::Approximate,
-    effect: |action| format!("{} in bfloat16", counted(action.count, "parameter")),
+    effect: |action| format!("{} in 16 bits", counted(action.count, "parameter")),
     short: None,
     acts_on: ActsOn::Parameters,
     only_where_needed: false,
@@ -76,13 +77,9 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.forbid.contains(&ActionKind::HalfParameters) {
         return Some("forbidden by the request".to_owned());
     }
-    let needed = if trace.meta.training {
-        &NEEDED[..]
-    } else {
-        &NEEDED[..1]
-    };
-    for needed in needed {
-        if request.forbid.contains(needed) {
+    let of_state = trace.meta.training.then_some(ActionKind::OptimizerBits);
+    for needed in [cast(trace, request)].into_iter().chain(of_state) {
+        if request.forbid.contains(&needed) {
             let name = needed.technique().name;
             return Some(format!("it needs `{name}`, which is forbidden"));
         }
@@ -90,13 +87,13 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if request.own_loop && trace.meta.training {
         return Some("parameters are updated by the user's own loop".to_owned());
     }
+    if let Some(reason) = autocast::step_refusal(cast(trace, request), trace, request) {
+        return Some(reason);
+    }
     let needed = PlanRequest {
         allow_kinds: NEEDED.to_vec(),
         ..request.clone()
     };
-    if let Some(reason) = autocast::step_refusal(ActionKind::Autocast, trace, &needed) {
-        return Some(reason);
-    }
     if !narrowed(trace, &needed).is_empty() {
         return None;
     }
@@ -109,7 +106,17 @@ fn step_refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     }))
 }
 
-/// What it consists of; the last where parameters train.
+/// The technique that its forward runs under: in inference the one in float16 where that is named.
+fn cast(trace: &Trace, request: &PlanRequest) -> ActionKind {
+    let is_named = autocast::is_asked_for(ActionKind::AutocastFp16, request);
+    if is_named && !trace.meta.training {
+        ActionKind::AutocastFp16
+    } else {
+        ActionKind::Autocast
+    }
+}
+
+/// What it consists of where parameters train.
 const NEEDED: [ActionKind; 2] = [ActionKind::Autocast, ActionKind::OptimizerBits];
 
 /// The bytes of weights that it would narrow, where it may be used and was not asked for.
@@ -136,10 +143,14 @@ pub(in crate::plan) fn ways(
         return Vec::new();
     }
     let names = narrowed(trace, request);
+    let dtype = match cast(trace, request) {
+        ActionKind::AutocastFp16 => autocast::FLOAT16,
+        _ => autocast::BFLOAT16,
+    };
     let way = |chunk: Option<&Chunk>| Way {
         chunk: chunk.cloned(),
         autocast: Some(Autocast {
-            dtype: autocast::BFLOAT16.to_owned(),
+            dtype: dtype.to_owned(),
             cache: false,
             keep: request.keep.clone(),
         }),

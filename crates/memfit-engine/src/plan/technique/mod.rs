@@ -169,7 +169,7 @@ techniques! {
     Autocast { autocast: Autocast } in autocast;
     /// Compute them in float16, with a loss scale.
     AutocastFp16 { autocast_fp16: Autocast } in autocast_fp16;
-    /// Hold weights and their gradients in bfloat16.
+    /// Hold weights and their gradients in 16 bits.
     HalfParameters { half_parameters: HalfParameters } in half_parameters;
     /// Hold weights of linear layers in 8 bits, for inference.
     Int8Weights { int8_weights: Int8Weights } in int8_weights;
