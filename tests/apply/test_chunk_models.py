@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import memfit
+from memfit.plan.alternatives import with_alternatives
 from memfit.verify.eager import EQUIVALENT, verify
 
 CLASSES = 2000
@@ -116,6 +119,19 @@ def test_the_measured_peak_is_the_predicted_one(build, autocast):
     if autocast is None:
         assert found["gradients"]["max_relative_error"] <= EQUIVALENT
         assert found["loss"]["max_relative_error"] <= EQUIVALENT
+
+
+def test_calls_that_do_not_run_in_slices_leave_the_loss_in_them():
+    """As those of the plain step do under autocast, which casts in between."""
+    subject = workload(_gpt2)
+    loss = chunk_of(lowest(workload(_gpt2)))["chunk"]["loss"]
+    call = {"module": "transformer.h.0.mlp", "dim": 0, "slices": 4, "ops": ["aten.relu.default"]}
+    ways = [{"chunk": {"loss": loss}}, {"chunk": {"loss": loss, "calls": [call]}}]
+    trace = memfit.trace(subject).native
+    for asked in (ways, ways[1:]):
+        found = json.loads(with_alternatives(subject, trace, asked).json())["alternatives"]
+        assert [step["chunk"] for step in found["steps"]] == [{"loss": loss}]
+        assert found["refusal"] == "`transformer.h.0.mlp` does not run in slices"
 
 
 def test_slices_go_with_every_other_action():

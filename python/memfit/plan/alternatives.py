@@ -224,6 +224,8 @@ def _record(
         chunk = {key: chunk[key] for key in ("calls", "strips") if key in chunk}
     if chunk and not (chunk.get("loss") or chunk.get("head") or chunk.get("strips") or calls):
         return
+    if any(known == {**way, "chunk": chunk} for known, _, _ in found.steps):
+        return  # what is left of another one
     running = _Observed(workload, way, chunk)
     stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
     with kept(stage.model, _keep(way)):
@@ -295,7 +297,10 @@ def _less(
     if refusal:
         if tells:
             found.refusals["refusal"] = refusal
-        return {**chunk, "calls": calls, "strips": strips} if calls or strips else {}
+        less = {**chunk, "calls": calls, "strips": strips}
+        if running.refusal:
+            less.update(loss=None, head=None)
+        return {part: of for part, of in less.items() if of}
     if strips and running.asked_again:
         kept = sorted({*strips.get("kept", []), *running.asked_again})
         return {**chunk, "strips": {**strips, "kept": kept}}
