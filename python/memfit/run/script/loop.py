@@ -351,7 +351,7 @@ class Loop:
             planned = self.plans.fitting(planned, outside, self._planning(outside))
             planned.executor = self._place_for(planned.plan, own, planned.executor)
             self._latest = planned
-            return self._run_planned(key, planned, planned.executor)
+            return self._run_planned(key, planned, planned.executor, inputs)
         except MemfitError as error:
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
@@ -426,8 +426,8 @@ class Loop:
         """The budget; 0 while it is a part of a step that nobody knows yet."""
         return 0 if "%" in str(self._budget) else _native.parse_budget(str(self._budget), 0)
 
-    def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor) -> Pass:
-        left = {ref: storage.nbytes() for ref in planned.left if (storage := ref()) is not None}
+    def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
+        left = planned.left_besides(inputs)
 
         def forward_ended(where: str) -> None:
             if executor.remat is not None and executor.remat.overflow:
@@ -533,7 +533,7 @@ class Loop:
         else:
             self._looks_again = self._checkpoints.unsettled() and not self.plans
             self._pending = (inputs_key, observation)
-            self._outside.recorded(observation)
+            self._outside.recorded(inputs_key, observation)
 
     def passed(self, kind: Kind, peak_bytes: int) -> None:
         """A pass is over; what took more than was foreseen is not trusted any more.

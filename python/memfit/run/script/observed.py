@@ -199,6 +199,7 @@ class Observation:
         fusing_refusal: Why its updates cannot run inside backward; empty where they can.
         consumed_bytes: Bytes that were there before, that the step read, and that are gone.
         mapped_input_bytes: Bytes of its inputs that were in files instead of memory.
+        input_bytes: Bytes of those in memory, with all that they are parts of.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
         owners: The ``id`` of the parameter of an allocation.
         slices: In how many slices parameters are updated whose state is elsewhere, by allocation.
@@ -222,6 +223,7 @@ class Observation:
     found: list[weakref.ref[Any]]
     consumed_bytes: int
     mapped_input_bytes: int
+    input_bytes: int
     state_stays: str | None
     eight_bit_refusal: str | None
     fusing_refusal: str
@@ -359,7 +361,7 @@ class StepRecording:
         consumed_bytes = ledger.found_and_gone_bytes(known | roles.inputs)
         mapped_bytes = sum(ledger.bytes[i] for i in roles.inputs)
         ledger.take_no_memory(is_memory)
-        mapped_bytes -= sum(ledger.bytes[i] for i in roles.inputs)
+        input_bytes = sum(ledger.bytes[i] for i in roles.inputs)
         ledger.close()
         recorder.saved.close(ledger.now)
         self.abandon()
@@ -374,7 +376,8 @@ class StepRecording:
             left,
             found,
             consumed_bytes,
-            mapped_bytes,
+            mapped_bytes - input_bytes,
+            input_bytes,
             state_stays,
             state_stays or eight_bit_refusal(optimizers[0]),
             state_stays or "the optimizer was not called as usual",

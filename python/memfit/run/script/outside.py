@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.run.script.observed import Observation
+from memfit.run.script.planned_step import Key, key_of
 from memfit.run.script.step_updates import live_bytes
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import in_memory
@@ -40,10 +41,12 @@ class Outside:
         self._found: list[weakref.ref[Any]] = []
         self._consumed_bytes = 0
         self._mapped_input_bytes = 0
+        self._input_bytes: dict[Key, int] = {}
         self._state_bytes = 0
 
-    def recorded(self, observation: Observation) -> None:
+    def recorded(self, key: Key, observation: Observation) -> None:
         """A step was recorded: what it read belongs to it from now on."""
+        self._input_bytes[key] = observation.input_bytes
         self._found = observation.found
         self._consumed_bytes = observation.consumed_bytes
         self._mapped_input_bytes = observation.mapped_input_bytes
@@ -78,9 +81,11 @@ class Outside:
             self._state_bytes = state
         # State that grew since the step was recorded, as a history does, nobody has planned.
         known[0] = min(state, self._state_bytes)
-        # The trace has no bytes for inputs that were in files: what is in memory now is besides.
+        # The trace has no bytes for inputs that were in files: what is in memory now is besides. So
+        # is what they are parts of, where that was less when the step was recorded.
         in_memory_now = sum(self._counted(tree_leaves(inputs)).values())
-        known[1] = -min(in_memory_now, self._mapped_input_bytes)
+        was = self._input_bytes.get(key_of(model, inputs), in_memory_now)
+        known[1] = -max(min(in_memory_now, self._mapped_input_bytes), in_memory_now - was)
         # A graph of another model's, say, which the step runs backward through: its trace has that.
         besides = live_bytes(self._device) - sum(known.values()) - self._consumed_bytes
         return -(-max(besides, 0) // _ROUNDED_TO) * _ROUNDED_TO

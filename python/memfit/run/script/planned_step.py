@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
 from memfit.run.script.recorded_step import RecordedStep
+from memfit.tensors.storage import plain_tensors
 
 Key = tuple[Any, ...]
 """What decides which ops a pass runs, as far as that is known before: mode, shapes, types."""
@@ -123,6 +124,27 @@ class PlannedStep:
             self.recorded_peak_bytes = max(self.recorded_peak_bytes, peak_bytes)
         foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
         return self.is_foreseen and peak_bytes > foreseen
+
+    def left_besides(self, inputs: Any) -> dict[weakref.ref[Any], int]:
+        """Sizes of what the recorded step left, and the script holds besides a pass.
+
+        What the pass is called with, as a memory of earlier ones is, belongs to it.
+
+        Args:
+            inputs: What the model is called with.
+        """
+        given = {
+            part.untyped_storage()._cdata
+            for leaf in tree_leaves(inputs)
+            if isinstance(leaf, Tensor)
+            for part in plain_tensors(leaf)
+        }
+        alive = ((ref, ref()) for ref in self.left)
+        return {
+            ref: storage.nbytes()
+            for ref, storage in alive
+            if storage is not None and storage._cdata not in given
+        }
 
     def learns_what_passes(self) -> bool:
         """Know once what goes before backward; whether another plan makes something of it."""
