@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from memfit.tensors.optimizers import is_elementwise
-from memfit.tensors.storage import is_wrapper
+from memfit.tensors.storage import gradient_of, is_wrapper
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -81,7 +81,7 @@ def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     asks = ("fused", "capturable", "differentiable")
     if not is_elementwise(optimizer) or any(group.get(key) for key in asks):
         return 1
-    gradient = parameter.grad
+    gradient = gradient_of(parameter)  # nobody uses it here
     if not _lies_like(parameter, parameter) or not (
         gradient is None or _lies_like(gradient, parameter)
     ):

@@ -11,8 +11,9 @@ from torch import nn
 
 from memfit import _native
 from memfit.options import Options
-from memfit.run.script.gradients_between import GradientsBetween
+from memfit.run.script.gradients_between import GRADIENTS_IN_FILES, GradientsBetween
 from memfit.run.script.request import FitRequest
+from memfit.run.script.saved_state import SAVED_IN_FILES
 from memfit.track import cpu
 
 MIB = 1 << 20
@@ -52,7 +53,7 @@ def trained() -> nn.Linear:
 
 def between(tmp_path: Path) -> GradientsBetween:
     assert cpu.start() is None
-    return GradientsBetween(FitRequest("2MiB", Options(offload=str(tmp_path))))
+    return GradientsBetween(FitRequest("8MiB", Options(offload=str(tmp_path))))
 
 
 def is_mapped(model: nn.Linear) -> bool:
@@ -60,26 +61,88 @@ def is_mapped(model: nn.Linear) -> bool:
     return not _native.is_counted(model.weight.grad.data_ptr())
 
 
-def test_gradients_come_back_when_a_pass_begins(tmp_path: Path):
+def room(more: int) -> int:
+    """A budget with so much room above what is live."""
+    return _native.counted_bytes() + more
+
+
+def test_gradients_wait_in_files_until_backward(tmp_path: Path):
     gradients, model = between(tmp_path), trained()
     assert model.weight.grad is not None
     expected = model.weight.grad.clone()
-    gradients.step_ended(2 * MIB, [model])
+    assert gradients.begins("step", room(0), [model]) == str(tmp_path)
     assert is_mapped(model)
+    gradients.pass_begins()
+    assert is_mapped(model), "nobody has written to it"
     assert torch.equal(model.weight.grad, expected)
-    model.weight.grad.mul_(2)
-    gradients.pass_begins(2 * MIB, 2 * MIB)
+    gradients.backward_begins(None)
     assert not is_mapped(model)
-    assert torch.equal(model.weight.grad, 2 * expected)
+    assert torch.equal(model.weight.grad, expected)
+
+
+def test_gradients_that_were_written_have_memory_when_a_pass_begins(tmp_path: Path):
+    gradients, model = between(tmp_path), trained()
+    assert model.weight.grad is not None
+    expected = model.weight.grad * 2
+    gradients.begins("step", room(0), [model])
+    model.weight.grad.mul_(2)
+    gradients.pass_begins()
+    assert not is_mapped(model)
+    assert torch.equal(model.weight.grad, expected)
+
+
+def test_gradients_that_were_dropped_are_not_fetched(tmp_path: Path):
+    gradients, model = between(tmp_path), trained()
+    gradients.begins("step", room(0), [model])
+    gradients.pass_begins()
+    model.zero_grad()
+    window = _native.AllocationWindow()
+    before = _native.counted_bytes()
+    gradients.backward_begins(None)
+    assert window.peak()[0] == before
 
 
 def test_gradients_stay_once_it_is_known_that_there_is_room(tmp_path: Path):
     gradients, model = between(tmp_path), trained()
-    gradients.step_ended(8 * MIB, [model])
-    assert is_mapped(model)
-    gradients.pass_begins(2 * MIB, 8 * MIB)
-    gradients.step_ended(8 * MIB, [model])
+    gradients.begins("step", room(MIB), [model])
+    assert is_mapped(model), "nobody knows what comes"
+    gradients.pass_begins()
+    gradients.backward_begins(None)
+    gradients.begins("step", room(MIB), [model])
     assert not is_mapped(model)
+
+
+def test_what_comes_seldom_is_known_by_itself(tmp_path: Path):
+    """An evaluation that took 4 MiB once lacks room again; steps without one do not."""
+    gradients, model = between(tmp_path), trained()
+
+    def step(*, evaluates: bool) -> tuple[bool, bool]:
+        gradients.begins("step", room(MIB), [model])
+        after_step = is_mapped(model)
+        if evaluates:
+            gradients.begins("evaluation", room(MIB), [model])
+            torch.empty(MIB)
+        in_evaluation = is_mapped(model)
+        gradients.pass_begins()
+        gradients.backward_begins(None)
+        return after_step, in_evaluation
+
+    step(evaluates=False)
+    step(evaluates=True)
+    assert step(evaluates=False) == (False, False)
+    assert step(evaluates=True) == (False, True)
+
+
+def test_room_that_is_known_to_be_needed_is_made(tmp_path: Path):
+    gradients, model = between(tmp_path), trained()
+    for least, expected in ((0, True), (0, False), (2 * MIB, True)):
+        gradients.begins("step", room(1 << 40), [model])
+        assert not is_mapped(model)
+        budget = room(MIB)
+        gradients.begins("saving", budget, [model], least_bytes=least)
+        assert is_mapped(model) == expected
+        gradients.pass_begins()
+        gradients.backward_begins(None)
 
 
 @pytest.mark.parametrize("seen", ["view", "array", "array of a mapped one"])
@@ -90,10 +153,71 @@ def test_what_others_see_of_a_gradient_is_the_gradient(tmp_path: Path, seen: str
         look = model.weight.grad[0]
     elif seen == "array":
         look = model.weight.grad.numpy()[0]
-    gradients.step_ended(2 * MIB, [model])
+    gradients.begins("step", room(0), [model])
     assert is_mapped(model) == (seen == "array of a mapped one")
     if seen == "array of a mapped one":
         look = model.weight.grad.numpy()[0]
-    gradients.pass_begins(2 * MIB, 2 * MIB)
+    gradients.pass_begins()
+    gradients.backward_begins(None)
     model.weight.grad.fill_(3)
     assert (look == 3).all()
+
+
+EPOCHS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    optimizer = torch.optim.{optimizer}
+    zero = optimizer.zero_grad
+    for epoch in range(2):
+        for step in range(4):
+            loss = model(torch.randn(8, 512)).square().mean()
+            {between}
+            loss.backward()
+            {after}
+            optimizer.step()
+            print(repr(loss.item()), repr(sum(p.double().sum().item() for p in model.parameters())))
+        {epoch}
+"""
+SGD = "SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)"
+SAVE = """with torch.no_grad():
+            print(repr(model(torch.randn(8, 512)).sum().item()))
+        torch.save([model.state_dict(), optimizer.state_dict()], "epoch.pt")"""
+WAYS = {
+    "dropped": ("optimizer.zero_grad()", ""),
+    "zeroed": ("optimizer.zero_grad(set_to_none=False)", ""),
+    "clipped": (
+        "optimizer.zero_grad()",
+        "print(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())",
+    ),
+    "accumulated": ("optimizer.zero_grad() if step % 2 == 0 else None", ""),
+    "looked at": (
+        "print([p.grad.sum().item() for p in model.parameters() if p.grad is not None]); zero()",
+        "print(model[3].weight.grad.sum().item()); model[3].weight.grad *= 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_the_script(tmp_path: Path, way: str):
+    """8 MiB of parameters, as much of gradients and of momentum."""
+    first, then = WAYS[way]
+    code = EPOCHS.format(optimizer=SGD, between=first, after=then, epoch=SAVE)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ran = inline(tmp_path, "18MiB", code, offload=str(folder))
+    (loop,) = ran.loops
+    assert GRADIENTS_IN_FILES in loop["notes"]
+
+
+def test_a_script_that_saves_its_optimizer_once_an_epoch_keeps_its_budget(tmp_path: Path):
+    """All parameters with all gradients are 16 MiB, and a step is planned for less."""
+    code = EPOCHS.format(optimizer=SGD, between="optimizer.zero_grad()", after="", epoch=SAVE)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ran = inline(tmp_path, "15MiB", code, offload=str(folder))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert SAVED_IN_FILES in ran.loops[0]["notes"]
+    assert ran.loops[0]["observed"]["peak_bytes"] < 14 * MIB

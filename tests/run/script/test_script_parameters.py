@@ -12,6 +12,7 @@ from test_script_updates import MIB, STATEFUL
 from torch import nn
 
 from memfit.run.script.as_recorded import AS_RECORDED
+from memfit.run.script.gradients_between import GRADIENTS_IN_FILES
 from memfit.tensors.storage import viewed
 
 pytestmark = pytest.mark.offloads_parameters
@@ -117,7 +118,7 @@ def test_a_view_that_is_taken_later_has_something_behind_it(tmp_path: Path):
     assert "8 parameters offloaded" in ran.stderr
     assert parameters_away(ran) == 0
     view = "parameters stay in memory: the script keeps a view of `0.weight`"
-    assert loop["notes"] == [view, AS_RECORDED]
+    assert loop["notes"] == [GRADIENTS_IN_FILES, view, AS_RECORDED]
     assert loop["planned"]["steps"] == 5
 
 

@@ -9,8 +9,11 @@ import torch
 from ran import inline
 from torch import nn
 
+from memfit import _native
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
+from memfit.tensors.storage import gradient_of
+from memfit.track import cpu
 
 SIZE = 1 << 16
 
@@ -120,6 +123,83 @@ def test_a_gradient_of_before_stays(pair):
     away, found = run(pair, lambda: sum(p.sum() for p in pair))
     assert away == 0
     assert same(found, [torch.full((SIZE,), 2.0)] * 2)
+
+
+@pytest.fixture
+def waiting(pair, tmp_path: Path):
+    """A stash whose gradients may wait in files once backward is over, and what they should be."""
+    assert cpu.start() is None
+    wanted = expected(pair, lambda: sum((p * p).sum() for p in pair))
+    spill = SpillFile()
+    stash = GradientStash(spill)
+    stash.place = str(tmp_path)
+    stash.watch(pair)
+    stash.begin()
+    handles = [p.register_post_accumulate_grad_hook(stash.complete) for p in pair]
+    sum((p * p).sum() for p in pair).backward()
+    for handle in handles:
+        handle.remove()
+    stash.backward_ended()
+    yield stash, wanted
+    stash.close()
+    spill._room.file.close()
+    assert "grad" not in vars(nn.Parameter)
+
+
+def is_mapped(parameter) -> bool:
+    gradient = gradient_of(parameter)
+    return gradient.nbytes == 4 * SIZE and not _native.is_counted(gradient.data_ptr())
+
+
+def test_gradients_wait_until_someone_asks(pair, waiting):
+    stash, wanted = waiting
+    assert stash.away_bytes == (8 * SIZE, 4 * SIZE)
+    assert torch.equal(pair[0].grad, wanted[0])
+    assert stash.away_bytes == (4 * SIZE, 4 * SIZE)
+    stash.close()
+    assert same([p.grad for p in pair], wanted)
+    assert not any(map(is_mapped, pair)), "an optimizer that asks for all has them in memory"
+
+
+def test_a_gradient_that_waits_is_an_error_to_who_does_not_ask(pair, waiting):
+    with pytest.raises(RuntimeError, match="this gradient is offloaded by memfit"):
+        gradient_of(pair[0]).sum()
+
+
+def test_one_gradient_at_a_time_is_in_memory_where_updates_are_made_one_by_one(pair, waiting):
+    stash, wanted = waiting
+    stash.updates_begin()
+    window = _native.AllocationWindow()
+    before = _native.counted_bytes()
+    for parameter in pair:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    assert window.peak()[0] - before <= 4 * SIZE + 4096
+    assert is_mapped(pair[0])
+    stash.close()
+    assert all(map(is_mapped, pair))
+    assert same([p.grad for p in pair], [2 * it for it in wanted])
+
+
+@pytest.mark.parametrize("looks", [lambda g: g[:5], lambda g: g.numpy()[:5], lambda g: g])
+def test_who_keeps_a_gradient_of_an_update_sees_what_it_is_later(pair, waiting, looks):
+    stash, wanted = waiting
+    stash.updates_begin()
+    look = looks(pair[0].grad)
+    assert torch.equal(pair[1].grad, wanted[1])
+    stash.close()
+    pair[0].grad.fill_(3)
+    assert (look == 3).all()
+
+
+def test_a_gradient_that_no_file_takes_stays_in_memory(pair, waiting):
+    stash, wanted = waiting
+    stash.place += "/missing"
+    stash.updates_begin()
+    assert all(p.grad is not None for p in pair)
+    stash.close()
+    assert not any(map(is_mapped, pair))
+    assert same([p.grad for p in pair], wanted)
 
 
 SCRIPT = """

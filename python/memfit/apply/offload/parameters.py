@@ -59,6 +59,10 @@ if TYPE_CHECKING:
 _placed: weakref.WeakSet[ParametersElsewhere] = weakref.WeakSet()
 """Those that may keep a parameter elsewhere: without any, no model has to be looked through."""
 
+BEFORE_RETURN: list[Callable[[int], None]] = []
+"""Told of the bytes of a parameter that is about to be in memory, as somebody uses it between
+steps."""
+
 
 @dataclass(slots=True, frozen=True)
 class ParameterDirections:
@@ -205,6 +209,12 @@ class ParametersElsewhere(Part):
         with without_barrier():
             found = {id(parameter) for parameter in viewed(self._model.parameters())}
         return [item.name for item in placed.items if id(item.tensors[0]) in found]
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Bytes of those that are not in memory now."""
+        items = () if self._placed is None else self._placed.items
+        return sum(item.size_bytes for item in items if not item.is_here)
 
     # In a step
 
@@ -364,6 +374,8 @@ class ParametersElsewhere(Part):
                 items = [placed.items[placed.by_tensor[id(tensor)]] for tensor in tensors]
                 self._is_shared |= is_other
                 for item in items:
+                    for told in () if is_other or item.is_here else BEFORE_RETURN:
+                        told(item.size_bytes)
                     self._have(item)
                     self._before_write(item)
                     item.is_held |= is_other
@@ -477,6 +489,11 @@ def bring_parameters_home(model: nn.Module) -> None:
         owner = owner_of(parameter)
         if isinstance(owner, ParametersElsewhere):
             owner.bring_home()
+
+
+def parameters_elsewhere() -> int:
+    """Bytes of all parameters that are not in memory now."""
+    return sum(it.elsewhere_bytes for it in _placed)
 
 
 class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

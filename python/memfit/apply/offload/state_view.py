@@ -438,6 +438,16 @@ def bring_home(optimizer: Optimizer, stays: tuple[type[AwayState], ...] = ()) ->
             del hooks[number]
 
 
+def away_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state that are elsewhere, of which ``state_dict()`` makes copies.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    states = optimizer.state.values()
+    return sum(state.away_bytes for state in states if isinstance(state, AwayState))
+
+
 def save_plainly(optimizer: Optimizer) -> None:
     """Have ``state_dict()`` give plain dictionaries until everything is brought home.
 

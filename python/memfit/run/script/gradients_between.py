@@ -1,34 +1,54 @@
 """Gradients in mapped files between steps, where what runs there lacks room.
 
 Once the optimizer has stepped, gradients mostly wait to be dropped, while the script evaluates,
-saves or updates other models. Responsible for when they go, and for having those back that are
-still there when the next pass begins. Not responsible for the mapping
+saves, updates other models or runs the next forward. Responsible for when they go, and for having
+those back that the next backward adds to. Not responsible for the mapping
 (:mod:`memfit.run.script.held_in_files`).
 
-Nobody knows what runs between steps before it has run: the first time they go, and whether that was
-needed tells for the others.
+Nobody knows what runs between steps before it has run. So it is told apart by what begins it, as
+each may come at its own times: a step that ends, a call without gradients, the saving of the
+optimizer. What each took more than was there tells for the next one; the first is taken to double
+what is live. Gradients that went stay where they are until backward, for most scripts drop them
+before: whoever reads them meanwhile finds them there, and who writes them has pages of his own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from memfit import _native
+from memfit.apply.offload.parameters import parameters_elsewhere
 from memfit.run.script.held_in_files import exchange_memory, in_file, in_memory, may_go
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of
+
+GRADIENTS_IN_FILES = "gradients wait in mapped files from the end of a step to the next backward"
+"""What is said at the end where that was done."""
+
+Begin = Literal["step", "evaluation", "saving"]
+"""What begins a part of the time between steps: the end of one, and what may follow."""
+
+Moves = Callable[[Tensor, torch.UntypedStorage], None]
+"""Told of a gradient, and of the memory that it is about to have."""
 
 _WORTH = 1 / 64
 """Part of the budget that is worth moving."""
 
 
 class GradientsBetween:
-    """The gradients of models between their steps."""
+    """The gradients of models between their steps.
+
+    Attributes:
+        is_said: Whether the place was told.
+    """
 
     def __init__(self, request: FitRequest) -> None:
         """Move nothing yet.
@@ -37,48 +57,181 @@ class GradientsBetween:
             request: Where tensors may go.
         """
         self._request = request
-        self._is_needed = "offload" not in request.options.forbid
-        self._mapped: list[nn.Parameter] = []
-        self._bytes = 0
+        self._is_over = "offload" in request.options.forbid
+        self._mapped: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}
+        self._took: dict[Begin, int] = {}
+        self._now: Begin | None = None
+        self._live_bytes = self._elsewhere = 0
+        self._has_sent = False
+        self._window: _native.AllocationWindow | None = None
+        self.is_said = False
 
-    def step_ended(self, budget_bytes: int, models: Iterable[nn.Module]) -> None:
-        """A step is complete: have its gradients in files.
+    def begins(
+        self, what: Begin, budget_bytes: int, models: Iterable[nn.Module], *, least_bytes: int = 0
+    ) -> str:
+        """A part of the time between steps begins: have gradients in files where it lacks room.
+
+        Args:
+            what: What begins it; the end of a step is the first.
+            budget_bytes: The budget; 0 where that is not known.
+            models: Those that are trained.
+            least_bytes: What it is known to take at least.
+
+        Returns:
+            Where gradients have gone now; empty where none has.
+        """
+        if self._is_over or (what != "step" and self._now in (what, None)):
+            return ""  # one more of the same, or not between steps
+        self._learn()
+        live = _native.counted_bytes()
+        needed = live + max(self._took.get(what, live), least_bytes)
+        self._has_sent = False
+        place = self._send(budget_bytes, models) if needed > budget_bytes > 0 else ""
+        self._goes_on(what, _native.counted_bytes())
+        return place
+
+    def make_room(self, more_bytes: int, budget_bytes: int, models: Iterable[nn.Module]) -> str:
+        """Something is about to be in memory: have gradients in files if it lacks room.
+
+        Args:
+            more_bytes: How much.
+            budget_bytes: The budget; 0 where that is not known.
+            models: Those that are trained.
+
+        Returns:
+            Where gradients have gone now; empty where none has.
+        """
+        if self._is_over or self._now is None or self._has_sent:
+            return ""
+        live = _native.counted_bytes()
+        if live + more_bytes + self._took.get(self._now, 0) <= budget_bytes or not budget_bytes:
+            return ""
+        now, begun = self._now, self._live_bytes
+        self._learn()
+        place = self._send(budget_bytes, models)
+        self._goes_on(now, begun - (live - _native.counted_bytes()))
+        return place
+
+    def go(self, budget_bytes: int, models: Iterable[nn.Module]) -> str:
+        """Have gradients in files that are not, for a pass that counts on it.
 
         Args:
             budget_bytes: The budget.
             models: Those that are trained.
+
+        Returns:
+            Where gradients are; empty where none is.
         """
-        place = strays_to(self._request, "cpu") if self._is_needed else ""
-        if self._mapped or not takes_files(place):
-            return
+        return "" if self._is_over else self._send(budget_bytes, models)
+
+    def place(self) -> str:
+        """Where gradients may go; empty for nowhere."""
+        place = "" if self._is_over else strays_to(self._request, "cpu")
+        return place if takes_files(place) else ""
+
+    def _goes_on(self, what: Begin, live_bytes: int) -> None:
+        """Look from here on what a part takes, above what was live when it began."""
+        self._now, self._live_bytes = what, live_bytes
+        self._elsewhere = parameters_elsewhere()
+        self._window = _native.AllocationWindow()
+
+    def _learn(self) -> None:
+        """Know what the part took that is over, with all parameters that it began with."""
+        if self._now is not None and self._window is not None:
+            more = self._window.peak()[0] - self._live_bytes
+            more += max(parameters_elsewhere() - self._elsewhere, 0)
+            self._took[self._now] = max(self._took.get(self._now, 0), more)
+        self._now = self._window = None  # each window costs something at each allocation
+
+    def _send(self, budget_bytes: int, models: Iterable[nn.Module]) -> str:
+        self._has_sent = True
+        place = self.place()
+        if not place:
+            return ""
         found = [it for model in models for it in model.parameters() if _gradient_may_go(it)]
         found = list(dict.fromkeys(found))
         gradients = [gradient for it in found if (gradient := gradient_of(it)) is not None]
-        self._bytes = sum(it.nbytes for it in gradients)
-        if not budget_bytes * _WORTH <= self._bytes <= free_bytes(place):
-            return
+        size = sum(it.nbytes for it in gradients)
+        if not max(budget_bytes * _WORTH, 1) <= size <= free_bytes(place):
+            return ""
         try:
             for parameter, gradient in zip(found, gradients, strict=True):
-                exchange_memory(gradient, in_file(gradient.untyped_storage(), place))
-                self._mapped.append(parameter)
+                to_file(gradient, place)
+                self._mapped[id(parameter)] = weakref.ref(parameter), gradient._version
         except (OSError, RuntimeError):
-            self._is_needed = False  # the others stay
+            self._is_over = True  # the others stay
+        return place if self._mapped else ""
 
-    def pass_begins(self, peak_bytes: int, budget_bytes: int) -> None:
-        """The next pass is about to begin: have back what is still there.
+    def adopt(self, models: Iterable[nn.Module]) -> bool:
+        """Know of gradients that went to files in a recorded step.
 
         Args:
-            peak_bytes: Most bytes live at once since the step ended.
-            budget_bytes: The budget.
+            models: Those that are trained.
+
+        Returns:
+            Whether there are any.
         """
-        mapped, self._mapped = self._mapped, []
-        if not mapped:
-            return
-        self._is_needed = self._is_needed and peak_bytes + self._bytes > budget_bytes
-        for parameter in mapped:
-            gradient = gradient_of(parameter)
-            if gradient is not None and may_go(gradient, is_mapped=True) and _is_unseen(gradient):
-                exchange_memory(gradient, in_memory(gradient.untyped_storage()))
+        for parameter in (it for model in models for it in model.parameters()):
+            gradient = gradient_of(parameter) if parameter.requires_grad else None
+            if gradient is not None and may_go(gradient, is_mapped=True):
+                self._mapped[id(parameter)] = weakref.ref(parameter), gradient._version
+        return bool(self._mapped)
+
+    def pass_begins(self) -> None:
+        """The next pass begins: give memory of its own to what was written meanwhile."""
+        self._learn()
+        for key, (of, version) in list(self._mapped.items()):
+            now = _version(of())
+            if now != version:
+                del self._mapped[key]
+                _fetch(of(), None)
+
+    def backward_begins(self, moves: Moves | None) -> None:
+        """Gradients are about to be added to: have back what is still there.
+
+        Args:
+            moves: Told of each before it has other memory; ``None`` for nobody.
+        """
+        mapped, self._mapped = self._mapped, {}
+        for of, _ in mapped.values():
+            _fetch(of(), moves)
+
+
+def to_file(gradient: Tensor, place: str, moves: Moves | None = None) -> None:
+    """Have a gradient in a mapped file.
+
+    Args:
+        gradient: One that may go.
+        place: Where the file is.
+        moves: Told of it before it has other memory; ``None`` for nobody.
+
+    Raises:
+        OSError: It cannot be written.
+        RuntimeError: It cannot be mapped.
+    """
+    with torch._C._DisableTorchDispatch():
+        storage = in_file(gradient.untyped_storage(), place)
+        if moves is not None:
+            moves(gradient, storage)
+        exchange_memory(gradient, storage)
+
+
+def _fetch(parameter: nn.Parameter | None, moves: Moves | None) -> None:
+    """Have a gradient in memory again, unless others see where it is now."""
+    gradient = None if parameter is None else gradient_of(parameter)
+    if gradient is None or not may_go(gradient, is_mapped=True) or not _is_unseen(gradient):
+        return
+    with torch._C._DisableTorchDispatch():  # no op of the script's
+        storage = in_memory(gradient.untyped_storage())
+        if moves is not None:
+            moves(gradient, storage)
+        exchange_memory(gradient, storage)
+
+
+def _version(parameter: nn.Parameter | None) -> int | None:
+    """How often a gradient was written; ``None`` where there is none."""
+    gradient = None if parameter is None else gradient_of(parameter)
+    return None if gradient is None else gradient._version
 
 
 def _gradient_may_go(parameter: nn.Parameter) -> bool:

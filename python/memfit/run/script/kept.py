@@ -104,10 +104,6 @@ class BudgetKept:
             for stretch in earlier:
                 self._judge(stretch)
 
-    def between_bytes(self) -> int:
-        """Most bytes live at once since the last pass; 0 in one."""
-        return 0 if self._between is None else self._between.so_far()
-
     def pass_begins(self) -> None:
         """The stretch between passes is over."""
         between, self._between = self._between, None

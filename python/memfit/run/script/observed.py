@@ -39,7 +39,7 @@ from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
-from memfit.tensors.storage import address, is_fixed, plain_tensors, viewed
+from memfit.tensors.storage import address, gradient_of, is_fixed, plain_tensors, viewed
 from memfit.tensors.versions import version_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -67,6 +67,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         problem: Why the step could not be recorded to its end; empty while it could.
         seconds: What each op took.
         scratch: Bytes that each op took inside, above what was there before and after it.
+        gradients: Where gradients are meanwhile; ``None`` where they stay.
         since: Number of the event of allocation before which everything was there.
     """
 
@@ -81,6 +82,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.problem = ""
         self.seconds: list[float] = []
         self.scratch: list[int] = []
+        self.gradients: GradientStash | None = None
         self._op_is_reached = False
         self._took = (0.0, 0)
         self.since = _native.last_event()
@@ -131,6 +133,21 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _came_meanwhile(self, storage: torch.UntypedStorage) -> bool:
         place = address(storage) if storage.device.type == "cpu" else None
         return place is not None and _native.block_event(place) > self.since
+
+    def gradients_away(self) -> tuple[int, int]:
+        """Bytes of all gradients without memory now, and of the largest of them."""
+        return (0, 0) if self.gradients is None else self.gradients.away_bytes
+
+    def moves(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """Know a tensor in the other memory that it is about to have.
+
+        Args:
+            tensor: The tensor.
+            storage: The other memory.
+        """
+        allocation = self.ledger.find(tensor)
+        if allocation is not None:
+            self.ledger.stand_in(storage, allocation)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor that it saves."""
@@ -269,8 +286,9 @@ class StepRecording:
         self._register(inputs, optimizers)
         self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
         self._whole.enter_context(self._recorder.modules)
-        self._gradients = GradientStash(self._spill)
-        self._whole.callback(self._gradients.close)
+        self._gradients = self._recorder.gradients = GradientStash(
+            self._spill, self._recorder.moves
+        )
         if budget_bytes and gradients_reduced_later(root) is None:
             self._gradients.watch(root.parameters())
         for parameter in root.parameters():
@@ -307,7 +325,7 @@ class StepRecording:
 
     def backward_ended(self) -> None:
         """What comes next belongs to the optimizer, unless another backward comes."""
-        self._gradients.bring_back()
+        self._gradients.backward_ended()
         self._recorder.phase = OPTIMIZER
 
     def updates_begin(self, needs: UpdateNeeds) -> None:
@@ -322,10 +340,12 @@ class StepRecording:
         """Record nothing of the optimizer's step, which is about to begin: memfit makes it."""
         self._unrecorded = self._needs
         self._stop()
+        self._gradients.updates_begin()
 
     def abandon(self) -> None:
         """Stop recording; what autograd saved stays where it is for as long as it is needed."""
         self._stop()
+        self._gradients.close()
         self._recorder.ledger.closing = True
 
     def _stop(self) -> None:
@@ -344,9 +364,8 @@ class StepRecording:
         names = [type(optimizer).__name__ for optimizer in optimizers]
         recorder = self._recorder
         ledger = recorder.ledger
-        for parameter in self._root.parameters():
-            if parameter.grad is not None:
-                self._note(self._roles.gradients, parameter.grad)
+        for gradient in self._held_gradients():
+            self._note(self._roles.gradients, gradient)
         if self._unrecorded is None:
             self._note_state(optimizers)
         for kept in viewed(self._root.parameters()):
@@ -360,7 +379,10 @@ class StepRecording:
         found = ledger.found_and_held(known | roles.inputs)
         consumed_bytes = ledger.found_and_gone_bytes(known | roles.inputs)
         mapped_bytes = sum(ledger.bytes[i] for i in roles.inputs)
-        ledger.take_no_memory(is_memory)
+        held = [part for it in self._held_gradients() for part in plain_tensors(it)]
+        gradients = {it.untyped_storage()._cdata for it in held}
+        # Those are in files here, perhaps, and in memory in the steps that follow.
+        ledger.take_no_memory(lambda storage: storage._cdata in gradients or is_memory(storage))
         input_bytes = sum(ledger.bytes[i] for i in roles.inputs)
         ledger.close()
         recorder.saved.close(ledger.now)
@@ -386,6 +408,11 @@ class StepRecording:
             self._slices,
             self._spill.problem,
         )
+
+    def _held_gradients(self) -> list[Tensor]:
+        """The gradients of the model."""
+        found = map(gradient_of, self._root.parameters())
+        return [it for it in found if it is not None]
 
     def _note_updates(self, optimizer: Optimizer) -> str | None:
         """Note what each update takes; why the state stays where that cannot be known."""

@@ -22,14 +22,16 @@ from memfit.answers import Plan, Trace
 from memfit.apply.executor import OF_OPTIMIZER, TECHNIQUES
 from memfit.apply.offload.tiers import open_tier
 from memfit.capture.as_trace import trace_json
+from memfit.capture.record.recorder import FORWARD
 from memfit.capture.trace_writer import Meta, with_held
 from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.plan.cost_source import offer
 from memfit.plan.profiles import usable
+from memfit.run.script.held_in_files import LEAST_BYTES
 from memfit.run.script.observed import Observation
 from memfit.run.script.op_seconds import usual_seconds
-from memfit.run.script.place import chosen_place, free_bytes
+from memfit.run.script.place import chosen_place, free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.run.script.updates import add_unrecorded_step, forget_state, in_slices
 from memfit.torch_versions import offloaded_parameters_refusal
@@ -50,6 +52,9 @@ OUTSIDE = "outside the step"
 """Name of the bytes that the script holds meanwhile: data, other models, the last step's loss."""
 
 
+_WORTH = 1 / 64
+"""Part of the budget that is worth a plan of its own."""
+
 PLANNING_SECONDS = 1.0
 """A script waits for its plan, and a longer search seldom finds a better one."""
 
@@ -64,6 +69,8 @@ class RecordedStep:
         may_round: Whether ops of it ran in pieces, which may change rounding.
         way: The action by which the step ran, part of every plan: the model on pieces of its batch,
             or all under autocast; ``None`` where it ran as it is.
+        gradients_wait: Whether plans count on gradients of the step before to be in files until
+            the script drops them, which it does before backward.
     """
 
     def __init__(self, observation: Observation, target: str, request: FitRequest) -> None:
@@ -112,6 +119,7 @@ class RecordedStep:
         self._slices = observation.slices
         self.way = observation.way
         self.may_round = observation.may_round
+        self.gradients_wait = False
         if self.pieces > 1:
             # The model computes with stand-ins of its parameters, which nobody would fetch.
             self._forbidden.append(_PARAMETERS)
@@ -189,7 +197,27 @@ class RecordedStep:
             request: Which plans are allowed, instead of what the user has asked for.
         """
         asked = request or self._request
-        besides = (outside_bytes, passing_bytes)
+        what = (budget, (outside_bytes, passing_bytes), asked, time_limit)
+        made = self._best(*what)
+        if made.fits or self.gradients_wait or not self._gains_by_waiting(made, asked):
+            return made
+        there = copy(self)
+        there.gradients_wait = True
+        waits = there._best(*what)
+        peaks = (it.planned.predicted_peak_bytes for it in (waits, made))
+        if next(peaks) >= next(peaks):
+            return made
+        self.gradients_wait, self.place = True, there.place
+        return waits
+
+    def _best(
+        self,
+        budget: str | int,
+        besides: tuple[int, int],
+        asked: FitRequest,
+        time_limit: float | None,
+    ) -> Plan:
+        """Plan the step, to the place that was named or, if that helps, to one that was not."""
         made = self._offloaded(besides, budget, asked, self._offer, time_limit)
         self.place = ""
         if made.fits or not asked.may_choose_place:
@@ -215,14 +243,25 @@ class RecordedStep:
         time_limit: float | None,
     ) -> Plan:
         """Plan for an offer: with the state of whole parameters on its way, or else of slices."""
-        whole = Trace(_native_trace(_held(self._json, *besides)))
+        found = _gradients_in_files(self._json) if self.gradients_wait else self._json
+        whole = Trace(_native_trace(_held(found, *besides)))
         made = self._planned(whole, budget, asked, offered, time_limit)
         if made.fits or offered is None or not any(n > 1 for n in self._slices.values()):
             return made
-        cut = Trace(_native_trace(_held(in_slices(self._json, self._slices), *besides)))
+        cut = Trace(_native_trace(_held(in_slices(found, self._slices), *besides)))
         sliced = self._planned(cut, budget, asked, offered, time_limit)
         peaks = (it.planned.predicted_peak_bytes for it in (sliced, made))
         return sliced if next(peaks) < next(peaks) else made
+
+    def _gains_by_waiting(self, made: Plan, asked: FitRequest) -> bool:
+        """Whether it is forward that lacks room, and gradients of before that take it there."""
+        worst = made.bottleneck
+        if worst is None or worst.phase != FORWARD or "offload" in asked.options.forbid:
+            return False
+        if not takes_files(strays_to(asked, self._json["meta"]["device_kind"])):
+            return False
+        held = sum(self._json["allocations"][i]["bytes"] for i in _waiting(self._json))
+        return bool(held > made.budget_bytes * _WORTH)
 
     def _planned(
         self,
@@ -293,10 +332,34 @@ class RecordedStep:
             return None
 
 
+def _waiting(trace: dict[str, Any]) -> list[int]:
+    """Gradients, large enough for files, that were there before a step and go in its forward."""
+    ops = trace["ops"]
+    forward = next((i for i, op in enumerate(ops) if op["phase"] != FORWARD), len(ops))
+    return [
+        index
+        for index, row in enumerate(trace["allocations"])
+        if row["category"] == "gradient"
+        and row["producer"] is None
+        and row["bytes"] >= LEAST_BYTES
+        and all(end <= forward for _, end in row["natural"])
+    ]
+
+
+def _gradients_in_files(trace: dict[str, Any]) -> dict[str, Any]:
+    """A step that begins with its gradients in files."""
+    waiting = set(_waiting(trace))
+    rows = enumerate(trace["allocations"])
+    return {
+        **trace,
+        "allocations": [{**row, "bytes": 0} if i in waiting else row for i, row in rows],
+    }
+
+
 def _held(trace: dict[str, Any], outside_bytes: int, passing_bytes: int) -> dict[str, Any]:
     """A step with what the script holds besides; what passes is gone when backward begins."""
     ops = trace["ops"]
-    forward = next((i for i, op in enumerate(ops) if op["phase"] != "forward"), len(ops))
+    forward = next((i for i, op in enumerate(ops) if op["phase"] != FORWARD), len(ops))
     besides = ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
     return with_held(trace, OUTSIDE, [(size, end) for size, end in besides if size > 0 and end > 0])
 

@@ -21,21 +21,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
+from memfit.apply.offload.parameters import BEFORE_RETURN
+from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
-from memfit.run.script.gradients_between import GradientsBetween
+from memfit.run.script.gradients_between import GRADIENTS_IN_FILES, Begin, GradientsBetween
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
+from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import ObservedPass, Pass
 from memfit.run.script.planned_step import Key, PlannedStep
 from memfit.run.script.request import FitRequest
+from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.strict import Strict
 from memfit.track.owners import instances
@@ -114,6 +119,7 @@ class AdoptedScript:
         self._lean_ops = LeanOps(request)
         self._in_pieces = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
+        self._copies: RemovableHandle | None = None
         self._stepping = 0
         self._refusal = ""
 
@@ -124,6 +130,7 @@ class AdoptedScript:
         self._kept.pass_ended(torch.device("cpu"))
         self._hold(torch.device("cpu"))
         self._checkpoints.install()
+        BEFORE_RETURN.append(self._parameter_returns)
 
     # What the script does
 
@@ -163,7 +170,7 @@ class AdoptedScript:
 
     def _begin_pass(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_pass()
-        self._gradients.pass_begins(self._kept.between_bytes(), self._kept.budget_bytes)
+        self._gradients.pass_begins()
         self._kept.pass_begins()
         loop = self._loop_of(root)
         inputs = (args, kwargs)
@@ -182,6 +189,18 @@ class AdoptedScript:
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
         self._current = _Running(loop, loop.key(inputs), running)
+        self._gradients_wait(loop, running)
+
+    def _gradients_wait(self, loop: Loop, running: Pass) -> None:
+        """Have gradients in files in a pass that counts on it, or that has no plan for them."""
+        recorder = _recorder(self._current)
+        if recorder is not None and recorder.gradients is not None:
+            recorder.gradients.place = self._gradients.place()
+        counts_on_it = recorder is not None or any(it.step.gradients_wait for it in loop.plans)
+        if running.kind == "planned" and counts_on_it:
+            place = self._gradients.go(self._kept.budget_bytes, self._models())
+            if place:
+                self._goes_to(place, GRADIENTS_IN_FILES)
 
     def _place_held(self, loop: Loop, inputs: Any) -> None:
         """Have what the script holds in files, if the loop lacks room for its next pass."""
@@ -219,9 +238,32 @@ class AdoptedScript:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
         if self._held.count:
             self._held.place(self._kept.budget_bytes, self._models(), inputs)
+        self._between("evaluation")
         if any(loop.need.is_of_state() for loop in self._loops):
             for loop in self._loops:
                 loop.let_state_go(self._optimizers)
+
+    def _between(self, what: Begin, *, least_bytes: int = 0) -> None:
+        """Have gradients in files where what begins between steps lacks room."""
+        models, budget_bytes = self._models(), self._kept.budget_bytes
+        place = self._gradients.begins(what, budget_bytes, models, least_bytes=least_bytes)
+        if place:
+            self._goes_to(place, GRADIENTS_IN_FILES)
+
+    def _parameter_returns(self, size_bytes: int) -> None:
+        if self._current is None:
+            budget_bytes = self._kept.budget_bytes
+            place = self._gradients.make_room(size_bytes, budget_bytes, self._models())
+            if place:
+                self._goes_to(place, GRADIENTS_IN_FILES)
+
+    def _goes_to(self, place: str, what: str) -> None:
+        """Say what goes to files, once where memfit chose the place."""
+        if self._request.may_choose_place and not self._gradients.is_said:
+            self._gradients.is_said = True
+            self._say(f"{what}; they lie in `{place}`; `--no-offload` forbids it")
+        for loop in self._loops:
+            loop.notes[what] = None
 
     def failed(self) -> None:
         """The model raised: its pass is over."""
@@ -235,6 +277,9 @@ class AdoptedScript:
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
         """
         of_parameters = any(isinstance(it, nn.Parameter) for it in inputs)
+        if accumulates:
+            recorder = _recorder(self._current)
+            self._gradients.backward_begins(None if recorder is None else recorder.moves)
         if accumulates or (of_parameters and not creates_graph):
             self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
         elif self._current is not None:
@@ -289,8 +334,24 @@ class AdoptedScript:
         current = self._current
         if current is not None and not current.running.in_forward:
             self._complete(current, optimizer)
-            if self._held.count and self._current is None:
-                self._gradients.step_ended(self._kept.budget_bytes, self._models())
+            if self._current is None:
+                self._between("step")
+
+    def saves(self, optimizer: Optimizer) -> None:
+        """Have room for copies of the state that is elsewhere, or those in files."""
+        copied, budget_bytes = away_bytes(optimizer), self._kept.budget_bytes
+        if self._current is None:
+            self._between("saving", least_bytes=copied)
+        place = self._gradients.place()
+        if copied and place and _native.counted_bytes() + copied > budget_bytes > 0:
+            self._copies = copies_in_files(optimizer, place)
+            self._goes_to(place, SAVED_IN_FILES)
+
+    def saved(self) -> None:
+        """It has been saved."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.remove()
 
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs."""
@@ -323,6 +384,7 @@ class AdoptedScript:
             self._complete_without_optimizer(self._current)
         self._signals.remove()
         self._checkpoints.remove()
+        BEFORE_RETURN.remove(self._parameter_returns)
         self._end_pass()
         for loop in self._loops:
             loop.end()
@@ -391,6 +453,8 @@ class AdoptedScript:
             self._checkpoints.end_pass()
             loop, kind = current.loop, current.running.kind
             peak = current.running.end()
+            if isinstance(current.running, ObservedPass) and self._gradients.adopt(self._models()):
+                self._goes_to(self._gradients.place(), GRADIENTS_IN_FILES)
             self._in_pieces.close()
             loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
             loop.passed(kind, peak)
@@ -426,6 +490,12 @@ class AdoptedScript:
         # What several models need together nobody has planned.
         gives_way = len(self._loops) == 1
         self._room.keep(max(peaks, default=0), loop.device, gives_way=gives_way)
+
+
+def _recorder(current: _Running | None) -> ScriptRecorder | None:
+    """What records the pass under way, if anything does."""
+    running = None if current is None else current.running
+    return running.recorder if isinstance(running, ObservedPass) else None
 
 
 def _trains(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

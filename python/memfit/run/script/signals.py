@@ -60,6 +60,12 @@ class Listener(Protocol):
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
 
+    def saves(self, optimizer: Optimizer) -> None:
+        """It is about to be asked for its ``state_dict()``."""
+
+    def saved(self) -> None:
+        """It has given it, or raised."""
+
     def compiled_runs(self) -> None:
         """Something compiled is about to run; what it calls is not told."""
 
@@ -98,6 +104,7 @@ class Signals:
         engine = getattr(torch.autograd, "_engine_run_backward")  # noqa: B009 - torch does not export it
         self._replace(torch.autograd, "_engine_run_backward", self._differentiating(engine))
         self._replace(Optimizer, "__init__", self._making(Optimizer.__init__))
+        self._replace(Optimizer, "state_dict", self._saving(Optimizer.state_dict))
         STEPS.watch()
         STEPS.listeners.append(self._stepping)
         self._undo.append(lambda: STEPS.listeners.remove(self._stepping))
@@ -183,6 +190,19 @@ class Signals:
                 self._tell(self._listener.optimizer_made, optimizer)
 
         return make
+
+    def _saving(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        @functools.wraps(original)
+        def save(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            if threading.get_ident() != self._thread:
+                return original(optimizer, *args, **kwargs)
+            self._tell(self._listener.saves, optimizer)
+            try:
+                return original(optimizer, *args, **kwargs)
+            finally:
+                self._tell(self._listener.saved)
+
+        return save
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -120,6 +120,11 @@ class InFile:
         self._room.give_back(self._size, self._offset)
 
     @property
+    def bytes(self) -> int:
+        """How many there are."""
+        return self._size
+
+    @property
     def storage(self) -> torch.UntypedStorage:
         """A storage with the contents: one for all who ask while it lives."""
         storage = self._loaded() if self._loaded is not None else None

@@ -1,13 +1,18 @@
-"""Gradients of a recorded step, elsewhere until backward is over.
+"""Gradients of a recorded step, elsewhere until they are used.
 
 Responsible for taking the memory of a gradient that is complete, and for giving it back, bit for
 bit, before anyone can read it. Not responsible for what autograd saves
 (:mod:`memfit.run.script.observed`).
 
 A recorded step keeps no activation in memory; towards the end of backward, gradients are most of
-what it holds, and nobody needs them before the optimizer. One is given back at the end of backward,
-before something is added to it, and when anyone asks for it in Python (``parameter.grad``). Only a
-gradient is taken that this step made and whose memory nothing else holds.
+what it holds, and nobody needs them before the optimizer. One is given back before something is
+added to it, and when anyone asks for it in Python (``parameter.grad``). Only a gradient is taken
+that this step made and whose memory nothing else holds.
+
+An optimizer asks for all gradients before its first update. Where memfit makes the updates one by
+one, it asks for one at a time: when it asks for the next, the last one has been used, and goes to a
+mapped file for who may still read it (:mod:`memfit.run.script.gradients_between`). Where no such
+file may be, all are given back at the end of backward.
 """
 
 from __future__ import annotations
@@ -15,33 +20,54 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from memfit.run.script.gradients import GradientLooks
+from memfit.run.script.gradients_between import Moves, to_file
+from memfit.run.script.held_in_files import may_go
 from memfit.run.script.spill import InFile, SpillFile
 from memfit.tensors.storage import gradient_of, has_others
+from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
 
 LEAST_BYTES = 1 << 16
 """Smaller gradients stay."""
 
 
-class GradientStash:
-    """The gradients of one recorded step."""
+class _Away(NamedTuple):
+    """A gradient without memory."""
 
-    def __init__(self, spill: SpillFile) -> None:
+    storage: torch.UntypedStorage
+    kept: InFile
+    parameter: weakref.ref[Tensor]
+
+
+class GradientStash:
+    """The gradients of one recorded step.
+
+    Attributes:
+        place: Where mapped files may be; empty for nowhere.
+    """
+
+    def __init__(self, spill: SpillFile, moves: Moves | None = None) -> None:
         """Take none yet.
 
         Args:
             spill: Where they go.
+            moves: Told of each before a mapped file is its memory; ``None`` for nobody.
         """
+        self.place = ""
         self._spill = spill
+        self._moves = moves
+        self._can_forbid = offloaded_parameters_refusal() is None
+        self._updates = False
+        self._used: weakref.ref[Tensor] | None = None
         self._looks = GradientLooks()
         self._looks.on_read = self._is_read
         self._looks.on_look = lambda parameter: self._watched.discard(id(parameter))  # may be kept
-        self._away: dict[int, tuple[torch.UntypedStorage, InFile]] = {}
+        self._away: dict[int, _Away] = {}
         self._watched: set[int] = set()
         self._is_on = False
         self._earlier: dict[int, weakref.ref[Any]] = {}
@@ -91,11 +117,33 @@ class GradientStash:
                 return
             kept = self._spill.away(storage)
             if kept is not None:
-                self._away[id(parameter)] = (storage, kept)
+                self._away[id(parameter)] = _Away(storage, kept, weakref.ref(parameter))
                 storage.resize_(0)
+                if self._can_forbid:
+                    forbid_reads(storage, "this gradient is offloaded by memfit until it is read")
+
+    @property
+    def away_bytes(self) -> tuple[int, int]:
+        """Bytes of all that have no memory now, and of the largest of them."""
+        sizes = [away.kept.bytes for away in self._away.values()]
+        return sum(sizes), max(sizes, default=0)
+
+    def backward_ended(self) -> None:
+        """Take no more; give all back, unless they may wait for who asks.
+
+        Raises:
+            OSError: As :meth:`bring_back`.
+        """
+        self._is_on = False
+        if not self.place:
+            self.bring_back()
+
+    def updates_begin(self) -> None:
+        """From here on to :meth:`close`, gradients are used one after the other."""
+        self._updates = True
 
     def bring_back(self) -> None:
-        """Give all back: backward is over, or one inside another.
+        """Give all back.
 
         Raises:
             OSError: One cannot be read. Looks stay seen: no memory is behind that gradient, and
@@ -107,8 +155,18 @@ class GradientStash:
         self._looks.remove()
 
     def close(self) -> None:
-        """Give all back, and take no more."""
+        """Give all back, in mapped files where updates came one by one, and take no more.
+
+        Raises:
+            OSError: As :meth:`bring_back`.
+        """
         self._watched.clear()
+        unused = [away.parameter for away in self._away.values()] if self._updates else []
+        for of in unused:
+            parameter = of()
+            if parameter is not None:
+                self._is_read(parameter)
+        self._let_go()
         self.bring_back()
         self._hooks.close()
 
@@ -126,16 +184,29 @@ class GradientStash:
         if gradient is not None:
             with torch._C._DisableTorchDispatch():
                 is_away = gradient.untyped_storage() is away[0]
+            del gradient
             if is_away:  # else another parameter has come where one was that has gone
+                self._let_go()
                 self._back(id(parameter))
+                self._used = away.parameter if self._updates else None
+
+    def _let_go(self) -> None:
+        """Have the gradient in a mapped file that was used last."""
+        used, self._used = self._used, None
+        parameter = None if used is None else used()
+        gradient = None if parameter is None else gradient_of(parameter)
+        if self.place and gradient is not None and may_go(gradient):
+            with contextlib.suppress(OSError, RuntimeError):  # it stays in memory
+                to_file(gradient, self.place, self._moves)
 
     def _back(self, key: int) -> None:
         away = self._away.get(key)
         if away is None:
             return
-        storage, kept = away
         with torch._C._DisableTorchDispatch():
-            kept.give_back(storage)
+            if self._can_forbid:
+                allow_reads(away.storage)
+            away.kept.give_back(away.storage)
         self._away.pop(key, None)  # last: an interrupt may have come before
 
 

@@ -318,11 +318,12 @@ class StepUpdates:
             return None
         device = _device_of(model)
         budget_bytes = _native.parse_budget(within, 0)
+        away, largest_away = running.recorder.gradients_away() if running.recorder else (0, 0)
         room_bytes = budget_bytes - live_bytes(device)
-        if needs.first_bytes <= room_bytes:
+        if needs.first_bytes <= room_bytes - away:
             return None
         fits_one_by_one = (
-            needs.one_by_one_bytes <= room_bytes
+            needs.one_by_one_bytes <= room_bytes - largest_away
             and "one_by_one" not in self._request.options.forbid
         )
         leaves_room = running.peak_so_far() + needs.new_state_bytes <= budget_bytes

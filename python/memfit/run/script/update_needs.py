@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.optimizer_in_backward import OneByOne, plain_step
 from memfit.capture.probe.optimizer_updates import Temporaries
 from memfit.tensors.optimizers import with_room
+from memfit.tensors.storage import gradient_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
     return tuple(
         (
             sorted((key, _setting(value)) for key, value in group.items() if key != "params"),
-            [_size(p) for p in group["params"] if p.grad is not None],
+            [_size(p) for p in group["params"] if gradient_of(p) is not None],
         )
         for group in optimizer.param_groups
     )
@@ -123,7 +125,7 @@ def _size(parameter: Tensor) -> tuple[Any, ...]:
 
 def _has_all_state(optimizer: Optimizer) -> bool:
     listed = (p for group in optimizer.param_groups for p in group["params"])
-    return all(optimizer.state.get(p) for p in listed if p.grad is not None)
+    return all(optimizer.state.get(p) for p in listed if gradient_of(p) is not None)
 
 
 def _alike(optimizer: Optimizer) -> dict[tuple[Any, ...], list[Tensor]]:
@@ -131,7 +133,7 @@ def _alike(optimizer: Optimizer) -> dict[tuple[Any, ...], list[Tensor]]:
     found: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if parameter.grad is not None:
+            if gradient_of(parameter) is not None:
                 shape = (tuple(parameter.shape), parameter.stride(), parameter.dtype)
                 key = (index, *shape, parameter in optimizer.state)
                 found[key].append(parameter)
@@ -152,7 +154,7 @@ class _Twins:
 
     def __init__(self, real: Optimizer, fakes: FakeTensorMode, which: set[int] | None) -> None:
         def takes_part(parameter: Tensor) -> bool:
-            return parameter.grad is not None and (which is None or id(parameter) in which)
+            return gradient_of(parameter) is not None and (which is None or id(parameter) in which)
 
         self.pairs: dict[int, Tensor] = {}
 
@@ -160,8 +162,9 @@ class _Twins:
             known = self.pairs.get(id(parameter))
             if known is None:
                 known = nn.Parameter(fakes.from_tensor(parameter.detach()))
-                assert parameter.grad is not None, "others were left out"
-                known.grad = fakes.from_tensor(parameter.grad.detach())
+                gradient = gradient_of(parameter)
+                assert gradient is not None, "others were left out"
+                known.grad = _without_values(gradient, fakes)
                 self.pairs[id(parameter)] = known
             return known
 
@@ -185,6 +188,15 @@ class _Twins:
         twin._optimizer_step_pre_hooks = OrderedDict()
         twin._optimizer_step_post_hooks = OrderedDict()
         self.optimizer = twin
+
+
+def _without_values(gradient: Tensor, fakes: FakeTensorMode) -> Tensor:
+    """A fake of a gradient, which may have no memory now."""
+    if gradient.layout is not torch.strided or type(gradient) is not Tensor:
+        return fakes.from_tensor(gradient.detach())
+    sizes = gradient.size(), gradient.stride()
+    with fakes:
+        return torch.empty_strided(*sizes, dtype=gradient.dtype, device=gradient.device)
 
 
 def _fake(value: Any, fakes: FakeTensorMode) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.capture.record.roles import Update
 from memfit.run.script.update_needs import UpdateNeeds
 from memfit.tensors.optimizers import in_memory, shared_state, step_of_others, unknown_optimizer
+from memfit.tensors.storage import gradient_of
 
 
 def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -34,7 +35,8 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     own = {id(parameter) for parameter in root.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         return "the optimizer updates parameters that are not the model's"
-    if any(p.grad is not None and p.grad.layout is not torch.strided for p in root.parameters()):
+    gradients = map(gradient_of, root.parameters())
+    if any(it is not None and it.layout is not torch.strided for it in gradients):
         return "a gradient is sparse"
     return unknown_optimizer(optimizer) or shared_state(optimizer)
 
@@ -58,7 +60,8 @@ def updates_of(
     """
     updates = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter.grad is None or id(parameter) not in needs.alone:
+        gradient = gradient_of(parameter)
+        if gradient is None or id(parameter) not in needs.alone:
             continue
         temporary_bytes, moved_bytes = needs.alone[id(parameter)]
         state = optimizer.state.get(parameter, {}) if with_state else {}
@@ -66,7 +69,7 @@ def updates_of(
         updates.append(
             Update(
                 allocation_of(parameter),
-                allocation_of(parameter.grad),
+                allocation_of(gradient),
                 ready=ready.get(id(parameter), 0),
                 temporary_bytes=temporary_bytes,
                 moved_bytes=moved_bytes,
