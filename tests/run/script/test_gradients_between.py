@@ -221,3 +221,39 @@ def test_a_script_that_saves_its_optimizer_once_an_epoch_keeps_its_budget(tmp_pa
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert SAVED_IN_FILES in ran.loops[0]["notes"]
     assert ran.loops[0]["observed"]["peak_bytes"] < 14 * MIB
+
+
+def test_a_plan_counts_on_gradients_in_files(tmp_path: Path):
+    """Forward takes 8 MiB at once, beside 8 MiB of gradients that the script drops after it."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+
+        def forward(self, x):
+            with torch.no_grad():
+                noise = torch.randn(4096, 512).mean()
+            return self.layers(x + noise)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        loss = model(torch.randn(8, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ran = inline(tmp_path, "17MiB", code, offload=str(folder))
+    (loop,) = ran.loops
+    assert loop["plan"]["fits"]
+    assert loop["planned"]["steps"] == 3
+    assert ran.fitting["verdict"]["kept"], ran.stderr

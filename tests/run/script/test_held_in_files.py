@@ -72,7 +72,7 @@ def test_nothing_goes_where_nothing_may(tmp_path: Path):
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldInFiles:
     assert cpu.start() is None
     # Threads that other tests have left keep the memory until the next look.
-    monkeypatch.setattr(held_in_files, "_is_alone", lambda: True)
+    monkeypatch.setattr(held_in_files, "is_alone", lambda: True)
     return HeldInFiles(FitRequest("1MiB", Options(offload=str(tmp_path))))
 
 
@@ -199,7 +199,7 @@ def test_with_another_thread_memory_goes_with_the_next_look(
     held: HeldInFiles, monkeypatch: pytest.MonkeyPatch
 ):
     """It may be in the middle of an op that reads it."""
-    monkeypatch.setattr(held_in_files, "_is_alone", lambda: False)
+    monkeypatch.setattr(held_in_files, "is_alone", lambda: False)
     whole = large()
     live = _native.counted_bytes()
     assert place(held)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from memfit import _native
 from memfit.apply.offload.parameters import parameters_elsewhere
-from memfit.run.script.held_in_files import exchange_memory, in_file, in_memory, may_go
+from memfit.run.script.held_in_files import Moves, may_go, to_file, to_memory
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of
@@ -35,9 +35,6 @@ GRADIENTS_IN_FILES = "gradients wait in mapped files from the end of a step to t
 
 Begin = Literal["step", "evaluation", "saving"]
 """What begins a part of the time between steps: the end of one, and what may follow."""
-
-Moves = Callable[[Tensor, torch.UntypedStorage], None]
-"""Told of a gradient, and of the memory that it is about to have."""
 
 _WORTH = 1 / 64
 """Part of the budget that is worth moving."""
@@ -197,35 +194,12 @@ class GradientsBetween:
             _fetch(of(), moves)
 
 
-def to_file(gradient: Tensor, place: str, moves: Moves | None = None) -> None:
-    """Have a gradient in a mapped file.
-
-    Args:
-        gradient: One that may go.
-        place: Where the file is.
-        moves: Told of it before it has other memory; ``None`` for nobody.
-
-    Raises:
-        OSError: It cannot be written.
-        RuntimeError: It cannot be mapped.
-    """
-    with torch._C._DisableTorchDispatch():
-        storage = in_file(gradient.untyped_storage(), place)
-        if moves is not None:
-            moves(gradient, storage)
-        exchange_memory(gradient, storage)
-
-
 def _fetch(parameter: nn.Parameter | None, moves: Moves | None) -> None:
     """Have a gradient in memory again, unless others see where it is now."""
     gradient = None if parameter is None else gradient_of(parameter)
     if gradient is None or not may_go(gradient, is_mapped=True) or not _is_unseen(gradient):
         return
-    with torch._C._DisableTorchDispatch():  # no op of the script's
-        storage = in_memory(gradient.untyped_storage())
-        if moves is not None:
-            moves(gradient, storage)
-        exchange_memory(gradient, storage)
+    to_memory(gradient, moves)
 
 
 def _version(parameter: nn.Parameter | None) -> int | None:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,9 @@ _FIRST_LOOKS = 3
 
 _WORTH = 1 / 64
 """Part of the budget that is worth a look."""
+
+Moves = Callable[[Tensor, torch.UntypedStorage], None]
+"""Told of a tensor, and of the other memory that it is about to have."""
 
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -130,10 +133,8 @@ class HeldInFiles:
                 del self._mapped[key]
                 self._written[key] = mapped.tensor
                 changed.append(tensor)
-        tensor = None
-        for tensor in _held_by_python_alone(changed) if changed else ():
-            if not has_others(tensor.untyped_storage(), 1):
-                exchange_memory(tensor, in_memory(tensor.untyped_storage()))
+        tensor = None  # who counts its owners knows of the list alone
+        bring_back(changed)
 
     def _found(self, models: Iterable[nn.Module], inputs: Any) -> list[Tensor]:
         """Tensors that may go; after the first look, those alone that were there at the last."""
@@ -166,13 +167,13 @@ class HeldInFiles:
         total = sum(map(_bytes_of, tensors))
         if total < worth or total > free_bytes(place):
             return
-        is_alone = _is_alone()
+        alone = is_alone()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             exchange_memory(tensor, in_file(storage, place))
             self._mapped[id(tensor)] = _Mapped(weakref.ref(tensor), tensor._version)
             self.count += 1
-            if not is_alone:
+            if not alone:
                 self._leaving.append(storage)  # another thread may be reading
 
 
@@ -187,6 +188,51 @@ def exchange_memory(tensor: Tensor, storage: torch.UntypedStorage) -> None:
         there = torch.empty(0, dtype=tensor.dtype)
         there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         tensor.data = there
+
+
+def to_file(tensor: Tensor, place: str, moves: Moves | None = None) -> None:
+    """Have a tensor in a mapped file.
+
+    Args:
+        tensor: One that may go.
+        place: Where the file is.
+        moves: Told of it before it has other memory; ``None`` for nobody.
+
+    Raises:
+        OSError: It cannot be written.
+        RuntimeError: It cannot be mapped.
+    """
+    with torch._C._DisableTorchDispatch():  # no op of the script's
+        storage = in_file(tensor.untyped_storage(), place)
+        if moves is not None:
+            moves(tensor, storage)
+        exchange_memory(tensor, storage)
+
+
+def to_memory(tensor: Tensor, moves: Moves | None = None) -> None:
+    """Have a tensor in memory again.
+
+    Args:
+        tensor: One in a mapped file; no view of it, and no array of numpy, is left.
+        moves: As :func:`to_file`.
+    """
+    with torch._C._DisableTorchDispatch():
+        storage = in_memory(tensor.untyped_storage())
+        if moves is not None:
+            moves(tensor, storage)
+        exchange_memory(tensor, storage)
+
+
+def bring_back(tensors: list[Tensor], moves: Moves | None = None) -> None:
+    """Have those of some tensors in memory again whose mapped file nobody else sees.
+
+    Args:
+        tensors: They; nobody else holds one but objects, and no variable of the caller.
+        moves: As :func:`to_file`.
+    """
+    for tensor in _held_by_python_alone(tensors) if tensors else ():
+        if not has_others(tensor.untyped_storage(), 1):
+            to_memory(tensor, moves)
 
 
 def in_file(storage: torch.UntypedStorage, folder: str) -> torch.UntypedStorage:
@@ -232,7 +278,7 @@ def _written(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> set[
     return found
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """Whether no other thread may be in the middle of an op; those of queues only pickle."""
     own = threading.current_thread()
     return all(it is own or it.name == "QueueFeederThread" for it in threading.enumerate())

@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from memfit.apply.offload.state_view import AwayState
-from memfit.run.script.held_in_files import exchange_memory, in_file, may_go
+from memfit.run.script.held_in_files import may_go, to_file
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,12 +41,7 @@ def copies_in_files(optimizer: Optimizer, place: str) -> RemovableHandle:
             held[key] = state.plain()
             for value in held[key].values():
                 if isinstance(value, Tensor) and id(value) not in own and may_go(value):
-                    _to_file(value, place)
+                    with contextlib.suppress(OSError, RuntimeError):  # it stays in memory
+                        to_file(value, place)
 
     return optimizer.register_state_dict_post_hook(move, prepend=True)
-
-
-def _to_file(tensor: Tensor, place: str) -> None:
-    """Have a tensor in a mapped file, if that can be."""
-    with contextlib.suppress(OSError, RuntimeError), torch._C._DisableTorchDispatch():
-        exchange_memory(tensor, in_file(tensor.untyped_storage(), place))

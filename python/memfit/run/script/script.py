@@ -30,6 +30,7 @@ from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.gradients_between import GRADIENTS_IN_FILES, Begin, GradientsBetween
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.kept import BudgetKept, Over
@@ -116,6 +117,7 @@ class AdoptedScript:
         self._uses = _Uses()
         self._held = HeldInFiles(request)
         self._gradients = GradientsBetween(request)
+        self._frozen = FrozenAway()
         self._lean_ops = LeanOps(request)
         self._in_pieces = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
@@ -297,9 +299,15 @@ class AdoptedScript:
         self._checkpoints.backward_begins()
         current.running.backward_begins()
         current.loop.backward_begins(current.running)
+        recorder, model = _recorder(current), current.loop.root
+        if recorder is not None and model is not None:
+            place = self._gradients.place()
+            self._frozen.backward_begins(model, self._kept.budget_bytes, place, recorder.moves)
 
     def backward_ended(self) -> None:
         """Go on with the pass."""
+        recorder = _recorder(self._current)
+        self._frozen.backward_ended(None if recorder is None else recorder.moves)
         if self._current is not None and not self._current.running.in_forward:
             self._current.loop.backward_ended()
             self._current.running.backward_ended()

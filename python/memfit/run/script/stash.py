@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.run.script.gradients import GradientLooks
-from memfit.run.script.gradients_between import Moves, to_file
-from memfit.run.script.held_in_files import may_go
+from memfit.run.script.held_in_files import Moves, may_go, to_file
 from memfit.run.script.spill import InFile, SpillFile
 from memfit.tensors.storage import gradient_of, has_others
 from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal

@@ -1,0 +1,67 @@
+"""Frozen parameters of a recorded step, in mapped files while backward runs.
+
+What is never written goes for good (:mod:`memfit.run.script.held_in_files`). A momentum encoder is
+written in every forward, so it is in memory then; backward does not need it. Responsible for having
+such parameters in files from the beginning of backward to its end. Not responsible for what else a
+recorded step keeps elsewhere (:mod:`memfit.run.script.observed`,
+:mod:`memfit.run.script.stash`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING
+
+from memfit import _native
+from memfit.run.script.held_in_files import bring_back, is_alone, may_go, to_file
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from memfit.run.script.held_in_files import Moves
+
+_WORTH = 1 / 64
+"""Part of the budget that is worth moving."""
+
+
+class FrozenAway:
+    """Frozen parameters of the pass under way."""
+
+    def __init__(self) -> None:
+        """Move none yet."""
+        self._mapped: list[weakref.ref[Tensor]] = []
+
+    def backward_begins(
+        self, model: nn.Module, budget_bytes: int, place: str, moves: Moves
+    ) -> None:
+        """Have them in files, where backward may lack room: it may double what is live.
+
+        Args:
+            model: The model.
+            budget_bytes: The budget; 0 where that is not known.
+            place: Where files may be; empty for nowhere.
+            moves: Told of each before it has other memory.
+        """
+        if not place or 2 * _native.counted_bytes() <= budget_bytes or not budget_bytes:
+            return
+        if not is_alone():
+            return  # another thread may be reading
+        frozen = [it for it in model.parameters() if may_go(it)]  # none that is trained may
+        if sum(it.nbytes for it in frozen) < budget_bytes * _WORTH:
+            return
+        with contextlib.suppress(OSError, RuntimeError):  # the others stay
+            for parameter in frozen:
+                to_file(parameter, place, moves)
+                self._mapped.append(weakref.ref(parameter))
+
+    def backward_ended(self, moves: Moves | None) -> None:
+        """Have them in memory again.
+
+        Args:
+            moves: As above; ``None`` where nobody records any more.
+        """
+        mapped, self._mapped = self._mapped, []
+        bring_back(
+            [it for of in mapped if (it := of()) is not None and may_go(it, is_mapped=True)], moves
+        )

@@ -1,0 +1,99 @@
+"""Frozen parameters of a recorded step are in files while backward runs, and nobody can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ran import inline
+from torch import nn
+
+from memfit import _native
+from memfit.run.script import frozen
+from memfit.run.script.frozen import FrozenAway
+from memfit.track import cpu
+
+MIB = 1 << 20
+
+MOMENTUM_ENCODER = """
+    import torch
+    from torch import nn
+
+    def encoder():
+        return nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = encoder(), encoder()
+            self.key.requires_grad_(False)
+
+        def forward(self, a, b):
+            with torch.no_grad():
+                for p, q in zip(self.key.parameters(), self.query.parameters()):
+                    p.data = p.data * 0.9 + q.data * 0.1
+                near, far = self.key(a), self.key(b)
+            return (self.query(a) - far).square().mean() + (self.query(b) - near).square().mean()
+
+    torch.manual_seed(0)
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.query.parameters(), 0.1)
+    for step in range(5):
+        loss = model(torch.randn(8, 512), torch.randn(8, 512))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    torch.save(model.state_dict(), "end.pt")
+"""
+
+
+def test_a_recorded_step_does_without_a_momentum_encoder_in_backward(tmp_path: Path):
+    """Beside 12 MiB of parameters, 6 MiB of gradients by the second uses wait for the first's."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ran = inline(tmp_path, "17MiB", MOMENTUM_ENCODER, offload=str(folder))
+    assert ran.loops[0]["observed"]["peak_bytes"] <= 17 * MIB
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    assert cpu.start() is None
+    monkeypatch.setattr(frozen, "is_alone", lambda: True)  # other tests may have left threads
+    return nn.Sequential(
+        nn.Linear(256, 256), nn.Linear(256, 256).requires_grad_(requires_grad=False)
+    )
+
+
+def is_mapped(layer: nn.Module) -> bool:
+    return not _native.is_counted(layer.weight.data_ptr())
+
+
+def test_frozen_parameters_go_and_come_back(model: nn.Module, tmp_path: Path):
+    away, wanted, moved = FrozenAway(), model[1].weight.clone(), []
+    note = lambda tensor, _: moved.append(tensor)  # noqa: E731
+    away.backward_begins(model, _native.counted_bytes(), str(tmp_path), note)
+    assert [is_mapped(layer) for layer in model] == [False, True]
+    assert torch.equal(model[1].weight, wanted)
+    model[1].weight.data.mul_(2)
+    away.backward_ended(note)
+    assert not is_mapped(model[1])
+    assert torch.equal(model[1].weight, 2 * wanted)
+    assert [it is model[1].weight for it in moved] == [True, True]
+
+
+def test_who_shows_one_to_numpy_meanwhile_sees_it_later(model: nn.Module, tmp_path: Path):
+    away = FrozenAway()
+    away.backward_begins(model, _native.counted_bytes(), str(tmp_path), lambda *_: None)
+    look = model[1].weight.numpy()
+    away.backward_ended(None)
+    model[1].weight.fill_(3)
+    assert (look == 3).all()
+
+
+def test_frozen_parameters_stay_where_there_is_room(model: nn.Module, tmp_path: Path):
+    away = FrozenAway()
+    away.backward_begins(model, 3 * _native.counted_bytes(), str(tmp_path), lambda *_: None)
+    assert not is_mapped(model[1])
