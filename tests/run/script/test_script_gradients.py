@@ -123,3 +123,31 @@ def test_computed_weights_that_a_call_brings_along_are_no_parameters(tmp_path: P
     )
     assert "RuntimeError" not in ran.stderr
     assert "error inside memfit" not in ran.stderr
+
+
+def test_gradients_that_every_second_pass_adds_to_are_planned_for(tmp_path: Path):
+    """The update comes after the first pass already, so the recorded step begins without any."""
+    ran = inline(
+        tmp_path,
+        "20MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(8):
+        loss = model(torch.randn(768, 512)).square().mean()
+        loss.backward()
+        if step % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+    )
+    (loop,) = ran.loops
+    assert loop["plan"]["fits"]
+    assert 0 < loop["planned"]["peak_bytes"] <= 20 << 20
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]

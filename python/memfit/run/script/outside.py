@@ -39,6 +39,7 @@ class Outside:
         """
         self._device = device
         self._found: list[weakref.ref[Any]] = []
+        self._gradients_before: frozenset[int] = frozenset()
         self._consumed_bytes = 0
         self._mapped_input_bytes = 0
         self._input_bytes: dict[Key, int] = {}
@@ -48,6 +49,7 @@ class Outside:
         """A step was recorded: what it read belongs to it from now on."""
         self._input_bytes[key] = observation.input_bytes
         self._found = observation.found
+        self._gradients_before = observation.gradients_before
         self._consumed_bytes = observation.consumed_bytes
         self._mapped_input_bytes = observation.mapped_input_bytes
 
@@ -69,7 +71,10 @@ class Outside:
             is_new: Whether the state that they have now is that of the recorded step.
         """
         tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-        tensors.extend(p.grad for p in model.parameters())
+        # A gradient that the recorded step began without, as where every second pass adds to those
+        # of the one before, is in no plan for it.
+        before = self._gradients_before
+        tensors.extend(p.grad for p in model.parameters() if id(p) in before)
         # Recorded with the step: another model that it calls, the data that it reads.
         known = self._counted(tensors, self._found)
         states = [
