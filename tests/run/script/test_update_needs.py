@@ -84,3 +84,22 @@ def test_what_is_known_is_used_again_for_the_same_updates_alone(monkeypatch: pyt
         expected = update_needs(optimizer)
         assert update_needs(optimizer, needs) == expected
         assert len(ran) == before + 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum", "nadam"])
+def test_first_updates_one_by_one_take_what_is_foreseen(name: str):
+    """In slices: an update makes the state of a slice beside that of the whole parameter."""
+    assert cpu.start() is None
+    model = nn.Linear(1024, 1024)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model(torch.randn(4, 1024)).sum().backward()
+    needs = update_needs(optimizer)
+    one_by_one = OneByOne(optimizer)
+    first, kept = _taken(lambda: [one_by_one.update(p) for p in model.parameters()])
+    assert kept == pytest.approx(needs.all_state_bytes, abs=4096)
+    # The state of the bias comes after the peak, at the weight.
+    assert first == pytest.approx(needs.one_by_one_bytes, abs=16384)
+    again = update_needs(optimizer, needs)
+    assert again == update_needs(optimizer)
+    later, _ = _taken(lambda: OneByOne(optimizer).update(model.weight))
+    assert later == pytest.approx(again.one_by_one_bytes, abs=4096)

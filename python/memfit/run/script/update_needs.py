@@ -34,6 +34,8 @@ class UpdateNeeds:
         together_bytes: Most bytes of temporaries of a later step that updates all at once.
         state_bytes: Sizes of the state of each parameter, by its ``id``.
         alone: Temporaries and traffic of the update of each parameter alone, by its ``id``.
+        first_alone_bytes: Most temporaries of the update alone of a parameter that has no state
+            yet. In slices it makes the state of a slice before it writes that to the whole.
         kind: What decides about all of that but whether there is state.
     """
 
@@ -41,12 +43,14 @@ class UpdateNeeds:
     together_bytes: int
     state_bytes: dict[int, list[int]]
     alone: dict[int, tuple[int, int]]
+    first_alone_bytes: int
     kind: tuple[Any, ...]
 
     @property
     def one_by_one_bytes(self) -> int:
         """Most bytes that the next step makes where updates come one by one."""
-        return self.new_state_bytes + max((took for took, _ in self.alone.values()), default=0)
+        later = max((took for took, _ in self.alone.values()), default=0)
+        return self.new_state_bytes + max(later, self.first_alone_bytes)
 
     @property
     def new_state_bytes(self) -> int:
@@ -71,7 +75,7 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
     """
     kind = _kind(optimizer)
     if before is not None and before.kind == kind and _has_all_state(optimizer):
-        return replace(before, first_bytes=before.together_bytes)
+        return replace(before, first_bytes=before.together_bytes, first_alone_bytes=0)
     alike = _alike(optimizer)
     with _disable_current_modes():
         fakes = FakeTensorMode()
@@ -89,6 +93,8 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
             for real, fake in twins.pairs.items()
         }
         alone = _each_alone(twins, {id(of[0]) for of in alike.values()})
+        new = {id(of[0]) for of in alike.values() if of[0] not in optimizer.state}
+        first_alone = _first_alone(twins, {real: sum(state[real]) for real in new})
     state_of, alone_of = {}, {}
     for of in alike.values():
         for parameter in of:
@@ -96,9 +102,9 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
             alone_of[id(parameter)] = alone[id(of[0])]
     first_bytes = first.peak_bytes
     if not at_once:
-        new = {id(of[0]): len(of) - 1 for of in alike.values() if of[0] not in optimizer.state}
-        first_bytes += sum(more * sum(state[which]) for which, more in new.items())
-    return UpdateNeeds(first_bytes, later.peak_bytes, state_of, alone_of, kind)
+        more = {id(of[0]): len(of) - 1 for of in alike.values() if id(of[0]) in new}
+        first_bytes += sum(count * sum(state[which]) for which, count in more.items())
+    return UpdateNeeds(first_bytes, later.peak_bytes, state_of, alone_of, first_alone, kind)
 
 
 def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
@@ -219,6 +225,18 @@ def _each_alone(twins: _Twins, which: set[int]) -> dict[int, tuple[int, int]]:
             one_by_one.update(twins.pairs[real])
         found[real] = (temporaries.peak_bytes, temporaries.moved_bytes)
     return found
+
+
+def _first_alone(twins: _Twins, state_bytes: dict[int, int]) -> int:
+    """Most temporaries of a first update alone, beside the state that it makes."""
+    most = 0
+    one_by_one = OneByOne(twins.optimizer)
+    for real, made in state_bytes.items():
+        twins.optimizer.state.pop(twins.pairs[real], None)
+        with Temporaries() as temporaries:
+            one_by_one.update(twins.pairs[real])
+        most = max(most, temporaries.peak_bytes - made)
+    return most
 
 
 def _tensors(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
