@@ -139,6 +139,37 @@ def test_an_input_goes_once_it_has_stayed_for_a_step(held: HeldInFiles):
     assert is_mapped(held_input)
 
 
+def test_the_frames_of_a_replay_memory_leave_room_for_the_step(tmp_path: Path):
+    """12 MiB in 384 states of 32 KiB, beside steps of 18 MiB."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(
+        tmp_path,
+        "24MiB",
+        """
+    import random, torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    random.seed(0)
+    memory = [torch.rand(1, 8192) for _ in range(384)]
+    model = nn.Sequential(nn.Linear(8192, 128), nn.ReLU(), nn.Linear(128, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(6):
+        states = torch.cat(random.sample(memory, 32))
+        loss = model(states).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """,
+        offload=str(tmp_path / "disk"),
+    )
+    (loop,) = ran.loops
+    assert HELD_IN_FILES in loop["notes"]
+    assert loop["plan"]["predicted_peak_bytes"] < 20 * MIB
+    assert ran.report["fitting"]["verdict"]["kept"], ran.stderr
+
+
 def test_what_is_written_is_memory_again(held: HeldInFiles):
     average, shown = [large()], [large()]
     expected = average[0] + 1

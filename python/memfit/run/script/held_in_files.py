@@ -40,7 +40,10 @@ HELD_IN_FILES = "tensors that the script only reads are mapped from files and ta
 """What is said at the end where that was done."""
 
 LEAST_BYTES = 1 << 16
-"""Smaller tensors stay."""
+"""Smaller tensors stay that would go in every step."""
+
+LEAST_HELD_BYTES = 1 << 14
+"""Smaller ones stay that would go once: of their last page in a mapping, much would be nobody's."""
 
 MOST_TENSORS = 4096
 """Each takes a mapping, of which a process has 65530."""
@@ -145,7 +148,8 @@ class HeldInFiles:
         written |= {key for key, ref in self._written.items() if ref() is not None}
         written |= {id(buffer) for model in models for buffer in model.buffers()}
         known.clear()
-        found = [it for it in tensors if id(it) not in written and may_go(it)]
+        least = LEAST_HELD_BYTES
+        found = [it for it in tensors if id(it) not in written and may_go(it, least_bytes=least)]
         passing = set(map(id, tree_leaves(inputs)))
         seen, self._seen = self._seen, {id(it): weakref.ref(it) for it in found}
         aged = [
@@ -292,12 +296,13 @@ def _held_by_python_alone(tensors: list[Tensor]) -> list[Tensor]:
     return [it for it in tensors if sys.getrefcount(it) - 3 <= counts[id(it)]]
 
 
-def may_go(tensor: Tensor, *, is_mapped: bool = False) -> bool:
+def may_go(tensor: Tensor, *, is_mapped: bool = False, least_bytes: int = LEAST_BYTES) -> bool:
     """Whether a tensor is torch's own memory on the CPU that nobody else sees.
 
     Args:
         tensor: The tensor.
         is_mapped: Whether it is to have gone already.
+        least_bytes: Smaller ones may not.
     """
     if type(tensor) not in _KINDS:
         return False
@@ -310,7 +315,7 @@ def may_go(tensor: Tensor, *, is_mapped: bool = False) -> bool:
     storage = tensor.untyped_storage()
     place = address(storage)
     is_own = place is not None and _native.is_counted(place) != is_mapped
-    return is_own and storage.nbytes() >= LEAST_BYTES and not has_others(storage, 1)
+    return is_own and storage.nbytes() >= least_bytes and not has_others(storage, 1)
 
 
 def _is_special(tensor: Tensor) -> bool:
