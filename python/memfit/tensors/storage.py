@@ -104,6 +104,25 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     return gradient
 
 
+def graph_of(tensor: Tensor) -> Any:
+    """The node that made a tensor; ``None`` for a leaf, and where torch refuses to say.
+
+    It does of a view made without gradients, once what it is a view of was written to.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether no node made a tensor; not where torch refuses to say, as of :func:`graph_of`."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def address(storage: torch.UntypedStorage) -> int | None:
     """Where memory is; ``None`` where it is let go now, or its bytes are still coming.
 

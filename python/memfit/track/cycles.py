@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.tensors.storage import gradient_of
+from memfit.tensors.storage import gradient_of, is_leaf
 from memfit.track.cause import Cause
 from memfit.track.graphs import Graphs
 from memfit.track.owners import storage_of
@@ -81,7 +81,7 @@ def _own_output(node: Any) -> str | None:
 
 def _has_graph_in_gradient(tensor: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
-        if not tensor.is_leaf or not tensor.requires_grad:
+        if not is_leaf(tensor) or not tensor.requires_grad:
             return False
         gradient = gradient_of(tensor)
         return gradient is not None and gradient.grad_fn is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memfit import _native
 from memfit.errors import MemoryGrowthWarning
+from memfit.tensors.storage import graph_of
 from memfit.track import owners, variables
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cause import Cause
@@ -126,7 +127,7 @@ class Sums:
 
     def __init__(self) -> None:
         """Look."""
-        self._tensors = [t for t in owners.instances(Tensor) if t.grad_fn is not None]
+        self._tensors = [t for t in owners.instances(Tensor) if graph_of(t) is not None]
         del self._tensors[:-_TENSOR_LIMIT]
         self._links = {id(tensor): _sum_links(tensor) for tensor in self._tensors}
 
@@ -221,7 +222,7 @@ def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
 def _sum_in(found: Look, owner: Owner) -> Cause | None:
     """The cause where what a variable holds is one sum."""
     for one in found.walk.reached:
-        if one.through_graph or owner.variable is None or one.tensor.grad_fn is None:
+        if one.through_graph or owner.variable is None or graph_of(one.tensor) is None:
             continue
         if one.variable.name == owner.variable.name and one.variable.scope == owner.variable.scope:
             links = _sum_links(one.tensor)
@@ -276,7 +277,7 @@ def _user_level() -> int:
 
 def _sum_links(tensor: Tensor) -> int:
     """How many sums lead to a tensor, one through the other: ``s += loss`` adds one each time."""
-    links, node = 0, tensor.grad_fn
+    links, node = 0, graph_of(tensor)
     while node is not None and links < _CHAIN_LIMIT and node.name().startswith(_SUMS):
         links += 1
         before = [earlier for earlier, _ in node.next_functions if earlier is not None]

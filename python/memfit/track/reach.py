@@ -23,7 +23,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from memfit.libraries import is_library
-from memfit.tensors.storage import gradient_of, plain_tensors
+from memfit.tensors.storage import gradient_of, graph_of, is_leaf, plain_tensors
 from memfit.track import owners
 from memfit.track.graphs import Graphs
 from memfit.track.owners import (
@@ -210,9 +210,8 @@ class Walk:
 
     def _tensor(self, variable: Variable, tensor: Tensor, category: str) -> None:
         with torch._C.DisableTorchFunction():
-            node = tensor.grad_fn
-            is_leaf = tensor.is_leaf
-            gradient = gradient_of(tensor) if is_leaf and tensor.requires_grad else None
+            node = graph_of(tensor)
+            gradient = gradient_of(tensor) if tensor.requires_grad and is_leaf(tensor) else None
         own = PARAMETER if issubclass(type(tensor), torch.nn.Parameter) else category
         self._take_down(variable, tensor, own)
         if gradient is not None and id(gradient) not in self._seen:

@@ -56,6 +56,24 @@ def test_a_deep_model_is_planned_from_its_second_step(tmp_path: Path):
     assert "tensors recomputed in backward" in ran.stderr
 
 
+def test_a_view_made_without_gradients_may_outlive_updates(tmp_path: Path):
+    """Torch refuses to say what graph such a view has; looking for one ended the script."""
+    script = """
+    torch.manual_seed(0)
+    with torch.no_grad():
+        first = model[0][0].weight[:2]
+    for step in range(8):
+        loss = model(torch.randn(2048, width)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    torch.save(first.detach().clone(), "first.pt")
+    """
+    ran = inline(tmp_path, "60%", DEEP + script)
+    assert ran.code == 0
+
+
 TRANSFORMER = """
     import torch
     from torch import nn

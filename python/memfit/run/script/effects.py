@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from memfit.tensors.storage import graph_of
+
 MOST_REACHED = 20_000
 """Things looked at behind one function; one that reaches more is taken to do anything."""
 
@@ -101,7 +103,7 @@ class Look:
         """Note facts about something; yields what to look at next."""
         if isinstance(thing, Tensor):
             self._facts["tensor", id(thing)] = _content(thing)
-            self.graphs = self.graphs or thing.grad_fn is not None
+            self.graphs = self.graphs or graph_of(thing) is not None
             return
         if isinstance(thing, (deque, bytearray, itertools.count)):
             self._facts["length", id(thing)] = (

@@ -33,7 +33,14 @@ from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import state_tensors
-from memfit.tensors.storage import address, gradient_of, has_others, is_fixed
+from memfit.tensors.storage import (
+    address,
+    gradient_of,
+    graph_of,
+    has_others,
+    is_fixed,
+    is_leaf,
+)
 from memfit.track.owners import instances
 
 HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"
@@ -275,7 +282,7 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def _written(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> set[int]:
     """The ``id`` of gradients and of optimizers' state."""
     with without_barrier():
-        found = {id(gradient_of(it)) for it in tensors if it.requires_grad and it.is_leaf}
+        found = {id(gradient_of(it)) for it in tensors if it.requires_grad and is_leaf(it)}
     for optimizer in optimizers:
         for state in optimizer.state.values():
             found.update(map(id, state_tensors(state)))
@@ -306,7 +313,7 @@ def may_go(tensor: Tensor, *, is_mapped: bool = False, least_bytes: int = LEAST_
     """
     if type(tensor) not in _KINDS:
         return False
-    if tensor.requires_grad or tensor.grad_fn is not None or tensor.device.type != "cpu":
+    if tensor.requires_grad or graph_of(tensor) is not None or tensor.device.type != "cpu":
         return False
     if tensor.layout is not torch.strided or _is_special(tensor):
         return False
