@@ -94,6 +94,7 @@ class Subject:
         cut: Of inference that is one call of the model: which of the tensors that it is given have
             an entry for each item of the batch, by their places.
         warn: Whether to warn, once, when the running model leaves the plan.
+        called: The module in it whose calls run in pieces of the batch; ``None`` for the model.
     """
 
     model: nn.Module
@@ -104,6 +105,7 @@ class Subject:
     strays_to: str = ""
     cut: tuple[int, ...] = ()
     warn: bool = True
+    called: nn.Module | None = None
 
 
 def _said(actions: Actions, kind: str) -> Mapping[str, Any] | None:
@@ -195,7 +197,9 @@ def _micro_batches(subject: Subject, actions: Actions) -> Part:
     ops = action.get("micro_batch")
     if ops is not None and ops.get("call") is not None:
         call = {**ops["call"], "cut": ops["call"].get("cut") or subject.cut}
-        return InPieces(subject.model, int(action["count"]), {**ops, "call": call})
+        return InPieces(
+            subject.called or subject.model, int(action["count"]), {**ops, "call": call}
+        )
     return MicroBatches(int(action["count"]), action.get("micro_batch"), warn=subject.warn)
 
 

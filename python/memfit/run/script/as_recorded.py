@@ -8,7 +8,7 @@ for the choice (:mod:`memfit.run.script.planned_step`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memfit.run.script.observed import Observation
-    from memfit.run.script.planned_step import PlannedStep
+    from memfit.run.script.planned_step import Call, PlannedStep
     from memfit.run.script.request import FitRequest
 
 AS_RECORDED = "no plan fits: steps run as recorded, what is saved in files until it is used"
@@ -39,7 +39,7 @@ class AsRecordedPass(ObservedPass):
     def of(
         planned: PlannedStep,
         model: nn.Module,
-        inputs: Any,
+        call: Call,
         optimizers: Iterable[Optimizer],
         request: FitRequest,
         budget_bytes: int,
@@ -49,14 +49,14 @@ class AsRecordedPass(ObservedPass):
         Args:
             planned: The recorded step.
             model: The model.
-            inputs: What it is about to be called with.
+            call: What is about to be called in it.
             optimizers: The optimizers that update it.
             request: Where saved tensors may go.
             budget_bytes: The budget; 0 where that is not known.
         """
         device = torch.device("cpu")
         folder = strays_to(request, device.type)
-        what = (device, model, inputs, optimizers)
+        what = (device, model, call, optimizers)
         running = AsRecordedPass(*what, planned.step.way, budget_bytes, folder)
         running.undoes, planned.left = planned.undoes, []
         return running

@@ -42,15 +42,10 @@ from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.place import chosen, strays_to
-from memfit.run.script.planned_step import (
-    WORTH_A_PLAN,
-    Key,
-    PlannedStep,
-    comes_nearer,
-    key_of,
-)
+from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
+from memfit.run.script.roots import class_names
 from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes, state_alone
@@ -114,7 +109,7 @@ class Loop:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.parameters = sum(p.numel() for p in root.parameters())
-        self.models: dict[str, None] = {type(root).__name__: None}
+        self.models: dict[str, None] = dict.fromkeys(class_names(root))
         self.optimizers: dict[str, None] = {}
         self.has_optimizer: bool | None = None
         self.refusal = model_refusal(root, self.device)
@@ -184,9 +179,10 @@ class Loop:
             running: The pass.
         """
         if running.kind == "planned" and other not in self._partners:
-            return type(other) is not type(self._root())
+            root = self._root()
+            return root is None or class_names(other) != class_names(root)
         self._partners.add(other)
-        self.models[type(other).__name__] = None
+        self.models.update(dict.fromkeys(class_names(other)))
         return True
 
     def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -233,22 +229,22 @@ class Loop:
         self._executor = None
         self.evaluations.rest()
 
-    def evaluation(self, inputs: Any, *, in_step: bool) -> contextlib.AbstractContextManager[None]:
+    def evaluation(self, call: Call, *, in_step: bool) -> contextlib.AbstractContextManager[None]:
         """What a call of the model without gradients, outside passes, runs inside.
 
         Args:
-            inputs: What it is called with.
+            call: The call.
             in_step: Whether an optimizer is still to step for the pass before.
         """
         if self.refusal or occupied():
             return contextlib.nullcontext()
-        key, model, budget = self.key(inputs), self._model(), self.budget_bytes()
+        key, budget, live = call.key, self.budget_bytes(), live_bytes(self.device)
         if self._request.options.promise != "exact":
-            return self.pieces.evaluation(key, model, inputs, live_bytes(self.device), budget)
+            return self.pieces.evaluation(key, call.module, call.inputs, live, budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or "offload_parameters" in self._without:
             return contextlib.nullcontext()
-        self._executor = self.evaluations.placed(key, model, self._executor)
+        self._executor = self.evaluations.placed(key, self._model(), self._executor)
         return self.evaluations.running(key, self._executor, budget)
 
     def backward_begins(self, running: Pass) -> None:
@@ -309,12 +305,12 @@ class Loop:
             self._leave = ("fuse_optimizer", "")
 
     def begin(
-        self, inputs: Any, optimizers: Iterable[Optimizer], *, in_closure: bool = False
+        self, call: Call, optimizers: Iterable[Optimizer], *, in_closure: bool = False
     ) -> Pass:
-        """Begin a pass; the model is about to be called.
+        """Begin a pass; the model, or a module in it, is about to be called.
 
         Args:
-            inputs: What it is called with.
+            call: The call.
             optimizers: The optimizers seen so far.
             in_closure: Whether an optimizer calls it, in its step.
         """
@@ -323,23 +319,23 @@ class Loop:
         if self.refusal or self._is_under_others():
             return Pass(self.device)
         own = self.updated_by(optimizers)
-        key = key_of(self._model(), inputs)
+        key, inputs = call.key, call.inputs
         self._updates.require_none_waiting()
         try:
             leave, self._leave = self._leave, None
             if leave is not None:
                 self._plan_without(*leave)
             if self._must_plan_first():
-                self._plan_pending(self._outside_bytes(inputs, own), inputs)
+                self._plan_pending(self._outside_bytes(inputs, own), call)
             if self._must_observe(key):
-                return self._observe(key, inputs, own)
+                return self._observe(key, call, own)
             if self._executor is not None:
                 self._executor.place()  # first: what is elsewhere is not held besides
                 parameters = self._executor.parameters
                 self._leave_views([] if parameters is None else parameters.viewed())
             outside = self._outside_bytes(inputs, own)
             self._giving_way.between_steps(
-                self.plans.all, outside, lambda plan: self._place_for(plan, own)
+                self.plans.all, outside, lambda plan: self._place_for(plan, own, None, call.module)
             )
             self.need.pass_begins()
             planned = self._chosen(key, outside)
@@ -347,9 +343,9 @@ class Loop:
             self._require_fits(planned, outside)
             if planned.runs_as_recorded or (self.need.is_of_others and planned.may_run_as_recorded):
                 self._latest = planned
-                return self._run_as_recorded(planned, inputs, own)
+                return self._run_as_recorded(planned, call, own)
             planned = self.plans.fitting(planned, outside, self._planning(outside))
-            planned.executor = self._place_for(planned.plan, own, planned.executor)
+            planned.executor = self._place_for(planned.plan, own, planned.executor, call.module)
             self._latest = planned
             return self._run_planned(key, planned, planned.executor, inputs)
         except MemfitError as error:
@@ -371,7 +367,7 @@ class Loop:
             ways = ways_out(self._request, planned, self._room.within(self._budget), outside)
             self._strict.require(planned.plan, ways)
 
-    def _observe(self, key: Key, inputs: Any, optimizers: list[Optimizer]) -> Pass:
+    def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:
         self._diverged.discard(key)
         self._recordings += 1
         if self._recordings > MAX_RECORDINGS:
@@ -380,14 +376,13 @@ class Loop:
         self._room.whole()
         self._leave_to_recording(optimizers)
         self._looks_again = False
-        model = self._model()
         if not self._checkpoints.around_model:
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
-                self.pieces.begin(key, model, inputs, live, self.budget_bytes())
+                self.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
         way = self._casting.wants(self.device) or self.pieces.wants(key)
         budget = self.budget_bytes()
-        running = ObservedPass(self.device, model, inputs, optimizers, way, budget)
+        running = ObservedPass(self.device, self._model(), call, optimizers, way, budget)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
@@ -412,12 +407,12 @@ class Loop:
                 self._model(), optimizers, before, is_second=seen.steps == 1
             )
 
-    def _run_as_recorded(self, planned: PlannedStep, inputs: Any, own: list[Optimizer]) -> Pass:
+    def _run_as_recorded(self, planned: PlannedStep, call: Call, own: list[Optimizer]) -> Pass:
         """Begin a pass that keeps in memory what its recording did."""
         self.notes[AS_RECORDED] = None
         self._leave_to_recording(own, self.budget_bytes())
         self._choose_place(strays_to(self._request, self.device.type))
-        whole = (self._model(), inputs, own)
+        whole = (self._model(), call, own)
         running = AsRecordedPass.of(planned, *whole, self._request, self.budget_bytes())
         self._checkpoints.begin_pass(undoes=planned.undoes, recorder=running.recorder)
         return running
@@ -446,7 +441,11 @@ class Loop:
         return running
 
     def _place_for(
-        self, plan: Plan, optimizers: list[Optimizer], held: Executor | None = None
+        self,
+        plan: Plan,
+        optimizers: list[Optimizer],
+        held: Executor | None = None,
+        called: nn.Module | None = None,
     ) -> Executor:
         """Have the optimizer's state and the parameters where a plan wants them in a pass.
 
@@ -454,13 +453,16 @@ class Loop:
             plan: The plan.
             optimizers: Those that update the model.
             held: What carried the plan out before.
+            called: What runs in pieces, if the plan has any; ``None`` for the model.
 
         Raises:
             OffloadError: Some of it could not be written, and is at home.
         """
         optimizer = optimizers[0] if len(optimizers) == 1 else None
         strays = strays_to(self._request, self.device.type)
-        subject = Subject(self._model(), optimizer, strays_to=strays, warn=False)
+        if all(action.kind != "micro_batch" for action in plan.actions):
+            called = None  # others carry out on the model what they would on any part of it
+        subject = Subject(self._model(), optimizer, strays_to=strays, warn=False, called=called)
         if held is None or held.subject != subject:
             said = plan.as_dict()
             actions = said if optimizer is not None else without(said, OF_OPTIMIZER)
@@ -549,10 +551,6 @@ class Loop:
         if planned is not None and planned.took_more(peak_bytes):
             self.plans.distrust()
 
-    def key(self, inputs: Any) -> Key:
-        """The key of a pass of this loop."""
-        return key_of(self._model(), inputs)
-
     def _choose_place(self, place: str) -> None:
         if place and self._request.may_choose_place:
             self._note_aloud(chosen(place))
@@ -594,7 +592,7 @@ class Loop:
         return model
 
     def _plan_again(
-        self, planned: PlannedStep, observation: Observation, outside: int, inputs: Any
+        self, planned: PlannedStep, observation: Observation, outside: int, call: Call
     ) -> None:
         """Plan a step once more, recorded in another way than before."""
         step = self._recorded(observation)
@@ -614,7 +612,7 @@ class Loop:
             planned.left, planned.passing_bytes = observation.left, 0
             if step.place:
                 self._choose_place(step.place)
-        self._consider_ways(planned, made, step.pieces, inputs)
+        self._consider_ways(planned, made, step.pieces, call)
         if not self._asks_for_more(planned.key):
             self._on_plan(self, planned.plan)
 
@@ -623,31 +621,31 @@ class Loop:
         return self._casting.asks or self.pieces.asks_for_more(key)
 
     def _recorded(self, observation: Observation) -> RecordedStep:
-        step = RecordedStep(observation, type(self._model()).__name__, self._request)
+        step = RecordedStep(observation, next(iter(self.models)), self._request)
         for kind in self._without:
             step.forbid(kind)
         return step
 
-    def _consider_ways(self, planned: PlannedStep, made: Plan, pieces: int, inputs: Any) -> None:
+    def _consider_ways(self, planned: PlannedStep, made: Plan, pieces: int, call: Call) -> None:
         """Have a step that does not fit recorded in another way, where one may help."""
         if self._casting.consider(made, self.device):
             return
-        key, model = self.key(inputs), self._model()
         with self._checkpoints.unseen():
-            self.pieces.planned(planned, made, pieces, key, model, inputs)
+            key, module = call.key, call.module
+            self.pieces.planned(planned, made, pieces, key, module, call.inputs)
         if self._casting.refusal and not planned.plan.fits:
             self.notes[f"the model does not run under autocast: {self._casting.refusal}"] = None
         if self.pieces.refusal and not planned.plan.fits:
             reason = self.pieces.refusal
             self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
 
-    def _plan_pending(self, outside: int, inputs: Any) -> None:
+    def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
         if again is not None and (observation.way or again.step.way):
-            self._plan_again(again, observation, outside, inputs)
+            self._plan_again(again, observation, outside, call)
             return
         step = self._recorded(observation)
         self.notes.update(dict.fromkeys(step.notes()))
@@ -662,7 +660,7 @@ class Loop:
             # The script's own checkpoints may reach what no plan without them does.
             by_own = by_own or self._planned_as_written(own, outside)
             if comes_nearer(by_own, made):
-                step = RecordedStep(own, type(self._model()).__name__, self._request)
+                step = RecordedStep(own, next(iter(self.models)), self._request)
                 made, observation, self._undoes = by_own, own, False
         if step.place:
             self._choose_place(step.place)
@@ -682,7 +680,7 @@ class Loop:
             recorded_peak_bytes=recorded_peak_bytes(observation, self._request, self.device),
         )
         self.plans.add(planned)
-        self._consider_ways(planned, made, step.pieces, inputs)
+        self._consider_ways(planned, made, step.pieces, call)
         left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
         little = left < made.budget_bytes * WORTH_A_PLAN
         if not made.fits:
@@ -704,7 +702,7 @@ class Loop:
 
     def _planned_as_written(self, own: Observation, outside: int) -> Plan:
         """The plan for a step with the checkpoints that the script has."""
-        step = RecordedStep(own, type(self._model()).__name__, self._request)
+        step = RecordedStep(own, next(iter(self.models)), self._request)
         return step.plan(self._room.within(self._budget), outside)
 
     def _make_room(self, planned: PlannedStep, outside: int) -> None:

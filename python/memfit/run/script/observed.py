@@ -228,6 +228,7 @@ class Observation:
             ``None`` where it ran as it is.
         peak_bytes: Most bytes live at once in it, whoever held them; 0 before it was over.
         may_round: Whether ops ran in pieces, which may change rounding.
+        called: Path of the module whose call began it; empty for the model.
     """
 
     recorder: ScriptRecorder
@@ -253,6 +254,7 @@ class Observation:
     way: dict[str, Any] | None = None
     peak_bytes: int = 0
     may_round: bool = False
+    called: str = ""
 
 
 class StepRecording:

@@ -20,6 +20,7 @@ from memfit.apply.executor import Executor, Subject
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.kept import Peak
 from memfit.run.script.observed import Observation, ScriptRecorder, StepRecording
+from memfit.run.script.planned_step import Call
 from memfit.run.script.update_needs import UpdateNeeds
 
 Kind = Literal["observed", "planned", "unplanned"]
@@ -99,7 +100,7 @@ class ObservedPass(Pass):
         self,
         device: torch.device,
         root: nn.Module,
-        inputs: Any,
+        call: Call,
         optimizers: Iterable[Optimizer],
         way: dict[str, Any] | None = None,
         budget_bytes: int = 0,
@@ -110,7 +111,7 @@ class ObservedPass(Pass):
         Args:
             device: Where the model is.
             root: The model.
-            inputs: What it is about to be called with.
+            call: What is about to be called in it.
             optimizers: The optimizers known to update it.
             way: The action by which it is to run: on pieces of the model's batch, or under
                 autocast; ``None`` for as it is.
@@ -120,11 +121,14 @@ class ObservedPass(Pass):
         super().__init__(device)
         self.effect = ""
         self._way = way
-        self._executor = Executor({"actions": [way] if way else []}, Subject(root))
+        self._called = call.path
+        self._executor = Executor(
+            {"actions": [way] if way else []}, Subject(root, called=call.module)
+        )
         self._in_way = contextlib.ExitStack()
         self._in_way.enter_context(self._executor.forward())
         self._recording: StepRecording | None = StepRecording(
-            root, inputs, optimizers, device.type, budget_bytes, folder
+            root, call.inputs, optimizers, device.type, budget_bytes, folder
         )
 
     def asks_for_gradients(self) -> None:
@@ -179,7 +183,7 @@ class ObservedPass(Pass):
         if recording is None:
             return None
         found = recording.finish(optimizers, self.root_calls)
-        found.undoes, found.way = self.undoes, self._way
+        found.undoes, found.way, found.called = self.undoes, self._way, self._called
         found.effect = self.effect or self._executor.divergence
         return found
 

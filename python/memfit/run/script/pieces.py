@@ -11,6 +11,7 @@ step whose whole would clearly not fit, even recorded, is recorded in pieces at 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ class PiecesOfBatch:
         options = request.options
         self._is_asked = options.promise != "exact" and "micro_batch" not in options.forbid
         self.evaluations = 0
-        self._is_code_known = False
+        self._known_code: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._evaluated: dict[Key, InPieces | None] = {}
         self._kinds: dict[Key, _Kind] = {}
         self._whole_bytes: dict[Key, int | None] = {}
@@ -224,8 +225,8 @@ class PiecesOfBatch:
 
     def _may_run_again(self, model: nn.Module) -> bool:
         """Whether it is allowed, and the model's code does no harm when it runs more often."""
-        if self._is_asked and not self._is_code_known:
-            self._is_code_known = True
+        if self._is_asked and model not in self._known_code:
+            self._known_code.add(model)
             if reason := more_than_computing(model):
                 self._is_asked = False
                 self.refuse(reason)

@@ -23,15 +23,47 @@ WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
 
 
-def key_of(root: nn.Module, inputs: Any) -> Key:
+@dataclass(slots=True, frozen=True, eq=False)
+class Call:
+    """A call that begins a pass, or is one without gradients.
+
+    Attributes:
+        module: What is called: the model, or a module in it.
+        inputs: What it is called with.
+        path: The module's path in the model; empty for the model itself.
+    """
+
+    module: nn.Module
+    inputs: Any
+    path: str
+
+    @property
+    def key(self) -> Key:
+        """The key of the pass."""
+        return key_of(self.module, self.inputs, self.path)
+
+
+def key_of(module: nn.Module, inputs: Any, path: str = "") -> Key:
     """The key of a pass.
 
     Args:
-        root: The model.
-        inputs: What it is about to be called with.
+        module: What is about to be called first.
+        inputs: What with.
+        path: Its path in the model.
     """
     leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return (root.training, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+    mode = (path, module.training)
+    return (mode, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+
+def begin_alike(key: Key, other: Key) -> bool:
+    """Whether two passes begin with the call of the same module.
+
+    Args:
+        key: The key of the one.
+        other: The key of the other.
+    """
+    return bool(key[0][0] == other[0][0])
 
 
 def elements(key: Key) -> int:

@@ -118,6 +118,7 @@ class RecordedStep:
         _settle(self._json, roles.optimizer_state)
         self._slices = observation.slices
         self.way = observation.way
+        self._called = observation.called
         self.may_round = observation.may_round
         self.gradients_wait = False
         if self.pieces > 1:
@@ -312,9 +313,10 @@ class RecordedStep:
         return said
 
     def _slowdown(self) -> float:
-        """How much longer the step takes than without pieces: it runs the model's forward twice."""
+        """How much longer the step takes than without pieces: what is called runs forward twice."""
         seconds = self._costs.get("op_seconds")
-        regions = [it for it in self._json["regions"] if not self._json["strings"][it["module"]]]
+        strings, every = self._json["strings"], self._json["regions"]
+        regions = [it for it in every if strings[it["module"]] == self._called]
         if seconds is None:
             return 1.0
         again = sum(sum(seconds[it["start"] : it["end"]]) for it in regions)

@@ -4,10 +4,11 @@ Responsible for where passes begin and end, for saying what was found and done, 
 at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`).
 
 A pass begins when a model is called that has trainable parameters, or with something that is
-trained, by no other model and with gradients on. It goes on through whatever the script computes,
-calls of other models included, to the first ``backward()``; it ends when an optimizer has updated
-the model, or with the next pass. A step without an optimizer (the script updates parameters itself)
-ends with the next call of a model.
+trained, by no other model and with gradients on. Where that is only a part of what an optimizer
+updates, as in a method of the model's own, the pass is of the whole. It goes on through whatever
+the script computes, calls of other models included, to the first ``backward()``; it ends when an
+optimizer has updated the model, or with the next pass. A step without an optimizer (the script
+updates parameters itself) ends with the next call of a model.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import ObservedPass, Pass
-from memfit.run.script.planned_step import Key, PlannedStep
+from memfit.run.script.planned_step import Call, Key, PlannedStep
 from memfit.run.script.request import FitRequest
+from memfit.run.script.roots import Roots, Together
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.strict import Strict
@@ -53,12 +55,27 @@ MAX_ROOT_CALLS = 64
 class _Running:
     """The pass under way."""
 
-    __slots__ = ("key", "loop", "running")
+    __slots__ = ("_called", "key", "loop", "root", "running")
 
-    def __init__(self, loop: Loop, key: Key, running: Pass) -> None:
+    def __init__(self, loop: Loop, root: nn.Module, call: Call, running: Pass) -> None:
         self.loop = loop
-        self.key = key
+        self.root = root if isinstance(root, Together) else None  # which nobody else may hold
+        self.key: Key = call.key
         self.running = running
+        self._called = weakref.ref(call.module)
+
+    def goes_on_with(self, root: nn.Module, called: nn.Module) -> bool:
+        """Whether the call of a module, which is of a root, belongs to this pass."""
+        running = self.running
+        if not running.in_forward:
+            return False
+        if not self.loop.is_of(root):
+            return self.loop.takes_in(root, running)
+        if self._called() is called:  # others come in any number, as partners do
+            if running.root_calls >= MAX_ROOT_CALLS or not running.continues():
+                return False
+            running.root_calls += 1
+        return True
 
 
 class _Uses:
@@ -114,6 +131,7 @@ class AdoptedScript:
         self._current: _Running | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._roots = Roots()
         self._uses = _Uses()
         self._held = HeldInFiles(request)
         self._gradients = GradientsBetween(request)
@@ -136,9 +154,9 @@ class AdoptedScript:
 
     # What the script does
 
-    def called(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a pass, or go on with one; until it returns, what is elsewhere is in use."""
-        self._pass_of(root, args, kwargs)
+        self._pass_of(module, args, kwargs)
         self._uses.begin(self._loops)
 
     def returned(self) -> None:
@@ -146,36 +164,30 @@ class AdoptedScript:
         self._evaluation.close()
         self._uses.end()
 
-    def _pass_of(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pass_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_autograd_node() is not None or torch._C._is_tracing():
             return  # a user's checkpoint, or TorchScript looking at the model
-        if next(root.parameters(), None) is None:
+        if next(module.parameters(), None) is None:
             return
         current = self._current
         if current is not None and not current.running.in_forward:
             self._complete_without_optimizer(current)
             current = self._current
-        if not torch.is_grad_enabled():
-            self._evaluate(root, (args, kwargs))
+        evaluates = not torch.is_grad_enabled()
+        if not evaluates and not _trains(module, args, kwargs):
             return
-        if not _trains(root, args, kwargs):
-            return
-        if current is not None and current.running.in_forward:
-            if not current.loop.is_of(root):
-                if not current.loop.takes_in(root, current.running):
-                    self._begin_pass(root, args, kwargs)
-                return
-            if current.running.root_calls < MAX_ROOT_CALLS and current.running.continues():
-                current.running.root_calls += 1
-                return
-        self._begin_pass(root, args, kwargs)
+        root, path = self._roots.of(module, self._made)
+        call = Call(module, (args, kwargs), path)
+        if evaluates:
+            self._evaluate(root, call)
+        elif current is None or not current.goes_on_with(root, module):
+            self._begin_pass(root, call)
 
-    def _begin_pass(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
         self._gradients.pass_begins()
         self._kept.pass_begins()
         loop = self._loop_of(root)
-        inputs = (args, kwargs)
         was_refused = bool(loop.refusal)
         # Before any has stepped, one that was made will: its state may be there, read from a file.
         known = self._optimizers if loop.updated_by(self._optimizers) else self._made
@@ -185,12 +197,12 @@ class AdoptedScript:
                 if other is not loop:
                     other.let_state_go(idle)
                     other.need.is_of_others = not loop.need.fits()
-        self._place_held(loop, inputs)
+        self._place_held(loop, call.inputs)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
-        running = loop.begin(inputs, known, in_closure=self._stepping > 0)
+        running = loop.begin(call, known, in_closure=self._stepping > 0)
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
-        self._current = _Running(loop, loop.key(inputs), running)
+        self._current = _Running(loop, root, call, running)
         self._gradients_wait(loop, running)
 
     def _gradients_wait(self, loop: Loop, running: Pass) -> None:
@@ -223,18 +235,18 @@ class AdoptedScript:
     def _models(self) -> Iterator[nn.Module]:
         return (root for loop in self._loops if (root := loop.root) is not None)
 
-    def _evaluate(self, root: nn.Module, inputs: Any) -> None:
+    def _evaluate(self, root: nn.Module, call: Call) -> None:
         """A model is about to be called without gradients."""
         if self._current is not None and self._current.running.in_forward:
             return
         if self._current is None:
-            self._give_room_between(inputs)
+            self._give_room_between(call.inputs)
         loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if loop is not None:
             if self._current is None:
                 self._evaluation.enter_context(self._lean_ops_of(loop))
             in_step = self._current is not None
-            self._evaluation.enter_context(loop.evaluation(inputs, in_step=in_step))
+            self._evaluation.enter_context(loop.evaluation(call, in_step=in_step))
 
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
@@ -317,6 +329,7 @@ class AdoptedScript:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Know it, and let go of models that the script may have let go of: others may come."""
         self._made.add(optimizer)
+        self._roots.forget()
         if self._current is None:
             for loop in self._loops:
                 loop.rest()

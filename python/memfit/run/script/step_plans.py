@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from memfit.answers import Plan
-from memfit.run.script.planned_step import Key, PlannedStep, elements
+from memfit.run.script.planned_step import Key, PlannedStep, begin_alike, elements
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.sizes import RecordedSizes, covers, kind_of
 
@@ -74,7 +74,7 @@ class StepPlans:
         Args:
             key: Its key.
         """
-        if not self._plans:
+        if not any(begin_alike(planned.key, key) for planned in self._plans):
             return True
         is_known = any(planned.key == key for planned in self._plans)
         if is_known or (self._nearest(key).plan.fits and not self._is_larger(key)):
@@ -164,10 +164,11 @@ class StepPlans:
         """The plan for a key, else for the smallest larger one, else for the largest."""
         wanted = elements(key)
 
-        def distance(planned: PlannedStep) -> tuple[bool, bool, bool, int]:
+        def distance(planned: PlannedStep) -> tuple[bool, bool, bool, bool, int]:
             size = elements(planned.key)
             other_mode = planned.key[0] != key[0]
-            return planned.key != key, other_mode, size < wanted, abs(size - wanted)
+            is_other = not begin_alike(planned.key, key)
+            return planned.key != key, is_other, other_mode, size < wanted, abs(size - wanted)
 
         return min(self._plans, key=distance)
 
