@@ -24,6 +24,7 @@ from torch.optim import (
     Optimizer,
     RAdam,
     RMSprop,
+    SparseAdam,
 )
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
@@ -39,11 +40,13 @@ _PER_PARAMETER: tuple[type[Optimizer], ...] = (
     RAdam,
     RMSprop,
     SGD,
+    SparseAdam,
 )
 
 
-_NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (Adafactor,)
-"""Of those, the ones whose update of an element depends on other elements of the parameter."""
+_NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (Adafactor, SparseAdam)
+"""Of those, the ones whose update of an element depends on other elements of the parameter, or
+leaves out those of rows that have no gradient."""
 
 
 class PartlyOffloaded:

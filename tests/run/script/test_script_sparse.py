@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from ran import inline
+from torch import nn
+
+from memfit import _native
+from memfit.run.script.update_needs import update_needs
+from memfit.track import cpu
 
 
 def test_sparse_gradients_and_inputs_are_planned_round(tmp_path: Path):
@@ -49,3 +56,75 @@ def test_sparse_gradients_and_inputs_are_planned_round(tmp_path: Path):
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 3)
     assert loop["plan"]["fits"]
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
+
+
+BAGS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    class Recommender(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bags = nn.ModuleList(nn.EmbeddingBag(4000, 64, sparse=True) for _ in range(4))
+            self.top = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1))
+        def forward(self, ids):
+            found = [bag(one) for bag, one in zip(self.bags, ids)]
+            return self.top(torch.cat(found, 1))
+    model = Recommender()
+    parameters = model.parameters() if way != "SparseAdam" else model.bags.parameters()
+    optimizer = getattr(torch.optim, way)(parameters, lr=0.1)
+    for step in range(6):
+        ids = [torch.randint(0, 4000, (512, 4)) for _ in range(4)]
+        loss = model(ids).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()), [repr(p.sum().item()) for p in model.parameters()])
+        if step == 1 and array:
+            model.bags[0].weight.data.numpy()
+"""
+
+
+@pytest.mark.parametrize(("way", "budget"), [("Adagrad", "10MiB"), ("SparseAdam", "12MiB")])
+def test_state_of_parameters_with_sparse_gradients_is_offloaded(tmp_path, way, budget):
+    script = f"    way, array = {way!r}, False\n{BAGS}"
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, budget, script, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "offload_optimizer" in {action["kind"] for action in loop["plan"]["actions"]}
+    assert loop["planned"]["steps"] >= 4
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]
+
+
+def test_parameters_of_which_the_script_makes_an_array_stay_and_the_rest_is_planned(tmp_path):
+    script = f"    way, array = 'Adagrad', True\n{BAGS}"
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "8MiB", script, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert loop["unplanned"]["steps"] == 0
+    assert loop["refusal"] is None
+    note = "parameters stay in memory: the parameter `bags.0.weight` lies in memory that cannot"
+    assert any(it.startswith(note) for it in loop["notes"]), loop["notes"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_what_an_update_by_a_sparse_gradient_takes_is_learnt_on_few_rows(kind):
+    """Beside the peak that the native counter has of the real one."""
+    assert cpu.start() is None
+    embedding = nn.Embedding(20_000, 32, sparse=True)
+    optimizer = kind(embedding.parameters())
+    for rows in (4_000, 9_000):
+        optimizer.zero_grad()
+        embedding(torch.randint(0, 6_000, (rows,))).square().sum().backward()
+        optimizer.step()  # makes the state
+        foreseen = update_needs(optimizer).alone[id(embedding.weight)][0]
+        window = _native.AllocationWindow()
+        before = _native.counted_bytes()
+        optimizer.step()
+        took = window.peak()[0] - before
+        assert took > 0
+        assert abs(foreseen - took) <= 0.03 * took

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_any
@@ -26,7 +26,7 @@ from memfit.tensors.optimizers import (
     unknown_optimizer,
 )
 from memfit.tensors.sliced_update import slices_of, update_in_slices
-from memfit.tensors.storage import is_wrapper
+from memfit.tensors.storage import is_wrapper, plain_tensors
 
 
 def fused_optimizer_refusal(stage: Stage) -> str | None:
@@ -68,6 +68,8 @@ def per_parameter_refusal(stage: Stage) -> str | None:
 
 
 def _hooked_or_shared(stage: Stage, optimizer: Optimizer) -> str | None:
+    if isinstance(optimizer, SparseAdam):
+        return "`SparseAdam` takes sparse gradients"
     given = stage.workload.optimizer
     hooked = given if isinstance(given, Optimizer) else optimizer
     return step_of_others(hooked) or shared_state(optimizer) or _wrapped(stage)
@@ -184,11 +186,11 @@ class Temporaries(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _distinct(leaves: list[Any]) -> dict[int, Tensor]:
-    """Tensors among nested arguments, each once."""
+    """Tensors among nested arguments, each once; of sparse ones the parts."""
     found: dict[int, Tensor] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
+            found.update((id(part), part) for part in plain_tensors(leaf))
         elif isinstance(leaf, (list, tuple)):
             found.update(_distinct(list(leaf)))
     return found

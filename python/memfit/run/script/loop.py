@@ -27,7 +27,7 @@ from memfit.answers import Plan
 from memfit.apply.executor import OF_OPTIMIZER, Executor, Subject, without
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.apply.offload.state_view import bring_home
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError, first_line
 from memfit.run.script.as_recorded import AS_RECORDED, AsRecordedPass, recorded_peak_bytes
 from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
@@ -60,6 +60,8 @@ MAX_RECORDINGS = 256
 
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
+
+_PARAMETERS = "offload_parameters"
 
 
 class Loop:
@@ -349,8 +351,18 @@ class Loop:
             self._latest = planned
             return self._run_planned(key, planned, planned.executor, inputs)
         except MemfitError as error:
+            if isinstance(error, UsageError) and self._offloads_parameters():
+                # As where the script has an array of a parameter's memory by now.
+                self._leave = (_PARAMETERS, f"parameters stay in memory: {first_line(error)}")
+                return self.begin(call, optimizers, in_closure=in_closure)
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
+
+    def _offloads_parameters(self) -> bool:
+        """Whether a plan does, and none was left for that."""
+        plans = (it for step in self.plans for it in (step, step.lowest) if it is not None)
+        kinds = {action.kind for it in plans for action in it.plan.actions}
+        return _PARAMETERS not in self._without and _PARAMETERS in kinds
 
     def _is_under_others(self) -> bool:
         """Whether the pass stands on something of the script's own, which is noted."""
@@ -478,7 +490,7 @@ class Loop:
         """
         if names:
             self._plan_without(
-                "offload_parameters",
+                _PARAMETERS,
                 f"parameters stay in memory: the script keeps a view of `{names[0]}`",
             )
 

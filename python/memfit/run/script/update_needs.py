@@ -21,6 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.apply.optimizer_in_backward import OneByOne, plain_step
 from memfit.capture.probe.optimizer_updates import Temporaries
+from memfit.run.script.sparse_updates import (
+    SparseUpdate,
+    is_sparse,
+    sparse_update,
+    values_of,
+)
 from memfit.tensors.optimizers import with_room
 from memfit.tensors.storage import gradient_of
 
@@ -95,7 +101,9 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
         alone = _each_alone(twins, {id(of[0]) for of in alike.values()})
         new = {id(of[0]) for of in alike.values() if of[0] not in optimizer.state}
         first_alone = _first_alone(twins, {real: sum(state[real]) for real in new})
-    state_of, alone_of = {}, {}
+    sparse = _by_rows(optimizer)
+    state_of = {real: it.state_bytes for real, it in sparse.items()}
+    alone_of = {real: (it.temporary_bytes, it.moved_bytes) for real, it in sparse.items()}
     for of in alike.values():
         for parameter in of:
             state_of[id(parameter)] = state[id(of[0])]
@@ -104,7 +112,24 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
     if not at_once:
         more = {id(of[0]): len(of) - 1 for of in alike.values() if id(of[0]) in new}
         first_bytes += sum(count * sum(state[which]) for which, count in more.items())
-    return UpdateNeeds(first_bytes, later.peak_bytes, state_of, alone_of, first_alone, kind)
+    # Those by sparse gradients come one after another, and make their state beside the others'.
+    most = max((it.temporary_bytes for it in sparse.values()), default=0)
+    together_bytes = max(later.peak_bytes, most)
+    held = {id(parameter) for parameter in optimizer.state}
+    made = sum(sum(it.state_bytes) for real, it in sparse.items() if real not in held)
+    first_bytes += together_bytes - later.peak_bytes + made
+    return UpdateNeeds(first_bytes, together_bytes, state_of, alone_of, first_alone, kind)
+
+
+def _by_rows(optimizer: Optimizer) -> dict[int, SparseUpdate]:
+    """What updates by sparse gradients take, by the ``id`` of the parameter."""
+    with _disable_current_modes():
+        return {
+            id(parameter): sparse_update(optimizer, group, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if is_sparse(parameter)
+        }
 
 
 def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
@@ -126,7 +151,9 @@ def _setting(value: Any) -> str:
 
 
 def _size(parameter: Tensor) -> tuple[Any, ...]:
-    return id(parameter), parameter.dtype, tuple(parameter.shape), parameter.stride()
+    gradient = gradient_of(parameter)
+    rows = len(values_of(gradient)) if gradient is not None and is_sparse(parameter) else None
+    return id(parameter), parameter.dtype, tuple(parameter.shape), parameter.stride(), rows
 
 
 def _has_all_state(optimizer: Optimizer) -> bool:
@@ -139,7 +166,7 @@ def _alike(optimizer: Optimizer) -> dict[tuple[Any, ...], list[Tensor]]:
     found: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if gradient_of(parameter) is not None:
+            if gradient_of(parameter) is not None and not is_sparse(parameter):
                 shape = (tuple(parameter.shape), parameter.stride(), parameter.dtype)
                 key = (index, *shape, parameter in optimizer.state)
                 found[key].append(parameter)
@@ -160,7 +187,9 @@ class _Twins:
 
     def __init__(self, real: Optimizer, fakes: FakeTensorMode, which: set[int] | None) -> None:
         def takes_part(parameter: Tensor) -> bool:
-            return gradient_of(parameter) is not None and (which is None or id(parameter) in which)
+            if gradient_of(parameter) is None or is_sparse(parameter):
+                return False
+            return which is None or id(parameter) in which
 
         self.pairs: dict[int, Tensor] = {}
 

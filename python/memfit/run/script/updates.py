@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit.capture.record.roles import Update
+from memfit.run.script.sparse_updates import sparse_refusal, values_of
 from memfit.run.script.update_needs import UpdateNeeds
 from memfit.tensors.optimizers import in_memory, shared_state, step_of_others, unknown_optimizer
 from memfit.tensors.storage import gradient_of
@@ -35,10 +35,7 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     own = {id(parameter) for parameter in root.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         return "the optimizer updates parameters that are not the model's"
-    gradients = map(gradient_of, root.parameters())
-    if any(it is not None and it.layout is not torch.strided for it in gradients):
-        return "a gradient is sparse"
-    return unknown_optimizer(optimizer) or shared_state(optimizer)
+    return sparse_refusal(optimizer) or unknown_optimizer(optimizer) or shared_state(optimizer)
 
 
 def updates_of(
@@ -69,7 +66,7 @@ def updates_of(
         updates.append(
             Update(
                 allocation_of(parameter),
-                allocation_of(gradient),
+                allocation_of(values_of(gradient)),
                 ready=ready.get(id(parameter), 0),
                 temporary_bytes=temporary_bytes,
                 moved_bytes=moved_bytes,
