@@ -7,6 +7,10 @@ plans serve many. Not responsible for the law (the engine's) nor for planning
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from memfit.errors import MemfitError
 from memfit.run.script.planned_step import Key
 from memfit.run.script.recorded_step import RecordedStep
@@ -44,6 +48,20 @@ def covers(key: Key, other: Key) -> bool:
         return False
     pairs = zip(sizes_of(key), sizes_of(other), strict=True)
     return all(size >= wanted for size, wanted in pairs)
+
+
+def growth(key: Key, other: Key) -> float:
+    """How many times as large the tensor of a step is that has grown most since another.
+
+    Args:
+        key: The key of the one.
+        other: The key of a larger one of the same kind.
+    """
+    numbers = ([torch.Size(shape).numel() for shape, _ in it[1:]] for it in (key, other))
+    pairs = list(zip(*numbers, strict=True))
+    if any(wanted and not size for size, wanted in pairs):
+        return math.inf
+    return max((wanted / size for size, wanted in pairs if size), default=1.0)
 
 
 class RecordedSizes:

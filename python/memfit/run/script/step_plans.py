@@ -13,10 +13,13 @@ from dataclasses import replace
 from memfit.answers import Plan
 from memfit.run.script.planned_step import Key, PlannedStep, begin_alike, elements
 from memfit.run.script.recorded_step import RecordedStep
-from memfit.run.script.sizes import RecordedSizes, covers, kind_of
+from memfit.run.script.sizes import RecordedSizes, covers, growth, kind_of
 
 MAX_PLANS = 32
 """Plans that are kept; foreseen ones make room for others."""
+
+_LITTLE = 1.1
+"""How many times as large a step is at most that runs by the plan of another."""
 
 LEAST_BUDGET = "1B"
 """No plan fits it: the one of least peak is what comes of it."""
@@ -157,8 +160,20 @@ class StepPlans:
         keys = [planned.key for planned in self._plans if planned.key[0] == key[0]]
         alike = [planned for planned in keys if kind_of(planned) == kind_of(key)]
         if alike:
-            return not any(covers(planned, key) for planned in alike)
+            return not any(covers(planned, key) for planned in alike) and not self._has_room(key)
         return bool(keys) and elements(key) > max(map(elements, keys))
+
+    def _has_room(self, key: Key) -> bool:
+        """Whether a step that is a little larger has room by the plan of the one that is nearest.
+
+        What it takes is taken to grow with the square of its inputs at most, as attention does.
+        """
+        nearest = self._nearest(key)
+        if kind_of(nearest.key) != kind_of(key) or not begin_alike(nearest.key, key):
+            return False
+        plan, ratio = nearest.plan, growth(nearest.key, key)
+        needed = plan.planned.predicted_peak_bytes * ratio**2
+        return plan.fits and ratio <= _LITTLE and needed <= plan.budget_bytes
 
     def _nearest(self, key: Key) -> PlannedStep:
         """The plan for a key, else for the smallest larger one, else for the largest."""

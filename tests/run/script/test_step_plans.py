@@ -1,0 +1,58 @@
+"""Which plan a pass of other sizes runs by, and when it is recorded instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.run.script.step_plans import StepPlans
+
+
+def key(*rows: int, part: str = "") -> Any:
+    return ((part, True), *(((size, 8), torch.float32) for size in rows))
+
+
+def plans(peak_bytes: int, *rows: int) -> StepPlans:
+    """A plan for a step of these rows, within 1,000 bytes."""
+    found = StepPlans()
+    planned: Any = SimpleNamespace(
+        key=key(*rows),
+        step=None,
+        is_foreseen=False,
+        plan=SimpleNamespace(
+            fits=peak_bytes <= 1000,
+            budget_bytes=1000,
+            planned=SimpleNamespace(predicted_peak_bytes=peak_bytes),
+            actions=["remat"],
+        ),
+    )
+    found.add(planned)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "rows", "is_recorded"),
+    [
+        (900, (100, 100), False),
+        (900, (90, 100), False),
+        (900, (105, 100), False),  # 992 bytes, if it grows as attention does
+        (900, (102, 104), False),
+        (900, (106, 100), True),
+        (900, (100, 120), True),
+        (500, (111, 100), True),
+        (1100, (101, 100), True),
+    ],
+)
+def test_a_step_that_is_a_little_larger_is_not_recorded_where_it_has_room(
+    peak_bytes, rows, is_recorded
+):
+    known = plans(peak_bytes, 100, 100)
+    assert known.must_record(key(*rows)) is is_recorded
+
+
+def test_what_was_empty_and_another_part_are_recorded():
+    assert plans(100, 100, 0).must_record(key(100, 1))
+    assert plans(100, 100).must_record(key(120, part="actor"))
