@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.plan.call_bytes import call_bytes
 from memfit.plan.items_apart import ItemsMixedError, items_apart
+from memfit.tensors.garbage import no_collection
 
 ROWS = 8
 
@@ -91,3 +94,18 @@ def test_what_may_not_run_in_pieces_anyway_is_not_run():
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ItemsMixedError, match="has a forward hook"):
         call_bytes(model, (torch.randn(ROWS, 8),), {})
+
+
+def test_nothing_up_the_stack_waits_for_the_collector():
+    class Local:
+        pass
+
+    def asks():
+        local = Local()
+        model = nn.Linear(8, 8)
+        assert call_bytes(model, (torch.randn(16, 8),), {}) is not None
+        return weakref.ref(local)
+
+    gc.collect()
+    with no_collection():
+        assert asks()() is None

@@ -154,3 +154,17 @@ def test_a_forward_of_very_many_ops_is_left_alone(monkeypatch: pytest.MonkeyPatc
     proved(Of(lambda x: x))
     with pytest.raises(ItemsMixedError, match="runs more than 8 ops"):
         proved(Of(lambda x: sum(x * i for i in range(8))))
+
+
+def test_nobody_looks_on_after_a_call_that_fails():
+    """A profiler that stays is called for every function from there on."""
+    ended = []
+
+    def of_values(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(ItemsMixedError):
+        items_apart(
+            Of(of_values), (torch.randn(ROWS, 8),), {}, lambda *_: lambda: ended.append("") or ""
+        )
+    assert ended

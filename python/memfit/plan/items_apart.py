@@ -218,9 +218,11 @@ class Called:
         """The tensors that the call returns."""
         args, kwargs = batch
         looked = self._look(model, batch)
-        with contextlib.redirect_stdout(io.StringIO()), FewOps():
-            result = model(*args, **kwargs)
-        self.effect = looked()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), FewOps():
+                result = model(*args, **kwargs)
+        finally:
+            self.effect = looked()  # whoever looks is called for all that runs until then
         leaves = tree_flatten(result)[0]
         other = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
         if other is not None:

@@ -69,7 +69,9 @@ class StepRunner:
             recorder.saved.close(recorder.ledger.now)
             del result
         finally:
-            self.recorder.ledger.closing = True
+            # The recorder may wait for the collector, and a frame holds all variables up the stack.
+            recorder.sources.stop_at(None)
+            recorder.ledger.closing = True
             for handle in handles:
                 handle.remove()
             for parameter in self.stage.model.parameters():
