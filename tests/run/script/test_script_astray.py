@@ -83,3 +83,20 @@ def test_a_step_that_is_not_as_recorded_keeps_the_budget(tmp_path: Path, way: st
     ran = inline(tmp_path, BUDGETS[way], NET + ASTRAY[way], offload=str(tmp_path / "disk"))
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert all(loop["unplanned"]["steps"] == 0 for loop in ran.loops)
+
+
+ROUTED = """
+    for step in range(12):
+        out = model(torch.randn(1024, 64))
+        for part in range(1 + step % 3):
+            out = out[torch.arange(len(out)) < len(out) - step * 8].sin().cos()
+        end(out.square().mean())
+"""
+
+
+def test_steps_that_depend_on_values_are_recorded_again_twice_at_most(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "3MiB", NET + ROUTED, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert loop["observed"]["steps"] <= 4
+    assert ran.fitting["verdict"]["kept"], ran.stderr

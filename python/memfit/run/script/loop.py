@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -54,6 +55,10 @@ from memfit.run.script.ways_out import offers, ways_out, why_over
 
 MAX_OBSERVED = 8
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
+
+MAX_RECORDED_AGAIN = 2
+"""Times that steps of the same sizes are recorded again since one left its plan: what depends on
+values, as routes and lengths do, is seldom as it was."""
 
 MAX_RECORDINGS = 256
 """Passes that are recorded; accumulated gradients take many for one step."""
@@ -142,6 +147,7 @@ class Loop:
         self._kept: tuple[Key, Observation] | None = None
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
+        self._recorded_again: Counter[Key] = Counter()
         self._recordings = 0
         self._without: list[str] = []
         self._in_closure = False
@@ -380,6 +386,7 @@ class Loop:
             self._strict.require(planned.plan, ways)
 
     def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:
+        self._recorded_again[key] += key in self._diverged
         self._diverged.discard(key)
         self._recordings += 1
         if self._recordings > MAX_RECORDINGS:
@@ -589,7 +596,9 @@ class Loop:
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
             return False
-        if self._looks_again or self._pending is not None or key in self._diverged:
+        if self._looks_again or self._pending is not None:
+            return True
+        if key in self._diverged and self._recorded_again[key] < MAX_RECORDED_AGAIN:
             return True
         return self._asks_for_more(key) or self.plans.must_record(key)
 
