@@ -63,6 +63,9 @@ values, as routes and lengths do, is seldom as it was."""
 MAX_RECORDINGS = 256
 """Passes that are recorded; accumulated gradients take many for one step."""
 
+MAX_GIVEN_UP = 2
+"""Calls of one kind that are recorded one after the other and get no backward."""
+
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
 
@@ -84,6 +87,8 @@ class Loop:
         divergence: Where a pass first left its plan; empty while none did.
         replans: Plans made after the first.
         notes: Things to say at the end.
+        differentiates_more: Whether backwards run that no result of a model leads to, as from what
+            a model keeps.
         undoes: Whether the latest plan is one without the script's own checkpoints.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
@@ -129,6 +134,7 @@ class Loop:
         self.divergence = ""
         self.replans = 0
         self.notes: dict[str, None] = {}
+        self.differentiates_more = False
         self.undoes = False
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
@@ -148,6 +154,7 @@ class Loop:
         self._pending: tuple[Key, Observation] | None = None
         self._diverged: set[Key] = set()
         self._recorded_again: Counter[Key] = Counter()
+        self._given_up: Counter[Key] = Counter()
         self._recordings = 0
         self._without: list[str] = []
         self._in_closure = False
@@ -193,6 +200,15 @@ class Loop:
         self.models.update(dict.fromkeys(class_names(other)))
         return True
 
+    def forward_was(self, key: Key, *, given_up: bool) -> None:
+        """A pass is over; one of its kind that gets a backward at last is worth recording.
+
+        Args:
+            key: Its key.
+            given_up: Whether backward never began.
+        """
+        self._given_up[key] = self._given_up[key] + 1 if given_up else 0
+
     def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """Those optimizers that update parameters of the model."""
         own = {id(p) for p in self._model().parameters()}
@@ -211,9 +227,8 @@ class Loop:
         if self.refusal or self._in_closure or self._root() is None:
             return  # one that calls the model in its step reads all of its state there
         own, held = self.updated_by(optimizers), self._executor
-        is_free = held is None or (held.state is None and held.parameters is None)
-        if is_free and len(own) == 1:
-            self._executor = self._updates.idle(self._model(), own[0], self.device) or held
+        if (held is None or held.state is None) and len(own) == 1:
+            self._executor = self._updates.idle(self._model(), own[0], self.device, held) or held
 
     def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
         """What may use parameters that are elsewhere runs inside this."""
@@ -336,6 +351,8 @@ class Loop:
             if self._must_plan_first():
                 self._plan_pending(self._outside_bytes(inputs, own), call)
             if self._must_observe(key):
+                if self._given_up[key] >= MAX_GIVEN_UP:
+                    return Pass(self.device)
                 return self._observe(key, call, own)
             if self._executor is not None:
                 self._executor.place()  # first: what is elsewhere is not held besides

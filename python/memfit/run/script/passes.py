@@ -68,6 +68,10 @@ class Pass:
         """Whether another call of the model, before any backward, belongs to this pass."""
         return False
 
+    def holds_graph(self) -> bool:
+        """Whether something that forward saved is known to be still needed."""
+        return False
+
     def asks_for_gradients(self) -> None:
         """Autograd is asked for gradients on the way, as part of forward."""
 
@@ -140,9 +144,13 @@ class ObservedPass(Pass):
         """What records it, until it is finished."""
         return self._recording.recorder if self._recording is not None else None
 
+    def holds_graph(self) -> bool:
+        """Whether something that forward saved is still needed."""
+        return self._recording is not None and self._recording.holds_graph()
+
     def continues(self) -> bool:
         """Whether what the forward saved so far is still needed."""
-        return self._recording is not None and self._recording.holds_graph()
+        return self.holds_graph()
 
     def backward_begins(self) -> None:
         """End the forward of the recording."""

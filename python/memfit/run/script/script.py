@@ -7,8 +7,9 @@ A pass begins when a model is called that has trainable parameters, or with some
 trained, by no other model and with gradients on. Where that is only a part of what an optimizer
 updates, as in a method of the model's own, the pass is of the whole. It goes on through whatever
 the script computes, calls of other models included, to the first ``backward()``; it ends when an
-optimizer has updated the model, or with the next pass. A step without an optimizer (the script
-updates parameters itself) ends with the next call of a model.
+optimizer has updated the model, or with the next pass. That may begin before any backward, once
+nothing can be differentiated through what the models of this one returned. A step without an
+optimizer (the script updates parameters itself) ends with the next call of a model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from memfit.run.script.roots import Roots, Together
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.strict import Strict
+from memfit.run.script.wanted import Wanted
 from memfit.track.owners import instances
 
 MAX_ROOT_CALLS = 64
@@ -55,19 +57,20 @@ MAX_ROOT_CALLS = 64
 class _Running:
     """The pass under way."""
 
-    __slots__ = ("_called", "key", "loop", "root", "running")
+    __slots__ = ("_called", "key", "loop", "root", "running", "wanted")
 
     def __init__(self, loop: Loop, root: nn.Module, call: Call, running: Pass) -> None:
         self.loop = loop
         self.root = root if isinstance(root, Together) else None  # which nobody else may hold
         self.key: Key = call.key
         self.running = running
+        self.wanted = Wanted()
         self._called = weakref.ref(call.module)
 
     def goes_on_with(self, root: nn.Module, called: nn.Module) -> bool:
         """Whether the call of a module, which is of a root, belongs to this pass."""
         running = self.running
-        if not running.in_forward:
+        if not running.in_forward or self.is_given_up():
             return False
         if not self.loop.is_of(root):
             return self.loop.takes_in(root, running)
@@ -76,6 +79,11 @@ class _Running:
                 return False
             running.root_calls += 1
         return True
+
+    def is_given_up(self) -> bool:
+        """Whether its forward gets no backward: nothing can be differentiated through it."""
+        keeps_more = self.loop.differentiates_more or self.running.holds_graph()
+        return not keeps_more and self.wanted.is_nothing()
 
 
 class _Uses:
@@ -158,6 +166,11 @@ class AdoptedScript:
         """Begin a pass, or go on with one; until it returns, what is elsewhere is in use."""
         self._pass_of(module, args, kwargs)
         self._uses.begin(self._loops)
+
+    def gave(self, result: Any) -> None:
+        """Watch what may be differentiated through."""
+        if self._current is not None and self._current.running.in_forward:
+            self._current.wanted.returned(result)
 
     def returned(self) -> None:
         """The model has returned, or raised."""
@@ -308,6 +321,8 @@ class AdoptedScript:
             self._end_pass()
             self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
             return
+        if current.running.in_forward and current.wanted.is_nothing():
+            current.loop.differentiates_more = True
         self._checkpoints.backward_begins()
         current.running.backward_begins()
         current.loop.backward_begins(current.running)
@@ -473,6 +488,7 @@ class AdoptedScript:
         if current is not None:
             self._checkpoints.end_pass()
             loop, kind = current.loop, current.running.kind
+            loop.forward_was(current.key, given_up=current.running.in_forward)
             peak = current.running.end()
             if isinstance(current.running, ObservedPass) and self._gradients.adopt(self._models()):
                 self._goes_to(self._gradients.place(), GRADIENTS_IN_FILES)

@@ -37,6 +37,9 @@ class Listener(Protocol):
     def failed(self) -> None:
         """It raised."""
 
+    def gave(self, result: Any) -> None:
+        """The model has computed what it returns."""
+
     def returned(self) -> None:
         """It is over, after :meth:`failed` if it raised."""
 
@@ -147,7 +150,9 @@ class Signals:
             self._inside = True
             try:
                 self._tell(listener.called, module, args, kwargs)
-                return original(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
+                self._tell(listener.gave, result)
+                return result
             except BaseException:
                 self._tell(listener.failed)
                 raise

@@ -195,13 +195,20 @@ class StepUpdates:
         before = peak_bytes or 2 * live_bytes(device)
         return "%" not in within and before > _CLEARLY * _native.parse_budget(within, 0)
 
-    def idle(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> Executor | None:
+    def idle(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        held: Executor | None = None,
+    ) -> Executor | None:
         """What keeps the state of an optimizer elsewhere that no pass under way is updated by.
 
         Args:
             model: The model that it updates.
             optimizer: The optimizer.
             device: Where its state is.
+            held: What carried a plan out in the last pass; parameters that are elsewhere stay so.
 
         Returns:
             It; ``None`` where there is no state in memory, or it stays.
@@ -209,10 +216,15 @@ class StepUpdates:
         state_bytes = _state_bytes(optimizer)
         if state_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
             return None
-        return self._elsewhere(model, optimizer, state_bytes, device.type)
+        return self._elsewhere(model, optimizer, state_bytes, device.type, held)
 
     def _elsewhere(
-        self, model: nn.Module, optimizer: Optimizer, state_bytes: int, device_kind: str
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        state_bytes: int,
+        device_kind: str,
+        held: Executor | None = None,
     ) -> Executor | None:
         """What keeps an optimizer's state in a place, else in 8 bits; ``None`` where it stays."""
         order = _turns(model, optimizer)
@@ -221,7 +233,12 @@ class StepUpdates:
         if directions is None and narrow is None:
             return None
         try:
-            executor = Executor(directions or narrow or {}, Subject(model, optimizer, warn=False))
+            actions = [
+                *(directions or narrow or {})["actions"],
+                *_actions(held, ("offload_parameters",)),
+            ]
+            whole = {"actions": actions}
+            executor = Executor(whole, Subject(model, optimizer, warn=False), after=held)
             executor.place()
         except MemfitError:
             return None
@@ -342,11 +359,18 @@ def state_alone(executor: Executor | None) -> Executor | None:
     Args:
         executor: What carries a plan out now.
     """
-    if executor is None:
+    actions = _actions(executor, ("offload_optimizer", NARROW_STATE))
+    if executor is None or not actions:
         return None
+    return Executor({"actions": actions}, executor.subject, after=executor)
+
+
+def _actions(executor: Executor | None, kinds: tuple[str, ...]) -> list[Any]:
+    """What a plan that is carried out says of some techniques."""
+    if executor is None:
+        return []
     said = executor.plan.as_dict() if isinstance(executor.plan, Plan) else executor.plan
-    actions = [a for a in said["actions"] if a["kind"] in ("offload_optimizer", NARROW_STATE)]
-    return Executor({"actions": actions}, executor.subject, after=executor) if actions else None
+    return [action for action in said["actions"] if action["kind"] in kinds]
 
 
 def _device_of(model: nn.Module) -> torch.device:
