@@ -39,6 +39,7 @@ from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
+from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import ObservedPass, Pass
 from memfit.run.script.planned_step import Call, Key, PlannedStep
@@ -46,6 +47,7 @@ from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, Together
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
+from memfit.run.script.step_updates import StepUpdates
 from memfit.run.script.strict import Strict
 from memfit.run.script.wanted import Wanted
 from memfit.track.owners import instances
@@ -141,6 +143,14 @@ class AdoptedScript:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots = Roots()
         self._uses = _Uses()
+        self._loose = LooseUpdates(
+            StepUpdates(
+                request,
+                lambda: room.within(self._kept.budget_bytes or request.budget),
+                self._loose_go_to,
+                self._say,
+            )
+        )
         self._held = HeldInFiles(request)
         self._gradients = GradientsBetween(request)
         self._frozen = FrozenAway()
@@ -210,6 +220,8 @@ class AdoptedScript:
                 if other is not loop:
                     other.let_state_go(idle)
                     other.need.is_of_others = not loop.need.fits()
+            if self._loose.let_state_go(idle, self._loops):
+                loop.notes[LOOSE_STATE] = None
         self._place_held(loop, call.inputs)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(call, known, in_closure=self._stepping > 0)
@@ -269,6 +281,7 @@ class AdoptedScript:
         if any(loop.need.is_of_state() for loop in self._loops):
             for loop in self._loops:
                 loop.let_state_go(self._optimizers)
+            self._loose.let_state_go(self._optimizers, self._loops)
 
     def _between(self, what: Begin, *, least_bytes: int = 0) -> None:
         """Have gradients in files where what begins between steps lacks room."""
@@ -283,6 +296,10 @@ class AdoptedScript:
             place = self._gradients.make_room(size_bytes, budget_bytes, self._models())
             if place:
                 self._goes_to(place, GRADIENTS_IN_FILES)
+
+    def _loose_go_to(self, place: str) -> None:
+        """Say where state goes that is in no plan, once where memfit chose the place."""
+        self._goes_to(place, LOOSE_STATE)
 
     def _goes_to(self, place: str, what: str) -> None:
         """Say what goes to files, once where memfit chose the place."""
@@ -346,6 +363,7 @@ class AdoptedScript:
         self._made.add(optimizer)
         self._roots.forget()
         if self._current is None:
+            self._loose.rest()
             for loop in self._loops:
                 loop.rest()
 
@@ -361,9 +379,13 @@ class AdoptedScript:
         for loop in self._loops:
             own = running if current is not None and current.loop is loop else None
             loop.step_begins(optimizer, own)
+        if self._loose.step_begins(optimizer, self._loops):
+            for loop in self._loops:
+                loop.notes[LOOSE_STATE] = None
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""
+        self._loose.step_ended()
         for loop in self._loops:
             loop.step_ended()
         self._stepping = max(self._stepping - 1, 0)

@@ -299,7 +299,9 @@ class StepUpdates:
             except Exception:  # noqa: BLE001 - said where the step is noted
                 return executor
         running.updates_begin(self._needs)
-        executor = executor or self._otherwise(running, model, optimizer, self._needs)
+        away = running.recorder.gradients_away() if running.recorder else (0, 0)
+        peak_bytes = running.peak_so_far()
+        executor = executor or self._otherwise(model, optimizer, self._needs, away, peak_bytes)
         if executor is not None:
             running.leave_out_updates()
             self._stand_in.step_begins(executor)
@@ -322,8 +324,43 @@ class StepUpdates:
             or gradients_looked_at()
         )
 
+    def unplanned_step_begins(
+        self, model: nn.Module, optimizer: Optimizer, executor: Executor | None
+    ) -> Executor | None:
+        """An optimizer is about to step whose updates are in no plan.
+
+        Args:
+            model: What it updates.
+            optimizer: The optimizer.
+            executor: What makes its updates otherwise already; ``None`` where nothing does.
+
+        Returns:
+            What makes them from now on.
+
+        Raises:
+            OffloadError: State did not come back as it went.
+        """
+        if _lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
+            return executor
+        if executor is None and "%" in str(self._within()):
+            return None
+        if executor is None:
+            try:
+                self._needs = update_needs(optimizer, self._needs)
+            except Exception:  # noqa: BLE001 - the script's own step tells of it, if it is one
+                return None
+            executor = self._otherwise(model, optimizer, self._needs, (0, 0), 0)
+        if executor is not None:
+            self._stand_in.step_begins(executor)
+        return executor
+
     def _otherwise(
-        self, running: ObservedPass, model: nn.Module, optimizer: Optimizer, needs: UpdateNeeds
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        needs: UpdateNeeds,
+        gradients_away: tuple[int, int],
+        peak_bytes: int,
     ) -> Executor | None:
         """What makes the updates otherwise, where the budget asks for it at once.
 
@@ -335,7 +372,7 @@ class StepUpdates:
             return None
         device = _device_of(model)
         budget_bytes = _native.parse_budget(within, 0)
-        away, largest_away = running.recorder.gradients_away() if running.recorder else (0, 0)
+        away, largest_away = gradients_away
         room_bytes = budget_bytes - live_bytes(device)
         if needs.first_bytes <= room_bytes - away:
             return None
@@ -343,7 +380,7 @@ class StepUpdates:
             needs.one_by_one_bytes <= room_bytes - largest_away
             and "one_by_one" not in self._request.options.forbid
         )
-        leaves_room = running.peak_so_far() + needs.new_state_bytes <= budget_bytes
+        leaves_room = peak_bytes + needs.new_state_bytes <= budget_bytes
         if not (fits_one_by_one and leaves_room):
             size = needs.all_state_bytes
             elsewhere = self._elsewhere(model, optimizer, size, device.type)
