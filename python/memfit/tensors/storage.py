@@ -8,6 +8,7 @@ processes; and which parameters somebody keeps a view of. Not responsible for wh
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -93,6 +94,62 @@ def is_fixed(tensor: Tensor) -> bool:
         # Of memory without an address, to ask whether it is shared would end the process.
         is_known = storage.device.type == "cpu" and address(storage) is not None
         return is_known and bool(storage.is_shared())
+
+
+def is_from_allocator(storage: torch.UntypedStorage) -> bool:
+    """Whether memory on the CPU came from torch's allocator alone, and goes back there.
+
+    That it cannot be resized tells less: what ``torch.load`` has read cannot be, and neither can
+    what an array of numpy has seen once. What an array or a capsule lends, a mapped file and shared
+    memory are freed by another function than the allocator's.
+
+    Args:
+        storage: The memory.
+
+    Returns:
+        Whether it is certain.
+    """
+    known, place = _freed_by_allocator(), address(storage)
+    if known is None or place is None or storage.device.type != "cpu":
+        return False
+    index, function = known
+    return _words(storage)[index : index + 3] == [place, function, place]
+
+
+_LEAST_WORDS = 8
+"""Words that a ``c10::StorageImpl`` has at least."""
+
+
+def _words(storage: torch.UntypedStorage) -> list[int]:
+    """The beginning of torch's object for memory, which Python has no other look at."""
+    return list((ctypes.c_size_t * _LEAST_WORDS).from_address(storage._cdata))
+
+
+@cache
+def _freed_by_allocator() -> tuple[int, int] | None:
+    """Where a storage has address, function that frees it and context, and the allocator's one.
+
+    So does a ``c10::DataPtr`` begin (``UniqueVoidPtr.h``). Looked for in memory that is known, and
+    ``None`` where it is not found, or where arrays of numpy would not count as owners.
+    """
+    own, lent = torch.empty(1, device="cpu"), torch.frombuffer(bytearray(4), dtype=torch.float32)
+    storage, other = own.untyped_storage(), lent.untyped_storage()
+    place, words, theirs = storage.data_ptr(), _words(storage), _words(other)
+    found = [
+        (index, words[index + 1])
+        for index in range(_LEAST_WORDS - 2)
+        if words[index] == words[index + 2] == place
+        and theirs[index] == other.data_ptr() != theirs[index + 2]
+        and theirs[index + 1] != words[index + 1]
+    ]
+    alone = _owners(storage)[0]
+    try:
+        array = own.numpy()
+    except RuntimeError:  # without numpy nothing gives arrays away
+        return found[0] if len(found) == 1 else None
+    is_seen = _owners(storage)[0] > alone
+    del array
+    return found[0] if len(found) == 1 and is_seen else None
 
 
 _torchs_own: Any = Tensor.grad

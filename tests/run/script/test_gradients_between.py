@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ran import inline
@@ -78,6 +79,23 @@ def test_gradients_wait_in_files_until_backward(tmp_path: Path):
     gradients.backward_begins(None)
     assert not is_mapped(model)
     assert torch.equal(model.weight.grad, expected)
+
+
+def test_gradients_that_dlpack_lends_stay_where_they_are(tmp_path: Path):
+    gradients, model = between(tmp_path), trained()
+    assert model.weight.grad is not None
+    array = np.from_dlpack(model.weight.grad)
+    gradients.begins("step", room(0), [model])
+    model.weight.grad[0, 0] = 7
+    assert array[0, 0] == 7
+    del array
+    gradients.pass_begins()
+    gradients.begins("step", room(-1), [model])
+    assert is_mapped(model)
+    array = np.from_dlpack(model.weight.grad)
+    gradients.backward_begins(None)
+    model.weight.grad[0, 0] = 8
+    assert array[0, 0] == 8
 
 
 def test_gradients_that_were_written_have_memory_when_a_pass_begins(tmp_path: Path):

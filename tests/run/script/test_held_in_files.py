@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ran import inline
@@ -109,6 +110,45 @@ def test_what_somebody_else_sees_or_writes_stays(held: HeldInFiles):
     assert (view == viewed[1:]).all()
     assert (array == shown.numpy()).all()
     assert imaginary.is_conj()
+
+
+def test_what_torch_has_read_goes_unless_others_see_it(held: HeldInFiles, tmp_path: Path):
+    """It cannot be resized, as what numpy lends cannot be, but torch's allocator has it back."""
+    torch.save([large() for _ in range(6)], tmp_path / "saved.pt")
+    kept, shown, was_shown, lent, shared, again = torch.load(tmp_path / "saved.pt")
+    assert not kept.untyped_storage().resizable()
+    array = shown.numpy()
+    was_shown.numpy()
+    capsule = lent.__dlpack__()
+    shared.share_memory_()
+    from_file = torch.load(tmp_path / "saved.pt", mmap=True)[0]
+    # Two tensors in one memory, of which torch has two objects.
+    twin, known = torch.from_numpy(again.numpy()), kept.clone()
+    addresses = [from_file.data_ptr(), shared.data_ptr()]
+    assert place(held)
+    assert is_mapped(kept)
+    assert is_mapped(was_shown)
+    assert torch.equal(kept, known)
+    assert not any(is_mapped(it) for it in (shown, lent, again, twin))
+    assert addresses == [from_file.data_ptr(), shared.data_ptr()]
+    shown[0], again[0] = 7, 8
+    assert array[0] == 7
+    assert twin[0] == 8
+    del capsule
+
+
+def test_what_dlpack_lends_stays(held: HeldInFiles):
+    lent, written = large(), large()
+    array = np.from_dlpack(lent)
+    assert place(held)
+    assert is_mapped(written)
+    lent[0] = 7
+    assert array[0] == 7
+    shown = np.from_dlpack(written)
+    written[0] = 7
+    place(held)
+    written[0] = 8
+    assert shown[0] == 8
 
 
 def test_bytes_hooks_and_versions_are_as_before(held: HeldInFiles):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from memfit import _native
 from memfit.apply.offload.parameters import parameters_elsewhere
-from memfit.run.script.held_in_files import Moves, may_go, to_file, to_memory
+from memfit.run.script.held_in_files import Moves, is_lent, may_go, to_file, to_memory
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of
@@ -38,6 +38,9 @@ Begin = Literal["step", "evaluation", "saving"]
 
 _WORTH = 1 / 64
 """Part of the budget that is worth moving."""
+
+_OWNERS = 2
+"""Owners of a gradient: its parameter, and Python's object."""
 
 
 class GradientsBetween:
@@ -199,7 +202,8 @@ def _fetch(parameter: nn.Parameter | None, moves: Moves | None) -> None:
     gradient = None if parameter is None else gradient_of(parameter)
     if gradient is None or not may_go(gradient, is_mapped=True) or not _is_unseen(gradient):
         return
-    to_memory(gradient, moves)
+    if not is_lent(gradient, _OWNERS):
+        to_memory(gradient, moves)
 
 
 def _version(parameter: nn.Parameter | None) -> int | None:
@@ -210,7 +214,7 @@ def _version(parameter: nn.Parameter | None) -> int | None:
 
 def _gradient_may_go(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter) if parameter.requires_grad else None
-    return gradient is not None and may_go(gradient)
+    return gradient is not None and may_go(gradient) and not is_lent(gradient, _OWNERS)
 
 
 def _is_unseen(gradient: Tensor) -> bool:

@@ -39,6 +39,7 @@ from memfit.tensors.storage import (
     graph_of,
     has_others,
     is_fixed,
+    is_from_allocator,
     is_leaf,
 )
 from memfit.track.owners import instances
@@ -142,7 +143,8 @@ class HeldInFiles:
             elif tensor._version != mapped.version:
                 del self._mapped[key]
                 self._written[key] = mapped.tensor
-                changed.append(tensor)
+                if not is_lent(tensor):
+                    changed.append(tensor)
         tensor = None  # who counts its owners knows of the list alone
         bring_back(changed)
 
@@ -156,7 +158,11 @@ class HeldInFiles:
         written |= {id(buffer) for model in models for buffer in model.buffers()}
         known.clear()
         least = LEAST_HELD_BYTES
-        found = [it for it in tensors if id(it) not in written and may_go(it, least_bytes=least)]
+        found = [
+            it
+            for it in tensors
+            if id(it) not in written and may_go(it, least_bytes=least) and not is_lent(it)
+        ]
         passing = set(map(id, tree_leaves(inputs)))
         seen, self._seen = self._seen, {id(it): weakref.ref(it) for it in found}
         aged = [
@@ -303,6 +309,16 @@ def _held_by_python_alone(tensors: list[Tensor]) -> list[Tensor]:
     return [it for it in tensors if sys.getrefcount(it) - 3 <= counts[id(it)]]
 
 
+def is_lent(tensor: Tensor, owners: int = 1) -> bool:
+    """Whether more than Python has a tensor: a graph, or what ``dlpack`` gave its address to.
+
+    Args:
+        tensor: The tensor.
+        owners: How many it has else, Python's object among them.
+    """
+    return int(tensor._use_count()) > owners
+
+
 def may_go(tensor: Tensor, *, is_mapped: bool = False, least_bytes: int = LEAST_BYTES) -> bool:
     """Whether a tensor is torch's own memory on the CPU that nobody else sees.
 
@@ -317,9 +333,9 @@ def may_go(tensor: Tensor, *, is_mapped: bool = False, least_bytes: int = LEAST_
         return False
     if tensor.layout is not torch.strided or _is_special(tensor):
         return False
-    if is_fixed(tensor) != is_mapped:
-        return False
     storage = tensor.untyped_storage()
+    if is_mapped != is_fixed(tensor) and (is_mapped or not is_from_allocator(storage)):
+        return False
     place = address(storage)
     is_own = place is not None and _native.is_counted(place) != is_mapped
     return is_own and storage.nbytes() >= least_bytes and not has_others(storage, 1)
