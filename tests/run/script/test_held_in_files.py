@@ -179,6 +179,47 @@ def test_an_input_goes_once_it_has_stayed_for_a_step(held: HeldInFiles):
     assert is_mapped(held_input)
 
 
+def test_what_was_read_for_another_model_goes_at_once(held: HeldInFiles):
+    place(held)
+    fresh = large()
+    place(held)
+    assert not is_mapped(fresh), "it may be one of a kind that each step makes"
+    read, passing = large(), large()
+    held.model_is_new()
+    place(held, passing)
+    assert is_mapped(read)
+    assert not is_mapped(passing)
+
+
+def test_garbage_of_a_run_before_leaves_room_for_the_next(tmp_path: Path):
+    """8 MiB of weights and state of a model that holds itself, beside steps of 16 MiB."""
+    ran = inline(
+        tmp_path,
+        "22MiB",
+        """
+    import torch
+    from torch import nn
+
+    def run():
+        model = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1024))
+        model.of = [model]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            x = torch.rand(256, 1024)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+
+    torch.manual_seed(0)
+    run()
+    run()
+    """,
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 def test_the_frames_of_a_replay_memory_leave_room_for_the_step(tmp_path: Path):
     """12 MiB in 384 states of 32 KiB, beside steps of 18 MiB."""
     (tmp_path / "disk").mkdir()

@@ -99,7 +99,7 @@ class HeldInFiles:
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._written: dict[int, weakref.ref[Tensor]] = {}
         self._looks = 0
-        self._looks_again = True
+        self._looks_again = self._is_first = True
         self._live_bytes = 0
         self._leaving: list[torch.UntypedStorage] = []
         self.count = 0
@@ -133,6 +133,10 @@ class HeldInFiles:
             self._live_bytes = _native.counted_bytes()
         return place if self._mapped else ""
 
+    def model_is_new(self) -> None:
+        """Another model's first pass begins: what is there now does not come with each of them."""
+        self._looks_again = self._is_first = True
+
     def _bring_written_back(self) -> None:
         """Give memory of its own to what was written since it went."""
         changed: list[Tensor] = []
@@ -149,8 +153,9 @@ class HeldInFiles:
         bring_back(changed)
 
     def _found(self, models: Iterable[nn.Module], inputs: Any) -> list[Tensor]:
-        """Tensors that may go; after the first look, those alone that were there at the last."""
-        is_first, self._looks = self._looks == 0, self._looks + 1
+        """Tensors that may go; after a model's first look, those that were there at the last."""
+        is_first, self._is_first = self._is_first, False
+        self._looks += 1
         known = instances(Tensor, Optimizer)
         tensors = [it for it in known if isinstance(it, Tensor)]
         written = _written(tensors, (it for it in known if isinstance(it, Optimizer)))

@@ -75,6 +75,10 @@ class NeedOfRoom:
             return False
         return not self.fits() if self._plans else self._is_tight()
 
+    def is_of_garbage(self) -> bool:
+        """Whether another model's first pass may not fit with what this one's have left."""
+        return self._updates.is_tight(self._device, _MULTIPLE_OF_LIVE * live_bytes(self._device))
+
     def _is_tight(self) -> bool:
         """Whether a pass to be recorded may not fit with what others hold in memory."""
         guess = _MULTIPLE_OF_LIVE * live_bytes(self._device)

@@ -15,6 +15,7 @@ optimizer (the script updates parameters itself) ends with the next call of a mo
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -366,6 +367,8 @@ class AdoptedScript:
             self._loose.rest()
             for loop in self._loops:
                 loop.rest()
+            if any(loop.need.is_of_garbage() for loop in self._loops):
+                gc.collect()  # a model before and its optimizer may hold each other
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer."""
@@ -475,6 +478,7 @@ class AdoptedScript:
             self._strict,
         )
         self._loops.append(loop)
+        self._held.model_is_new()
         if self._has_compiled:
             loop.compiled_runs()
         if loop.refusal:
