@@ -12,7 +12,11 @@ from torch import nn
 
 from memfit import _native
 from memfit.options import Options
-from memfit.run.script.gradients_between import GRADIENTS_IN_FILES, GradientsBetween
+from memfit.run.script.gradients_between import (
+    GRADIENTS_IN_FILES,
+    STATE_IN_FILES,
+    GradientsBetween,
+)
 from memfit.run.script.request import FitRequest
 from memfit.run.script.saved_state import SAVED_IN_FILES
 from memfit.track import cpu
@@ -275,3 +279,45 @@ def test_a_plan_counts_on_gradients_in_files(tmp_path: Path):
     assert loop["plan"]["fits"]
     assert loop["planned"]["steps"] == 3
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+AVERAGES = """
+    import copy, torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(5):
+        x = torch.randn(512, 512)
+        loss = nn.functional.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        olds = [p.data * 0.9 for p in average.parameters()]
+        news = [p.data * 0.1 for p in model.parameters()]
+        for p, old, new in zip(average.parameters(), olds, news):
+            p.data = old.add_(new)
+        del olds, news, old, new
+        print(repr(loss.item()), optimizer.state[model[0].weight]["step"].item())
+    print([repr(p.sum().item()) for p in average.parameters()])
+    torch.save([model.state_dict(), optimizer.state_dict()], "end.pt")
+"""
+
+
+@pytest.mark.parametrize("budget", ["50MiB", "44MiB"])
+def test_state_leaves_room_for_what_runs_between_steps(tmp_path: Path, budget: str):
+    """32 MiB of weights, their average and state, which two copies join that no step has.
+
+    A step takes 51 MiB, and less without what its backward can compute again.
+    """
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ran = inline(tmp_path, budget, AVERAGES, offload=str(folder))
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert STATE_IN_FILES in loop["notes"], ran.stderr
+    kinds = {action["kind"] for action in loop["plan"]["actions"]}
+    assert "offload_optimizer" not in kinds, "between steps alone"
+    assert list(folder.iterdir()) == []

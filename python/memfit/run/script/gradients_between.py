@@ -1,9 +1,10 @@
 """Gradients in mapped files between steps, where what runs there lacks room.
 
 Once the optimizer has stepped, gradients mostly wait to be dropped, while the script evaluates,
-saves, updates other models or runs the next forward. Responsible for when they go, and for having
-those back that the next backward adds to. Not responsible for the mapping
-(:mod:`memfit.run.script.held_in_files`).
+saves, updates other models or runs the next forward. Responsible for when they go, for having those
+back that the next backward adds to, and for telling whether optimizer state is to go as well. Not
+responsible for the mapping (:mod:`memfit.run.script.held_in_files`), nor for that state
+(:mod:`memfit.run.script.loop`).
 
 Nobody knows what runs between steps before it has run. So it is told apart by what begins it, as
 each may come at its own times: a step that ends, a call without gradients, the saving of the
@@ -31,6 +32,9 @@ from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of
 
 GRADIENTS_IN_FILES = "gradients wait in mapped files from the end of a step to the next backward"
+"""What is said at the end where that was done."""
+
+STATE_IN_FILES = "optimizer state waits in files between steps, where what runs there lacks room"
 """What is said at the end where that was done."""
 
 Begin = Literal["step", "evaluation", "saving"]
@@ -62,7 +66,7 @@ class GradientsBetween:
         self._took: dict[Begin, int] = {}
         self._now: Begin | None = None
         self._live_bytes = self._elsewhere = 0
-        self._has_sent = False
+        self._has_sent = self._has_lacked = False
         self._window: _native.AllocationWindow | None = None
         self.is_said = False
 
@@ -85,10 +89,37 @@ class GradientsBetween:
         self._learn()
         live = _native.counted_bytes()
         needed = live + max(self._took.get(what, live), least_bytes)
-        self._has_sent = False
+        self._has_sent = self._has_lacked = False
         place = self._send(budget_bytes, models) if needed > budget_bytes > 0 else ""
         self._goes_on(what, _native.counted_bytes())
         return place
+
+    def lacks_room(self, budget_bytes: int, more_bytes: int = 0) -> bool:
+        """Whether what has begun lacks room still, though gradients have gone that may.
+
+        Args:
+            budget_bytes: The budget; 0 where that is not known.
+            more_bytes: What is about to be in memory.
+
+        Returns:
+            Whether that is found now; once for each part.
+        """
+        if self._is_over or self._now is None or self._has_lacked or not budget_bytes:
+            return False
+        live = _native.counted_bytes()
+        self._has_lacked = live + more_bytes + self._took.get(self._now, live) > budget_bytes
+        return self._has_lacked
+
+    def others_went(self, freed_bytes: int) -> None:
+        """Something else has gone for what has begun.
+
+        Args:
+            freed_bytes: How much.
+        """
+        now, begun = self._now, self._live_bytes
+        if now is not None:
+            self._learn()
+            self._goes_on(now, begun - freed_bytes)
 
     def make_room(self, more_bytes: int, budget_bytes: int, models: Iterable[nn.Module]) -> str:
         """Something is about to be in memory: have gradients in files if it lacks room.

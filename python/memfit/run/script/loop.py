@@ -159,6 +159,7 @@ class Loop:
         self._without: list[str] = []
         self._in_closure = False
         self._executor: Executor | None = None
+        self._waiting: Executor | None = None
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._outside = Outside(self.device)
@@ -224,15 +225,30 @@ class Loop:
         Args:
             optimizers: Those that no pass under way is updated by.
         """
+        optimizer, held = self._whose_state_may_go(optimizers), self._executor
+        if optimizer is not None:
+            self._executor = self._updates.idle(self._model(), optimizer, self.device, held) or held
+
+    def let_state_wait(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have it elsewhere for what runs between steps; the next pass finds it as it was.
+
+        Args:
+            optimizers: As above.
+        """
+        optimizer, held = self._whose_state_may_go(optimizers), self._executor
+        if optimizer is not None:
+            waiting = self._updates.waiting(self._model(), optimizer, self.device, held)
+            self._waiting = waiting or self._waiting
+
+    def _whose_state_may_go(self, optimizers: Iterable[Optimizer]) -> Optimizer | None:
         if self.refusal or self._in_closure or self._root() is None:
-            return  # one that calls the model in its step reads all of its state there
-        own, held = self.updated_by(optimizers), self._executor
-        if (held is None or held.state is None) and len(own) == 1:
-            self._executor = self._updates.idle(self._model(), own[0], self.device, held) or held
+            return None  # one that calls the model in its step reads all of its state there
+        own, held = self.updated_by(optimizers), self._waiting or self._executor
+        return own[0] if len(own) == 1 and (held is None or held.state is None) else None
 
     def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
         """What may use parameters that are elsewhere runs inside this."""
-        executor = self._executor
+        executor = self._waiting or self._executor
         return contextlib.nullcontext() if executor is None else executor.running()
 
     def bring_home(self) -> None:
@@ -249,7 +265,7 @@ class Loop:
         """Let go of the model until the next pass."""
         for planned in self.plans:
             planned.executor = None
-        self._executor = None
+        self._executor = self._waiting = None
         self.evaluations.rest()
 
     def evaluation(self, call: Call, *, in_step: bool) -> contextlib.AbstractContextManager[None]:
@@ -267,8 +283,13 @@ class Loop:
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or "offload_parameters" in self._without:
             return contextlib.nullcontext()
-        self._executor = self.evaluations.placed(key, self._model(), self._executor)
-        return self.evaluations.running(key, self._executor, budget)
+        held = self._waiting or self._executor
+        placed = self.evaluations.placed(key, self._model(), held)
+        if self._waiting is None:
+            self._executor = placed
+        else:
+            self._waiting = placed
+        return self.evaluations.running(key, placed, budget)
 
     def backward_begins(self, running: Pass) -> None:
         """Backward is about to run, the first time in a pass or again.
@@ -308,7 +329,7 @@ class Loop:
                 running, self._model(), optimizer, self._executor
             )
         else:
-            self._updates.step_begins(optimizer, self._executor)
+            self._updates.step_begins(optimizer, self._waiting or self._executor)
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
@@ -339,40 +360,20 @@ class Loop:
         """
         self._in_closure = self._in_closure or in_closure
         self._checkpoints.begin_pass(undoes=False)
+        waiting, self._waiting = self._waiting, None
         if self.refusal or self._is_under_others():
             return Pass(self.device)
         own = self.updated_by(optimizers)
-        key, inputs = call.key, call.inputs
         self._updates.require_none_waiting()
         try:
             leave, self._leave = self._leave, None
             if leave is not None:
                 self._plan_without(*leave)
             if self._must_plan_first():
-                self._plan_pending(self._outside_bytes(inputs, own), call)
-            if self._must_observe(key):
-                if self._given_up[key] >= MAX_GIVEN_UP:
-                    return Pass(self.device)
-                return self._observe(key, call, own)
-            if self._executor is not None:
-                self._executor.place()  # first: what is elsewhere is not held besides
-                parameters = self._executor.parameters
-                self._leave_views([] if parameters is None else parameters.viewed())
-            outside = self._outside_bytes(inputs, own)
-            self._giving_way.between_steps(
-                self.plans.all, outside, lambda plan: self._place_for(plan, own, None, call.module)
-            )
-            self.need.pass_begins()
-            planned = self._chosen(key, outside)
-            self._make_room(planned, outside)
-            self._require_fits(planned, outside)
-            if planned.runs_as_recorded or (self.need.is_of_others and planned.may_run_as_recorded):
-                self._latest = planned
-                return self._run_as_recorded(planned, call, own)
-            planned = self.plans.fitting(planned, outside, self._planning(outside))
-            planned.executor = self._place_for(planned.plan, own, planned.executor, call.module)
-            self._latest = planned
-            return self._run_planned(key, planned, planned.executor, inputs)
+                self._plan_pending(self._outside_bytes(call.inputs, own), call)
+            if self._must_observe(call.key):
+                return self._observe(call.key, call, own)
+            return self._run(call, own, waiting)
         except MemfitError as error:
             if isinstance(error, UsageError) and self._offloads_parameters():
                 # As where the script has an array of a parameter's memory by now.
@@ -380,6 +381,33 @@ class Loop:
                 return self.begin(call, optimizers, in_closure=in_closure)
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
+
+    def _run(self, call: Call, own: list[Optimizer], waiting: Executor | None) -> Pass:
+        """Begin a pass by a plan, or as it was recorded."""
+        key = call.key
+        if waiting is not None:
+            waiting.place()  # parameters go before the state comes
+            for optimizer in own if self._executor is None else ():
+                bring_home(optimizer)
+        if self._executor is not None:
+            self._executor.place()  # first: what is elsewhere is not held besides
+            parameters = self._executor.parameters
+            self._leave_views([] if parameters is None else parameters.viewed())
+        outside = self._outside_bytes(call.inputs, own)
+        self._giving_way.between_steps(
+            self.plans.all, outside, lambda plan: self._place_for(plan, own, None, call.module)
+        )
+        self.need.pass_begins()
+        planned = self._chosen(key, outside)
+        self._make_room(planned, outside)
+        self._require_fits(planned, outside)
+        if planned.runs_as_recorded or (self.need.is_of_others and planned.may_run_as_recorded):
+            self._latest = planned
+            return self._run_as_recorded(planned, call, own)
+        planned = self.plans.fitting(planned, outside, self._planning(outside))
+        planned.executor = self._place_for(planned.plan, own, planned.executor, call.module)
+        self._latest = planned
+        return self._run_planned(key, planned, planned.executor, call.inputs)
 
     def _offloads_parameters(self) -> bool:
         """Whether a plan does, and none was left for that."""
@@ -403,6 +431,8 @@ class Loop:
             self._strict.require(planned.plan, ways)
 
     def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:
+        if self._given_up[key] >= MAX_GIVEN_UP:
+            return Pass(self.device)
         self._recorded_again[key] += key in self._diverged
         self._diverged.discard(key)
         self._recordings += 1

@@ -34,7 +34,12 @@ from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.frozen import FrozenAway
-from memfit.run.script.gradients_between import GRADIENTS_IN_FILES, Begin, GradientsBetween
+from memfit.run.script.gradients_between import (
+    GRADIENTS_IN_FILES,
+    STATE_IN_FILES,
+    Begin,
+    GradientsBetween,
+)
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lean_ops import LeanOps
@@ -210,7 +215,6 @@ class AdoptedScript:
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
         self._gradients.pass_begins()
-        self._kept.pass_begins()
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
         # Before any has stepped, one that was made will: its state may be there, read from a file.
@@ -226,6 +230,7 @@ class AdoptedScript:
         self._place_held(loop, call.inputs)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(call, known, in_closure=self._stepping > 0)
+        self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.refusal and not was_refused:
             self._say(_unplanned(loop))
         self._current = _Running(loop, root, call, running)
@@ -290,6 +295,8 @@ class AdoptedScript:
         place = self._gradients.begins(what, budget_bytes, models, least_bytes=least_bytes)
         if place:
             self._goes_to(place, GRADIENTS_IN_FILES)
+        if what != "saving":  # of which state is what is copied
+            self._state_waits()
 
     def _parameter_returns(self, size_bytes: int) -> None:
         if self._current is None:
@@ -297,6 +304,19 @@ class AdoptedScript:
             place = self._gradients.make_room(size_bytes, budget_bytes, self._models())
             if place:
                 self._goes_to(place, GRADIENTS_IN_FILES)
+            self._state_waits(size_bytes)
+
+    def _state_waits(self, more_bytes: int = 0) -> None:
+        """Have optimizer state elsewhere where what runs between steps lacks room for it."""
+        place = self._gradients.place()
+        if place and self._gradients.lacks_room(self._kept.budget_bytes, more_bytes):
+            live = _native.counted_bytes()
+            for loop in self._loops:
+                loop.let_state_wait(self._optimizers)
+            freed = live - _native.counted_bytes()
+            self._gradients.others_went(freed)
+            if freed > 0:
+                self._goes_to(place, STATE_IN_FILES)
 
     def _loose_go_to(self, place: str) -> None:
         """Say where state goes that is in no plan, once where memfit chose the place."""

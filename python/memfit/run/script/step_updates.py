@@ -30,6 +30,7 @@ from memfit.run.script.request import FitRequest
 from memfit.run.script.stand_in import StandIn
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal
+from memfit.tensors.barrier import without_barrier
 from memfit.tensors.moments import LEAST_NUMBERS, eight_bit_refusal
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory, step_of_others
 from memfit.tensors.sliced_update import state_slices
@@ -217,6 +218,46 @@ class StepUpdates:
         if state_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
             return None
         return self._elsewhere(model, optimizer, state_bytes, device.type, held)
+
+    def waiting(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        held: Executor | None,
+    ) -> Executor | None:
+        """What keeps state elsewhere while the script runs between steps; parameters stay put.
+
+        Args:
+            model: The model that it updates.
+            optimizer: The optimizer.
+            device: Where its state is.
+            held: What keeps parameters elsewhere, if anything does.
+
+        Returns:
+            It; ``None`` where the state stays.
+        """
+        state_bytes = _state_bytes(optimizer)
+        with without_barrier():  # sizes of parameters are asked for, which stay where they are
+            if state_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
+                return None
+            order = _turns(model, optimizer)
+            directions = state_elsewhere(self._request, state_bytes, device.type, order)
+            if directions is None or (held is not None and _actions(held, (NARROW_STATE,))):
+                return None
+            subject, kept = Subject(model, optimizer, warn=False), []
+            if held is not None and held.parameters is not None:
+                if held.subject.optimizer is not optimizer:
+                    return None
+                subject, kept = held.subject, _actions(held, ("offload_parameters",))
+            try:
+                both = {"actions": [*kept, *directions["actions"]]}
+                executor = Executor(both, subject, after=held)
+                if executor.state is not None:
+                    executor.state.place()
+            except MemfitError:
+                return None
+        return executor
 
     def _elsewhere(
         self,
