@@ -87,8 +87,8 @@ class Loop:
         divergence: Where a pass first left its plan; empty while none did.
         replans: Plans made after the first.
         notes: Things to say at the end.
-        differentiates_more: Whether backwards run that no result of a model leads to, as from what
-            a model keeps.
+        differentiates_more: Whether gradients are asked for on the way, or backwards run that no
+            result of a model leads to, as from what a model keeps.
         undoes: Whether the latest plan is one without the script's own checkpoints.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.

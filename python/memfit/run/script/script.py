@@ -78,7 +78,9 @@ class _Running:
     def goes_on_with(self, root: nn.Module, called: nn.Module) -> bool:
         """Whether the call of a module, which is of a root, belongs to this pass."""
         running = self.running
-        if not running.in_forward or self.is_given_up():
+        if not running.in_forward:
+            return False
+        if self._called() is not called and self.is_given_up():
             return False
         if not self.loop.is_of(root):
             return self.loop.takes_in(root, running)
@@ -349,6 +351,7 @@ class AdoptedScript:
             self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
         elif self._current is not None:
             self._current.running.asks_for_gradients()
+            self._current.loop.differentiates_more = True
         self._uses.begin(self._loops)
 
     def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
@@ -534,7 +537,10 @@ class AdoptedScript:
         if current is not None:
             self._checkpoints.end_pass()
             loop, kind = current.loop, current.running.kind
-            loop.forward_was(current.key, given_up=current.running.in_forward)
+            if not current.running.in_forward:
+                loop.forward_was(current.key, given_up=False)
+            elif current.is_given_up():
+                loop.forward_was(current.key, given_up=True)
             peak = current.running.end()
             if isinstance(current.running, ObservedPass) and self._gradients.adopt(self._models()):
                 self._goes_to(self._gradients.place(), GRADIENTS_IN_FILES)
