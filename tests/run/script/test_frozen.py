@@ -62,6 +62,7 @@ def test_a_recorded_step_does_without_a_momentum_encoder_in_backward(tmp_path: P
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     assert cpu.start() is None
     monkeypatch.setattr(frozen, "is_alone", lambda: True)  # other tests may have left threads
+    monkeypatch.setattr(frozen, "_WORTH", 0)  # and tensors: the budget here is of what is live
     return nn.Sequential(
         nn.Linear(256, 256), nn.Linear(256, 256).requires_grad_(requires_grad=False)
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from memfit import _native
 from memfit.options import Options
+from memfit.run.script import gradients_between
 from memfit.run.script.gradients_between import (
     GRADIENTS_IN_FILES,
     STATE_IN_FILES,
@@ -48,6 +49,12 @@ def test_what_runs_between_steps_finds_room_and_gradients(tmp_path: Path):
     """6 MiB of weights, as much of gradients, and between steps two copies of the weights."""
     ran = inline(tmp_path, "20MiB", SAVES, offload="chosen")
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+@pytest.fixture(autouse=True)
+def worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets here are of what is live, and other tests may have left tensors."""
+    monkeypatch.setattr(gradients_between, "_WORTH", 0)
 
 
 def trained() -> nn.Linear:
