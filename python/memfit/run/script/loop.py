@@ -60,6 +60,9 @@ MAX_RECORDED_AGAIN = 2
 """Times that steps of the same sizes are recorded again since one left its plan: what depends on
 values, as routes and lengths do, is seldom as it was."""
 
+_RESERVE = 1 / 64
+"""Part of the budget that is left for sizes that depend on values, once steps are known to."""
+
 MAX_RECORDINGS = 256
 """Passes that are recorded; accumulated gradients take many for one step."""
 
@@ -710,6 +713,8 @@ class Loop:
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
+        if self._recorded_again[key]:
+            outside += int(self.budget_bytes() * _RESERVE)
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
         if again is not None and (observation.way or again.step.way):
