@@ -112,3 +112,29 @@ def test_what_is_written_to_is_still_wanted():
     assert not wanted.is_nothing()
     del logits
     assert wanted.is_nothing()
+
+
+EVALUATES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)])
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    data = torch.randn(2048, 64)
+    for epoch in range(8):
+        model.train()
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        model.eval()
+        print(repr(model(data).square().mean().item()))
+"""
+
+
+def test_evaluations_with_gradients_on_keep_the_budget(tmp_path: Path):
+    """Each keeps 12 activations of 512 KiB in its graph until the next training step."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "6MiB", EVALUATES, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert all(loop["unplanned"]["steps"] == 0 for loop in ran.loops)

@@ -646,6 +646,8 @@ class Loop:
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
             return False
+        if self._given_up[key] >= MAX_GIVEN_UP and self.plans:
+            return False  # an evaluation with gradients on: the nearest plan keeps least of it
         if self._looks_again or self._pending is not None:
             return True
         if key in self._diverged and self._recorded_again[key] < MAX_RECORDED_AGAIN:
