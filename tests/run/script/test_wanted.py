@@ -119,7 +119,8 @@ EVALUATES = """
     from torch import nn
 
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)])
+    block = lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh())
+    model = nn.Sequential(*[block() for _ in range(12)])
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     data = torch.randn(2048, 64)
     for epoch in range(8):
