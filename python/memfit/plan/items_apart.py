@@ -222,7 +222,7 @@ class Called:
             with contextlib.redirect_stdout(io.StringIO()), FewOps():
                 result = model(*args, **kwargs)
         finally:
-            self.effect = looked()  # whoever looks is called for all that runs until then
+            self.effect = looked()  # also after an error: a profiler would stay on
         leaves = tree_flatten(result)[0]
         other = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
         if other is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ran import inline
@@ -98,3 +99,12 @@ def test_frozen_parameters_stay_where_there_is_room(model: nn.Module, tmp_path: 
     away = FrozenAway()
     away.backward_begins(model, 3 * _native.counted_bytes(), str(tmp_path), lambda *_: None)
     assert not is_mapped(model[1])
+
+
+def test_a_frozen_parameter_that_dlpack_lends_stays_where_it_is(model: nn.Module, tmp_path: Path):
+    array = np.from_dlpack(model[1].weight)
+    FrozenAway().backward_begins(
+        model, _native.counted_bytes(), str(tmp_path), lambda _tensor, _storage: None
+    )
+    assert not is_mapped(model[1])
+    assert array[0, 0] == model[1].weight[0, 0].item()

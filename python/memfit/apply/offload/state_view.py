@@ -439,7 +439,7 @@ def bring_home(optimizer: Optimizer, stays: tuple[type[AwayState], ...] = ()) ->
 
 
 def away_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state that are elsewhere, of which ``state_dict()`` makes copies.
+    """Bytes of an optimizer's state that are offloaded, which ``state_dict()`` copies to memory.
 
     Args:
         optimizer: The optimizer.

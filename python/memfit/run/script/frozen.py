@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from memfit import _native
-from memfit.run.script.held_in_files import bring_back, is_alone, may_go, to_file
+from memfit.run.script.held_in_files import bring_back, is_alone, is_lent, may_go, to_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,7 +47,8 @@ class FrozenAway:
             return
         if not is_alone():
             return  # another thread may be reading
-        frozen = [it for it in model.parameters() if may_go(it)]  # none that is trained may
+        # None that is trained may go.
+        frozen = [it for it in model.parameters() if may_go(it) and not is_lent(it)]
         if sum(it.nbytes for it in frozen) < budget_bytes * _WORTH:
             return
         with contextlib.suppress(OSError, RuntimeError):  # the others stay

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from memfit import _native
 from memfit.apply.offload.parameters import parameters_elsewhere
-from memfit.run.script.held_in_files import Moves, is_lent, may_go, to_file, to_memory
+from memfit.run.script.held_in_files import OF_GRADIENT, Moves, is_lent, may_go, to_file, to_memory
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of
@@ -42,9 +42,6 @@ Begin = Literal["step", "evaluation", "saving"]
 
 _WORTH = 1 / 64
 """Part of the budget that is worth moving."""
-
-_OWNERS = 2
-"""Owners of a gradient: its parameter, and Python's object."""
 
 
 class GradientsBetween:
@@ -233,7 +230,7 @@ def _fetch(parameter: nn.Parameter | None, moves: Moves | None) -> None:
     gradient = None if parameter is None else gradient_of(parameter)
     if gradient is None or not may_go(gradient, is_mapped=True) or not _is_unseen(gradient):
         return
-    if not is_lent(gradient, _OWNERS):
+    if not is_lent(gradient, OF_GRADIENT):
         to_memory(gradient, moves)
 
 
@@ -245,7 +242,7 @@ def _version(parameter: nn.Parameter | None) -> int | None:
 
 def _gradient_may_go(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter) if parameter.requires_grad else None
-    return gradient is not None and may_go(gradient) and not is_lent(gradient, _OWNERS)
+    return gradient is not None and may_go(gradient) and not is_lent(gradient, OF_GRADIENT)
 
 
 def _is_unseen(gradient: Tensor) -> bool:

@@ -314,6 +314,10 @@ def _held_by_python_alone(tensors: list[Tensor]) -> list[Tensor]:
     return [it for it in tensors if sys.getrefcount(it) - 3 <= counts[id(it)]]
 
 
+OF_GRADIENT = 2
+"""Owners of a gradient: its parameter, and Python's object."""
+
+
 def is_lent(tensor: Tensor, owners: int = 1) -> bool:
     """Whether more than Python has a tensor: a graph, or what ``dlpack`` gave its address to.
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.run.script.gradients import GradientLooks
-from memfit.run.script.held_in_files import Moves, may_go, to_file
+from memfit.run.script.held_in_files import OF_GRADIENT, Moves, is_lent, may_go, to_file
 from memfit.run.script.spill import InFile, SpillFile
 from memfit.tensors.storage import gradient_of, has_others
 from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
@@ -194,7 +194,9 @@ class GradientStash:
         used, self._used = self._used, None
         parameter = None if used is None else used()
         gradient = None if parameter is None else gradient_of(parameter)
-        if self.place and gradient is not None and may_go(gradient):
+        if gradient is None or not self.place or is_lent(gradient, OF_GRADIENT):
+            return
+        if may_go(gradient):
             with contextlib.suppress(OSError, RuntimeError):  # it stays in memory
                 to_file(gradient, self.place, self._moves)
 
