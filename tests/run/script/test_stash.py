@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ran import inline
@@ -181,7 +182,10 @@ def test_one_gradient_at_a_time_is_in_memory_where_updates_are_made_one_by_one(p
     assert same([p.grad for p in pair], [2 * it for it in wanted])
 
 
-@pytest.mark.parametrize("looks", [lambda g: g[:5], lambda g: g.numpy()[:5], lambda g: g])
+LOOKS = [lambda g: g[:5], lambda g: g.numpy()[:5], lambda g: g, lambda g: np.from_dlpack(g)[:5]]
+
+
+@pytest.mark.parametrize("looks", LOOKS)
 def test_who_keeps_a_gradient_of_an_update_sees_what_it_is_later(pair, waiting, looks):
     stash, wanted = waiting
     stash.updates_begin()
