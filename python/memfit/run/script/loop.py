@@ -25,9 +25,7 @@ from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.answers import Plan
-from memfit.apply.executor import OF_OPTIMIZER, Executor, Subject, without
-from memfit.apply.offload.parameters import bring_parameters_home
-from memfit.apply.offload.state_view import bring_home
+from memfit.apply.executor import Executor
 from memfit.errors import MemfitError, UsageError, first_line
 from memfit.run.script.as_recorded import AS_RECORDED, AsRecordedPass, recorded_peak_bytes
 from memfit.run.script.casting import ACTION, Casting
@@ -43,13 +41,14 @@ from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.place import chosen, strays_to
+from memfit.run.script.placing import Placing
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
 from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
-from memfit.run.script.step_updates import StepUpdates, live_bytes, state_alone
+from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.ways_out import offers, ways_out, why_over
 
@@ -95,6 +94,7 @@ class Loop:
         undoes: Whether the latest plan is one without the script's own checkpoints.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
+        placing: Where its parameters and the optimizer's state are.
         need: Whether its passes need room that others take.
     """
 
@@ -160,9 +160,6 @@ class Loop:
         self._given_up: Counter[Key] = Counter()
         self._recordings = 0
         self._without: list[str] = []
-        self._in_closure = False
-        self._executor: Executor | None = None
-        self._waiting: Executor | None = None
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._outside = Outside(self.device)
@@ -171,6 +168,7 @@ class Loop:
             request, lambda: room.within(self._budget), self._choose_place, self._note_aloud
         )
         observed, is_refused = self.counts["observed"], lambda: bool(self.refusal)
+        self.placing = Placing(self._root, self.device, request, self._updates, is_refused)
         self.need = NeedOfRoom(self.device, self.plans, self._updates, observed, is_refused)
 
     def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
@@ -213,62 +211,11 @@ class Loop:
         """
         self._given_up[key] = self._given_up[key] + 1 if given_up else 0
 
-    def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        """Those optimizers that update parameters of the model."""
-        own = {id(p) for p in self._model().parameters()}
-        return [
-            optimizer
-            for optimizer in optimizers
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-        ]
-
-    def let_state_go(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have the optimizer's state elsewhere until the next pass, or its next update.
-
-        Args:
-            optimizers: Those that no pass under way is updated by.
-        """
-        optimizer, held = self._whose_state_may_go(optimizers), self._executor
-        if optimizer is not None:
-            self._executor = self._updates.idle(self._model(), optimizer, self.device, held) or held
-
-    def let_state_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have it elsewhere for what runs between steps; the next pass finds it as it was.
-
-        Args:
-            optimizers: As above.
-        """
-        optimizer, held = self._whose_state_may_go(optimizers), self._executor
-        if optimizer is not None:
-            waiting = self._updates.waiting(self._model(), optimizer, self.device, held)
-            self._waiting = waiting or self._waiting
-
-    def _whose_state_may_go(self, optimizers: Iterable[Optimizer]) -> Optimizer | None:
-        if self.refusal or self._in_closure or self._root() is None:
-            return None  # one that calls the model in its step reads all of its state there
-        own, held = self.updated_by(optimizers), self._waiting or self._executor
-        return own[0] if len(own) == 1 and (held is None or held.state is None) else None
-
-    def elsewhere_in_use(self) -> contextlib.AbstractContextManager[None]:
-        """What may use parameters that are elsewhere runs inside this."""
-        executor = self._waiting or self._executor
-        return contextlib.nullcontext() if executor is None else executor.running()
-
-    def bring_home(self) -> None:
-        """Have all parameters in memory until the next planned pass; nothing uses them meanwhile.
-
-        Raises:
-            OffloadError: One did not come back as it went.
-        """
-        root = self._root()
-        if root is not None:
-            bring_parameters_home(root)
-
     def rest(self) -> None:
         """Let go of the model until the next pass."""
         for planned in self.plans:
             planned.executor = None
-        self._executor = self._waiting = None
+        self.placing.rest()
         self.evaluations.rest()
 
     def evaluation(self, call: Call, *, in_step: bool) -> contextlib.AbstractContextManager[None]:
@@ -286,12 +233,7 @@ class Loop:
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or "offload_parameters" in self._without:
             return contextlib.nullcontext()
-        held = self._waiting or self._executor
-        placed = self.evaluations.placed(key, self._model(), held)
-        if self._waiting is None:
-            self._executor = placed
-        else:
-            self._waiting = placed
+        placed = self.placing.for_evaluation(key, self.evaluations)
         return self.evaluations.running(key, placed, budget)
 
     def backward_begins(self, running: Pass) -> None:
@@ -303,7 +245,7 @@ class Loop:
         Raises:
             UpdatesMadeError: The updates of the backward before were made without a step.
         """
-        planned = self._executor if isinstance(running, PlannedPass) else None
+        planned = self.placing.executor if isinstance(running, PlannedPass) else None
         left = self._updates.backward_begins(planned)
         if left:
             self._leave = ("fuse_optimizer", f"the optimizer stays out of backward: {left}")
@@ -328,11 +270,11 @@ class Loop:
             OffloadError: State or a parameter did not come back as it went.
         """
         if isinstance(running, ObservedPass):
-            self._executor = self._updates.recorded_step_begins(
-                running, self._model(), optimizer, self._executor
+            self.placing.executor = self._updates.recorded_step_begins(
+                running, self._model(), optimizer, self.placing.executor
             )
         else:
-            self._updates.step_begins(optimizer, self._waiting or self._executor)
+            self._updates.step_begins(optimizer, self.placing.held)
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
@@ -344,7 +286,7 @@ class Loop:
         self._room.whole()  # nobody knows what its steps take
         self._pending = None
         self.end()
-        self.bring_home()
+        self.placing.bring_home()
 
     def compiled_runs(self) -> None:
         """Something compiled runs in the script, in this loop or elsewhere."""
@@ -361,12 +303,12 @@ class Loop:
             optimizers: The optimizers seen so far.
             in_closure: Whether an optimizer calls it, in its step.
         """
-        self._in_closure = self._in_closure or in_closure
+        self.placing.in_closure = self.placing.in_closure or in_closure
         self._checkpoints.begin_pass(undoes=False)
-        waiting, self._waiting = self._waiting, None
+        waiting, self.placing.waiting = self.placing.waiting, None
         if self.refusal or self._is_under_others():
             return Pass(self.device)
-        own = self.updated_by(optimizers)
+        own = self.placing.updated_by(optimizers)
         self._updates.require_none_waiting()
         try:
             leave, self._leave = self._leave, None
@@ -388,18 +330,14 @@ class Loop:
     def _run(self, call: Call, own: list[Optimizer], waiting: Executor | None) -> Pass:
         """Begin a pass by a plan, or as it was recorded."""
         key = call.key
-        if waiting is not None:
-            waiting.place()  # parameters go before the state comes
-            for optimizer in own if self._executor is None else ():
-                bring_home(optimizer)
-        if self._executor is not None:
-            self._executor.place()  # first: what is elsewhere is not held besides
-            parameters = self._executor.parameters
-            self._leave_views([] if parameters is None else parameters.viewed())
+        # First: what is elsewhere is not held besides.
+        self._leave_views(self.placing.pass_begins(own, waiting))
         outside = self._outside_bytes(call.inputs, own)
-        self._giving_way.between_steps(
-            self.plans.all, outside, lambda plan: self._place_for(plan, own, None, call.module)
-        )
+
+        def place(plan: Plan) -> Executor:
+            return self.placing.for_plan(plan, own, None, call.module)
+
+        self._giving_way.between_steps(self.plans.all, outside, place)
         self.need.pass_begins()
         planned = self._chosen(key, outside)
         self._make_room(planned, outside)
@@ -408,7 +346,7 @@ class Loop:
             self._latest = planned
             return self._run_as_recorded(planned, call, own)
         planned = self.plans.fitting(planned, outside, self._planning(outside))
-        planned.executor = self._place_for(planned.plan, own, planned.executor, call.module)
+        planned.executor = self.placing.for_plan(planned.plan, own, planned.executor, call.module)
         self._latest = planned
         return self._run_planned(key, planned, planned.executor, call.inputs)
 
@@ -443,7 +381,7 @@ class Loop:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
         self._room.whole()
-        self._leave_to_recording(optimizers)
+        self.placing.for_recording(optimizers, self.counts["observed"])
         self._looks_again = False
         if not self._checkpoints.around_model:
             live = live_bytes(self.device)
@@ -456,30 +394,10 @@ class Loop:
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
 
-    def _leave_to_recording(self, optimizers: list[Optimizer], least_bytes: int = 0) -> None:
-        """Have in memory what a recorder is to see; the state may be elsewhere.
-
-        Args:
-            optimizers: Those that update the model.
-            least_bytes: What the pass is taken to need at least.
-        """
-        self._updates.record()
-        self._executor = state_alone(self._executor)
-        if self._executor is None:
-            for optimizer in optimizers:
-                bring_home(optimizer)
-        self.bring_home()
-        if self._executor is None:
-            seen = self.counts["observed"]
-            before = max(seen.peak_bytes, least_bytes)
-            self._executor = self._updates.recording_begins(
-                self._model(), optimizers, before, is_second=seen.steps == 1
-            )
-
     def _run_as_recorded(self, planned: PlannedStep, call: Call, own: list[Optimizer]) -> Pass:
         """Begin a pass that keeps in memory what its recording did."""
         self.notes[AS_RECORDED] = None
-        self._leave_to_recording(own, self.budget_bytes())
+        self.placing.for_recording(own, self.counts["observed"], self.budget_bytes())
         self._choose_place(strays_to(self._request, self.device.type))
         whole = (self._model(), call, own)
         running = AsRecordedPass.of(planned, *whole, self._request, self.budget_bytes())
@@ -509,37 +427,6 @@ class Loop:
         self._checkpoints.begin_pass(undoes=planned.undoes)
         return running
 
-    def _place_for(
-        self,
-        plan: Plan,
-        optimizers: list[Optimizer],
-        held: Executor | None = None,
-        called: nn.Module | None = None,
-    ) -> Executor:
-        """Have the optimizer's state and the parameters where a plan wants them in a pass.
-
-        Args:
-            plan: The plan.
-            optimizers: Those that update the model.
-            held: What carried the plan out before.
-            called: What runs in pieces, if the plan has any; ``None`` for the model.
-
-        Raises:
-            OffloadError: Some of it could not be written, and is at home.
-        """
-        optimizer = optimizers[0] if len(optimizers) == 1 else None
-        strays = strays_to(self._request, self.device.type)
-        if all(action.kind != "micro_batch" for action in plan.actions):
-            called = None  # others carry out on the model what they would on any part of it
-        subject = Subject(self._model(), optimizer, strays_to=strays, warn=False, called=called)
-        if held is None or held.subject != subject:
-            said = plan.as_dict()
-            actions = said if optimizer is not None else without(said, OF_OPTIMIZER)
-            held = Executor(actions, subject, after=self._executor)
-        self._executor = held
-        held.place()
-        return held
-
     def _leave_views(self, names: list[str]) -> None:
         """Plan for parameters in memory once the script keeps views of some that were elsewhere.
 
@@ -560,8 +447,8 @@ class Loop:
             planned.lowest = None
         if not changed:
             return
-        self._executor = None
-        self.bring_home()
+        self.placing.executor = None
+        self.placing.bring_home()
         if note:
             self.notes[note] = None
         for planned in changed:
@@ -583,7 +470,7 @@ class Loop:
         observation = running.finish(optimizers)
         if observation is None:
             return
-        if self._in_closure:
+        if self.placing.in_closure:
             observation.state_stays = "the optimizer calls the model in its step (a closure)"
         if observation.spill_problem:
             problem = observation.spill_problem
@@ -660,9 +547,7 @@ class Loop:
         return self._root()
 
     def _model(self) -> nn.Module:
-        model = self._root()
-        assert model is not None, "asked for only while the script calls the model"
-        return model
+        return self.placing.model()
 
     def _plan_again(
         self, planned: PlannedStep, observation: Observation, outside: int, call: Call

@@ -92,7 +92,7 @@ class LooseUpdates:
 
 def _loose(optimizer: Optimizer, loops: Sequence[Loop]) -> nn.Module | None:
     """What an optimizer updates that no loop is updated by; ``None`` of another one."""
-    if any(loop.root is not None and loop.updated_by([optimizer]) for loop in loops):
+    if any(loop.root is not None and loop.placing.updated_by([optimizer]) for loop in loops):
         return None
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = [it for it in updated if isinstance(it, nn.Parameter)]

@@ -110,7 +110,7 @@ class _Uses:
         """One begins."""
         entered = contextlib.ExitStack()
         for loop in loops:
-            entered.enter_context(loop.elsewhere_in_use())
+            entered.enter_context(loop.placing.in_use())
         self._entered.append((entered, Nesting()))
 
     def end(self) -> None:
@@ -220,12 +220,12 @@ class AdoptedScript:
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
         # Before any has stepped, one that was made will: its state may be there, read from a file.
-        known = self._optimizers if loop.updated_by(self._optimizers) else self._made
+        known = self._optimizers if loop.placing.updated_by(self._optimizers) else self._made
         if loop.need.is_of_state():
-            idle = self._optimizers.difference(loop.updated_by(self._optimizers))
+            idle = self._optimizers.difference(loop.placing.updated_by(self._optimizers))
             for other in self._loops:
                 if other is not loop:
-                    other.let_state_go(idle)
+                    other.placing.let_state_go(idle)
                     other.need.is_of_others = not loop.need.fits()
             if self._loose.let_state_go(idle, self._loops):
                 loop.notes[LOOSE_STATE] = None
@@ -288,7 +288,7 @@ class AdoptedScript:
         self._between("evaluation")
         if any(loop.need.is_of_state() for loop in self._loops):
             for loop in self._loops:
-                loop.let_state_go(self._optimizers)
+                loop.placing.let_state_go(self._optimizers)
             self._loose.let_state_go(self._optimizers, self._loops)
 
     def _between(self, what: Begin, *, least_bytes: int = 0) -> None:
@@ -314,7 +314,7 @@ class AdoptedScript:
         if place and self._gradients.lacks_room(self._kept.budget_bytes, more_bytes):
             live = _native.counted_bytes()
             for loop in self._loops:
-                loop.let_state_wait(self._optimizers)
+                loop.placing.let_state_wait(self._optimizers)
             freed = live - _native.counted_bytes()
             self._gradients.others_went(freed)
             if freed > 0:
@@ -489,7 +489,7 @@ class AdoptedScript:
             if loop.is_of(root):
                 return loop
         for other in self._loops:
-            other.bring_home()  # graphs that it made may be used by the new one
+            other.placing.bring_home()  # graphs that it made may be used by the new one
             other.rest()
         loop = Loop(
             root,
@@ -512,7 +512,7 @@ class AdoptedScript:
     def _complete(self, current: _Running, stepped: Optimizer | None) -> None:
         """A step is complete: an optimizer has stepped, or there is none."""
         loop, running = current.loop, current.running
-        optimizers = loop.updated_by(self._optimizers)
+        optimizers = loop.placing.updated_by(self._optimizers)
         if stepped is not None and stepped not in optimizers:
             optimizers.append(stepped)
         loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
@@ -528,7 +528,7 @@ class AdoptedScript:
         """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
         loop = current.loop
         if loop.has_optimizer is None:
-            loop.has_optimizer = bool(loop.updated_by(instances(Optimizer)))
+            loop.has_optimizer = bool(loop.placing.updated_by(instances(Optimizer)))
         if not loop.has_optimizer:
             self._complete(current, None)
 
@@ -565,7 +565,7 @@ class AdoptedScript:
             self._kept.pass_ended(self._loops[-1].device if self._loops else torch.device("cpu"))
             for loop in self._loops:
                 loop.end()
-                loop.bring_home()
+                loop.placing.bring_home()
 
     def _hold(self, device: torch.device) -> None:
         if self._strict is not None and self._kept.budget_bytes:
