@@ -59,8 +59,8 @@ MOST_TENSORS = 4096
 MOST_LOOKS = 64
 """Times that the script's tensors are looked through."""
 
-_FIRST_LOOKS = 3
-"""Looks that follow each other; later ones ask for more memory held than before, and one more."""
+_CALLS = 64
+"""Calls of models after which it is forgotten how much was live at most."""
 
 _WORTH = 1 / 64
 """Part of the budget that is worth a look."""
@@ -97,10 +97,12 @@ class HeldInFiles:
         self._is_over = "offload" in request.options.forbid
         self._mapped: dict[int, _Mapped] = {}
         self._seen: dict[int, weakref.ref[Tensor]] = {}
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._written: dict[int, weakref.ref[Tensor]] = {}
         self._looks = 0
-        self._looks_again = self._is_first = True
-        self._live_bytes = 0
+        self._is_first = True
+        self._looked_at_bytes = 0
+        self._live_bytes: list[int] = []
         self._leaving: list[torch.UntypedStorage] = []
         self.count = 0
         self.is_said = False
@@ -122,20 +124,54 @@ class HeldInFiles:
         self._leaving.clear()
         self._bring_written_back()
         worth = int(budget_bytes * _WORTH)
-        has_grown = _native.counted_bytes() > self._live_bytes + worth
-        if (self._looks_again or has_grown) and self._looks < MOST_LOOKS:
-            try:
-                self._map(self._found(models, inputs), worth, place)
-            except (OSError, RuntimeError):
-                self._is_over = True  # what went is there, and the others stay
-            # Each step has fresh ones: whether some last is worth few looks.
-            self._looks_again &= has_grown or self._looks < _FIRST_LOOKS
-            self._live_bytes = _native.counted_bytes()
+        try:
+            models = list(models)
+            self._map(self._aged(models), worth, place)
+            has_grown = self._has_grown(worth) or self._is_first
+            if has_grown and self._looks < MOST_LOOKS:
+                self._look(models, inputs, worth, place)
+        except (OSError, RuntimeError):
+            self._is_over = True  # what went is there, and the others stay
         return place if self._mapped else ""
 
     def model_is_new(self) -> None:
         """Another model's first pass begins: what is there now does not come with each of them."""
-        self._looks_again = self._is_first = True
+        self._is_first = True
+
+    def _has_grown(self, worth: int) -> bool:
+        """Whether more is live than at any look, so that there may be something new.
+
+        What steps make and let go of rises and falls: the highest of it counts.
+
+        Args:
+            worth: How much more is worth a look.
+        """
+        live = _native.counted_bytes()
+        self._live_bytes.append(live)
+        has_grown = live > self._looked_at_bytes + worth
+        if len(self._live_bytes) >= _CALLS:
+            self._looked_at_bytes = max(self._live_bytes)
+            self._live_bytes.clear()
+        return has_grown
+
+    def _look(self, models: Iterable[nn.Module], inputs: Any, worth: int, place: str) -> None:
+        """Find what the script holds; of a model's first pass, map it, else once it is still there.
+
+        Raises:
+            OSError: A tensor cannot be written.
+            RuntimeError: One cannot be mapped.
+        """
+        is_first, self._is_first = self._is_first, False
+        self._looks += 1
+        found = self._found(models)
+        passing = set(map(id, tree_leaves(inputs)))
+        known = [it for it in found if is_first and id(it) not in passing]
+        before = _native.counted_bytes()
+        self._map(known, worth, place)
+        self._looked_at_bytes = (
+            max(self._looked_at_bytes, before) - before + _native.counted_bytes()
+        )
+        self._seen = {id(it): weakref.ref(it) for it in found if id(it) not in self._mapped}
 
     def _bring_written_back(self) -> None:
         """Give memory of its own to what was written since it went."""
@@ -152,32 +188,37 @@ class HeldInFiles:
         tensor = None  # who counts its owners knows of the list alone
         bring_back(changed)
 
-    def _found(self, models: Iterable[nn.Module], inputs: Any) -> list[Tensor]:
-        """Tensors that may go; after a model's first look, those that were there at the last."""
-        is_first, self._is_first = self._is_first, False
-        self._looks += 1
+    def _found(self, models: Iterable[nn.Module]) -> list[Tensor]:
+        """Tensors that may go."""
         known = instances(Tensor, Optimizer)
         tensors = [it for it in known if isinstance(it, Tensor)]
-        written = _written(tensors, (it for it in known if isinstance(it, Optimizer)))
+        self._optimizers = [weakref.ref(it) for it in known if isinstance(it, Optimizer)]
+        with without_barrier():
+            gradients = {id(gradient_of(it)) for it in tensors if it.requires_grad and is_leaf(it)}
+        return self._free(tensors, models, gradients)
+
+    def _aged(self, models: Iterable[nn.Module]) -> list[Tensor]:
+        """Those seen at the last look that are still there and may go."""
+        alive = [tensor for ref in self._seen.values() if (tensor := ref()) is not None]
+        return self._free(alive, models, set()) if alive else []  # gradients are lent by now
+
+    def _free(
+        self, tensors: list[Tensor], models: Iterable[nn.Module], written: set[int]
+    ) -> list[Tensor]:
+        """Those of some tensors that nobody writes, as far as one knows, largest first."""
+        for optimizer in (it for ref in self._optimizers if (it := ref()) is not None):
+            for state in optimizer.state.values():
+                written.update(map(id, state_tensors(state)))
         written |= {key for key, ref in self._written.items() if ref() is not None}
         written |= {id(buffer) for model in models for buffer in model.buffers()}
-        known.clear()
         least = LEAST_HELD_BYTES
-        found = [
+        free = [
             it
             for it in tensors
             if id(it) not in written and may_go(it, least_bytes=least) and not is_lent(it)
         ]
-        passing = set(map(id, tree_leaves(inputs)))
-        seen, self._seen = self._seen, {id(it): weakref.ref(it) for it in found}
-        aged = [
-            it
-            for it in found
-            if (is_first and id(it) not in passing) or (id(it) in seen and seen[id(it)]() is it)
-        ]
-        self._looks_again = len(aged) < len(found)
-        aged.sort(key=_bytes_of, reverse=True)
-        return aged[: max(MOST_TENSORS - len(self._mapped), 0)]
+        free.sort(key=_bytes_of, reverse=True)
+        return free
 
     def _map(self, tensors: list[Tensor], worth: int, place: str) -> None:
         """Write tensors to files and have them from there.
@@ -186,6 +227,7 @@ class HeldInFiles:
             OSError: One cannot be written.
             RuntimeError: One cannot be mapped.
         """
+        tensors = tensors[: max(MOST_TENSORS - len(self._mapped), 0)]
         total = sum(map(_bytes_of, tensors))
         if total < worth or total > free_bytes(place):
             return
@@ -194,6 +236,7 @@ class HeldInFiles:
             storage = tensor.untyped_storage()
             exchange_memory(tensor, in_file(storage, place))
             self._mapped[id(tensor)] = _Mapped(weakref.ref(tensor), tensor._version)
+            self._seen.pop(id(tensor), None)
             self.count += 1
             if not alone:
                 self._leaving.append(storage)  # another thread may be reading
@@ -288,16 +331,6 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     own = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
     own.copy_(storage)
     return own
-
-
-def _written(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> set[int]:
-    """The ``id`` of gradients and of optimizers' state."""
-    with without_barrier():
-        found = {id(gradient_of(it)) for it in tensors if it.requires_grad and is_leaf(it)}
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            found.update(map(id, state_tensors(state)))
-    return found
 
 
 def is_alone() -> bool:
