@@ -163,23 +163,28 @@ class OneByOne:
         groups = reversed(optimizer.param_groups)  # of two that list a parameter, the first counts
         self._groups = {id(p): group for group in groups for p in group["params"]}
 
-    def update(self, parameter: nn.Parameter | Tensor) -> None:
+    def update(self, parameter: nn.Parameter | Tensor, *, most_slices: int | None = None) -> float:
         """Update one parameter by its gradient.
 
         Args:
             parameter: One that was not updated in this step.
+            most_slices: How many slices to update where it is cut; all by default.
+
+        Returns:
+            The part of it that was updated.
         """
         group = self._groups.get(id(parameter), {})
         if updated_in_eight_bits(self.optimizer, group, parameter):
-            return
+            return 1.0
         step = functools.partial(self._step_over, parameter)
         if updated_in_slices(self.optimizer, group, parameter, step):
-            return
+            return 1.0
         count = slices_of(self.optimizer, group, parameter)
         if count > 1:
-            update_in_slices(self.optimizer, parameter, count, step)
-        else:
-            self._step_over(parameter, [parameter])
+            done = update_in_slices(self.optimizer, parameter, count, step, most=most_slices)
+            return done / parameter.numel()
+        self._step_over(parameter, [parameter])
+        return 1.0
 
     def _step_over(self, parameter: Tensor, updated: list[Tensor]) -> None:
         """One step over a parameter, or slices of it; groups are as before afterwards."""

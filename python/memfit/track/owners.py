@@ -55,13 +55,23 @@ CATEGORIES = (
 """The categories in the order reports have them."""
 
 
+class _Wanted(dict[type, bool]):
+    """Whether a class is one of some families, by class, asked once of each."""
+
+    def __init__(self, families: tuple[type, ...]) -> None:
+        super().__init__()
+        self._families = families
+
+    def __missing__(self, kind: type) -> bool:
+        return self.setdefault(kind, issubclass(kind, self._families))
+
+
 def instances(*families: type) -> list[Any]:
     """All live objects of some classes that the garbage collector knows, in its order."""
     objects = gc.get_objects()
     # `isinstance` would ask proxies for their class, and some of torch's warn when they are asked.
-    kinds = list(map(type, objects))
-    wanted = {kind for kind in set(kinds) if issubclass(kind, families)}
-    return list(compress(objects, map(wanted.__contains__, kinds)))
+    # There are hundreds of thousands: no line of Python runs for each.
+    return list(compress(objects, map(_Wanted(families).__getitem__, map(type, objects))))
 
 
 def is_dataset(kind: type) -> bool:

@@ -103,7 +103,7 @@ def probe_updates(stage: Stage, updates: list[tuple[nn.Parameter, Update]]) -> N
         update.temporary_bytes, update.moved_bytes = measured[key]
 
 
-_SLICES = 2
+SLICES_TOLD = 2
 """Slices that are run: the first, which is as large as any, and one beside what it left."""
 
 
@@ -121,7 +121,7 @@ def _probe(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> tuple[i
     try:
         with Temporaries() as temporaries:
             if count > 1:
-                done = update_in_slices(optimizer, parameter, count, step, most=_SLICES)
+                done = update_in_slices(optimizer, parameter, count, step, most=SLICES_TOLD)
                 share = done / parameter.numel()
             else:
                 step([parameter])

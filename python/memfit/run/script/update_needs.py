@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.optimizer_in_backward import OneByOne, plain_step
-from memfit.capture.probe.optimizer_updates import Temporaries
+from memfit.capture.probe.optimizer_updates import SLICES_TOLD, Temporaries
 from memfit.run.script.sparse_updates import (
     SparseUpdate,
     is_sparse,
@@ -251,8 +251,8 @@ def _each_alone(twins: _Twins, which: set[int]) -> dict[int, tuple[int, int]]:
     one_by_one = OneByOne(twins.optimizer)
     for real in which:
         with Temporaries() as temporaries:
-            one_by_one.update(twins.pairs[real])
-        found[real] = (temporaries.peak_bytes, temporaries.moved_bytes)
+            share = one_by_one.update(twins.pairs[real], most_slices=SLICES_TOLD)
+        found[real] = (temporaries.peak_bytes, round(temporaries.moved_bytes / share))
     return found
 
 
@@ -263,7 +263,7 @@ def _first_alone(twins: _Twins, state_bytes: dict[int, int]) -> int:
     for real, made in state_bytes.items():
         twins.optimizer.state.pop(twins.pairs[real], None)
         with Temporaries() as temporaries:
-            one_by_one.update(twins.pairs[real])
+            one_by_one.update(twins.pairs[real], most_slices=SLICES_TOLD)
         most = max(most, temporaries.peak_bytes - made)
     return most
 
