@@ -7,6 +7,8 @@ Not responsible for what is done where nothing fits (:mod:`memfit.run.script.str
 
 from __future__ import annotations
 
+from copy import copy
+
 from memfit import _native
 from memfit.answers import Plan
 from memfit.run.script.planned_step import PlannedStep, comes_nearer
@@ -30,8 +32,9 @@ def ways_out(
     """
     if planned.plan.fits:
         return []
+    # Of a copy: a plan that nobody asked for decides nothing about the step.
     ways = (
-        (option, planned.step.plan(budget, outside_bytes, request=wider))
+        (option, copy(planned.step).plan(budget, outside_bytes, request=wider))
         for option, wider in request.wider()
         if option != but
     )
