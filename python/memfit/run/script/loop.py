@@ -269,7 +269,10 @@ class Loop:
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
-        if isinstance(running, ObservedPass):
+        if isinstance(running, ObservedPass) and self.placing.has_several:
+            if self.placing.updated_by([optimizer]):
+                running.leave_out_updates()
+        elif isinstance(running, ObservedPass):
             self.placing.executor = self._updates.recorded_step_begins(
                 running, self._model(), optimizer, self.placing.executor
             )
@@ -308,7 +311,7 @@ class Loop:
         waiting, self.placing.waiting = self.placing.waiting, None
         if self.refusal or self._is_under_others():
             return Pass(self.device)
-        own = self.placing.updated_by(optimizers)
+        own = self.placing.planned_with(optimizers)
         self._updates.require_none_waiting()
         try:
             leave, self._leave = self._leave, None

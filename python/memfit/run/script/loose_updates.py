@@ -1,9 +1,9 @@
-"""Optimizers that update what no loop's model holds, as a decoder's beside its encoder's.
+"""Optimizers beside the one that a plan knows, as a decoder's beside its encoder's.
 
 A pass is of one model, and its plan knows the state of that one's optimizer. A step may train
-others with it, each with an optimizer of its own. Responsible for having their state elsewhere from
-one update to the next, and their updates made one by one, where the loops lack room. Not
-responsible for how (:mod:`memfit.run.script.step_updates`).
+others with it, each with an optimizer of its own, or parts of the model may have one each, of which
+plans know none. Responsible for having their state elsewhere from one update to the next, and their
+updates made one by one, where the loops lack room. Not responsible for how (:mod:`memfit.run.script.step_updates`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class LooseUpdates:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._executors: dict[int, Executor] = {}
 
-    def step_begins(self, optimizer: Optimizer, loops: Sequence[Loop]) -> bool:
+    def step_begins(
+        self, optimizer: Optimizer, loops: Sequence[Loop], gradients_away: tuple[int, int] = (0, 0)
+    ) -> bool:
         """An optimizer is about to step, as most do: with no arguments.
 
         Args:
             optimizer: The optimizer.
             loops: The loops so far.
+            gradients_away: Bytes of all gradients that have no memory now, and of the largest.
 
         Returns:
             Whether its state is elsewhere.
@@ -55,7 +58,7 @@ class LooseUpdates:
             return False
         self._stepped.add(optimizer)
         held = self._executors.get(id(optimizer))
-        executor = self._updates.unplanned_step_begins(model, optimizer, held)
+        executor = self._updates.unplanned_step_begins(model, optimizer, held, gradients_away)
         # Without state elsewhere it is asked again whether there is room: there may be next time.
         if executor is None or executor.state is None:
             return False
@@ -91,8 +94,8 @@ class LooseUpdates:
 
 
 def _loose(optimizer: Optimizer, loops: Sequence[Loop]) -> nn.Module | None:
-    """What an optimizer updates that no loop is updated by; ``None`` of another one."""
-    if any(loop.root is not None and loop.placing.updated_by([optimizer]) for loop in loops):
+    """What an optimizer updates that no plan knows of; ``None`` of another one."""
+    if any(loop.root is not None and loop.placing.planned_with([optimizer]) for loop in loops):
         return None
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = [it for it in updated if isinstance(it, nn.Parameter)]

@@ -34,6 +34,7 @@ class Placing:
     Attributes:
         executor: What does since the latest pass began; ``None`` where all is in memory.
         waiting: What does for what runs between steps, until the next pass begins.
+        has_several: Whether several optimizers update the model.
         in_closure: Whether an optimizer calls the model in its step, and reads its state there.
     """
 
@@ -57,6 +58,7 @@ class Placing:
         self.executor: Executor | None = None
         self.waiting: Executor | None = None
         self.in_closure = False
+        self.has_several = False
         self._root = root
         self._device = device
         self._request = request
@@ -83,6 +85,16 @@ class Placing:
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
 
+    def planned_with(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+        """The one whose state and updates plans for the model's steps know, if there is one.
+
+        Where several update it, each has its state and its updates for itself
+        (:mod:`memfit.run.script.loose_updates`), and plans find what of it is in memory.
+        """
+        own = self.updated_by(optimizers)
+        self.has_several = self.has_several or len(own) > 1
+        return [] if self.has_several else own
+
     def let_state_go(self, optimizers: Iterable[Optimizer]) -> None:
         """Have the optimizer's state elsewhere until the next pass, or its next update.
 
@@ -107,8 +119,8 @@ class Placing:
     def _whose_state_may_go(self, optimizers: Iterable[Optimizer]) -> Optimizer | None:
         if self._is_refused() or self.in_closure or self._root() is None:
             return None  # one that calls the model in its step reads all of its state there
-        own, held = self.updated_by(optimizers), self.held
-        return own[0] if len(own) == 1 and (held is None or held.state is None) else None
+        own, held = self.planned_with(optimizers), self.held
+        return own[0] if own and (held is None or held.state is None) else None
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """What may use parameters that are elsewhere runs inside this."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -219,10 +219,9 @@ class AdoptedScript:
         self._gradients.pass_begins()
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
-        # Before any has stepped, one that was made will: its state may be there, read from a file.
-        known = self._optimizers if loop.placing.updated_by(self._optimizers) else self._made
+        known = self._known(loop)
         if loop.need.is_of_state():
-            idle = self._optimizers.difference(loop.placing.updated_by(self._optimizers))
+            idle = self._optimizers.difference(loop.placing.planned_with(known))
             for other in self._loops:
                 if other is not loop:
                     other.placing.let_state_go(idle)
@@ -237,6 +236,15 @@ class AdoptedScript:
             self._say(_unplanned(loop))
         self._current = _Running(loop, root, call, running)
         self._gradients_wait(loop, running)
+
+    def _known(self, loop: Loop) -> Iterable[Optimizer]:
+        """Those that may step for a loop: until a step of its is over, all that were made.
+
+        Their state may be there, read from a file.
+        """
+        has_stepped = any(count.steps for count in loop.counts.values())
+        is_known = has_stepped and loop.placing.updated_by(self._optimizers)
+        return self._optimizers if is_known else self._made
 
     def _gradients_wait(self, loop: Loop, running: Pass) -> None:
         """Have gradients in files in a pass that counts on it, or that has no plan for them."""
@@ -405,7 +413,9 @@ class AdoptedScript:
         for loop in self._loops:
             own = running if current is not None and current.loop is loop else None
             loop.step_begins(optimizer, own)
-        if self._loose.step_begins(optimizer, self._loops):
+        recorder = _recorder(current)
+        away = (0, 0) if recorder is None else recorder.gradients_away()
+        if self._loose.step_begins(optimizer, self._loops, away):
             for loop in self._loops:
                 loop.notes[LOOSE_STATE] = None
 
@@ -518,7 +528,7 @@ class AdoptedScript:
         loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
         was_refused = bool(loop.refusal)
         if isinstance(running, ObservedPass) and running.kind == "observed":
-            loop.finish(running, current.key, optimizers)
+            loop.finish(running, current.key, loop.placing.planned_with(self._known(loop)))
         loop.counts[running.kind].steps += 1
         self._end_pass()
         if loop.refusal and not was_refused:

@@ -366,7 +366,11 @@ class StepUpdates:
         )
 
     def unplanned_step_begins(
-        self, model: nn.Module, optimizer: Optimizer, executor: Executor | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        executor: Executor | None,
+        gradients_away: tuple[int, int] = (0, 0),
     ) -> Executor | None:
         """An optimizer is about to step whose updates are in no plan.
 
@@ -374,6 +378,7 @@ class StepUpdates:
             model: What it updates.
             optimizer: The optimizer.
             executor: What makes its updates otherwise already; ``None`` where nothing does.
+            gradients_away: Bytes of all gradients that have no memory now, and of the largest.
 
         Returns:
             What makes them from now on.
@@ -390,7 +395,7 @@ class StepUpdates:
                 self._needs = update_needs(optimizer, self._needs)
             except Exception:  # noqa: BLE001 - the script's own step tells of it, if it is one
                 return None
-            executor = self._otherwise(model, optimizer, self._needs, (0, 0), 0)
+            executor = self._otherwise(model, optimizer, self._needs, gradients_away, 0)
         if executor is not None:
             self._stand_in.step_begins(executor)
         return executor

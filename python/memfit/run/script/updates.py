@@ -28,7 +28,7 @@ def refusal(root: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
         optimizers: Those that update it.
     """
     if len(optimizers) != 1:
-        return f"{len(optimizers)} optimizers update the model"
+        return "the model is updated by no optimizer, or by several"
     (optimizer,) = optimizers
     if others := step_of_others(optimizer):
         return others
