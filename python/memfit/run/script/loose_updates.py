@@ -3,7 +3,8 @@
 A pass is of one model, and its plan knows the state of that one's optimizer. A step may train
 others with it, each with an optimizer of its own, or parts of the model may have one each, of which
 plans know none. Responsible for having their state elsewhere from one update to the next, and their
-updates made one by one, where the loops lack room. Not responsible for how (:mod:`memfit.run.script.step_updates`).
+updates made one by one, where the loops lack room. Not responsible for how
+(:mod:`memfit.run.script.step_updates`).
 """
 
 from __future__ import annotations
