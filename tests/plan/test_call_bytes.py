@@ -96,6 +96,24 @@ def test_what_may_not_run_in_pieces_anyway_is_not_run():
         call_bytes(model, (torch.randn(ROWS, 8),), {})
 
 
+def test_what_is_given_an_object_that_it_may_change_is_not_run():
+    """A cache of keys and values would keep tensors without values, and fail in the next call."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[Tensor] = []
+
+    class Attends(nn.Module):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.keys.append(x)
+            return torch.stack(cache.keys).sum(0)
+
+    cache = Cache()
+    with pytest.raises(ItemsMixedError, match="called with a `Cache`, which it may change"):
+        call_bytes(Attends(), (torch.randn(ROWS, 8),), {"cache": cache})
+    assert cache.keys == []
+
+
 def test_nothing_up_the_stack_waits_for_the_collector():
     class Local:
         pass

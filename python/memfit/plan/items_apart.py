@@ -17,6 +17,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ MOST_OPS = 8192
 
 LEAST_ITEMS = 4
 """Two pieces of two items: on a batch of one, torch runs other ops."""
+
+
+_VALUES = (
+    Tensor,
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""What a call is given that it cannot change, or whose copy it gets."""
 
 
 class ItemsMixedError(Exception):
@@ -163,10 +172,20 @@ def items_to_cut(model: nn.Module, given: Any) -> int:
         ItemsMixedError: It may not.
     """
     _refuse_hooks(model)
+    _refuse_objects(given)
     items = batch_size(given)
     if items < LEAST_ITEMS:
         raise ItemsMixedError("its batch is too small to be cut")
     return items
+
+
+def _refuse_objects(given: Any) -> None:
+    """Nobody knows what a call does to an object: a cache keeps the keys that it is given."""
+    for leaf in tree_flatten(given)[0]:
+        if not isinstance(leaf, _VALUES):
+            raise ItemsMixedError(
+                f"it is called with a `{type(leaf).__name__}`, which it may change"
+            )
 
 
 @dataclass(slots=True)
