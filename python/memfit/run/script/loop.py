@@ -269,7 +269,7 @@ class Loop:
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
-        if isinstance(running, ObservedPass) and self.placing.has_several:
+        if isinstance(running, ObservedPass) and self.placing.is_loose:
             if self.placing.updated_by([optimizer]):
                 running.leave_out_updates()
         elif isinstance(running, ObservedPass):

@@ -34,7 +34,8 @@ class Placing:
     Attributes:
         executor: What does since the latest pass began; ``None`` where all is in memory.
         waiting: What does for what runs between steps, until the next pass begins.
-        has_several: Whether several optimizers update the model.
+        is_loose: Whether plans know no optimizer of the model: several update it, or its passes end
+            with the step of another's.
         in_closure: Whether an optimizer calls the model in its step, and reads its state there.
     """
 
@@ -58,7 +59,7 @@ class Placing:
         self.executor: Executor | None = None
         self.waiting: Executor | None = None
         self.in_closure = False
-        self.has_several = False
+        self.is_loose = False
         self._root = root
         self._device = device
         self._request = request
@@ -88,12 +89,12 @@ class Placing:
     def planned_with(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """The one whose state and updates plans for the model's steps know, if there is one.
 
-        Where several update it, each has its state and its updates for itself
-        (:mod:`memfit.run.script.loose_updates`), and plans find what of it is in memory.
+        Others have state and updates for themselves (:mod:`memfit.run.script.loose_updates`), and
+        plans find what of it is in memory.
         """
         own = self.updated_by(optimizers)
-        self.has_several = self.has_several or len(own) > 1
-        return [] if self.has_several else own
+        self.is_loose = self.is_loose or len(own) > 1
+        return [] if self.is_loose else own
 
     def let_state_go(self, optimizers: Iterable[Optimizer]) -> None:
         """Have the optimizer's state elsewhere until the next pass, or its next update.

@@ -528,7 +528,11 @@ class AdoptedScript:
         loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
         was_refused = bool(loop.refusal)
         if isinstance(running, ObservedPass) and running.kind == "observed":
-            loop.finish(running, current.key, loop.placing.planned_with(self._known(loop)))
+            own = loop.placing.planned_with(self._known(loop))
+            if own and stepped is not None and stepped not in own:
+                # As a generator's pass in which its discriminator is trained, and it is not.
+                loop.placing.is_loose, own = True, []
+            loop.finish(running, current.key, own)
         loop.counts[running.kind].steps += 1
         self._end_pass()
         if loop.refusal and not was_refused:
