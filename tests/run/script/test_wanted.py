@@ -139,3 +139,46 @@ def test_evaluations_with_gradients_on_keep_the_budget(tmp_path: Path):
     ran = inline(tmp_path, "6MiB", EVALUATES, offload=str(tmp_path / "disk"))
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert all(loop["unplanned"]["steps"] == 0 for loop in ran.loops)
+
+
+GENERATES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Speaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRUCell(64, 256)
+            self.head = nn.Linear(256, 64)
+        def forward(self, x, state):
+            state = self.cell(x, state)
+            return self.head(state), state
+    model = Speaks()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for step in range(12):
+        state, loss = torch.zeros(128, 256), 0
+        for token in range(24):
+            x = torch.randn(128, 64)
+            made, state = model(x, state)
+            loss += nn.functional.mse_loss(made, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+        if step % 3 == 2:
+            x, state = torch.randn(1, 64), torch.zeros(1, 256)
+            for token in range(50):
+                x, state = model(x, state)
+            print(repr(x.sum().item()))
+            del x, state
+"""
+
+
+def test_a_step_begins_anew_after_a_generation_with_gradients_on(tmp_path: Path):
+    """One pass took in 50 calls that generate and the first of the step after them."""
+    ran = inline(tmp_path, "20MiB", GENERATES)
+    (loop,) = ran.loops
+    assert loop["divergence"] is None
+    assert loop["observed"]["steps"] + loop["planned"]["steps"] == 12
+    assert ran.fitting["verdict"]["kept"]

@@ -414,12 +414,13 @@ class Loop:
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
         left = planned.left_besides(inputs)
 
-        def forward_ended(where: str) -> None:
+        def forward_ended(where: str, is_given_up: bool) -> None:  # noqa: FBT001
             if executor.remat is not None and executor.remat.overflow:
                 self.notes[executor.remat.overflow] = None
             if where:
-                self.divergence = self.divergence or where
-                self._diverged.add(key)
+                if not is_given_up:  # else it was no step, which memfit cannot know before
+                    self.divergence = self.divergence or where
+                    self._diverged.add(key)
                 self._choose_place(executor.subject.strays_to)
             elif left:
                 planned.left = []

@@ -72,6 +72,10 @@ class Pass:
         """Whether something that forward saved is known to be still needed."""
         return False
 
+    def leaves_modules(self) -> bool:
+        """Have nothing on the model's modules from here on; ``False`` where it cannot go on so."""
+        return True
+
     def asks_for_gradients(self) -> None:
         """Autograd is asked for gradients on the way, as part of forward."""
 
@@ -134,6 +138,10 @@ class ObservedPass(Pass):
         self._recording: StepRecording | None = StepRecording(
             root, call.inputs, optimizers, device.type, budget_bytes, folder
         )
+
+    def leaves_modules(self) -> bool:
+        """Whether nothing is there: a way stands in for what is called."""
+        return self._way is None
 
     def asks_for_gradients(self) -> None:
         """Know it: a piece is differentiated once."""
@@ -214,7 +222,7 @@ class PlannedPass(Pass):
         device: torch.device,
         executor: Executor,
         root_calls: int,
-        on_forward_end: Callable[[str], None],
+        on_forward_end: Callable[[str, bool], None],
     ) -> None:
         """Begin the planned forward.
 
@@ -222,7 +230,8 @@ class PlannedPass(Pass):
             device: Where the model is.
             executor: Carries out the plan.
             root_calls: Calls of the model in the step that was planned.
-            on_forward_end: Told when forward is over, with a sentence where it left the plan.
+            on_forward_end: Told when forward is over, with a sentence where it left the plan, and
+                whether it got no backward.
         """
         super().__init__(device)
         self._executor = executor
@@ -236,6 +245,11 @@ class PlannedPass(Pass):
         """Whether the planned step calls the model more often."""
         return self.root_calls < self._expected_calls
 
+    def leaves_modules(self) -> bool:
+        """End the planned forward; what it has seen so far holds."""
+        self._leave()
+        return True
+
     def backward_begins(self) -> None:
         """End the planned forward."""
         self._leave()
@@ -243,13 +257,14 @@ class PlannedPass(Pass):
 
     def end(self) -> int:
         """End the planned forward, if backward never began."""
-        self._leave()
+        self._leave(is_given_up=self.in_forward)
         return super().end()
 
-    def _leave(self) -> None:
+    def _leave(self, *, is_given_up: bool = False) -> None:
         forward, self._forward = self._forward, None
         if forward is None:
             return
         with self._nesting.cleared():
             forward.__exit__(None, None, None)
-        self._on_forward_end(self._executor.divergence if self._executor.diverged else "")
+        where = self._executor.divergence if self._executor.diverged else ""
+        self._on_forward_end(where, is_given_up)

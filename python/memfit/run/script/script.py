@@ -80,7 +80,7 @@ class _Running:
         running = self.running
         if not running.in_forward:
             return False
-        if self._called() is not called and self.is_given_up():
+        if self.is_given_up():
             return False
         if not self.loop.is_of(root):
             return self.loop.takes_in(root, running)
@@ -343,6 +343,12 @@ class AdoptedScript:
     def failed(self) -> None:
         """The model raised: its pass is over."""
         self._end_pass()
+
+    def copies(self) -> None:
+        """Leave nothing on a module that is copied: what watches a forward stands on its calls."""
+        running = None if self._current is None else self._current.running
+        if running is not None and running.in_forward and not running.leaves_modules():
+            self._end_pass()
 
     def backward_begins(
         self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]

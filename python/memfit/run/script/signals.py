@@ -51,6 +51,9 @@ class Listener(Protocol):
     def backward_ended(self) -> None:
         """It has run."""
 
+    def copies(self) -> None:
+        """A module is about to be copied or pickled, with all that is registered on it."""
+
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has been made."""
 
@@ -106,6 +109,7 @@ class Signals:
             self._replace(torch, "compile", self._compiling(torch.compile))
         engine = getattr(torch.autograd, "_engine_run_backward")  # noqa: B009 - torch does not export it
         self._replace(torch.autograd, "_engine_run_backward", self._differentiating(engine))
+        self._replace(nn.Module, "__reduce_ex__", self._copying(nn.Module.__reduce_ex__))
         self._replace(Optimizer, "__init__", self._making(Optimizer.__init__))
         self._replace(Optimizer, "state_dict", self._saving(Optimizer.state_dict))
         STEPS.watch()
@@ -195,6 +199,15 @@ class Signals:
                 self._tell(self._listener.optimizer_made, optimizer)
 
         return make
+
+    def _copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reduce(module: nn.Module, *args: Any) -> Any:
+            if not self._in_backward and threading.get_ident() == self._thread:
+                self._tell(self._listener.copies)
+            return original(module, *args)
+
+        return reduce
 
     def _saving(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(original)
