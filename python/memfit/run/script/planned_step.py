@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
+from memfit.run.script.object_sizes import object_sizes
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.tensors.storage import plain_tensors
 
@@ -51,9 +52,11 @@ def key_of(module: nn.Module, inputs: Any, path: str = "") -> Key:
         inputs: What with.
         path: Its path in the model.
     """
-    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    mode = (path, module.training)
-    return (mode, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+    leaves = tree_leaves(inputs)
+    shapes = [(tuple(it.shape), it.dtype) for it in leaves if isinstance(it, Tensor)]
+    # What generates without gradients has caches that grow: those calls are alike.
+    objects = [it for it in leaves if not isinstance(it, Tensor)] if is_grad_enabled() else []
+    return ((path, module.training), *shapes, *object_sizes(objects))
 
 
 def begin_alike(key: Key, other: Key) -> bool:
