@@ -319,3 +319,43 @@ def test_with_another_thread_memory_goes_with_the_next_look(
     assert _native.counted_bytes() == live
     place(held)
     assert _native.counted_bytes() <= live - whole.nbytes
+
+
+def test_parameters_that_nothing_trains_go_until_something_does(held: HeldInFiles):
+    """A target network, a teacher, the next model: they ask for gradients as all parameters do."""
+    trained, target = nn.Linear(256, 256), nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    graph = nn.Linear(256, 256)
+    held_by_graph = graph(torch.rand(4, 256))
+    before = target.weight.detach().clone()
+    place(held)
+    assert is_mapped(target.weight)
+    assert target.weight.requires_grad
+    assert not is_mapped(trained.weight)
+    assert not is_mapped(graph.weight)
+    assert torch.equal(target.weight, before)
+    later = torch.optim.SGD(target.parameters(), 0.1)
+    held.optimizer_made(later)
+    assert not is_mapped(target.weight)
+    assert torch.equal(target.weight, before)
+    target(torch.rand(4, 256)).sum().backward()
+    later.step()
+    assert not torch.equal(target.weight, before)
+    del held_by_graph, optimizer
+
+
+def test_what_is_written_through_data_comes_back(held: HeldInFiles):
+    """As a target network that follows another: no version tells of that."""
+    target = nn.Linear(256, 256)
+    place(held)
+    assert is_mapped(target.weight)
+    target.weight.data.mul_(0.9)
+    expected = target.weight.detach().clone()
+    place(held)
+    assert not is_mapped(target.weight)
+    assert torch.equal(target.weight, expected)
+    large_one = large()
+    place(held, large_one)
+    place(held)
+    assert not is_mapped(target.weight), "it is written in each step"
+    assert torch.equal(target.weight, expected)

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,9 @@ _CALLS = 64
 _WORTH = 1 / 64
 """Part of the budget that is worth a look."""
 
+_SAMPLE = 16
+"""Bytes at the beginning, in the middle and at the end of a tensor that tell of a write."""
+
 Moves = Callable[[Tensor, torch.UntypedStorage], None]
 """Told of a tensor, and of the other memory that it is about to have."""
 
@@ -73,10 +77,15 @@ _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 @dataclass(slots=True, frozen=True)
 class _Mapped:
-    """A tensor in a file, and its version when it went there."""
+    """A tensor in a file, and what it was when it went there."""
 
     tensor: weakref.ref[Tensor]
     version: int
+    sample: bytes
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether it has been written since."""
+        return tensor._version != self.version or _sample(tensor) != self.sample
 
 
 class HeldInFiles:
@@ -134,6 +143,13 @@ class HeldInFiles:
             self._is_over = True  # what went is there, and the others stay
         return place if self._mapped else ""
 
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Have in memory what it is going to write."""
+        self._optimizers.append(weakref.ref(optimizer))
+        listed = (it for group in optimizer.param_groups for it in group["params"])
+        mapped = (it for it in listed if self._mapped.pop(id(it), None) is not None)
+        bring_back([it for it in mapped if _is_mapped(it)])
+
     def model_is_new(self) -> None:
         """Another model's first pass begins: what is there now does not come with each of them."""
         self._is_first = True
@@ -180,10 +196,10 @@ class HeldInFiles:
             tensor = mapped.tensor()
             if tensor is None:
                 del self._mapped[key]
-            elif tensor._version != mapped.version:
+            elif mapped.is_written(tensor):
                 del self._mapped[key]
                 self._written[key] = mapped.tensor
-                if not is_lent(tensor):
+                if not is_lent(tensor) and _is_mapped(tensor):
                     changed.append(tensor)
         tensor = None  # who counts its owners knows of the list alone
         bring_back(changed)
@@ -207,6 +223,7 @@ class HeldInFiles:
     ) -> list[Tensor]:
         """Those of some tensors that nobody writes, as far as one knows, largest first."""
         for optimizer in (it for ref in self._optimizers if (it := ref()) is not None):
+            written.update(id(it) for group in optimizer.param_groups for it in group["params"])
             for state in optimizer.state.values():
                 written.update(map(id, state_tensors(state)))
         written |= {key for key, ref in self._written.items() if ref() is not None}
@@ -215,7 +232,9 @@ class HeldInFiles:
         free = [
             it
             for it in tensors
-            if id(it) not in written and may_go(it, least_bytes=least) and not is_lent(it)
+            if id(it) not in written
+            and may_go(it, least_bytes=least, untrained=True)
+            and not is_lent(it)
         ]
         free.sort(key=_bytes_of, reverse=True)
         return free
@@ -235,7 +254,8 @@ class HeldInFiles:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             exchange_memory(tensor, in_file(storage, place))
-            self._mapped[id(tensor)] = _Mapped(weakref.ref(tensor), tensor._version)
+            found = _Mapped(weakref.ref(tensor), tensor._version, _sample(tensor))
+            self._mapped[id(tensor)] = found
             self._seen.pop(id(tensor), None)
             self.count += 1
             if not alone:
@@ -333,6 +353,21 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return own
 
 
+def _sample(tensor: Tensor) -> bytes:
+    """A few of a tensor's bytes: of what is written through ``.data`` no version tells."""
+    storage = tensor.untyped_storage()
+    start, last = address(storage), storage.nbytes() - _SAMPLE
+    if start is None or last < 0:
+        return b""  # it has other memory by now, or none
+    return b"".join(string_at(start + at, _SAMPLE) for at in (0, last // 2, last))
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether it has memory still that is not the allocator's."""
+    start = address(tensor.untyped_storage())
+    return start is not None and not _native.is_counted(start)
+
+
 def is_alone() -> bool:
     """Whether no other thread may be in the middle of an op; those of queues only pickle."""
     own = threading.current_thread()
@@ -361,17 +396,26 @@ def is_lent(tensor: Tensor, owners: int = 1) -> bool:
     return int(tensor._use_count()) > owners
 
 
-def may_go(tensor: Tensor, *, is_mapped: bool = False, least_bytes: int = LEAST_BYTES) -> bool:
+def may_go(
+    tensor: Tensor,
+    *,
+    is_mapped: bool = False,
+    least_bytes: int = LEAST_BYTES,
+    untrained: bool = False,
+) -> bool:
     """Whether a tensor is torch's own memory on the CPU that nobody else sees.
 
     Args:
         tensor: The tensor.
         is_mapped: Whether it is to have gone already.
         least_bytes: Smaller ones may not.
+        untrained: Whether parameters may that nothing trains now.
     """
     if type(tensor) not in _KINDS:
         return False
-    if tensor.requires_grad or graph_of(tensor) is not None or tensor.device.type != "cpu":
+    if tensor.requires_grad and not (untrained and is_leaf(tensor) and gradient_of(tensor) is None):
+        return False
+    if graph_of(tensor) is not None or tensor.device.type != "cpu":
         return False
     if tensor.layout is not torch.strided or _is_special(tensor):
         return False

@@ -399,6 +399,7 @@ class AdoptedScript:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Know it, and let go of models that the script may have let go of: others may come."""
         self._made.add(optimizer)
+        self._held.optimizer_made(optimizer)
         self._roots.forget()
         if self._current is None:
             self._loose.rest()
