@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import get_args
 
 import pytest
@@ -102,14 +103,14 @@ def test_what_two_plans_offload_alike_stays_where_it_is(tmp_path):
         "order": ["weight", "bias"],
     }
     plan = {"actions": [{"kind": "offload_optimizer", "offload_optimizer": said}]}
-    subject = Subject(model, optimizer)
+    subject = Subject(weakref.ref(model), optimizer)
     first = Executor(plan, subject)
     assert first.state is not None
     assert Executor(plan, subject, after=first).state is first.state
     wider = {**said, "window_bytes": 2 << 20}
     other = {"actions": [{"kind": "offload_optimizer", "offload_optimizer": wider}]}
     assert Executor(other, subject, after=first).state is not first.state
-    elsewhere = Subject(model, torch.optim.Adam(model.parameters()))
+    elsewhere = Subject(weakref.ref(model), torch.optim.Adam(model.parameters()))
     assert Executor(plan, elsewhere, after=first).state is not first.state
     assert Executor(without(plan, ("offload_optimizer",)), subject, after=first).state is None
 

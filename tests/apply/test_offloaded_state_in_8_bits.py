@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from test_half_parameters import momentum, pictures, words
@@ -171,7 +173,7 @@ def test_another_plan_has_it_in_memory_and_goes_on_in_the_same_bits(tmp_path):
         optimizer = torch.optim.AdamW(load.model.parameters())
         executor = None
         for said in plans:
-            executor = Executor(said, Subject(load.model, optimizer), after=executor)
+            executor = Executor(said, Subject(weakref.ref(load.model), optimizer), after=executor)
             executor.place()
             with executor.running(), executor.forward():
                 loss = load.loss(load.model, load.batch)
@@ -240,4 +242,4 @@ def test_updates_that_are_rounded_are_not_offloaded():
     ]
     optimizer = torch.optim.AdamW(load.model.parameters())
     with pytest.raises(UsageError, match="has to keep their lower halves"):
-        Executor({"actions": actions}, Subject(load.model, optimizer))
+        Executor({"actions": actions}, Subject(weakref.ref(load.model), optimizer))

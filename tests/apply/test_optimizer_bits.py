@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -212,7 +213,9 @@ def test_what_has_no_such_form_is_refused_by_name(said):
     reasons = {refusal.kind: refusal.reason for refusal in made.refusals}
     assert said in reasons["optimizer_bits"]
     with pytest.raises(UsageError, match="plan again for this workload"):
-        Executor(plan_of(load), Subject(load.model, REFUSED[said](load.model.parameters())))
+        Executor(
+            plan_of(load), Subject(weakref.ref(load.model), REFUSED[said](load.model.parameters()))
+        )
 
 
 def test_own_loops_and_small_parameters_are_refused_by_a_sentence():

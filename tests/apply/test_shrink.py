@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -95,7 +97,7 @@ def all_shrunk(load, form="eighths"):
 def step(load, plan):
     """The loss of one step, its gradients, and the executor that ran it."""
     load.model.zero_grad()
-    executor = Executor(plan, Subject(load.model, warn=False))
+    executor = Executor(plan, Subject(weakref.ref(load.model), warn=False))
     torch.manual_seed(3)
     with executor.forward():
         loss = load.loss(load.model, load.batch)

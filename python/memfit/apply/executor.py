@@ -9,6 +9,7 @@ backward and optimizer: that is a driver (:mod:`memfit.run`).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import set_up
+from memfit.apply.borrowed import borrowed
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import MicroBatches
 from memfit.apply.no_graph import NoGraph
@@ -83,8 +85,11 @@ OF_OPTIMIZER = (*BETWEEN_STEPS, NARROW_STATE, "one_by_one", "fuse_optimizer")
 class Subject:
     """What a plan is carried out on.
 
+    Whoever runs the model holds it. An executor does not: a script that lets go of its model has
+    its memory back.
+
     Attributes:
-        model: The model; it is left unmodified.
+        held: The model; it is left unmodified.
         optimizer: The optimizer that updates it; ``None`` without one.
         trains: Whether the step has a loss and a backward.
         clips_gradients: Whether the step clips, and so needs all gradients at once.
@@ -97,7 +102,7 @@ class Subject:
         called: The module in it whose calls run in pieces of the batch; ``None`` for the model.
     """
 
-    model: nn.Module
+    held: weakref.ref[nn.Module]
     optimizer: Optimizer | None = None
     trains: bool = True
     clips_gradients: bool = False
@@ -105,7 +110,12 @@ class Subject:
     strays_to: str = ""
     cut: tuple[int, ...] = ()
     warn: bool = True
-    called: nn.Module | None = None
+    called: weakref.ref[nn.Module] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return borrowed(self.held)
 
 
 def _said(actions: Actions, kind: str) -> Mapping[str, Any] | None:
@@ -198,7 +208,7 @@ def _micro_batches(subject: Subject, actions: Actions) -> Part:
     if ops is not None and ops.get("call") is not None:
         call = {**ops["call"], "cut": ops["call"].get("cut") or subject.cut}
         return InPieces(
-            subject.called or subject.model, int(action["count"]), {**ops, "call": call}
+            borrowed(subject.called or subject.held), int(action["count"]), {**ops, "call": call}
         )
     return MicroBatches(int(action["count"]), action.get("micro_batch"), warn=subject.warn)
 

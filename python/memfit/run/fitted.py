@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -592,7 +593,7 @@ class Fitted:
         """Take a plan apart and check that this workload can do what it asks."""
         workload = self.workload
         subject = Subject(
-            workload.model,
+            weakref.ref(workload.model),
             self.optimizer,
             trains=workload.training,
             clips_gradients=workload.clip_grad_norm is not None,

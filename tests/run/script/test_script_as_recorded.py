@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,7 @@ def test_the_step_of_another_models_optimizer_updates_nothing_of_this_one():
     before = generator.weight.clone()
     request = FitRequest("1GiB", Options())
     updates = StepUpdates(request, lambda: 1 << 30, lambda _: None, lambda _: None)
-    executor = Executor(ONE_BY_ONE, Subject(generator, own))
+    executor = Executor(ONE_BY_ONE, Subject(weakref.ref(generator), own))
     running: Any = None  # is not asked for
     for listed in (other.param_groups[0]["params"], []):  # none: its updates were made already
         other.param_groups[0]["params"] = listed

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
+from memfit.apply.borrowed import borrowed
 from memfit.apply.offload.parameter_storage import (
     ParameterStorage,
     are_same,
@@ -149,7 +150,7 @@ class ParametersElsewhere(Part):
             raise UsageError(message)
         window_bytes = max(directions.ahead_bytes, 1)
         self.tier: Tier = open_tier(directions.tier, window_bytes, folder or directions.folder)
-        self._model = model
+        self._held = weakref.ref(model)
         self._directions = directions
         self._placed: _Place | None = None
         self._failure: OffloadError | None = None
@@ -207,7 +208,7 @@ class ParametersElsewhere(Part):
             if item.is_coming:
                 self._have(item)
         with without_barrier():
-            found = {id(parameter) for parameter in viewed(self._model.parameters())}
+            found = {id(parameter) for parameter in viewed(borrowed(self._held).parameters())}
         return [item.name for item in placed.items if id(item.tensors[0]) in found]
 
     @property
@@ -418,10 +419,10 @@ class ParametersElsewhere(Part):
         with without_barrier():
             mine = {
                 item.storage._cdata
-                for item in parameter_storages(self._model, self._directions.names)
+                for item in parameter_storages(borrowed(self._held), self._directions.names)
             }
         taken: list[ParameterStorage] = []
-        for parameter in self._model.parameters():
+        for parameter in borrowed(self._held).parameters():
             owner = owner_of(parameter)
             if isinstance(owner, ParametersElsewhere) and owner is not self:
                 taken += owner.hand_over(mine)
@@ -451,14 +452,14 @@ class ParametersElsewhere(Part):
     def _place_anew(self, taken: Sequence[ParameterStorage]) -> _Place:
         """The place as it is, or a new one where the model has other parameters by now."""
         with without_barrier():
-            found = parameter_storages(self._model, self._directions.names)
+            found = parameter_storages(borrowed(self._held), self._directions.names)
         placed = self._placed
         if placed is not None and are_same(placed.items, found):
             return placed
         self.bring_home()
         directions = self._directions
         with without_barrier():
-            found = parameter_storages(self._model, directions.names)
+            found = parameter_storages(borrowed(self._held), directions.names)
         known = {item.storage._cdata: item for item in taken}
         found = [known.get(item.storage._cdata, item) for item in found]
         _placed.add(self)

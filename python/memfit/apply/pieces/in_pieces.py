@@ -7,12 +7,14 @@ steps that are memfit's own (:mod:`memfit.apply.micro_batch`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
+from memfit.apply.borrowed import borrowed
 from memfit.apply.part import Part
 from memfit.apply.pieces.call import Pieces
 from memfit.apply.proven_ops import LeftProof, Proof
@@ -44,7 +46,7 @@ class InPieces(Part):
             message = f"the plan's `micro_batch` action is malformed: {error!r}"
             raise UsageError(message) from error
         self._pieces = Pieces(model, count, cut, draws, proof, loss)
-        self._model = model
+        self._held = weakref.ref(model)
         self._left = ""
 
     @property
@@ -60,7 +62,7 @@ class InPieces(Part):
     def forward(self) -> AbstractContextManager[None]:
         """What a forward runs inside."""
         self._left = ""
-        whole = self._model.forward
+        whole = borrowed(self._held).forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -69,4 +71,4 @@ class InPieces(Part):
                 self._left = self._left or str(left)
                 return whole(*args, **kwargs)
 
-        return replaced(self._model, forward)
+        return replaced(borrowed(self._held), forward)

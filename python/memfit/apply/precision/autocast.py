@@ -9,6 +9,7 @@ float16 needs and bfloat16 does not (:mod:`memfit.apply.precision.loss_scale`).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit.apply.borrowed import borrowed
 from memfit.apply.part import Part
 from memfit.errors import UsageError
 
@@ -108,7 +110,7 @@ class UnderAutocast(Part):
         if dtype not in DTYPES or not isinstance(cache, bool) or not isinstance(keep, list):
             message = "what the plan says of `autocast` is malformed: it needs `dtype` and `cache`"
             raise UsageError(message)
-        self._model, self._keep = model, keep
+        self._held, self._keep = weakref.ref(model), keep
         self._dtype, self._cache = DTYPES[dtype], cache
         self.scales_loss = trains and self._dtype is torch.float16
         self._device = next((p.device.type for p in model.parameters()), "cpu")
@@ -126,7 +128,7 @@ class UnderAutocast(Part):
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """What a whole step runs inside."""
-        return kept(self._model, self._keep)
+        return kept(borrowed(self._held), self._keep)
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """What a forward runs inside, the loss included; backward needs no more.

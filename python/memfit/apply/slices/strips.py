@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit.apply.borrowed import borrowed
 from memfit.apply.proven_ops import LeftProof
 from memfit.apply.replaced import replaced
 from memfit.apply.slices.put_off import (
@@ -73,7 +74,7 @@ class Strips:
         if self.most < 1:
             message = f"the plan computes images in `{self.most}` strips"
             raise UsageError(message)
-        self._model = model
+        self._held = weakref.ref(model)
         self._records = records
         self.calls = 0
         self.asked_again: set[int] = set()
@@ -89,7 +90,7 @@ class Strips:
         """
         self.calls, self.asked_again, self.divergence = 0, set(), ""
         grad = torch.is_grad_enabled()
-        run = self._model.forward
+        run = borrowed(self._held).forward
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return without_put_off(run(*args, **kwargs))
@@ -98,7 +99,7 @@ class Strips:
         with (
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(grad),
-            replaced(self._model, whole),
+            replaced(borrowed(self._held), whole),
         ):
             mode = _InStrips(self)
             with mode:

@@ -11,6 +11,7 @@ not fit as it is, the first call of each kind runs with as little as it can, and
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,7 +90,7 @@ class Evaluations:
         kept = said.as_dict() if isinstance(said, Plan) else said
         actions = [it for it in kept.get("actions", ()) if it["kind"] == "offload_optimizer"]
         actions.append({"kind": "offload_parameters", "offload_parameters": _all_of(model, place)})
-        subject = Subject(model, warn=False) if held is None else held.subject
+        subject = Subject(weakref.ref(model), warn=False) if held is None else held.subject
         own = Executor({"actions": actions}, subject, after=held)
         own.place()
         self._on_place(place)

@@ -104,6 +104,7 @@ class Loop:
         request: FitRequest,
         room: Room,
         on_plan: Callable[[Loop, Plan], None],
+        on_gone: Callable[[Loop], None],
         say: Callable[[str], None],
         checkpoints: ScriptCheckpoints,
         strict: Strict | None = None,
@@ -115,6 +116,7 @@ class Loop:
             request: The budget, and which plans are allowed.
             room: What was leased for the script.
             on_plan: Told of every new plan.
+            on_gone: Told when the script has let go of the model.
             say: Shows a line to the user.
             checkpoints: Those of the script.
             strict: Ends the script before a step that no plan fits; ``None`` to let it run.
@@ -142,7 +144,7 @@ class Loop:
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
         self.evaluations = Evaluations(request, self.device, self._choose_place)
-        self._root = weakref.ref(root)
+        self._root = weakref.ref(root, lambda _: on_gone(self))
         self._request = request
         self._room = room
         self._giving_way = GivingWay(room)

@@ -36,6 +36,8 @@ class LooseUpdates:
         self._updates = updates
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._executors: dict[int, Executor] = {}
+        # Nobody else holds what they update together.
+        self._updated: weakref.WeakKeyDictionary[Optimizer, Together] = weakref.WeakKeyDictionary()
 
     def step_begins(
         self, optimizer: Optimizer, loops: Sequence[Loop], gradients_away: tuple[int, int] = (0, 0)
@@ -53,7 +55,7 @@ class LooseUpdates:
         Raises:
             OffloadError: State did not come back as it went.
         """
-        model = _loose(optimizer, loops)
+        model = self._of(optimizer, loops)
         if model is None:
             self._executors.pop(id(optimizer), None)
             return False
@@ -81,7 +83,7 @@ class LooseUpdates:
             Whether any is.
         """
         for optimizer in self._stepped.intersection(optimizers):
-            model = _loose(optimizer, loops)
+            model = self._of(optimizer, loops)
             if model is not None and id(optimizer) not in self._executors:
                 device = next(model.parameters()).device
                 executor = self._updates.idle(model, optimizer, device)
@@ -93,13 +95,15 @@ class LooseUpdates:
         """Let go of the optimizers until their next updates."""
         self._executors.clear()
 
-
-def _loose(optimizer: Optimizer, loops: Sequence[Loop]) -> nn.Module | None:
-    """What an optimizer updates that no plan knows of; ``None`` of another one."""
-    if any(loop.root is not None and loop.placing.planned_with([optimizer]) for loop in loops):
-        return None
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    parameters = [it for it in updated if isinstance(it, nn.Parameter)]
-    if not updated or len(parameters) < len(updated):
-        return None
-    return Together((), parameters)
+    def _of(self, optimizer: Optimizer, loops: Sequence[Loop]) -> Together | None:
+        """What an optimizer updates that no plan knows of; ``None`` of another one."""
+        if any(loop.root is not None and loop.placing.planned_with([optimizer]) for loop in loops):
+            return None
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [it for it in updated if isinstance(it, nn.Parameter)]
+        if not updated or len(parameters) < len(updated):
+            return None
+        known = self._updated.get(optimizer)
+        if known is None or list(map(id, known.parameters())) != list(map(id, parameters)):
+            known = self._updated[optimizer] = Together((), parameters)
+        return known

@@ -8,6 +8,7 @@ pass runs (:mod:`memfit.run.script.loop`) nor for when it begins and ends
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,6 +41,11 @@ class Count:
     peak_bytes: int = 0
 
 
+def _modes() -> int:
+    """How many modes see the ops that run now; one does not see those of its own."""
+    return torch._C._len_torch_dispatch_stack()
+
+
 class Pass:
     """A pass that runs as it is.
 
@@ -63,6 +69,12 @@ class Pass:
         self.root_calls = 1
         self.in_forward = True
         self._peak = Peak(device)
+        self._modes = _modes()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no op runs, and no module that is watched, so that it may end here."""
+        return _modes() == self._modes
 
     def continues(self) -> bool:
         """Whether another call of the model, before any backward, belongs to this pass."""
@@ -131,13 +143,15 @@ class ObservedPass(Pass):
         self._way = way
         self._called = call.path
         self._executor = Executor(
-            {"actions": [way] if way else []}, Subject(root, called=call.module)
+            {"actions": [way] if way else []},
+            Subject(weakref.ref(root), called=weakref.ref(call.module)),
         )
         self._in_way = contextlib.ExitStack()
         self._in_way.enter_context(self._executor.forward())
         self._recording: StepRecording | None = StepRecording(
             root, call.inputs, optimizers, device.type, budget_bytes, folder
         )
+        self._modes = _modes()
 
     def leaves_modules(self) -> bool:
         """Whether nothing is there: a way stands in for what is called."""
@@ -240,6 +254,7 @@ class PlannedPass(Pass):
         self._forward: contextlib.AbstractContextManager[None] | None = executor.forward()
         self._forward.__enter__()
         self._nesting = Nesting()
+        self._modes = _modes()
 
     def continues(self) -> bool:
         """Whether the planned step calls the model more often."""

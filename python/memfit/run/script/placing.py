@@ -222,7 +222,8 @@ class Placing:
         strays = strays_to(self._request, self._device.type)
         if all(action.kind != "micro_batch" for action in plan.actions):
             called = None  # others carry out on the model what they would on any part of it
-        subject = Subject(self.model(), optimizer, strays_to=strays, warn=False, called=called)
+        of = None if called is None else weakref.ref(called)
+        subject = Subject(self._root, optimizer, strays_to=strays, warn=False, called=of)
         if held is None or held.subject != subject:
             said = plan.as_dict()
             actions = said if optimizer is not None else without(said, OF_OPTIMIZER)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -33,6 +34,7 @@ from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.described import described, found, unplanned
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.gradients_between import (
     GRADIENTS_IN_FILES,
@@ -48,7 +50,7 @@ from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import ObservedPass, Pass
-from memfit.run.script.planned_step import Call, Key, PlannedStep
+from memfit.run.script.planned_step import Call, Key
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, Together
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
@@ -167,6 +169,7 @@ class AdoptedScript:
         self._evaluation = contextlib.ExitStack()
         self._copies: RemovableHandle | None = None
         self._stepping = 0
+        self._thread = threading.get_ident()
         self._refusal = ""
 
     def begin(self) -> None:
@@ -233,7 +236,7 @@ class AdoptedScript:
         running = loop.begin(call, known, in_closure=self._stepping > 0)
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.refusal and not was_refused:
-            self._say(_unplanned(loop))
+            self._say(unplanned(loop))
         self._current = _Running(loop, root, call, running)
         self._gradients_wait(loop, running)
 
@@ -496,7 +499,7 @@ class AdoptedScript:
             "verdict": verdict,
             "stopped": stopped or (over and self._strict is not None),
             "refusal": self._refusal or None,
-            "loops": [_described(loop) for loop in self._loops],
+            "loops": [described(loop) for loop in self._loops],
         }
 
     # Passes
@@ -513,6 +516,7 @@ class AdoptedScript:
             self._request,
             self._room,
             self._planned,
+            self._model_went,
             self._say,
             self._checkpoints,
             self._strict,
@@ -523,8 +527,17 @@ class AdoptedScript:
             loop.compiled_runs()
         if loop.refusal:
             self._room.whole()  # nobody knows what its steps take
-            self._say(_unplanned(loop))
+            self._say(unplanned(loop))
         return loop
+
+    def _model_went(self, loop: Loop) -> None:
+        """The script has let go of a model: so does memfit, and its optimizer goes with it."""
+        running = None if self._current is None else self._current.running
+        if running is not None and self._current is not None and self._current.loop is loop:
+            if threading.get_ident() != self._thread or not running.is_at_rest:
+                return  # the next pass ends it
+            self._end_pass()
+        loop.rest()
 
     def _complete(self, current: _Running, stepped: Optimizer | None) -> None:
         """A step is complete: an optimizer has stepped, or there is none."""
@@ -543,7 +556,7 @@ class AdoptedScript:
         loop.counts[running.kind].steps += 1
         self._end_pass()
         if loop.refusal and not was_refused:
-            self._say(_unplanned(loop))
+            self._say(unplanned(loop))
 
     def _complete_without_optimizer(self, current: _Running) -> None:
         """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
@@ -574,7 +587,7 @@ class AdoptedScript:
     def _refuse(self, loop: Loop, reason: str) -> None:
         if not loop.refusal:
             loop.refuse(reason)
-            self._say(_unplanned(loop))
+            self._say(unplanned(loop))
 
     def _give_up(self, reason: str) -> None:
         if not self._refusal:
@@ -595,7 +608,7 @@ class AdoptedScript:
     def _planned(self, loop: Loop, plan: Plan) -> None:
         self._kept.resolve(plan.budget_bytes)
         self._hold(loop.device)
-        self._say(_found(loop, plan))
+        self._say(found(loop, plan))
         peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
         # What several models need together nobody has planned.
         gives_way = len(self._loops) == 1
@@ -614,100 +627,3 @@ def _trains(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return True
     given = tree_leaves((args, kwargs))
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
-
-
-def _names(loop: Loop) -> str:
-    return " + ".join(f"`{name}`" for name in loop.models)
-
-
-def _unplanned(loop: Loop) -> str:
-    return f"{_names(loop)} runs unplanned: {loop.refusal}"
-
-
-def _found(loop: Loop, plan: Plan) -> str:
-    """A line about a loop that was planned."""
-    size = _native.bytes_text
-    optimizer = " + ".join(loop.optimizers) or "no optimizer"
-    planned = next((it for it in loop.plans if it.plan is plan), None)
-    whole = None if planned is None else planned.unplanned_peak_bytes
-    unplanned = size(whole or plan.unplanned.predicted_peak_bytes)
-    if whole is None:
-        cast = any(action.kind == "autocast" for action in plan.actions)
-        unplanned += " under autocast" if cast else " in pieces of its batch"
-    if loop.undoes:
-        unplanned += " without the script's checkpoints"
-    head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
-    if plan.fits and not plan.actions:
-        return f"{head}: a step takes {unplanned}, within {size(plan.budget_bytes)} as it is"
-    actions = plan.as_dict()["actions"]
-    done = ", ".join(_native.effect(action) for action in actions)
-    took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
-    predicted = size(plan.planned.predicted_peak_bytes)
-    if plan.fits:
-        return f"{head}: a step takes {unplanned}; planned: {predicted}, {took}"
-    head = f"{head}: a step takes {unplanned}, and no plan fits {size(plan.budget_bytes)}"
-    least = plan.minimum_budget_bytes
-    ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
-    if planned is not None and planned.runs_as_recorded:
-        took = size(planned.recorded_peak_bytes)
-        return f"{head}: it runs as it was recorded, what is saved in files, {took}; {ask}"
-    if not plan.actions:
-        return f"{head} or saves anything: it runs as it is; {ask}"
-    return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
-
-
-def _described(loop: Loop) -> dict[str, Any]:
-    """A loop for the record, in the program's words."""
-    latest = loop.plans.all[-1] if loop.plans else None
-    return {
-        "models": list(loop.models),
-        "parameters": loop.parameters,
-        "optimizers": list(loop.optimizers),
-        "device": str(loop.device),
-        "refusal": loop.refusal or None,
-        "observed": _counted(loop, "observed"),
-        "planned": _counted(loop, "planned"),
-        "unplanned": _counted(loop, "unplanned"),
-        "plan": None if latest is None else _plan_described(latest),
-        "replans": loop.replans,
-        "divergence": loop.divergence or None,
-        "notes": [*loop.notes, *_of_other_sizes(loop)],
-    }
-
-
-def _of_other_sizes(loop: Loop) -> list[str]:
-    """How often steps ran whose sizes nobody had recorded."""
-    plans = loop.plans
-    counted = (
-        (
-            "steps of sizes that were not recorded, foreseen from two that were",
-            plans.foreseen_steps,
-        ),
-        ("steps larger than any planned, run by the plan of least peak", plans.larger_steps),
-        ("evaluations on pieces of their batch", loop.pieces.evaluations),
-        ("evaluations with parameters offloaded until they are used", loop.evaluations.count),
-    )
-    return [f"{what}: {count}" for what, count in counted if count]
-
-
-def _counted(loop: Loop, kind: Any) -> dict[str, int]:
-    count = loop.counts[kind]
-    return {"steps": count.steps, "peak_bytes": count.peak_bytes}
-
-
-def _plan_described(planned: PlannedStep) -> dict[str, Any]:
-    plan = planned.plan
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "fits": plan.fits,
-        "unplanned_peak_bytes": planned.unplanned_peak_bytes,
-        "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
-        "minimum_peak_bytes": plan.minimum_peak_bytes,
-        "minimum_budget_bytes": plan.minimum_budget_bytes,
-        "predicted_step_ratio": plan.predicted_step_ratio,
-        "may_round": planned.step.may_round,
-        "actions": [
-            {"kind": action.kind, "count": action.count, "bytes": action.bytes}
-            for action in plan.actions
-        ],
-    }

@@ -8,6 +8,7 @@ responsible for making one (:mod:`memfit.apply`) nor for which plan a step runs 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -245,7 +246,7 @@ class StepUpdates:
             directions = state_elsewhere(self._request, state_bytes, device.type, order)
             if directions is None or (held is not None and _actions(held, (NARROW_STATE,))):
                 return None
-            subject, kept = Subject(model, optimizer, warn=False), []
+            subject, kept = Subject(weakref.ref(model), optimizer, warn=False), []
             if held is not None and held.parameters is not None:
                 if held.subject.optimizer is not optimizer:
                     return None
@@ -279,7 +280,9 @@ class StepUpdates:
                 *_actions(held, ("offload_parameters",)),
             ]
             whole = {"actions": actions}
-            executor = Executor(whole, Subject(model, optimizer, warn=False), after=held)
+            executor = Executor(
+                whole, Subject(weakref.ref(model), optimizer, warn=False), after=held
+            )
             executor.place()
         except MemfitError:
             return None
@@ -432,7 +435,7 @@ class StepUpdates:
             elsewhere = self._elsewhere(model, optimizer, size, device.type)
             if elsewhere is not None:
                 return elsewhere
-        one_by_one = Executor(ONE_BY_ONE, Subject(model, optimizer, warn=False))
+        one_by_one = Executor(ONE_BY_ONE, Subject(weakref.ref(model), optimizer, warn=False))
         return one_by_one if fits_one_by_one else None
 
 

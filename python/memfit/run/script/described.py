@@ -1,0 +1,125 @@
+"""What is said of a loop: a line when it is planned, and all of it at the end.
+
+Responsible for the words, and for the record that the program prints. Not responsible for when they
+are shown (:mod:`memfit.run.script.script`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit import _native
+from memfit.answers import Plan
+from memfit.run.script.loop import Loop
+from memfit.run.script.planned_step import PlannedStep
+
+
+def _names(loop: Loop) -> str:
+    return " + ".join(f"`{name}`" for name in loop.models)
+
+
+def unplanned(loop: Loop) -> str:
+    """A line about a loop that is not planned.
+
+    Args:
+        loop: The loop.
+    """
+    return f"{_names(loop)} runs unplanned: {loop.refusal}"
+
+
+def found(loop: Loop, plan: Plan) -> str:
+    """A line about a loop that was planned.
+
+    Args:
+        loop: The loop.
+        plan: The plan.
+    """
+    size = _native.bytes_text
+    optimizer = " + ".join(loop.optimizers) or "no optimizer"
+    planned = next((it for it in loop.plans if it.plan is plan), None)
+    whole = None if planned is None else planned.unplanned_peak_bytes
+    takes = size(whole or plan.unplanned.predicted_peak_bytes)
+    if whole is None:
+        cast = any(action.kind == "autocast" for action in plan.actions)
+        takes += " under autocast" if cast else " in pieces of its batch"
+    if loop.undoes:
+        takes += " without the script's checkpoints"
+    head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
+    if plan.fits and not plan.actions:
+        return f"{head}: a step takes {takes}, within {size(plan.budget_bytes)} as it is"
+    actions = plan.as_dict()["actions"]
+    done = ", ".join(_native.effect(action) for action in actions)
+    took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
+    predicted = size(plan.planned.predicted_peak_bytes)
+    if plan.fits:
+        return f"{head}: a step takes {takes}; planned: {predicted}, {took}"
+    head = f"{head}: a step takes {takes}, and no plan fits {size(plan.budget_bytes)}"
+    least = plan.minimum_budget_bytes
+    ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
+    if planned is not None and planned.runs_as_recorded:
+        took = size(planned.recorded_peak_bytes)
+        return f"{head}: it runs as it was recorded, what is saved in files, {took}; {ask}"
+    if not plan.actions:
+        return f"{head} or saves anything: it runs as it is; {ask}"
+    return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
+
+
+def described(loop: Loop) -> dict[str, Any]:
+    """A loop for the record, in the program's words.
+
+    Args:
+        loop: The loop.
+    """
+    latest = loop.plans.all[-1] if loop.plans else None
+    return {
+        "models": list(loop.models),
+        "parameters": loop.parameters,
+        "optimizers": list(loop.optimizers),
+        "device": str(loop.device),
+        "refusal": loop.refusal or None,
+        "observed": _counted(loop, "observed"),
+        "planned": _counted(loop, "planned"),
+        "unplanned": _counted(loop, "unplanned"),
+        "plan": None if latest is None else _plan_described(latest),
+        "replans": loop.replans,
+        "divergence": loop.divergence or None,
+        "notes": [*loop.notes, *_of_other_sizes(loop)],
+    }
+
+
+def _of_other_sizes(loop: Loop) -> list[str]:
+    """How often steps ran whose sizes nobody had recorded."""
+    plans = loop.plans
+    counted = (
+        (
+            "steps of sizes that were not recorded, foreseen from two that were",
+            plans.foreseen_steps,
+        ),
+        ("steps larger than any planned, run by the plan of least peak", plans.larger_steps),
+        ("evaluations on pieces of their batch", loop.pieces.evaluations),
+        ("evaluations with parameters offloaded until they are used", loop.evaluations.count),
+    )
+    return [f"{what}: {count}" for what, count in counted if count]
+
+
+def _counted(loop: Loop, kind: Any) -> dict[str, int]:
+    count = loop.counts[kind]
+    return {"steps": count.steps, "peak_bytes": count.peak_bytes}
+
+
+def _plan_described(planned: PlannedStep) -> dict[str, Any]:
+    plan = planned.plan
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "fits": plan.fits,
+        "unplanned_peak_bytes": planned.unplanned_peak_bytes,
+        "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
+        "minimum_peak_bytes": plan.minimum_peak_bytes,
+        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "predicted_step_ratio": plan.predicted_step_ratio,
+        "may_round": planned.step.may_round,
+        "actions": [
+            {"kind": action.kind, "count": action.count, "bytes": action.bytes}
+            for action in plan.actions
+        ],
+    }
