@@ -182,3 +182,30 @@ def test_a_step_begins_anew_after_a_generation_with_gradients_on(tmp_path: Path)
     assert loop["divergence"] is None
     assert loop["observed"]["steps"] + loop["planned"]["steps"] == 12
     assert ran.fitting["verdict"]["kept"]
+
+
+SCORES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    images = torch.randn(16384, 256)
+    for again in range(4):
+        ballast = torch.ones(again // 2 * 12 << 18)
+        print(repr(model(images).sum().item() + ballast.sum().item()))
+    for step in range(4):
+        loss = model(torch.randn(64, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_what_ran_over_is_told_by_its_own_cause(tmp_path: Path):
+    """A note about something else was named as the cause."""
+    ran = inline(tmp_path, "40MiB", SCORES, offload=str(tmp_path))
+    (loop,) = ran.loops
+    assert loop["notes"]
+    assert "got no backward" in ran.fitting["verdict"]["why"]

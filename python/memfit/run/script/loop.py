@@ -173,15 +173,15 @@ class Loop:
         self.placing = Placing(self._root, self.device, request, self._updates, is_refused)
         self.need = NeedOfRoom(self.device, self.plans, self._updates, observed, is_refused)
 
-    def why_over(self, kind: Kind, peak_bytes: int) -> tuple[str, str]:
+    def why_over(self, ended: Pass, peak_bytes: int) -> tuple[str, str]:
         """Why a pass was over the budget, if it was, and what would keep the budget.
 
         Args:
-            kind: How the pass ran.
+            ended: The pass.
             peak_bytes: Most bytes live at once in it.
         """
-        unplanned = self.refusal or next(iter(self.notes), "nothing was planned for it")
-        return why_over(kind, peak_bytes, self._latest, unplanned, self.divergence)
+        departure = ended.departure or (self.refusal if ended.kind == "unplanned" else "")
+        return why_over(ended.kind, peak_bytes, self._latest, departure)
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
@@ -311,8 +311,8 @@ class Loop:
         self.placing.in_closure = self.placing.in_closure or in_closure
         self._checkpoints.begin_pass(undoes=False)
         waiting, self.placing.waiting = self.placing.waiting, None
-        if self.refusal or self._is_under_others():
-            return Pass(self.device)
+        if self.refusal or (under := self._under_others()):
+            return Pass(self.device, "" if self.refusal else under)
         own = self.placing.planned_with(optimizers)
         self._updates.require_none_waiting()
         try:
@@ -361,14 +361,14 @@ class Loop:
         kinds = {action.kind for it in plans for action in it.plan.actions}
         return _PARAMETERS not in self._without and _PARAMETERS in kinds
 
-    def _is_under_others(self) -> bool:
-        """Whether the pass stands on something of the script's own, which is noted."""
+    def _under_others(self) -> str:
+        """What of the script's own the pass stands on, as a clause, which is noted; else empty."""
         under = occupied()
         if under and self._checkpoints.inside_kept:
             self._checkpoints.around_model = True
         elif under:
             self.notes[f"some steps run unplanned: the script {under}"] = None
-        return bool(under)
+        return f"the script {under}" if under else ""
 
     def _require_fits(self, planned: PlannedStep, outside: int) -> None:
         """End a script that is held to its budget before a step that would not keep it."""
@@ -378,7 +378,7 @@ class Loop:
 
     def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:
         if self._given_up[key] >= MAX_GIVEN_UP:
-            return Pass(self.device)
+            return Pass(self.device, "calls like it, with gradients on, got no backward")
         self._recorded_again[key] += key in self._diverged
         self._diverged.discard(key)
         self._recordings += 1

@@ -54,18 +54,21 @@ class Pass:
         root_calls: Calls so far of the model that began it.
         in_forward: Whether backward has not begun.
         undoes: Whether the script's checkpoints are undone in it.
+        departure: Why it runs unplanned, or where it has left its plan; empty if it has not.
     """
 
     kind: Kind = "unplanned"
 
     undoes = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, departure: str = "") -> None:
         """Begin; the model is about to run.
 
         Args:
             device: Where the model is.
+            departure: Why it runs unplanned.
         """
+        self.departure = departure
         self.root_calls = 1
         self.in_forward = True
         self._peak = Peak(device)
@@ -281,5 +284,5 @@ class PlannedPass(Pass):
             return
         with self._nesting.cleared():
             forward.__exit__(None, None, None)
-        where = self._executor.divergence if self._executor.diverged else ""
-        self._on_forward_end(where, is_given_up)
+        self.departure = self._executor.divergence if self._executor.diverged else ""
+        self._on_forward_end(self.departure, is_given_up)

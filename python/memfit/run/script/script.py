@@ -581,7 +581,7 @@ class AdoptedScript:
             self._in_pieces.close()
             loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
             loop.passed(kind, peak)
-            self._kept.ended(Over(kind, peak, *loop.why_over(kind, peak)))
+            self._kept.ended(Over(kind, peak, *loop.why_over(current.running, peak)))
             self._kept.pass_ended(loop.device)
 
     def _refuse(self, loop: Loop, reason: str) -> None:

@@ -75,7 +75,7 @@ def _given(option: str) -> str:
 
 
 def why_over(
-    kind: str, peak_bytes: int, planned: PlannedStep | None, unplanned: str, divergence: str
+    kind: str, peak_bytes: int, planned: PlannedStep | None, departure: str
 ) -> tuple[str, str]:
     """Why a pass was over the budget, if it was, and what would keep the budget.
 
@@ -83,17 +83,16 @@ def why_over(
         kind: How the pass ran.
         peak_bytes: Most bytes live at once in it.
         planned: The step that its plan was made for.
-        unplanned: Why passes run unplanned.
-        divergence: Where a pass left its plan; empty if none did.
+        departure: Why it ran unplanned, or where it left its plan; empty if it did not.
     """
     larger = f"a budget of {_native.bytes_text(peak_bytes)}"
     if kind == "observed":
         return "a step that was recorded, to plan those like it, took more", larger
     if kind == "unplanned":
-        return f"a step ran unplanned: {unplanned}", larger
+        return f"a step ran unplanned: {departure or 'nothing was planned for it'}", larger
     if planned is None or planned.plan.fits:
-        if divergence:
-            return f"a step left its plan: {divergence}", larger
+        if departure:
+            return f"a step left its plan: {departure}", larger
         return "a step took more than the plan for it foresaw", larger
     if planned.runs_as_recorded:
         return "no plan fits, and a step that runs as it was recorded takes more", larger
