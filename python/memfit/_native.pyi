@@ -376,7 +376,12 @@ class PlanSession:
     """
 
     def __new__(
-        cls, request: Mapping[str, Any], place: str | None = None, *, front: bool = False
+        cls,
+        request: Mapping[str, Any],
+        place: str | None = None,
+        *,
+        front: bool = False,
+        tells_leave: bool = False,
     ) -> PlanSession:
         """Begin one.
 
@@ -384,6 +389,7 @@ class PlanSession:
             request: What is asked for.
             place: Where things may be offloaded to, if the request has no offer of it.
             front: For many budgets; it ends with :meth:`front`.
+            tells_leave: A plan that does not fit says what leave to change numbers would bring.
 
         Raises:
             BudgetError: The request's budget cannot be read.

@@ -28,6 +28,18 @@ def words() -> memfit.Workload:
     )
 
 
+def wide() -> memfit.Workload:
+    """A step of weights and their optimizer's state, next to no activations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    return memfit.Workload(
+        model,
+        torch.randn(8, 256),
+        lambda model, batch: model(batch).square().mean(),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
+
+
 def costs(trace: memfit.Trace) -> dict[str, Any]:
     """An op takes a second."""
     ops = json.loads(trace.json())["ops"]
@@ -84,13 +96,32 @@ def test_the_step_is_recorded_in_slices_once_and_only_with_its_workload(monkeypa
         return recorded[-1]
 
     monkeypatch.setattr(planner, "with_alternatives", counted)
-    options = memfit.Options(allow=allow)
+    options = memfit.Options(allow=allow, forbid=["autocast", "half_parameters"])
     alone = planner.plan_trace(trace, costs(trace), budget, options, None)
     assert recorded == []
     made = planner.plan_trace(trace, costs(trace), budget, options, workload)
     (sliced,) = recorded
     assert made == planner.plan_trace(memfit.Trace(sliced), costs(trace), budget, options, None)
     assert made.minimum_peak_bytes <= alone.minimum_peak_bytes
+
+
+def test_where_nothing_fits_a_plan_says_what_leave_to_change_numbers_would_bring():
+    exact = {"forbid": ["chunk", "micro_batch"]}
+    lowest = memfit.plan(wide(), budget="1B", allow=["optimizer_bits", "shrink"], **exact)
+    budget = lowest.minimum_budget_bytes - 1
+    made = memfit.plan(wide(), budget=budget, **exact)
+    assert not made.fits
+    beyond = made.next_class
+    assert beyond is not None
+    assert beyond.promise == "approximate"
+    with_leave = memfit.plan(wide(), budget=budget, allow="approximate", **exact)
+    assert with_leave.fits
+    assert {"autocast", "half_parameters"} & set(beyond.kinds)
+    assert beyond.predicted_peak_bytes <= budget
+    with pytest.raises(memfit.DoesNotFit, match="hint: with leave, `allow='approximate'`, a step"):
+        memfit.fit(wide(), budget=budget, **exact)
+    # Who has so many seconds to plan in wants no more of them spent.
+    assert memfit.plan(wide(), budget=budget, time_limit=60, **exact).next_class is None
 
 
 def test_a_plan_that_fits_records_nothing_in_slices(monkeypatch):

@@ -19,16 +19,27 @@ pub(crate) struct PlanSession(Mutex<plan::PlanSession>);
 
 #[pymethods]
 impl PlanSession {
-    /// Begins one for a request and a place for what is offloaded; `front`: for many budgets.
+    /// Begins one for a request and a place for what is offloaded; `front`: for many budgets; `tells_leave`: a plan that
+    /// does not fit says what leave to change numbers would bring.
     #[new]
-    #[pyo3(signature = (request, place=None, *, front=false))]
-    fn new(request: Value<PlanRequest>, place: Option<String>, front: bool) -> Self {
+    #[pyo3(signature = (request, place=None, *, front=false, tells_leave=false))]
+    fn new(
+        request: Value<PlanRequest>,
+        place: Option<String>,
+        front: bool,
+        tells_leave: bool,
+    ) -> Self {
         let begin = if front {
             plan::PlanSession::for_front
         } else {
             plan::PlanSession::new
         };
-        Self(Mutex::new(begin(request.0, place)))
+        let session = begin(request.0, place);
+        Self(Mutex::new(if tells_leave {
+            session.telling_leave()
+        } else {
+            session
+        }))
     }
 
     /// What is needed now.

@@ -28,6 +28,9 @@ impl Session<'_> {
         choice: &PlanChoice,
     ) -> Result<Planned, Failure> {
         let mut planning = PlanSession::new(choice.request.clone(), choice.offload.clone());
+        if choice.time_limit.is_none() {
+            planning = planning.telling_leave();
+        }
         let mut answers = Answers::new(self, target, recorded, choice);
         loop {
             match planning.next() {

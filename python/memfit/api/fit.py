@@ -156,6 +156,11 @@ def does_not_fit(made: Plan, not_compiled: str = "") -> DoesNotFit:
     )
     if not_compiled:
         message += f"; nor does a compiled one: {not_compiled}"
+    if (beyond := made.next_class) is not None:
+        message += (
+            f"\nhint: with leave, `allow={beyond.promise!r}`, a step would take "
+            f"{bytes_text(beyond.predicted_peak_bytes)}, at {beyond.predicted_step_ratio:.2f} x"
+        )
     return DoesNotFit(
         message,
         minimum_peak_bytes=made.minimum_peak_bytes,

@@ -49,7 +49,8 @@ def plan_trace(
     """Plan, and record the step in other ways only where a plan may need that."""
     allowed = {"allow": options.promise, "allow_kinds": options.allow_kinds}
     request = {"budget": str(budget), **allowed, **_limits(options)}
-    planning = _native.PlanSession(request, options.place)
+    has_time = options.time_limit is None
+    planning = _native.PlanSession(request, options.place, tells_leave=has_time)
     step = _Step(recorded.native, costs, workload)
     while (made := _answered(planning, step)) is None:
         planning.search(options.time_limit)

@@ -45,29 +45,18 @@ pub fn plan_within(
         offer.check()?;
     }
     let costs = Costs::new(trace, source)?;
-    let unplanned_peak = predict::unplanned_peak(trace);
-    let budget = request.budget.resolve(unplanned_peak);
-    let margin = predict::margin(trace, unplanned_peak);
-    let cap = budget - margin;
     let ways = ways::with_costs(trace, source, &costs, request)?;
-    let mut target = cap;
+    let mut less = Bytes::ZERO;
     let mut attempts = 0;
     loop {
         let (plan, answer) = with_work_clock(|clock| {
+            let share = Share::within(limit, clock);
+            let whole = Planner::new(trace, &costs, &ways, request, share);
             let planner = Planner {
-                trace,
-                costs: &costs,
-                ways: &ways,
-                request,
-                target,
-                cap,
-                unplanned_peak,
-                may_shrink: false,
-                may_narrow_state: false,
-                is_new: false,
-                share: Share::within(limit, clock),
+                target: whole.target - less,
+                ..whole
             };
-            let mut plan = planner.empty_plan(budget, margin);
+            let mut plan = planner.empty_plan();
             let answer = planner.solve(&mut plan)?;
             Ok::<_, PlanError>((plan, answer))
         })?;
@@ -75,8 +64,41 @@ pub fn plan_within(
             return Ok(plan);
         }
         attempts += 1;
-        target -= Bytes(cap.0 / TIGHTENING);
+        less += Bytes((plan.budget_bytes - plan.margin_bytes).0 / TIGHTENING);
     }
+}
+
+/// A plan that does not fit, with what leave to change numbers would bring: of the ways of the trace that only such leave
+/// opens (`ways::beyond`) and of narrower forms of what the step keeps. Where that would not be enough either, a note says
+/// how far it comes.
+///
+/// # Errors
+///
+/// As [`plan`].
+pub(super) fn beyond(
+    trace: &Trace,
+    source: &CostSource,
+    request: &PlanRequest,
+    limit: Limit<'_>,
+    made: &Plan,
+) -> Result<Plan, PlanError> {
+    let costs = Costs::new(trace, source)?;
+    let request = ways::with_leave(request);
+    let ways = ways::with_costs(trace, source, &costs, &request)?;
+    let outcomes = with_work_clock(|clock| {
+        let share = Share::within(limit, clock).quarter();
+        Planner::new(trace, &costs, &ways, &request, share).approximated(&[])
+    });
+    let mut plan = made.clone();
+    plan.next_class = first_of(&outcomes, &costs, Class::Approximate);
+    let least = outcomes.iter().map(|it| it.lowest.evaluation.peak_bytes);
+    let least = least.min().unwrap_or(made.minimum_peak_bytes);
+    if plan.next_class.is_none() && least < made.minimum_peak_bytes {
+        plan.notes.push(format!(
+            "with `--allow approximate` the smallest peak found is {least}"
+        ));
+    }
+    Ok(plan)
 }
 
 /// Times a plan is made smaller because the allocator refuses a request although the bytes are there.
@@ -91,8 +113,37 @@ enum Ran {
     No,
 }
 
+impl<'t> Planner<'t> {
+    fn new(
+        trace: &'t Trace,
+        costs: &'t Costs,
+        ways: &'t [OtherWay<'t>],
+        request: &'t PlanRequest,
+        share: Share<'t>,
+    ) -> Self {
+        let unplanned_peak = predict::unplanned_peak(trace);
+        let margin = predict::margin(trace, unplanned_peak);
+        let cap = request.budget.resolve(unplanned_peak) - margin;
+        Self {
+            trace,
+            costs,
+            ways,
+            request,
+            target: cap,
+            cap,
+            unplanned_peak,
+            may_shrink: false,
+            may_narrow_state: false,
+            is_new: false,
+            share,
+        }
+    }
+}
+
 impl Planner<'_> {
-    fn empty_plan(&self, budget: Bytes, margin: Bytes) -> Plan {
+    fn empty_plan(&self) -> Plan {
+        let budget = self.request.budget.resolve(self.unplanned_peak);
+        let margin = predict::margin(self.trace, self.unplanned_peak);
         let unplanned = Estimate {
             predicted_peak_bytes: self.unplanned_peak,
             predicted_step_seconds: self.costs.step_seconds(),
@@ -337,29 +388,27 @@ impl Planner<'_> {
 
     /// What actions that change numbers would bring where nothing fits without their leave.
     fn with_leave(&self, others: &[Outcome]) -> Option<NextClass> {
-        let request = PlanRequest {
-            allow: Class::Approximate,
-            ..self.request.clone()
-        };
-        let approximating = Self {
-            may_shrink: shrink::may(self.trace, &request),
-            may_narrow_state: optimizer_bits::may(self.trace, &request),
+        let request = ways::with_leave(self.request);
+        let wider = Planner {
+            request: &request,
+            share: self.share.glance(),
             ..*self
         };
-        if !approximating.may_shrink && !approximating.may_narrow_state {
-            return None;
+        first_of(&wider.approximated(others), self.costs, Class::Approximate)
+    }
+
+    /// The combinations with actions that change numbers, as far as they are allowed.
+    fn approximated(&self, others: &[Outcome]) -> Vec<Outcome> {
+        let approximating = Self {
+            may_shrink: shrink::may(self.trace, self.request),
+            may_narrow_state: optimizer_bits::may(self.trace, self.request),
+            ..*self
+        };
+        let mut outcomes = approximating.under_autocast(others, self.share);
+        if best_seconds(&outcomes).is_infinite() {
+            outcomes.extend(approximating.approximate(others, self.share));
         }
-        let share = self.share.glance();
-        let mut outcomes = approximating.under_autocast(others, share);
-        outcomes.extend(approximating.approximate(others, share));
-        let (outcome, candidate) = fastest(&outcomes)?;
-        let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
-        Some(NextClass {
-            promise: Class::Approximate,
-            predicted_peak_bytes: candidate.evaluation.peak_bytes,
-            predicted_step_ratio: ratio,
-            kinds: actions::equivalent_kinds(outcome, candidate),
-        })
+        outcomes
     }
 
     fn explain_infeasible(&self, plan: &mut Plan, outcomes: &[Outcome]) {
@@ -406,17 +455,22 @@ impl Planner<'_> {
     }
 
     fn next_class(&self, plan: &Plan, next: &[Outcome]) -> Option<NextClass> {
-        let (outcome, candidate) = fastest(next)?;
-        let ratio = outcome.seconds(candidate) / self.costs.step_seconds().max(f64::MIN_POSITIVE);
-        let gains = ratio < plan.predicted_step_ratio * WORTH_TELLING;
-        let kinds = actions::equivalent_kinds(outcome, candidate);
-        gains.then_some(NextClass {
-            promise: Class::Equivalent,
-            predicted_peak_bytes: candidate.evaluation.peak_bytes,
-            predicted_step_ratio: ratio,
-            kinds,
-        })
+        let next = first_of(next, self.costs, Class::Equivalent)?;
+        let gains = next.predicted_step_ratio < plan.predicted_step_ratio * WORTH_TELLING;
+        gains.then_some(next)
     }
+}
+
+/// What the fastest plan of some combinations brings, if there is one.
+fn first_of(outcomes: &[Outcome], costs: &Costs, promise: Class) -> Option<NextClass> {
+    let (outcome, candidate) = fastest(outcomes)?;
+    Some(NextClass {
+        promise,
+        predicted_peak_bytes: candidate.evaluation.peak_bytes,
+        predicted_step_ratio: outcome.seconds(candidate)
+            / costs.step_seconds().max(f64::MIN_POSITIVE),
+        kinds: actions::equivalent_kinds(outcome, candidate),
+    })
 }
 
 /// Part of the plan's time below which a looser class is worth a word.

@@ -7,18 +7,20 @@
 //! [`PlanSession::answer`] brings it:
 //!
 //! ```text
-//! Trace -> Costs -> [Offer] -> [Ways] -> Plan -> [Ways -> Plan] -> [Piece -> Plan] -> Nothing
+//! Trace -> Costs -> [Offer] -> [Ways] -> Plan -> [Ways -> Plan] -> [Piece -> Plan] -> [Ways -> Plan] -> Nothing
 //! ```
 //!
 //! An offer is needed where a place is named; other ways of running the step (slices, autocast, narrow parameters, no
 //! graph) are needed before the first search where what is allowed has them, and after it where the plan made without
 //! them does not fit. Where a plan cuts the batch into pieces smaller than any recorded, the step is asked for once more on
-//! such a piece: what ops take there follows no law.
+//! such a piece: what ops take there follows no law. Where nothing fits and only leave to change numbers would help, the
+//! step is asked for as it would run with that leave, so that the plan can say what it would bring.
 
 use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::choose::beyond;
 use super::technique::micro_batch;
 use super::{
     Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, Verdict, bottleneck,
@@ -143,16 +145,22 @@ pub struct Search {
     trace: Arc<Trace>,
     costs: Arc<CostSource>,
     request: PlanRequest,
+    /// The plan that does not fit, where what is looked for is what leave to change numbers would bring.
+    made: Option<Box<Plan>>,
 }
 
 impl Search {
-    /// Plans the step.
+    /// Plans the step, or completes a plan that does not fit by what leave to change numbers would bring.
     ///
     /// # Errors
     ///
     /// As [`plan_within`].
     pub fn plan(&self, limit: Limit<'_>) -> Result<Plan, PlanError> {
-        plan_within(&self.trace, &self.costs, &self.request, limit)
+        let (trace, costs, request) = (&self.trace, &self.costs, &self.request);
+        match &self.made {
+            Some(made) => beyond(trace, costs, request, limit, made),
+            None => plan_within(trace, costs, request, limit),
+        }
     }
 
     /// Plans the step for many budgets, on so many threads; for `budget` in addition to those that the front needs.
@@ -189,6 +197,10 @@ enum Lacks {
     /// With the plan that was made without them, if one was.
     Ways(Known, Vec<Way>, Option<Box<Plan>>),
     Plan(Known),
+    /// What leave to change numbers would open, for a plan that does not fit.
+    Beyond(Known, Vec<Way>, Box<Plan>),
+    /// What it brings.
+    Told(Known, Box<Plan>),
     Nothing(Box<Plan>),
 }
 
@@ -199,6 +211,7 @@ pub struct PlanSession {
     /// Where to offload to, until the offer is there.
     place: Option<String>,
     may_capture: bool,
+    tells_leave: bool,
     /// How often pieces were asked for.
     pieces: u32,
     lacks: Lacks,
@@ -218,9 +231,17 @@ impl PlanSession {
             request,
             place,
             may_capture: true,
+            tells_leave: false,
             pieces: 0,
             lacks: Lacks::Trace,
         }
+    }
+
+    /// Where nothing fits, the plan also says what leave to change numbers would bring: for those who have the time.
+    #[must_use]
+    pub const fn telling_leave(mut self) -> Self {
+        self.tells_leave = true;
+        self
     }
 
     /// Begins a conversation about plans for many budgets: it ends with [`Search::front`] of the search that it asks
@@ -247,16 +268,22 @@ impl PlanSession {
                     CostSource::Profile { .. } => None,
                 },
             },
-            Lacks::Ways(_, ways, _) => Need::Ways(ways.clone()),
-            Lacks::Plan(known) => Need::Plan(Search {
-                trace: Arc::clone(&known.trace),
-                costs: Arc::clone(&known.costs),
-                request: self.request.clone(),
-            }),
+            Lacks::Ways(_, ways, _) | Lacks::Beyond(_, ways, _) => Need::Ways(ways.clone()),
+            Lacks::Plan(known) => Need::Plan(self.search_in(known, None)),
+            Lacks::Told(known, made) => Need::Plan(self.search_in(known, Some(made.clone()))),
             Lacks::Nothing(plan) => Need::Nothing(Box::new(Made {
                 plan: (**plan).clone(),
                 request: self.request.clone(),
             })),
+        }
+    }
+
+    fn search_in(&self, known: &Known, made: Option<Box<Plan>>) -> Search {
+        Search {
+            trace: Arc::clone(&known.trace),
+            costs: Arc::clone(&known.costs),
+            request: self.request.clone(),
+            made,
         }
     }
 
@@ -296,13 +323,19 @@ impl PlanSession {
                 self.before_search(known)
             }
             (Lacks::Ways(known, asked, _), Answer::Ways(trace)) => {
-                if bottleneck::digest(&trace) != bottleneck::digest(&known.trace) {
+                is_of(&known, &trace, &asked, given)?;
+                Lacks::Plan(Known { trace, ..known })
+            }
+            (Lacks::Beyond(known, asked, made), Answer::Ways(trace)) => {
+                is_of(&known, &trace, &asked, given)?;
+                Lacks::Told(Known { trace, ..known }, made)
+            }
+            (Lacks::Beyond(_, _, made), Answer::NoWays) => Lacks::Nothing(made),
+            (Lacks::Told(known, _), Answer::Plan(plan)) => {
+                if plan.trace_digest != bottleneck::digest(&known.trace) {
                     return Err(AnswerError::AnotherStep { given });
                 }
-                if trace.alternatives.is_none() && asked.iter().all(|way| way.items.is_none()) {
-                    return Err(AnswerError::NoOtherWays);
-                }
-                Lacks::Plan(Known { trace, ..known })
+                Lacks::Nothing(plan)
             }
             (Lacks::Ways(known, _, made), Answer::NoWays) => {
                 self.may_capture = false;
@@ -318,7 +351,7 @@ impl PlanSession {
                     self.pieces += u32::from(!ways.is_empty());
                 }
                 if ways.is_empty() {
-                    Lacks::Nothing(plan)
+                    self.before_end(known, plan)
                 } else {
                     Lacks::Ways(known, ways, Some(plan))
                 }
@@ -337,6 +370,21 @@ impl PlanSession {
             Lacks::Plan(known)
         } else {
             Lacks::Ways(known, ways, None)
+        }
+    }
+
+    fn before_end(&self, known: Known, plan: Box<Plan>) -> Lacks {
+        let is_open = plan.verdict == Verdict::DoesNotFit && plan.next_class.is_none();
+        let may_help = self.request.allow < Class::Approximate && self.may_capture;
+        let ways = if self.tells_leave && is_open && may_help {
+            ways::beyond(&known.trace, &self.request)
+        } else {
+            Vec::new()
+        };
+        if ways.is_empty() {
+            Lacks::Nothing(plan)
+        } else {
+            Lacks::Beyond(known, ways, plan)
         }
     }
 
@@ -383,6 +431,22 @@ impl PlanSession {
             Vec::new()
         }
     }
+}
+
+/// Is a trace of the step that is known, with the ways that were asked for?
+fn is_of(
+    known: &Known,
+    trace: &Trace,
+    asked: &[Way],
+    given: &'static str,
+) -> Result<(), AnswerError> {
+    if bottleneck::digest(trace) != bottleneck::digest(&known.trace) {
+        return Err(AnswerError::AnotherStep { given });
+    }
+    if trace.alternatives.is_none() && asked.iter().all(|way| way.items.is_none()) {
+        return Err(AnswerError::NoOtherWays);
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -11,24 +11,26 @@ use super::technique::{autocast, autocast_fp16, half_parameters, int8_weights, n
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::trace::{Alternative, Autocast, Trace, Way};
+use crate::trace::{Alternative, Autocast, Chunk, Trace, Way};
 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
 /// already. `made` is the plan made without them, or absent before any.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
-    let is_without_graph = no_graph::may(trace, request);
     let asked = request.allow >= Class::Equivalent
         || may_change_numbers(trace, request)
-        || is_without_graph;
+        || no_graph::may(trace, request);
     let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
     if trace.alternatives.is_some() || !may_help {
         return Vec::new();
     }
-    let sliced = match chunks(trace) {
-        Ok(chunks) if !request.forbid.contains(&ActionKind::Chunk) => chunks,
-        _ => Vec::new(),
-    };
+    all(trace, request)
+}
+
+/// Every way that the request allows.
+fn all(trace: &Trace, request: &PlanRequest) -> Vec<Way> {
+    let is_without_graph = no_graph::may(trace, request);
+    let sliced = slices(trace, request);
     let smallest = sliced.last().cloned();
     let in_slices = sliced.into_iter().map(Way::in_slices);
     let mut ways: Vec<_> = is_without_graph
@@ -42,6 +44,36 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     for way in &mut ways {
         way.no_graph = is_without_graph;
     }
+    ways
+}
+
+fn slices(trace: &Trace, request: &PlanRequest) -> Vec<Chunk> {
+    match chunks(trace) {
+        Ok(chunks) if !request.forbid.contains(&ActionKind::Chunk) => chunks,
+        _ => Vec::new(),
+    }
+}
+
+/// The request with leave for actions that change numbers.
+pub(super) fn with_leave(request: &PlanRequest) -> PlanRequest {
+    PlanRequest {
+        allow: Class::Approximate,
+        ..request.clone()
+    }
+}
+
+/// The ways that only leave to change numbers would open, as far as telling what that brings needs them: of those under
+/// autocast and of those with parameters in 16 bits the one that takes least, without a weight cache and in the smallest
+/// slices. None where there is leave for them.
+pub(super) fn beyond(trace: &Trace, request: &PlanRequest) -> Vec<Way> {
+    let smallest = slices(trace, request).pop();
+    let is_lowest = |way: &Way| {
+        let cast = way.autocast.as_ref();
+        way.chunk == smallest && cast.is_some_and(|it| !it.cache)
+    };
+    let captured = trace.alternatives();
+    let mut ways = all(trace, &with_leave(request));
+    ways.retain(|way| is_lowest(way) && captured.iter().all(|it| it.way != *way));
     ways
 }
 
@@ -233,7 +265,7 @@ mod tests {
     use crate::bytes::{Budget, Bytes};
     use crate::plan::technique::chunk;
     use crate::plan::{Action, Details, plan};
-    use crate::trace::{Alternatives, Chunk, LossChunk, sample};
+    use crate::trace::{Alternatives, LossChunk, sample};
 
     fn request(budget: u64, allow: Class) -> PlanRequest {
         PlanRequest {

@@ -196,6 +196,30 @@ pub struct Refusals {
     pub graph: String,
 }
 
+impl Refusals {
+    /// Takes those of a later capture on, which count where both have one.
+    pub(super) fn add(&mut self, later: Self) {
+        let Self {
+            slices,
+            autocast,
+            half_parameters,
+            int8_weights,
+            graph,
+        } = later;
+        for (known, new) in [
+            (&mut self.slices, slices),
+            (&mut self.autocast, autocast),
+            (&mut self.half_parameters, half_parameters),
+            (&mut self.int8_weights, int8_weights),
+            (&mut self.graph, graph),
+        ] {
+            if !new.is_empty() {
+                *known = new;
+            }
+        }
+    }
+}
+
 impl Way {
     /// A step of which some runs in slices.
     #[must_use]

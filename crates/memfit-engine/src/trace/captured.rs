@@ -3,7 +3,7 @@
 //! Responsible for the way from captures of a step to its trace. Not responsible for recording (the Python package) nor
 //! for what is learnt from two batch sizes (`batch.rs`) and other ways (`alternative.rs`).
 
-use super::{Alternative, Alternatives, Refusals, Trace, TraceError, Way};
+use super::{Alternative, Refusals, Trace, TraceError, Way};
 
 /// Why what a capture wrote is no trace.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +39,7 @@ impl Trace {
         Ok(Self::from_captures(first, second.as_ref(), batch))
     }
 
-    /// The trace with the step in other ways, at its own batch size, and why there are no more.
+    /// The trace with the step in more ways than those that it has, at its own batch size, and why there are no others.
     ///
     /// # Errors
     ///
@@ -53,8 +53,11 @@ impl Trace {
             let trace = Self::from_json(&first, second.as_deref(), self.meta.batch)?;
             Ok(Alternative { way, trace })
         });
-        let steps = steps.collect::<Result<_, CaptureError>>()?;
-        self.with_alternatives(Alternatives { steps, refusals })
+        let new = steps.collect::<Result<Vec<_>, CaptureError>>()?;
+        let mut alternatives = self.alternatives.clone().unwrap_or_default();
+        alternatives.steps.extend(new);
+        alternatives.refusals.add(refusals);
+        self.with_alternatives(alternatives)
             .map_err(CaptureError::Alternative)
     }
 

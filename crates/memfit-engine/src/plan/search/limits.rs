@@ -72,12 +72,19 @@ impl<'a> Share<'a> {
         time: None,
     };
 
+    /// A quarter of the events.
+    pub(in crate::plan) const fn quarter(self) -> Self {
+        Self {
+            events: self.events / 4,
+            ..self
+        }
+    }
+
     /// A quarter: the answer only tells what another class would gain.
     pub(in crate::plan) const fn glance(self) -> Self {
         Self {
-            events: self.events / 4,
             bottoms: Bottoms::None,
-            ..self
+            ..self.quarter()
         }
     }
 

@@ -322,3 +322,126 @@ fn slices_and_plans_of_another_step_are_refused() {
     assert_eq!(refused, Err(AnswerError::AnotherStep { given }));
     assert!(matches!(session.next(), Need::Plan(_)));
 }
+
+/// A step in all the ways that were asked for: what it makes takes a part of the bytes in each.
+fn in_all(whole: &Trace, asked: &[Way], part: u64) -> Arc<Trace> {
+    let mut narrow = whole.alone();
+    for allocation in &mut narrow.allocations {
+        if allocation.producer.is_some() {
+            allocation.bytes = Bytes(allocation.bytes.0 / part);
+        }
+    }
+    let steps = asked.iter().map(|way| Alternative {
+        way: way.clone(),
+        trace: narrow.clone(),
+    });
+    let alternatives = Alternatives {
+        steps: whole.alternatives().iter().cloned().chain(steps).collect(),
+        ..Alternatives::default()
+    };
+    Arc::new(whole.with_alternatives(alternatives).unwrap())
+}
+
+/// A step whose products are computed in `float32`.
+fn products() -> Trace {
+    let mut trace = sample::chain();
+    for op in &mut trace.ops {
+        op.flops = 1 << 20;
+    }
+    trace
+}
+
+/// Answers to the end; what was asked for in other ways, and the plan.
+fn told(mut session: PlanSession, trace: &Trace, part: u64) -> (Vec<Vec<Way>>, Plan) {
+    let mut known = Arc::new(trace.clone());
+    let mut asked = Vec::new();
+    loop {
+        let answer = match session.next() {
+            Need::Trace => Answer::Trace(Arc::clone(&known)),
+            Need::Costs { .. } => Answer::Costs(costs(trace)),
+            Need::Offer { .. } => Answer::Offer(offer()),
+            Need::Ways(ways) => {
+                known = in_all(&known, &ways, part);
+                asked.push(ways);
+                Answer::Ways(Arc::clone(&known))
+            }
+            Need::Plan(search) => Answer::Plan(Box::new(search.plan(Limit::None).unwrap())),
+            Need::Nothing(made) => return (asked, made.plan),
+        };
+        session.answer(answer).unwrap();
+    }
+}
+
+#[test]
+fn where_nothing_fits_the_plan_says_what_leave_to_change_numbers_would_bring() {
+    let trace = products();
+    let mut exact = request(Budget::Percent(1.0), Class::Exact);
+    exact.forbid = vec![ActionKind::MicroBatch];
+    let lowest = plan(&trace, &costs(&trace), &exact).unwrap();
+    exact.budget = Budget::Absolute(lowest.minimum_budget_bytes() - Bytes(1));
+    let session = || PlanSession::new(exact.clone(), None);
+
+    let (asked, plain) = told(session(), &trace, 2);
+    assert!(asked.is_empty(), "nobody wants to know: {asked:?}");
+    assert_eq!(
+        (plain.verdict, plain.next_class.as_ref()),
+        (Verdict::DoesNotFit, None)
+    );
+
+    let (asked, made) = told(session().telling_leave(), &trace, 2);
+    let [ways] = asked.as_slice() else {
+        panic!("{asked:?}")
+    };
+    assert!(
+        ways.iter()
+            .all(|it| it.autocast.as_ref().is_some_and(|cast| !cast.cache))
+    );
+    let next = made.next_class.clone().expect("half of the bytes fit");
+    assert_eq!(next.promise, Class::Approximate);
+    assert!(next.kinds.contains(&ActionKind::Autocast), "{next:?}");
+    // It is what a plan with leave comes to, and the plan itself is as before.
+    let wide = PlanRequest {
+        allow: Class::Approximate,
+        ..exact.clone()
+    };
+    let with = plan(&in_all(&trace, ways, 2), &costs(&trace), &wide).unwrap();
+    assert_eq!(with.verdict, Verdict::Fits);
+    assert_eq!(with.planned.predicted_peak_bytes, next.predicted_peak_bytes);
+    assert_eq!(
+        Plan {
+            next_class: None,
+            ..made
+        },
+        plain
+    );
+}
+
+#[test]
+fn where_leave_to_change_numbers_is_not_enough_a_note_says_how_far_it_comes() {
+    let trace = products();
+    let mut exact = request(Budget::Percent(1.0), Class::Exact);
+    exact.forbid = vec![ActionKind::MicroBatch];
+    let (_, made) = told(PlanSession::new(exact, None).telling_leave(), &trace, 2);
+    assert_eq!(made.next_class, None);
+    let said = "with `--allow approximate` the smallest peak found is ";
+    let note = made.notes.iter().find_map(|it| it.strip_prefix(said));
+    assert!(note.is_some(), "{:?}", made.notes);
+}
+
+#[test]
+fn with_leave_already_nothing_more_is_asked_for() {
+    let trace = products();
+    let wide = request(Budget::Percent(1.0), Class::Approximate);
+    let (asked, _) = told(PlanSession::new(wide, None).telling_leave(), &trace, 2);
+    assert_eq!(
+        asked
+            .iter()
+            .flatten()
+            .filter(|it| it.items.is_none())
+            .count(),
+        {
+            let first = asked.first().expect("ways are worth a capture");
+            first.len()
+        }
+    );
+}
