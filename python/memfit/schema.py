@@ -485,6 +485,9 @@ class Approximation:
         skipped_steps: How many of them updated nothing, as a gradient was not finite.
         max_error: The bound, as a part of the batch's noise.
         later_loss: The loss after some steps; absent where the batch's examples cannot be drawn.
+        rounding_spread: How far parameters are off by chance alone after these steps, as a part of
+            how far the unplanned ones moved: two planned runs that round by other draws differ by
+            the root of two times that. Absent where nothing is rounded at random.
         update_error: Numbers of parameters after some steps: length of the difference over the
             length of how far the unplanned ones moved. Absent where updates read nothing that was
             rounded, and when it is not a number.
@@ -501,6 +504,7 @@ class Approximation:
     skipped_steps: int
     max_error: float
     later_loss: LaterLoss | None = None
+    rounding_spread: float | None = None
     update_error: float | None = None
 
 

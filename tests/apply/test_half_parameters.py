@@ -387,6 +387,37 @@ def test_verify_judges_it_by_its_error():
     assert found["divergence"] == ""
 
 
+def layers() -> memfit.Workload:
+    """A step of wide layers, without dropout."""
+    torch.manual_seed(0)
+    sizes = [nn.Linear(256, 256) for _ in range(4)]
+    return memfit.Workload(
+        nn.Sequential(*(module for it in sizes for module in (it, nn.GELU()))),
+        torch.randn(64, 256),
+        lambda model, batch: model(batch).square().mean(),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
+
+
+def test_verify_tells_chance_from_the_rest_and_says_the_same_twice():
+    from memfit.verify.eager import verify
+
+    found = {}
+    for keeps_lower in (False, True):
+        plan = planned(layers(), "1B").as_dict()
+        for action in plan["actions"]:
+            if action["kind"] == "optimizer_bits":
+                action["optimizer_bits"]["lower_halves"] = keeps_lower
+        found[keeps_lower] = verify(layers, plan, steps=1)["approximation"]
+        if not keeps_lower:
+            again = verify(layers, plan, steps=1)["approximation"]
+            assert again == found[False], "what is drawn is the same"
+    by_chance, error = found[False]["rounding_spread"], found[False]["update_error"]
+    assert "rounding_spread" not in found[True], "nothing is rounded"
+    assert 0 < by_chance < error
+    assert found[True]["update_error"] < error
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

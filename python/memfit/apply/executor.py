@@ -296,6 +296,7 @@ class Executor:
         fuse: Whether the optimizer runs inside backward.
         one_by_one: Makes the updates after backward one by one, also of state in 8 bits; ``None``
             where it does not matter.
+        rounded: Makes updates that are rounded at random; ``None`` where none are.
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
         scales_loss: Whether the loss has to be scaled for backward, and gradients back after it.
@@ -345,6 +346,9 @@ class Executor:
         self.state = state if isinstance(state, StateElsewhere) else None
         updates = self._parts.get(NARROW_STATE, self._parts.get("one_by_one"))
         self.one_by_one = updates if isinstance(updates, UpdatesOneByOne) else None
+        keeps_lower = (_said(actions, NARROW_STATE) or {}).get("lower_halves")
+        is_random = NARROW_PARAMETERS in self._parts and not keeps_lower
+        self.rounded = updates if is_random and isinstance(updates, UpdatesInEightBits) else None
         parameters = self._parts.get("offload_parameters")
         self.parameters = parameters if isinstance(parameters, ParametersElsewhere) else None
         autocast = self._parts.get(_FLOAT16)

@@ -441,6 +441,22 @@ class Fitted:
         """
         self._loss_scale.load_state_dict(state)
 
+    def draw_roundings(self, draw: int) -> bool:
+        """Have updates that are rounded at random draw anew, for state that is made from now on.
+
+        Steps from the same state with the same draw are the same, to the bit.
+
+        Args:
+            draw: Number of the draw; 0 by default.
+
+        Returns:
+            Whether any updates are rounded at random.
+        """
+        rounded = self._running.rounded
+        if rounded is not None:
+            rounded.draw = draw
+        return rounded is not None
+
     def place_state(self) -> None:
         """Have the optimizer's state and the parameters where the plan wants them between steps.
 

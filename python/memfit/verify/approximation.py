@@ -73,6 +73,27 @@ def update_error(before: Gradients, expected: Gradients, got: Gradients) -> floa
     return _part(math.sqrt(off), math.sqrt(moved)) if math.isfinite(off + moved) else None
 
 
+def rounding_spread(
+    before: Gradients, expected: Gradients, got: Gradients, again: Gradients
+) -> float | None:
+    """How far chance alone has parameters be off, where updates are rounded at random.
+
+    Two draws differ by the root of two times what one is off by from their mean.
+
+    Args:
+        before: Parameters before the steps, by name.
+        expected: After unplanned steps.
+        got: After planned ones.
+        again: After the same, with another draw.
+
+    Returns:
+        It, as a part of how far the unplanned ones moved; ``None`` where it is not a number.
+    """
+    apart = math.fsum(_square(got[name] - again[name]) for name in before)
+    moved = math.fsum(_square(expected[name] - before[name]) for name in before)
+    return _part(math.sqrt(apart / 2), math.sqrt(moved)) if math.isfinite(apart + moved) else None
+
+
 def batch_noise(workload: Workload) -> float | None:
     """What other examples would change the gradients by, as a part of their length.
 

@@ -33,6 +33,7 @@ from memfit.verify.approximation import (
     loss_of_batch,
     may_be_drawn,
     output_error,
+    rounding_spread,
     update_error,
 )
 from memfit.weights.in_eight_bits import restore
@@ -230,22 +231,33 @@ def _later(workload: Workload, ordinary: Fitted, planned: Fitted, state: State) 
     ways = [planned] + [ordinary] * (_DRAWS if may_be_drawn(workload) else 1)
     losses: list[float | None] = []
     after: list[Tensors] = []
-    for number, way in enumerate(ways):
+
+    def run(way: Fitted, draw: int) -> None:
         seed()
-        for batch in drawn_batches(workload, _UPDATES, max(number - 1, 0)):
+        for batch in drawn_batches(workload, _UPDATES, draw):
             way.step(batch)
         ordinary.place_state()  # a model that is narrow does not run by itself
+
+    for number, way in enumerate(ways):
+        run(way, max(number - 1, 0))
         if number < 2:  # noqa: PLR2004 - planned and not, on the same examples
             after.append(_trained(workload))
         seed()
         losses.append(loss_of_batch(workload))
         state.restore(workload)
+    spread = None
+    if planned.draw_roundings(1):
+        run(planned, 0)
+        spread = rounding_spread(before, after[1], after[0], _trained(workload))
+        state.restore(workload)
+        planned.draw_roundings(0)
     others = [loss for loss in losses[1:] if loss is not None]
     loss = {"steps": _UPDATES, "planned": losses[0], "unplanned": losses[1]}
     if len(losses) > 2:  # noqa: PLR2004 - others beside the two
         loss |= {"lowest": min(others, default=None), "highest": max(others, default=None)}
     error = update_error(before, after[1], after[0])
-    return {"later_loss": loss, "update_error": error, "update_steps": _UPDATES}
+    found = {"later_loss": loss, "update_error": error, "update_steps": _UPDATES}
+    return found if spread is None else {**found, "rounding_spread": spread}
 
 
 def _trained(workload: Workload) -> Tensors:

@@ -42,6 +42,11 @@ pub(crate) struct Approximation {
     /// moved. Absent where updates read nothing that was rounded, and when it is not a number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) update_error: Option<f64>,
+    /// How far parameters are off by chance alone after these steps, as a part of how far the unplanned ones moved: two
+    /// planned runs that round by other draws differ by the root of two times that. Absent where nothing is rounded at
+    /// random.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) rounding_spread: Option<f64>,
     /// After how many steps that was; none where updates were not looked at.
     #[serde(default)]
     pub(crate) update_steps: u64,
@@ -169,8 +174,14 @@ impl Approximation {
         let Some(error) = self.update_error else {
             return Some("NOT A NUMBER".to_owned());
         };
+        let by_chance = self.rounding_spread.map_or_else(String::new, |spread| {
+            format!(
+                ", and by {} by chance alone, as updates are rounded at random",
+                percent(spread)
+            )
+        });
         Some(format!(
-            "after {} parameters are off by {} of how far they moved; at most {} is allowed",
+            "after {} parameters are off by {} of how far they moved{by_chance}; at most {} is allowed",
             counted(self.update_steps, "step"),
             percent(error),
             percent(MOST_OF_MOVE)
@@ -245,6 +256,7 @@ mod tests {
             batch_noise: Some(0.78),
             not_finite: 0,
             update_error: None,
+            rounding_spread: None,
             update_steps: 0,
             scaled_steps: 0,
             skipped_steps: 0,
@@ -322,6 +334,7 @@ mod tests {
         for (update_error, holds) in [(Some(0.004), true), (Some(0.2), false), (None, false)] {
             let case = Approximation {
                 update_error,
+                rounding_spread: None,
                 update_steps: 5,
                 ..approximation()
             };

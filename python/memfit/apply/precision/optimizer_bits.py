@@ -27,8 +27,17 @@ if TYPE_CHECKING:
     from memfit.apply.offload.tiers import Tier
 
 
+_DRAWS_FROM = 20
+"""States that one draw of roundings tells apart, as a power of two."""
+
+
 class UpdatesInEightBits(UpdatesOneByOne):
-    """Holds state in 8 bits, and updates one parameter at a time."""
+    """Holds state in 8 bits, and updates one parameter at a time.
+
+    Attributes:
+        tier: Where it goes, slice by slice; ``None`` where it stays.
+        draw: Which draw of roundings states begin with, where updates are rounded at random.
+    """
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class UpdatesInEightBits(UpdatesOneByOne):
         require_step_of_torch(optimizer, "optimizer_bits")
         super().__init__(optimizer)
         self.tier = tier
+        self.draw = 0
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._parameters = [p for p in parameters if id(p) in held]
 
@@ -78,7 +88,7 @@ class UpdatesInEightBits(UpdatesOneByOne):
         """
         optimizer = self._optimizer
         save_plainly(optimizer)
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self._parameters, self.draw << _DRAWS_FROM):
             state = optimizer.state.get(parameter)
             if not isinstance(state, EightBitState):
                 state = optimizer.state[parameter] = EightBitState(state or {}, number)

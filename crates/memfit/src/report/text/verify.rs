@@ -478,6 +478,7 @@ mod tests {
             batch_noise: Some(0.5),
             not_finite: 0,
             update_error: Some(0.0097),
+            rounding_spread: None,
             update_steps: 5,
             scaled_steps: 0,
             skipped_steps: 0,
@@ -497,6 +498,9 @@ mod tests {
 
         FITS: 2.83 GiB measured, 172.0 MiB under the budget of 3.00 GiB, 1.17 x the step time; loss and gradients of the first step bitwise equal, updates as near as is allowed
         ");
+        approximation.rounding_spread = Some(0.0068);
+        let said = approximation.update_words().expect("they were looked at");
+        insta::assert_snapshot!(said, @"after 5 steps parameters are off by 0.97 % of how far they moved, and by 0.68 % by chance alone, as updates are rounded at random; at most 10 % is allowed");
         approximation.update_error = Some(0.2);
         document.approximation = Some(approximation);
         assert!(!document.keeps_its_word());
