@@ -12,7 +12,7 @@
 //!
 //! An offer is needed where a place is named; other ways of running the step (slices, autocast, narrow parameters, no
 //! graph) are needed before the first search where what is allowed has them, and after it where the plan made without
-//! them does not fit. Where a plan cuts the batch into pieces smaller than any recorded, the step is asked for once more on
+//! them does not fit; weights in fewer bits alone after it, unless they are named. Where a plan cuts the batch into pieces smaller than any recorded, the step is asked for once more on
 //! such a piece: what ops take there follows no law. Where nothing fits and only leave to change numbers would help, the
 //! step is asked for as it would run with that leave, so that the plan can say what it would bring.
 
@@ -212,6 +212,8 @@ pub struct PlanSession {
     place: Option<String>,
     may_capture: bool,
     tells_leave: bool,
+    /// The ways that were asked for: none is twice.
+    asked: Vec<Way>,
     /// How often pieces were asked for.
     pieces: u32,
     lacks: Lacks,
@@ -232,6 +234,7 @@ impl PlanSession {
             place,
             may_capture: true,
             tells_leave: false,
+            asked: Vec::new(),
             pieces: 0,
             lacks: Lacks::Trace,
         }
@@ -324,6 +327,7 @@ impl PlanSession {
             }
             (Lacks::Ways(known, asked, _), Answer::Ways(trace)) => {
                 is_of(&known, &trace, &asked, given)?;
+                self.asked.extend(asked);
                 Lacks::Plan(Known { trace, ..known })
             }
             (Lacks::Beyond(known, asked, made), Answer::Ways(trace)) => {
@@ -425,11 +429,12 @@ impl PlanSession {
     }
 
     fn wanted_ways(&self, known: &Known, made: Option<&Plan>) -> Vec<Way> {
-        if self.may_capture {
-            ways(&known.trace, &self.request, made)
-        } else {
-            Vec::new()
+        if !self.may_capture {
+            return Vec::new();
         }
+        let mut ways = ways(&known.trace, &self.request, made);
+        ways.retain(|way| !self.asked.contains(way));
+        ways
     }
 }
 

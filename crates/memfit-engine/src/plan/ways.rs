@@ -14,17 +14,29 @@ use crate::predict;
 use crate::trace::{Alternative, Autocast, Chunk, Trace, Way};
 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
-/// already. `made` is the plan made without them, or absent before any.
+/// already. `made` is the plan made without them, or absent before any. Weights in fewer bits are for where nothing else
+/// fits, so before that they are worth a capture to those alone who name them.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
     let asked = request.allow >= Class::Equivalent
         || may_change_numbers(trace, request)
         || no_graph::may(trace, request);
     let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
-    if trace.alternatives.is_some() || !may_help {
+    if !may_help {
         return Vec::new();
     }
-    all(trace, request)
+    let is_last =
+        |way: &Way| narrowing(way).is_some_and(|kind| !request.allow_kinds.contains(&kind));
+    let mut ways = all(trace, request);
+    match (&trace.alternatives, made) {
+        (None, None) => ways.retain(|way| !is_last(way)),
+        (None, Some(_)) => {}
+        (Some(known), made) => ways.retain(|way| {
+            let is_known = known.steps.iter().any(|it| it.way == *way);
+            made.is_some() && is_last(way) && !is_known
+        }),
+    }
+    ways
 }
 
 /// Every way that the request allows.

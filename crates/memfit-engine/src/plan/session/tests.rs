@@ -429,19 +429,27 @@ fn where_leave_to_change_numbers_is_not_enough_a_note_says_how_far_it_comes() {
 }
 
 #[test]
-fn with_leave_already_nothing_more_is_asked_for() {
-    let trace = products();
-    let wide = request(Budget::Percent(1.0), Class::Approximate);
-    let (asked, _) = told(PlanSession::new(wide, None).telling_leave(), &trace, 2);
+fn with_leave_weights_in_fewer_bits_are_asked_for_where_nothing_else_fits_and_by_name() {
+    // A weight that products alone read, and its optimizer's state.
+    let trace = crate::plan::technique::half_parameters::tests::product();
+    let narrows = |ways: &[Way]| ways.iter().any(|it| it.half_parameters.is_some());
+    let asked_for = |budget, named: &[ActionKind]| {
+        let mut request = request(budget, Class::Approximate);
+        request.forbid = vec![ActionKind::Chunk, ActionKind::MicroBatch];
+        request.allow_kinds = named.to_vec();
+        let (asked, made) = told(PlanSession::new(request, None).telling_leave(), &trace, 2);
+        let narrows: Vec<_> = asked.iter().map(|ways| narrows(ways)).collect();
+        (narrows, made)
+    };
+    let (narrow, made) = asked_for(Budget::Percent(90.0), &[]);
+    assert_eq!((narrow, made.verdict), (vec![false], Verdict::Fits));
+    let is_refused = |it: &crate::plan::Refusal| it.kind == ActionKind::HalfParameters;
+    assert!(!made.refusals.iter().any(is_refused), "{:?}", made.refusals);
+    let (narrow, made) = asked_for(Budget::Percent(1.0), &[]);
     assert_eq!(
-        asked
-            .iter()
-            .flatten()
-            .filter(|it| it.items.is_none())
-            .count(),
-        {
-            let first = asked.first().expect("ways are worth a capture");
-            first.len()
-        }
+        (narrow, made.verdict),
+        (vec![false, true], Verdict::DoesNotFit)
     );
+    let (narrow, _) = asked_for(Budget::Percent(90.0), &[ActionKind::HalfParameters]);
+    assert_eq!(narrow, [true]);
 }

@@ -67,6 +67,8 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
         .any(|it| it.way.half_parameters.is_some());
     match (is_captured, found.refusals.half_parameters.as_str()) {
         (true, _) => None,
+        // With leave for the class it is captured where nothing else fits.
+        (false, "") if !request.allow_kinds.contains(&ActionKind::HalfParameters) => None,
         (false, "") => Some("the step was not captured with parameters in 16 bits".to_owned()),
         (false, reason) => Some(reason.to_owned()),
     }
@@ -247,7 +249,7 @@ fn note(chosen: &Chosen<'_>) -> &'static str {
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::plan) mod tests {
     use super::*;
     use crate::bytes::Budget;
     use crate::cost::CostSource;
@@ -255,7 +257,7 @@ mod tests {
     use crate::trace::{Alternative, Alternatives, Category, Phase, sample};
 
     /// A step with a matrix product whose weight is large and has a moment.
-    fn product() -> Trace {
+    pub(in crate::plan) fn product() -> Trace {
         let mut trace = sample::chain();
         for allocation in &mut trace.allocations {
             allocation.bytes = Bytes(allocation.bytes.0 * 1000);

@@ -50,6 +50,8 @@ fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     let is_captured = found.steps.iter().any(|it| it.way.int8_weights.is_some());
     match (is_captured, found.refusals.int8_weights.as_str()) {
         (true, _) => None,
+        // With leave for the class it is captured where nothing else fits.
+        (false, "") if !request.allow_kinds.contains(&ActionKind::Int8Weights) => None,
         (false, "") => Some("the step was not captured with weights in 8 bits".to_owned()),
         (false, reason) => Some(reason.to_owned()),
     }
