@@ -61,7 +61,7 @@ def test_a_forward_that_turns_gradients_on_is_told_what_it_would_take_without():
     [note] = notes_of_graphs(prediction)
     assert prediction.predicted_peak_bytes == measured(workload, gradients=True)
     assert note.startswith("the forward turns gradients on")
-    assert "test_kept_graph.py:" in note
+    assert "test_retained_graph.py:" in note
     assert note.endswith(
         f"the peak would be {bytes_text(without)} under `torch.no_grad()` or "
         "`torch.inference_mode()`"

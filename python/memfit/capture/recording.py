@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from memfit.capture.as_trace import trace_json
-from memfit.capture.kept_graph import graph_note
 from memfit.capture.probe.gpu_scratch import probe_gpu_scratch
 from memfit.capture.probe.optimizer_updates import (
     fused_optimizer_refusal,
@@ -29,6 +28,7 @@ from memfit.capture.record.recorder import RealStepNeeded, Recorder
 from memfit.capture.record.returned import Returned
 from memfit.capture.record.step import StepRunner
 from memfit.capture.record.step_loss import Reduction, loss_reduction
+from memfit.capture.retained_graph import graph_note
 from memfit.capture.stage import cublas
 from memfit.capture.stage.cuda import CudaRunner
 from memfit.capture.stage.fake import (

@@ -2,7 +2,7 @@
 
 Responsible for finding who holds what a loop keeps, for noticing sums whose graph grows though
 backward has freed the bytes, and for saying so once. Not responsible for what a loop keeps
-(:mod:`memfit.track.kept`), nor for measuring the bytes.
+(:mod:`memfit.track.retained`), nor for measuring the bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from memfit.track import owners, variables
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cause import Cause
 from memfit.track.cycles import cycle_of
-from memfit.track.kept import GROUPS, Growth, Kept
 from memfit.track.look import NAMES, Look, Owner, is_own, search, undisturbed
+from memfit.track.retained import GROUPS, Growth, Kept
 
 TERMS = 4
 """Terms of a sum from which on it is looked at."""

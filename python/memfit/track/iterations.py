@@ -1,7 +1,7 @@
 """The iterations of a script that nobody has marked: optimizer steps, backwards, or time alone.
 
 Responsible for telling which of them a script has, and for the growth that was found. Not
-responsible for what growth is (:mod:`memfit.track.kept`) nor for its cause
+responsible for what growth is (:mod:`memfit.track.retained`) nor for its cause
 (:mod:`memfit.track.growth`).
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 from memfit import _native
 from memfit.track.cause import Cause
 from memfit.track.growth import GrowthWatch, collection_of
-from memfit.track.kept import Growth, growth_over_time
+from memfit.track.retained import Growth, growth_over_time
 
 Rhythm = Literal["step", "backward", "time"]
 """What an iteration is: an optimizer's step, a run of autograd's engine, or a part of the run."""

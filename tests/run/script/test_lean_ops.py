@@ -10,9 +10,9 @@ from ran import inline
 from torch import nn
 
 from memfit.options import Options
-from memfit.run.script.kept import Peak
 from memfit.run.script.lean_ops import IN_PIECES, LeanOps
 from memfit.run.script.request import FitRequest
+from memfit.run.script.verdict import Peak
 from memfit.track import cpu
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ran import Ran, in_forks, inline
 
-from memfit.run.script.kept import BudgetKept, Over
+from memfit.run.script.verdict import BudgetKept, Over
 
 STEPS = """
     import torch

@@ -1,7 +1,7 @@
 """Whether autograd records the forward of inference.
 
 Responsible for the mode in which such a forward runs, also against its own wish. Not responsible
-for what the two modes are compared for (:mod:`memfit.capture.kept_graph`).
+for what the two modes are compared for (:mod:`memfit.capture.retained_graph`).
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from memfit.apply.executor import Executor, Subject
 from memfit.apply.offload.parameters import bring_parameters_home
 from memfit.errors import MemfitError
 from memfit.options import HOST
-from memfit.run.script.kept import Peak
 from memfit.run.script.place import LEAST_STATE_BYTES, strays_to
 from memfit.run.script.planned_step import Key
 from memfit.run.script.request import FitRequest
+from memfit.run.script.verdict import Peak
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.storage import is_fixed
 from memfit.torch_versions import offloaded_parameters_refusal

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from memfit.apply.executor import Executor, Subject
 from memfit.run.script.contexts import Nesting
-from memfit.run.script.kept import Peak
 from memfit.run.script.observed import Observation, ScriptRecorder, StepRecording
 from memfit.run.script.planned_step import Call
 from memfit.run.script.update_needs import UpdateNeeds
+from memfit.run.script.verdict import Peak
 
 Kind = Literal["observed", "planned", "unplanned"]
 """How a pass runs."""

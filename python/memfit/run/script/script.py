@@ -43,7 +43,6 @@ from memfit.run.script.gradients_between import (
     GradientsBetween,
 )
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
-from memfit.run.script.kept import BudgetKept, Over
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
@@ -57,6 +56,7 @@ from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates
 from memfit.run.script.strict import Strict
+from memfit.run.script.verdict import BudgetKept, Over
 from memfit.run.script.wanted import Wanted
 from memfit.track.owners import instances
 
