@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ran import in_forks, inline
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site
@@ -183,6 +184,8 @@ def test_looks_at_gradients_are_told_to_each_loop():
     first.install()
     second.install()
     try:
+        FakeTensorMode().from_tensor(layer.weight)  # as memfit does to know what a call takes
+        assert not first.by_others
         exec(compile("layer.weight.grad", "script.py", "eval"), {"layer": layer})  # noqa: S102
         assert first.by_others
         assert second.by_others

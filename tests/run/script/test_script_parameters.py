@@ -117,7 +117,10 @@ def test_a_view_that_is_taken_later_has_something_behind_it(tmp_path: Path):
     (loop,) = ran.loops
     assert "8 parameters offloaded" in ran.stderr
     assert parameters_away(ran) == 0
-    view = "parameters stay in memory: the script keeps a view of `0.weight`"
+    view = (
+        "parameters stay in memory: a view of `0.weight` lives on, in a variable or in the graph "
+        "of a value that the script keeps"
+    )
     assert loop["notes"] == [GRADIENTS_IN_FILES, view, AS_RECORDED]
     assert loop["planned"]["steps"] == 5
 

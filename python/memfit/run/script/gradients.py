@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 _TORCH = Path(torch.__file__).parent
-_OWN = (_TORCH / "optim", _TORCH / "nn" / "modules", Path(__file__).parents[2])
+_OWN = (
+    _TORCH / "optim",
+    _TORCH / "nn" / "modules",
+    _TORCH / "_subclasses",  # makes fakes of parameters, for memfit
+    Path(__file__).parents[2],
+)
 _SLOT: Any = Tensor.grad
 
 

@@ -434,14 +434,15 @@ class Loop:
         return running
 
     def _leave_views(self, names: list[str]) -> None:
-        """Plan for parameters in memory once the script keeps views of some that were elsewhere.
+        """Plan for parameters in memory once views live on of some that were elsewhere.
 
         It may read them at any moment, and nothing tells of that.
         """
         if names:
             self._plan_without(
                 _PARAMETERS,
-                f"parameters stay in memory: the script keeps a view of `{names[0]}`",
+                f"parameters stay in memory: a view of `{names[0]}` lives on, in a variable or in "
+                "the graph of a value that the script keeps",
             )
 
     def _plan_without(self, kind: str, note: str) -> None:
