@@ -55,3 +55,48 @@ def test_only_steps_in_which_something_compiled_runs_are_left_alone(tmp_path: Pa
     for name in ("LossCompiled", "InPlace"):
         said = f"`{name}` runs unplanned: something that `torch.compile` compiled runs in it"
         assert said in ran.stderr
+
+
+OPTIMIZER = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    @torch.compile(backend="eager", dynamic=False)
+    def updated(p, grad, average, lr):
+        average.lerp_(grad, 0.1)
+        p.sub_(average.sign() * lr)
+
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, parameters, lr=1e-3):
+            super().__init__(parameters, {"lr": lr})
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["average"] = torch.zeros_like(p)
+                    updated(p.detach(), p.grad, state["average"], group["lr"])
+
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model = nn.Sequential(*layers)
+    optimizer = Signs(model.parameters())
+    for step in range(5):
+        loss = model(torch.randn(1024, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    torch.save(model.state_dict(), "trained.pt")
+"""
+
+
+def test_steps_are_planned_whose_optimizer_is_compiled(tmp_path: Path):
+    """As torchao's are: every step ran unplanned, for something compiled ran in it."""
+    ran = inline(tmp_path, "3MiB", OPTIMIZER)
+    (loop,) = ran.loops
+    assert loop["refusal"] is None, ran.stderr
+    assert loop["planned"]["steps"] >= 3
+    assert loop["plan"]["actions"]
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]

@@ -458,11 +458,15 @@ class AdoptedScript:
             copies.remove()
 
     def compiled_runs(self) -> None:
-        """Leave a step alone in which something compiled runs."""
+        """Leave a step alone in which something compiled runs, but for its optimizer's own."""
         self._has_compiled = True
         for loop in self._loops:
             loop.compiled_runs()
         current = self._current
+        if current is not None and self._stepping and not current.running.in_forward:
+            if isinstance(current.running, ObservedPass):
+                current.running.leave_out_updates()
+            return
         if current is None or (
             current.running.kind != "observed" and not current.running.in_forward
         ):
