@@ -65,7 +65,8 @@ class Options:
 
     Attributes:
         allow: Loosest promise to consider even where a stricter plan fits; or a technique that
-            changes numbers by its own name (``"shrink"``); or several of both.
+            changes numbers by its own name (``"shrink"``); or several of both, in a list or
+            between commas as the command line has them.
         own_loop: Only plan what works inside the caller's own loop.
         forbid: Techniques to leave out.
         keep: Modules, as ``named_modules()`` names them, that compute in their own types with
@@ -133,7 +134,7 @@ class Options:
 
     @property
     def _allowances(self) -> Sequence[str]:
-        return (self.allow,) if isinstance(self.allow, str) else self.allow
+        return self.allow.split(",") if isinstance(self.allow, str) else self.allow
 
     @property
     def promise(self) -> Promise:

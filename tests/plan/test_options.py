@@ -31,6 +31,15 @@ def test_what_no_plan_can_be_made_for_is_refused_before_anything_runs(keywords, 
     assert str(refused.value).startswith(said)
 
 
+def test_several_allowances_may_stand_between_commas():
+    """As after `--allow`."""
+    both = Options(allow="equivalent,shrink")
+    assert (both.promise, both.allow_kinds) == ("equivalent", ["shrink"])
+    assert both.allow_kinds == Options(allow=["equivalent", "shrink"]).allow_kinds
+    with pytest.raises(UsageError, match="knows no `shrunk`"):
+        Options(allow="equivalent,shrunk")
+
+
 def test_keywords_replace_fields_of_the_options():
     exact = Options(forbid=["remat"], own_loop=True)
     wider = Options.of(exact, allow="equivalent")
