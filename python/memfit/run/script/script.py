@@ -542,6 +542,7 @@ class AdoptedScript:
                 return  # the next pass ends it
             self._end_pass()
         loop.rest()
+        self._loose.rest()
 
     def _complete(self, current: _Running, stepped: Optimizer | None) -> None:
         """A step is complete: an optimizer has stepped, or there is none."""
