@@ -128,3 +128,39 @@ def test_what_an_update_by_a_sparse_gradient_takes_is_learnt_on_few_rows(kind):
         took = window.peak()[0] - before
         assert took > 0
         assert abs(foreseen - took) <= 0.03 * took
+
+
+def test_products_with_sparse_tensors_are_not_recomputed(tmp_path: Path):
+    """Executors cannot run them again, and kept what the plan had dropped."""
+    ran = inline(
+        tmp_path,
+        "17MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
+        def forward(self, edges, x):
+            for layer in self.layers:
+                x = (x + torch.sparse.mm(edges, x).tanh() * layer(x)).relu()
+            return x
+    model = Graph()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    at = torch.randint(0, 2048, (2, 4096))
+    edges = torch.sparse_coo_tensor(at, torch.rand(4096), (2048, 2048)).coalesce()
+    x = torch.randn(2048, 128)
+    for step in range(5):
+        loss = model(edges, x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """,
+    )
+    (loop,) = ran.loops
+    assert any(action["kind"] == "remat" for action in loop["plan"]["actions"])
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]
