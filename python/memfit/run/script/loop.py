@@ -271,7 +271,9 @@ class Loop:
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
-        if isinstance(running, ObservedPass) and self.placing.is_loose:
+        if isinstance(running, ObservedPass) and self.root is None:
+            running.leave_out_updates()  # nothing is learnt of a model that is gone
+        elif isinstance(running, ObservedPass) and self.placing.is_loose:
             if self.placing.updated_by([optimizer]):
                 running.leave_out_updates()
         elif isinstance(running, ObservedPass):

@@ -77,6 +77,11 @@ class Placing:
         """What keeps things elsewhere now."""
         return self.waiting or self.executor
 
+    @property
+    def has_parameters_elsewhere(self) -> bool:
+        """Whether parameters may be elsewhere now."""
+        return self.held is not None and self.held.parameters is not None
+
     def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """Those optimizers that update parameters of the model."""
         own = {id(p) for p in self.model().parameters()}

@@ -535,18 +535,29 @@ class AdoptedScript:
         return loop
 
     def _model_went(self, loop: Loop) -> None:
-        """The script has let go of a model: so does memfit, and its optimizer goes with it."""
-        running = None if self._current is None else self._current.running
-        if running is not None and self._current is not None and self._current.loop is loop:
-            if threading.get_ident() != self._thread or not running.is_at_rest:
-                return  # the next pass ends it
+        """The script has let go of a model: so does memfit, and its optimizer goes with it.
+
+        Not while backward may come, which needs what the pass has put elsewhere.
+        """
+        current = self._current
+        if current is not None and current.loop is loop:
+            is_over = current.running.in_forward and current.is_given_up()
+            is_here = threading.get_ident() == self._thread and current.running.is_at_rest
+            if not (is_over and is_here):
+                return  # its step, or the next pass, ends it
             self._end_pass()
+        if loop.placing.has_parameters_elsewhere:
+            return  # the script may hold some of them, in a graph as well
         loop.rest()
         self._loose.rest()
 
     def _complete(self, current: _Running, stepped: Optimizer | None) -> None:
         """A step is complete: an optimizer has stepped, or there is none."""
         loop, running = current.loop, current.running
+        if loop.root is None:  # the script has let go of the model since forward
+            self._end_pass()
+            self._model_went(loop)
+            return
         optimizers = loop.placing.updated_by(self._optimizers)
         if stepped is not None and stepped not in optimizers:
             optimizers.append(stepped)
@@ -566,7 +577,7 @@ class AdoptedScript:
     def _complete_without_optimizer(self, current: _Running) -> None:
         """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
         loop = current.loop
-        if loop.has_optimizer is None:
+        if loop.has_optimizer is None and loop.root is not None:
             loop.has_optimizer = bool(loop.placing.updated_by(instances(Optimizer)))
         if not loop.has_optimizer:
             self._complete(current, None)
