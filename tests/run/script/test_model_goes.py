@@ -41,3 +41,61 @@ def test_a_model_and_its_optimizer_go_when_the_script_lets_go_of_them(
     ran = inline(tmp_path, budget, code, offload=str(tmp_path), fitting=fitting)
     assert len(ran.loops) == 2
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+DROPPED = """
+    import copy, torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self, copies):
+            super().__init__()
+            self.copies = copies
+            layers = [it for _ in range(8) for it in (nn.Linear(512, 512), nn.GELU())]
+            self.body, self.head = nn.Sequential(*layers), nn.Linear(512, 512)
+        def forward(self, x):
+            x = self.body(x)
+            if self.copies:
+                x = x + copy.deepcopy(self.head)(x).detach()
+            return self.head(x)
+    for copies in (False, True):
+        model = Net(copies)
+        optimizer = torch.optim.AdamW(model.parameters())
+        weights = list(model.parameters())
+        for step in range(5):
+            x = torch.randn(512, 512)
+            loss = nn.functional.mse_loss(model(x), x)
+            if step == 4:
+                del model
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+        again = sum(weight.square().sum() for weight in weights)
+        optimizer.zero_grad()
+        again.backward()
+        optimizer.step()
+        print(repr(again.item()), [weight.sum().item() for weight in weights])
+        moments = optimizer.state_dict()["state"].values()
+        print([value.sum().item() for state in moments for value in state.values()])
+        del optimizer, weights, loss, again
+"""
+"""A step takes 57 MiB."""
+
+
+@pytest.mark.parametrize(
+    ("budget", "place", "forbidden"),
+    [
+        ("43MiB", None, "fuse_optimizer"),
+        ("23MiB", "files", "fuse_optimizer"),
+        ("34MiB", "files", "offload_optimizer"),
+    ],
+)
+def test_a_model_that_is_dropped_before_backward_leaves_its_step_whole(
+    tmp_path: Path, budget: str, place: str | None, forbidden: str
+):
+    """What was elsewhere was let go of with it, and backward met memory that was not there."""
+    folder = None if place is None else str(tmp_path)
+    ran = inline(tmp_path, budget, DROPPED, offload=folder, fitting=("--forbid", forbidden))
+    assert "memfit failed" not in ran.stderr
