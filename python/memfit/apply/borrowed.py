@@ -1,4 +1,4 @@
-"""Modules that executors know and do not keep alive."""
+"""Modules that executors use and do not keep alive."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 
 
 def borrowed(held: weakref.ref[nn.Module]) -> nn.Module:
-    """A module that whoever runs it holds.
+    """A module, of which the caller's user has a reference.
 
     Args:
-        held: What knows it.
+        held: A weak reference to it.
     """
     module = held()
-    assert module is not None, "asked for only while it runs, or its user brings it home"
+    assert module is not None, "asked for only while its user runs it or takes it back"
     return module

@@ -85,8 +85,7 @@ OF_OPTIMIZER = (*BETWEEN_STEPS, NARROW_STATE, "one_by_one", "fuse_optimizer")
 class Subject:
     """What a plan is carried out on.
 
-    Whoever runs the model holds it. An executor does not: a script that lets go of its model has
-    its memory back.
+    The reference to the model is weak: once the script drops the model, its memory is free.
 
     Attributes:
         held: The model; it is left unmodified.

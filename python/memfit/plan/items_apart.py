@@ -180,7 +180,7 @@ def items_to_cut(model: nn.Module, given: Any) -> int:
 
 
 def _refuse_objects(given: Any) -> None:
-    """Nobody knows what a call does to an object: a cache keeps the keys that it is given."""
+    """A call may change an object that it is given, as a cache keeps keys and values."""
     for leaf in tree_flatten(given)[0]:
         if not isinstance(leaf, _VALUES):
             raise ItemsMixedError(

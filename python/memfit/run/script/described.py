@@ -88,7 +88,7 @@ def described(loop: Loop) -> dict[str, Any]:
 
 
 def _of_other_sizes(loop: Loop) -> list[str]:
-    """How often steps ran whose sizes nobody had recorded."""
+    """How often steps ran at sizes that were not recorded."""
     plans = loop.plans
     counted = (
         (

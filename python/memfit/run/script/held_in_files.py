@@ -221,7 +221,7 @@ class HeldInFiles:
     def _free(
         self, tensors: list[Tensor], models: Iterable[nn.Module], written: set[int]
     ) -> list[Tensor]:
-        """Those of some tensors that nobody writes, as far as one knows, largest first."""
+        """Those of some tensors that are not known to be written, largest first."""
         for optimizer in (it for ref in self._optimizers if (it := ref()) is not None):
             written.update(id(it) for group in optimizer.param_groups for it in group["params"])
             for state in optimizer.state.values():

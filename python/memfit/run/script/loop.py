@@ -337,7 +337,7 @@ class Loop:
     def _run(self, call: Call, own: list[Optimizer], waiting: Executor | None) -> Pass:
         """Begin a pass by a plan, or as it was recorded."""
         key = call.key
-        # First: what is elsewhere is not held besides.
+        # Before memory is counted: what is offloaded takes none.
         self._leave_views(self.placing.pass_begins(own, waiting))
         outside = self._outside_bytes(call.inputs, own)
 

@@ -520,7 +520,7 @@ class AdoptedScript:
             self._request,
             self._room,
             self._planned,
-            self._model_went,
+            lambda loop: self._signals.tell(self._model_went, loop),
             self._say,
             self._checkpoints,
             self._strict,

@@ -132,7 +132,17 @@ class Signals:
 
         self._undo.append(put_back)
 
-    def _tell(self, told: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def tell(self, told: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Tell of something; where that fails, the script runs on without memfit, which says so.
+
+        Args:
+            told: What is told.
+            args: Of what.
+            kwargs: Likewise.
+
+        Raises:
+            UpdatesMadeError: Going on would be wrong.
+        """
         if not self._undo:
             return
         try:
@@ -153,16 +163,16 @@ class Signals:
                 return original(module, *args, **kwargs)
             self._inside = True
             try:
-                self._tell(listener.called, module, args, kwargs)
+                self.tell(listener.called, module, args, kwargs)
                 result = original(module, *args, **kwargs)
-                self._tell(listener.gave, result)
+                self.tell(listener.gave, result)
                 return result
             except BaseException:
-                self._tell(listener.failed)
+                self.tell(listener.failed)
                 raise
             finally:
                 self._inside = False
-                self._tell(listener.returned)
+                self.tell(listener.returned)
 
         return call
 
@@ -178,7 +188,7 @@ class Signals:
             creates_graph = bool(args[3]) if len(args) > 3 else False  # noqa: PLR2004
             accumulates = bool(kwargs.get("accumulate_grad"))
             try:
-                self._tell(
+                self.tell(
                     listener.backward_begins,
                     accumulates=accumulates,
                     creates_graph=creates_graph,
@@ -187,7 +197,7 @@ class Signals:
                 return original(*args, **kwargs)
             finally:
                 self._in_backward = False
-                self._tell(listener.backward_ended)
+                self.tell(listener.backward_ended)
 
         return run
 
@@ -196,7 +206,7 @@ class Signals:
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if threading.get_ident() == self._thread:
-                self._tell(self._listener.optimizer_made, optimizer)
+                self.tell(self._listener.optimizer_made, optimizer)
 
         return make
 
@@ -204,7 +214,7 @@ class Signals:
         @functools.wraps(original)
         def reduce(module: nn.Module, *args: Any) -> Any:
             if not self._in_backward and threading.get_ident() == self._thread:
-                self._tell(self._listener.copies)
+                self.tell(self._listener.copies)
             return original(module, *args)
 
         return reduce
@@ -214,11 +224,11 @@ class Signals:
         def save(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
             if threading.get_ident() != self._thread:
                 return original(optimizer, *args, **kwargs)
-            self._tell(self._listener.saves, optimizer)
+            self.tell(self._listener.saves, optimizer)
             try:
                 return original(optimizer, *args, **kwargs)
             finally:
-                self._tell(self._listener.saved)
+                self.tell(self._listener.saved)
 
         return save
 
@@ -258,7 +268,7 @@ class Signals:
         if self._in_compiled or self._in_backward or not self._undo:
             return
         self._in_compiled = True
-        self._tell(self._listener.compiled_runs)
+        self.tell(self._listener.compiled_runs)
         if nn.Module.__call__ is self._call:
             nn.Module.__call__ = self._original_call  # type: ignore[method-assign]
 
@@ -274,9 +284,9 @@ class Signals:
             return
         listener = self._listener
         if when != "before":
-            self._tell(listener.optimizer_ended, optimizer)
+            self.tell(listener.optimizer_ended, optimizer)
             return
-        self._tell(listener.optimizer_begins, optimizer)
+        self.tell(listener.optimizer_begins, optimizer)
         if self._undo and not STEPS.has_arguments:
             # Not told: after half of the updates there is no going on as if nothing had been.
             listener.updates(optimizer)
