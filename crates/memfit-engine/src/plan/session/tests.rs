@@ -382,7 +382,7 @@ fn where_nothing_fits_the_plan_says_what_leave_to_change_numbers_would_bring() {
     let session = || PlanSession::new(exact.clone(), None);
 
     let (asked, plain) = told(session(), &trace, 2);
-    assert!(asked.is_empty(), "nobody wants to know: {asked:?}");
+    assert!(asked.is_empty(), "no ways were to be asked for: {asked:?}");
     assert_eq!(
         (plain.verdict, plain.next_class.as_ref()),
         (Verdict::DoesNotFit, None)
