@@ -116,13 +116,20 @@ class HeldInFiles:
         self.count = 0
         self.is_said = False
 
-    def place(self, budget_bytes: int, models: Iterable[nn.Module], inputs: Any) -> str:
+    def place(
+        self,
+        budget_bytes: int,
+        models: Iterable[nn.Module],
+        inputs: Any,
+        trained: Iterable[nn.Module] = (),
+    ) -> str:
         """Have what nobody writes in files; a model is about to be called.
 
         Args:
             budget_bytes: The budget.
-            models: Those that are trained.
+            models: Those that the script calls with gradients on, whose buffers are written.
             inputs: What the next of them is about to be called with.
+            trained: Those among them whose parameters may be.
 
         Returns:
             Where anything is; empty where all is in memory.
@@ -134,11 +141,12 @@ class HeldInFiles:
         self._bring_written_back()
         worth = int(budget_bytes * _WORTH)
         try:
-            models = list(models)
-            self._map(self._aged(models), worth, place)
+            own = {id(buffer) for model in models for buffer in model.buffers()}
+            own.update(id(it) for model in trained for it in model.parameters())
+            self._map(self._aged(own), worth, place)
             has_grown = self._has_grown(worth) or self._is_first
             if has_grown and self._looks < MOST_LOOKS:
-                self._look(models, inputs, worth, place)
+                self._look(own, inputs, worth, place)
         except (OSError, RuntimeError):
             self._is_over = True  # what went is there, and the others stay
         return place if self._mapped else ""
@@ -150,8 +158,11 @@ class HeldInFiles:
         mapped = (it for it in listed if self._mapped.pop(id(it), None) is not None)
         bring_back([it for it in mapped if _is_mapped(it)])
 
-    def model_is_new(self) -> None:
-        """Another model's first pass begins: what is there now does not come with each of them."""
+    def look_anew(self) -> None:
+        """Map what is there now at once: another model's first pass begins, or one is not trained.
+
+        What each step makes comes later.
+        """
         self._is_first = True
 
     def _has_grown(self, worth: int) -> bool:
@@ -170,7 +181,7 @@ class HeldInFiles:
             self._live_bytes.clear()
         return has_grown
 
-    def _look(self, models: Iterable[nn.Module], inputs: Any, worth: int, place: str) -> None:
+    def _look(self, own: set[int], inputs: Any, worth: int, place: str) -> None:
         """Find what the script holds; of a model's first pass, map it, else once it is still there.
 
         Raises:
@@ -179,7 +190,7 @@ class HeldInFiles:
         """
         is_first, self._is_first = self._is_first, False
         self._looks += 1
-        found = self._found(models)
+        found = self._found(own)
         passing = set(map(id, tree_leaves(inputs)))
         known = [it for it in found if is_first and id(it) not in passing]
         before = _native.counted_bytes()
@@ -197,37 +208,35 @@ class HeldInFiles:
             if tensor is None:
                 del self._mapped[key]
             elif mapped.is_written(tensor):
-                del self._mapped[key]
                 self._written[key] = mapped.tensor
-                if not is_lent(tensor) and _is_mapped(tensor):
+                if not _is_mapped(tensor):
+                    del self._mapped[key]
+                elif not is_lent(tensor):  # else once the graph that holds it is gone
                     changed.append(tensor)
         tensor = None  # who counts its owners knows of the list alone
         bring_back(changed)
 
-    def _found(self, models: Iterable[nn.Module]) -> list[Tensor]:
+    def _found(self, own: set[int]) -> list[Tensor]:
         """Tensors that may go."""
         known = instances(Tensor, Optimizer)
         tensors = [it for it in known if isinstance(it, Tensor)]
         self._optimizers = [weakref.ref(it) for it in known if isinstance(it, Optimizer)]
         with without_barrier():
             gradients = {id(gradient_of(it)) for it in tensors if it.requires_grad and is_leaf(it)}
-        return self._free(tensors, models, gradients)
+        return self._free(tensors, own | gradients)
 
-    def _aged(self, models: Iterable[nn.Module]) -> list[Tensor]:
+    def _aged(self, own: set[int]) -> list[Tensor]:
         """Those seen at the last look that are still there and may go."""
         alive = [tensor for ref in self._seen.values() if (tensor := ref()) is not None]
-        return self._free(alive, models, set()) if alive else []  # gradients are lent by now
+        return self._free(alive, set(own)) if alive else []  # gradients are lent by now
 
-    def _free(
-        self, tensors: list[Tensor], models: Iterable[nn.Module], written: set[int]
-    ) -> list[Tensor]:
+    def _free(self, tensors: list[Tensor], written: set[int]) -> list[Tensor]:
         """Those of some tensors that are not known to be written, largest first."""
         for optimizer in (it for ref in self._optimizers if (it := ref()) is not None):
             written.update(id(it) for group in optimizer.param_groups for it in group["params"])
             for state in optimizer.state.values():
                 written.update(map(id, state_tensors(state)))
         written |= {key for key, ref in self._written.items() if ref() is not None}
-        written |= {id(buffer) for model in models for buffer in model.buffers()}
         least = LEAST_HELD_BYTES
         free = [
             it

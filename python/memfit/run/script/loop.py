@@ -213,6 +213,12 @@ class Loop:
         """
         self._given_up[key] = self._given_up[key] + 1 if given_up else 0
 
+    @property
+    def may_train(self) -> bool:
+        """Whether steps update the model, or it is not known yet that they do not."""
+        has_stepped = any(count.steps for count in self.counts.values())
+        return has_stepped or not any(self._given_up.values())
+
     def rest(self) -> None:
         """Let go of the model until the next pass."""
         for planned in self.plans:

@@ -263,7 +263,7 @@ class AdoptedScript:
     def _place_held(self, loop: Loop, inputs: Any) -> None:
         """Have what the script holds in files, if the loop lacks room for its next pass."""
         if self._held.count or loop.need.is_of_held():
-            place = self._held.place(loop.budget_bytes(), self._models(), inputs)
+            place = self._held.place(loop.budget_bytes(), self._models(), inputs, self._trained())
             if place and self._request.may_choose_place and not self._held.is_said:
                 self._held.is_said = True
                 self._say(f"{HELD_IN_FILES}; they lie in `{place}`; `--no-offload` forbids it")
@@ -278,6 +278,10 @@ class AdoptedScript:
 
     def _models(self) -> Iterator[nn.Module]:
         return (root for loop in self._loops if (root := loop.root) is not None)
+
+    def _trained(self) -> Iterator[nn.Module]:
+        """Models that steps may update, with or without an optimizer that memfit knows."""
+        return (root for loop in self._loops if loop.may_train and (root := loop.root) is not None)
 
     def _evaluate(self, root: nn.Module, call: Call) -> None:
         """A model is about to be called without gradients."""
@@ -295,7 +299,7 @@ class AdoptedScript:
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
         if self._held.count:
-            self._held.place(self._kept.budget_bytes, self._models(), inputs)
+            self._held.place(self._kept.budget_bytes, self._models(), inputs, self._trained())
         self._between("evaluation")
         if any(loop.need.is_of_state() for loop in self._loops):
             for loop in self._loops:
@@ -526,7 +530,7 @@ class AdoptedScript:
             self._strict,
         )
         self._loops.append(loop)
-        self._held.model_is_new()
+        self._held.look_anew()
         if self._has_compiled:
             loop.compiled_runs()
         if loop.refusal:
@@ -590,7 +594,10 @@ class AdoptedScript:
             if not current.running.in_forward:
                 loop.forward_was(current.key, given_up=False)
             elif current.is_given_up():
+                might_train = loop.may_train
                 loop.forward_was(current.key, given_up=True)
+                if might_train and not loop.may_train:
+                    self._held.look_anew()  # at a teacher, say
             peak = current.running.end()
             if isinstance(current.running, ObservedPass) and self._gradients.adopt(self._models()):
                 self._goes_to(self._gradients.place(), GRADIENTS_IN_FILES)
