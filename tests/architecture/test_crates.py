@@ -24,12 +24,19 @@ BELOW = {
 pytestmark = pytest.mark.skipif(not CRATES.exists(), reason="the crates are not beside the tests")
 
 
+def is_of_tests(file: Path) -> bool:
+    """Whether a file is a module of tests, which the module above it compiles for tests alone."""
+    above = (file.parent.with_suffix(".rs"), file.parent / "mod.rs")
+    declared = any("#[cfg(test)]\nmod tests;" in one.read_text() for one in above if one.exists())
+    return file.name == "tests.rs" and declared
+
+
 def uses(folder: Path) -> dict[str, set[str]]:
     """Which modules right under a crate's root each of them names, tests aside."""
     graph: dict[str, set[str]] = {}
     for file in sorted(folder.rglob("*.rs")):
         name = file.relative_to(folder).parts[0].removesuffix(".rs")
-        if name in {"lib", "main"}:
+        if name in {"lib", "main"} or is_of_tests(file):
             continue
         source = re.sub(r"//[^\n]*", "", file.read_text()).partition("#[cfg(test)]\nmod tests {")[0]
         named = set(re.findall(r"\bcrate::(\w+)", source))
