@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memfit.run.script.roots import Roots, Together, class_names
+from memfit.track.owners import instances
 
 
 class Pair(nn.Module):
@@ -42,6 +43,20 @@ def test_a_part_is_of_the_smallest_module_with_all_that_is_updated():
     assert roots.of(pair, optimizers) == (pair, "")
     assert roots.of(around, optimizers) == (around, ""), "it holds all"
     assert roots.of(around.more, optimizers) == (around.more, ""), "nothing updates it"
+
+
+def test_the_modules_of_a_script_are_looked_through_once_for_all_parts(monkeypatch):
+    pair, looks = Pair(), []
+    monkeypatch.setattr(
+        "memfit.run.script.roots.instances", lambda *kinds: looks.append(1) or instances(*kinds)
+    )
+    optimizers, roots = [adam(*pair.parameters())], Roots()
+    for part in (pair.first, pair.second, pair.second[0]):
+        assert roots.of(part, optimizers)[0] is pair
+    assert len(looks) == 1
+    outer = Around(pair)
+    optimizers[0].add_param_group({"params": [*outer.more.parameters()]})
+    assert roots.of(pair.second, optimizers)[0] is outer, "it updates more now"
 
 
 def test_a_part_that_is_updated_alone_is_a_root():

@@ -46,14 +46,31 @@ pub fn plan_within(
     }
     let costs = Costs::new(trace, source)?;
     let ways = ways::with_costs(trace, source, &costs, request)?;
+    let whole = Planner::new(trace, &costs, &ways, request, Share::FULL);
+    if matches!(limit, Limit::Work(_)) {
+        // Somebody waits for it, and asks for the smallest peak only where nothing fits.
+        let plan = allocated(whole, limit, Smallest::NotSought)?;
+        if plan.verdict == Verdict::Fits {
+            return Ok(plan);
+        }
+    }
+    allocated(whole, limit, Smallest::Sought)
+}
+
+/// The plan that the simulated allocator lets run, made for fewer bytes where it refuses one.
+fn allocated(whole: Planner<'_>, limit: Limit<'_>, smallest: Smallest) -> Result<Plan, PlanError> {
     let mut less = Bytes::ZERO;
     let mut attempts = 0;
     loop {
         let (plan, answer) = with_work_clock(|clock| {
-            let share = Share::within(limit, clock);
-            let whole = Planner::new(trace, &costs, &ways, request, share);
+            let all = Share::within(limit, clock);
+            let share = match smallest {
+                Smallest::Sought => all,
+                Smallest::NotSought => all.without_bottoms(),
+            };
             let planner = Planner {
                 target: whole.target - less,
+                share,
                 ..whole
             };
             let mut plan = planner.empty_plan();
@@ -105,6 +122,13 @@ pub(super) fn beyond(
 const MOST_TIGHTENINGS: u32 = 5;
 /// The part of the budget by which it gets smaller each time.
 const TIGHTENING: u64 = 32;
+
+/// Is the smallest peak of any plan sought?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Smallest {
+    Sought,
+    NotSought,
+}
 
 /// Did the allocator let the plan run?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -195,7 +219,9 @@ impl Planner<'_> {
             let ran = self.ask_allocator(plan, self.trace, Variant::default(), &nothing);
             if ran == Ran::Yes {
                 plan.stop_reason = StopReason::NothingToDo;
-                plan.minimum_peak_bytes = self.minimum(plan);
+                if self.share.has_bottoms() {
+                    plan.minimum_peak_bytes = self.minimum(plan);
+                }
                 plan.arena = arena::arena(self.trace, Variant::default(), &nothing);
             }
             return Ok(ran);

@@ -281,7 +281,7 @@ pub struct Plan {
     /// What the caching allocator holds for the planned step; absent where there is none.
     #[serde(default)]
     pub reserved: Option<Reserved>,
-    /// Smallest peak found over all allowed plans.
+    /// Smallest peak found over all allowed plans; where work is limited, it is sought only if none fits.
     pub minimum_peak_bytes: Bytes,
     /// One block that could hold all that the planned step allocates; absent in plans saved before this
     /// was known.

@@ -296,10 +296,10 @@ pub(crate) struct LoopPlan {
     /// step ran in pieces of the batch.
     pub(crate) unplanned_peak_bytes: Option<Bytes>,
     pub(crate) predicted_peak_bytes: Bytes,
-    /// Smallest peak over all plans that work inside the script's own loop.
-    pub(crate) minimum_peak_bytes: Bytes,
+    /// Smallest peak over all plans that work inside the script's own loop; sought only where none fits.
+    pub(crate) minimum_peak_bytes: Option<Bytes>,
     /// Smallest budget by which that one fits.
-    pub(crate) minimum_budget_bytes: Bytes,
+    pub(crate) minimum_budget_bytes: Option<Bytes>,
     pub(crate) predicted_step_ratio: f64,
     /// Whether large ops ran in pieces, which may change rounding, whatever the actions are.
     #[serde(default)]

@@ -114,8 +114,8 @@ def _plan_described(planned: PlannedStep) -> dict[str, Any]:
         "fits": plan.fits,
         "unplanned_peak_bytes": planned.unplanned_peak_bytes,
         "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
-        "minimum_peak_bytes": plan.minimum_peak_bytes,
-        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "minimum_peak_bytes": None if plan.fits else plan.minimum_peak_bytes,
+        "minimum_budget_bytes": None if plan.fits else plan.minimum_budget_bytes,
         "predicted_step_ratio": plan.predicted_step_ratio,
         "may_round": planned.step.may_round,
         "actions": [

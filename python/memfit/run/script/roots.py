@@ -63,12 +63,14 @@ class Roots:
     def __init__(self) -> None:
         """Know of no call yet."""
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+        self._found_for: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
         # Nobody else holds one: it is there for as long as its optimizer.
         self._together: weakref.WeakKeyDictionary[Optimizer, Together] = weakref.WeakKeyDictionary()
 
     def forget(self) -> None:
         """An optimizer has been made, for which other modules may belong together."""
         self._known.clear()
+        self._found_for.clear()
 
     def of(self, called: nn.Module, optimizers: Collection[Optimizer]) -> tuple[nn.Module, str]:
         """What the call of a module is of, and the path of the module from there.
@@ -83,14 +85,16 @@ class Roots:
         if known is not None and root is not None:
             return root, known.path
         with without_barrier():
-            root = self._found(called, optimizers)
+            root = self._found(called, optimizers, now)
             path = next((path for path, it in root.named_modules() if it is called), None)
             if path is None or (root is not called and model_refusal(root, _device(called))):
                 root, path = called, ""
         self._known[called] = _Known(now, weakref.ref(root), path)
         return root, path
 
-    def _found(self, called: nn.Module, optimizers: Collection[Optimizer]) -> nn.Module:
+    def _found(
+        self, called: nn.Module, optimizers: Collection[Optimizer], now: tuple[int, int]
+    ) -> nn.Module:
         """The smallest module, else modules together, with all that its optimizer updates.
 
         Several optimizers step at different times, and each of them ends a pass.
@@ -101,6 +105,20 @@ class Roots:
         if len(updating) != 1 or updated[updating[0]].keys() <= own:
             return called
         (optimizer,) = updating
+        # It is the same for each part, and all modules of the script are looked through for it.
+        known = self._found_for.get(optimizer)
+        root = known.root() if known is not None and known.optimizers == now else None
+        if root is None or all(it is not called for it in root.modules()):
+            root = self._root_of(optimizer, updated)
+        if root is None:
+            return called
+        self._found_for[optimizer] = _Known(now, weakref.ref(root), "")
+        return root
+
+    def _root_of(
+        self, optimizer: Optimizer, updated: dict[Optimizer, dict[int, Tensor]]
+    ) -> nn.Module | None:
+        """What holds all that an optimizer updates, and nothing that another one does."""
         wanted = updated.pop(optimizer)
         others = set().union(*updated.values())
         family = _Family(instances(nn.Module))
@@ -110,9 +128,8 @@ class Roots:
         together = self._together.get(optimizer)
         if together is None or {id(p) for p in together.parameters()} != wanted.keys():
             together = family.together(wanted)
-        if together is None:
-            return called
-        self._together[optimizer] = together
+        if together is not None:
+            self._together[optimizer] = together
         return together
 
 

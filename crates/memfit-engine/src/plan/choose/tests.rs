@@ -64,6 +64,29 @@ fn a_limit_on_work_gives_the_same_plan_each_time_and_takes_no_more_work() {
 }
 
 #[test]
+fn a_limit_on_work_seeks_the_smallest_peak_only_where_nothing_fits() {
+    let mut fitting = 0;
+    for trace in traces(60) {
+        for percent in [1, 75] {
+            let budget = predict::unplanned_peak(&trace).0 * percent / 100;
+            let (source, request) = (source(&trace), request(budget));
+            let within = |limit| plan_within(&trace, &source, &request, limit).unwrap();
+            let [all, limited] = [Limit::None, Limit::Work(1e3)].map(within);
+            assert_eq!(limited.verdict, all.verdict);
+            if limited.verdict == Verdict::DoesNotFit {
+                assert_eq!(limited.minimum_peak_bytes, all.minimum_peak_bytes);
+                continue;
+            }
+            fitting += 1;
+            assert!(limited.evaluations < all.evaluations);
+            assert!(limited.planned.predicted_peak_bytes.0 <= budget);
+            assert!(limited.predicted_step_ratio >= all.lower_bound_ratio - 1e-9);
+        }
+    }
+    assert!(fitting > 10, "{fitting}");
+}
+
+#[test]
 fn a_plan_that_fits_is_within_its_budget_and_bounds() {
     for trace in traces(120) {
         let peak = predict::unplanned_peak(&trace);

@@ -44,12 +44,17 @@ pub enum Limit<'a> {
     Work(f64),
 }
 
-/// Which combinations are followed down to their smallest peak, of those that cannot be faster than the best so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Which combinations are followed down to their smallest peak, more of them first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Bottoms {
+    /// All.
     OfEach,
+    /// Those that may be faster than the best so far, and the last.
     OfLast,
-    None,
+    /// Those that may be faster than the best so far.
+    OfFaster,
+    /// None.
+    Never,
 }
 
 /// What one search may spend.
@@ -81,9 +86,9 @@ impl<'a> Share<'a> {
     }
 
     /// A quarter: the answer only tells what another class would gain.
-    pub(in crate::plan) const fn glance(self) -> Self {
+    pub(in crate::plan) fn glance(self) -> Self {
         Self {
-            bottoms: Bottoms::None,
+            bottoms: self.bottoms.max(Bottoms::OfFaster),
             ..self.quarter()
         }
     }
@@ -102,7 +107,7 @@ impl<'a> Share<'a> {
     /// The same for one of several combinations.
     pub(in crate::plan) const fn for_one(self, is_last: bool) -> Self {
         let bottoms = match self.bottoms {
-            Bottoms::OfLast if !is_last => Bottoms::None,
+            Bottoms::OfLast if !is_last => Bottoms::OfFaster,
             bottoms => bottoms,
         };
         Self { bottoms, ..self }
@@ -157,8 +162,22 @@ impl<'a> Share<'a> {
         Self { time, ..self }
     }
 
+    /// The same without the way to any smallest peak.
+    pub(in crate::plan) const fn without_bottoms(self) -> Self {
+        Self {
+            bottoms: Bottoms::Never,
+            ..self
+        }
+    }
+
+    /// Whether a combination is followed down to its smallest peak though it cannot be faster.
     pub(super) fn has_bottom(&self) -> bool {
-        self.bottoms != Bottoms::None
+        matches!(self.bottoms, Bottoms::OfEach | Bottoms::OfLast)
+    }
+
+    /// Whether smallest peaks are looked for at all.
+    pub(in crate::plan) fn has_bottoms(&self) -> bool {
+        self.bottoms != Bottoms::Never
     }
 
     /// Which limit says that this part of the share is spent; `None` while it is not.

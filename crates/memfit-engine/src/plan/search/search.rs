@@ -56,7 +56,8 @@ pub(in crate::plan) struct Found {
 }
 
 /// `least` is the bound for the target. Where it shows that no plan adds less than `worth` seconds,
-/// only the bottom is looked for; where the share has none, not even that.
+/// only the bottom is looked for; where the share has none, not even that. Where it has none of any, the lowest is the
+/// best.
 pub(in crate::plan) fn search(
     problem: &Problem<'_>,
     target: Bytes,
@@ -71,6 +72,12 @@ pub(in crate::plan) fn search(
         return search.found(None, lowest, least);
     }
     let starts = search.starts();
+    if !share.has_bottoms() {
+        let best = search.within(target, least, starts, None);
+        let lowest = best.clone();
+        let lowest = lowest.unwrap_or_else(|| search.scorer.score(search.nothing()));
+        return search.found(best, lowest, least);
+    }
     // The way to the bottom comes first, and knows neither the target nor what ops took here: the minimum is the step's
     // own, and a budget that is named by it fits when the step is measured again.
     search.allow(BOTTOM_SHARE);
@@ -85,7 +92,7 @@ pub(in crate::plan) fn search(
     if hopeless {
         return search.found(None, lowest, least);
     }
-    let best = search.within(target, least, starts, &lowest);
+    let best = search.within(target, least, starts, Some(&lowest));
     if let Some(best) = &best
         && best.evaluation.peak_bytes < lowest.evaluation.peak_bytes
     {
@@ -167,12 +174,12 @@ impl<'p> Search<'p> {
         target: Bytes,
         least: &Bound,
         starts: Vec<Candidate>,
-        lowest: &Candidate,
+        lowest: Option<&Candidate>,
     ) -> Option<Candidate> {
         self.allow(START_SHARE);
         let mut best: Option<Candidate> = None;
         let relaxed = self.relaxed_starts(least);
-        for start in relaxed.into_iter().chain(starts).chain([lowest.clone()]) {
+        for start in relaxed.into_iter().chain(starts).chain(lowest.cloned()) {
             let met = self.descend(start, target, None);
             if met.evaluation.peak_bytes <= target {
                 let pruned = self.prune(met, target);

@@ -403,6 +403,25 @@ fn approximate(plan: &LoopPlan) -> &'static str {
     }
 }
 
+fn no_plan_fits(plan: &LoopPlan) -> String {
+    let least = plan
+        .minimum_peak_bytes
+        .map(|least| format!(": the smallest peak that keeps the script's own loop is {least}"));
+    format!(
+        "no plan fits {}{}",
+        plan.budget_bytes,
+        least.unwrap_or_default()
+    )
+}
+
+/// The budget to ask for where no plan fits, unless the verdict has said it already.
+fn smallest_budget(plan: &LoopPlan, remedy: Option<&str>) -> Option<String> {
+    let least = plan.minimum_budget_bytes.filter(|_| !plan.fits)?;
+    let option = format!("`--budget {}`", least.0);
+    let is_new = remedy != Some(option.as_str());
+    is_new.then(|| format!("the smallest budget to ask for is {least}: {option}"))
+}
+
 /// `remedy` is what the verdict has said already.
 fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     let mut lines = Vec::new();
@@ -418,18 +437,9 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
                 };
                 format!("planned for {budget}{promised}")
             }
-            (false, _) => format!(
-                "no plan fits {budget}: the smallest peak that keeps the script's own loop is {}",
-                plan.minimum_peak_bytes
-            ),
+            (false, _) => no_plan_fits(plan),
         });
-        let least = plan.minimum_budget_bytes;
-        let option = format!("`--budget {}`", least.0);
-        if !plan.fits && remedy != Some(option.as_str()) {
-            lines.push(format!(
-                "the smallest budget to ask for is {least}: {option}"
-            ));
-        }
+        lines.extend(smallest_budget(plan, remedy));
         for action in &plan.actions {
             lines.push(format!(
                 "{}: {}, step time x {:.2} predicted",
