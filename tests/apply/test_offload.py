@@ -244,6 +244,20 @@ def test_retain_graph_and_a_second_backward(x, store_all):
     compare(model, lambda: model(x), store_all(model, lambda: model(x)), twice)
 
 
+@pytest.mark.filterwarnings("ignore::memfit.errors.DivergenceWarning")
+@pytest.mark.parametrize("window_bytes", [200, 1 << 20])
+def test_a_gradient_taken_inside_forward_of_what_is_on_its_way(x, store_all, window_bytes):
+    """It comes back for good before its write has been waited for; more goes out after it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward():
+        inputs = x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(model(inputs).sum(), inputs)
+        return model(x + force).pow(2).sum()
+
+    compare(model, forward, store_all(model, forward, window_bytes))
+
+
 def test_gradients_of_gradients(x, store_all):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 

@@ -127,9 +127,10 @@ class Outgoing:
     def _settle_oldest(self) -> Fetch:
         oldest = self._queue[0]
         fetch = oldest.fetch
-        assert fetch.parcel is not None
-        fetch.parcel.settle()
-        if version_of(oldest.source) != oldest.version:
+        if fetch.parcel is not None:
+            fetch.parcel.settle()
+        # Else it has come back for good already, as where forward asks for gradients on the way.
+        if fetch.parcel is not None and version_of(oldest.source) != oldest.version:
             fetch.written_to = (
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: shape {list(oldest.source.shape)} is at version "
