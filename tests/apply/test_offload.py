@@ -25,6 +25,7 @@ from memfit.apply.remat.watch import Watch
 from memfit.errors import DivergenceWarning, OffloadError, UsageError
 from memfit.measure import measure_peak
 from memfit.run.fitted import Fitted
+from memfit.track import cpu
 from memfit.workload import Workload
 
 ROWS, WIDTH = 64, 256
@@ -131,6 +132,29 @@ def test_a_module_called_twice(x, store_all, window_bytes):
     assert outcome.observations.offloaded_saves >= outcome.offloaded
     assert outcome.observations.divergence == ""
     assert outcome.observations.kept_drops == []
+
+
+def test_what_was_made_once_the_plan_was_left_goes_where_a_region_follows_it_again(tier):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.other = False
+
+        def forward(self, x):
+            return self.layer(x).sin() if self.other else self.layer(x).cos()
+
+    assert cpu.start() is None
+    model = nn.Sequential(First(), nn.Linear(8, 8))
+    wide = torch.randn(1024, 8)  # a stray is 16 KiB at least
+    ops = record(model, lambda: model(wide).sum(), backward=True)
+    remat = ops.remat(regions=[("0", 0), ("1", 0)])
+    planned = Rematerialiser(model, remat, warn=False, strays=lambda: tier)
+    assert compare(model, lambda: model(wide).sum(), planned).offloaded == 0
+    model[0].other = True
+    outcome = compare(model, lambda: model(wide).sum(), planned)
+    assert planned.diverged
+    assert outcome.offloaded == 1
 
 
 def test_some_module_calls_only(x, store_all):

@@ -99,6 +99,8 @@ class Subject:
             an entry for each item of the batch, by their places.
         warn: Whether to warn, once, when the running model leaves the plan.
         called: The module in it whose calls run in pieces of the batch; ``None`` for the model.
+        not_called: Paths of modules that the recorded step did not call: a forward that calls one
+            has left the plan, also a plan without any action. Empty to take no notice.
     """
 
     held: weakref.ref[nn.Module]
@@ -110,6 +112,7 @@ class Subject:
     cut: tuple[int, ...] = ()
     warn: bool = True
     called: weakref.ref[nn.Module] | None = None
+    not_called: tuple[str, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -187,6 +190,7 @@ def _activations(subject: Subject, actions: Actions) -> Part:
         shrink=_said(actions, "shrink"),
         warn=subject.warn,
         strays=lambda: _strays(subject, tier),
+        not_called=subject.not_called,
     )
 
 
@@ -338,6 +342,8 @@ class Executor:
             part = part or technique.make(subject, actions)
             if part is not None:
                 self._parts[kind] = part
+        if subject.not_called and self._parts.keys().isdisjoint(_OF_ACTIVATIONS):
+            self._parts["remat"] = _activations(subject, actions)
         micro = self._parts.get("micro_batch")
         self.micro_batches = micro if isinstance(micro, MicroBatches) else None
         self.fuse = "fuse_optimizer" in actions

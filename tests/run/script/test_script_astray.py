@@ -100,3 +100,62 @@ def test_steps_that_depend_on_values_are_recorded_again_twice_at_most(tmp_path: 
     (loop,) = ran.loops
     assert loop["observed"]["steps"] <= 4
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+LEFT_OUT = """
+    class Skips(Net):
+        def forward(self, x):
+            for layer in self.layers[: 3 if self.steps < 2 else 8]:
+                x = torch.tanh(torch.sin(layer(x)))
+            return x
+
+    model = Skips()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for model.steps in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4096, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+@pytest.mark.parametrize("budget", ["9.5MiB", "7.8MiB"], ids=["as it is", "planned"])
+def test_modules_that_the_recorded_step_did_not_call_save_elsewhere(tmp_path: Path, budget: str):
+    """As layers that are dropped at random: a plan without any action knows nothing of them."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, budget, NET + LEFT_OUT, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    (loop,) = ran.loops
+    assert loop["divergence"] == "it calls `layers.3`, which the recorded step did not"
+    assert loop["observed"]["steps"] == 2
+
+
+GRADIENTS_ON = """
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                *(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh()) for _ in range(6))
+            )
+        def forward(self, x):
+            return self.layers(x)
+
+    model = Norms()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for epoch in range(2):
+        model.train()
+        for step in range(4):
+            end(sum(model(torch.randn(2048, 64)).square().mean() for _ in range(2)))
+        model.eval()
+        for batch in range(3):
+            out = model(torch.randn(6144, 64))
+            print(repr(out.square().mean().item()))
+"""
+
+
+def test_an_evaluation_with_gradients_on_keeps_the_budget(tmp_path: Path):
+    """It leaves the plan where a normalisation does not count, in modules that are watched."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "13MiB", NET + GRADIENTS_ON, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr

@@ -30,7 +30,7 @@ from memfit.apply.remat.watch import Observations, Watch
 from memfit.errors import DivergenceWarning, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from memfit.apply.offload.tiers import Tier
     from memfit.apply.remat.records import Goal, Narrow
@@ -73,6 +73,7 @@ class Rematerialiser(Part):
         shrink: Mapping[str, Any] | None = None,
         warn: bool = True,
         strays: Callable[[], Tier | None] = lambda: None,
+        not_called: Iterable[str] = (),
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -86,6 +87,8 @@ class Rematerialiser(Part):
             warn: Whether to warn, once, when the model leaves the plan.
             strays: Makes the place for all that is saved after the model has left the plan, where
                 nothing is stored otherwise.
+            not_called: Paths of modules that the recorded step did not call: a forward that calls
+                one has left the plan.
 
         Raises:
             UsageError: The plan names a module that the model does not have, or is malformed.
@@ -101,7 +104,7 @@ class Rematerialiser(Part):
         forms: tuple[Narrow, ...] = ("half", "eight_bit") if shrink is not None else ()
         self._narrow = {form: NarrowTier(form) for form in forms}
         given = {kind: part for kind, part in parts.items() if part is not None}
-        self._directions = Directions.read(given)
+        self._directions = Directions.read(given) if given else Directions({}, (), ())
         self._warned = not warn
         self.overflow = ""
         self._warns = warn
@@ -121,6 +124,9 @@ class Rematerialiser(Part):
                 message = f"the plan watches `{region.module}`, which the model does not have"
                 raise UsageError(message) from error
             self._calls.setdefault(module, {})[region.call] = region
+        called = dict(model.named_modules())
+        self._not_called = {called[path]: path for path in not_called if path in called}
+        self._model = weakref.ref(model)
 
     @property
     def diverged(self) -> bool:
@@ -148,6 +154,14 @@ class Rematerialiser(Part):
         running = _Forward(self._directions, self._on_divergence, transits, strays)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
+        for module in self._not_called:
+            handles.extend(self._hooks(module, running))
+
+        def left() -> None:
+            for module in self._unwatched():
+                handles.extend(self._hooks(module, running))
+
+        running.on_leaving = left
         completed = False
         try:
             if self._whole is not None:
@@ -172,11 +186,13 @@ class Rematerialiser(Part):
         return Outcome(observations, replayed, offloaded, sum(sent.values()))
 
     def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
-        regions = self._calls[module]
-        calls = 0
+        regions = self._calls.get(module, {})
+        calls = entered = 0
+        path = self._not_called.get(module)
 
         def before(_module: nn.Module, _args: Any) -> None:
-            nonlocal calls
+            nonlocal calls, entered
+            entered += not running.is_elsewhere
             if running.is_elsewhere:
                 running.watch.leave_alone("it calls modules in other threads")
                 return
@@ -185,17 +201,38 @@ class Rematerialiser(Part):
                 return
             region = regions.get(calls)
             calls += 1
-            running.enter(region)
+            if path is not None:
+                running.watch.leave_alone(f"it calls `{path}`, which the recorded step did not")
+            running.enter(region, is_astray=region is None and running.is_astray)
 
         def after(_module: nn.Module, _args: Any, _result: Any) -> None:
-            if running.is_elsewhere:
-                return
+            nonlocal entered
+            if running.is_elsewhere or not entered:
+                return  # of a call that began before there were hooks
+            entered -= 1
             running.leave(complete=sys.exc_info()[0] is None)
 
         return [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, prepend=True, always_call=True),
         ]
+
+    def _unwatched(self) -> Iterator[nn.Module]:
+        """The largest modules in which the plan watches nothing, and which watch nothing yet.
+
+        What contains one that is watched follows the plan again in there.
+        """
+        model = self._model()
+        waiting = [] if model is None else [model]
+        while waiting:
+            module = waiting.pop()
+            if module in self._calls or module in self._not_called:
+                continue
+            inside = set(module.modules())
+            if inside.isdisjoint(self._calls) and inside.isdisjoint(self._not_called):
+                yield module
+            else:
+                waiting.extend(module.children())
 
     def _transits(self) -> dict[Goal, Transit]:
         """What a forward's stored tensors share, and its shrunk ones, by where they go."""
@@ -211,6 +248,8 @@ class Rematerialiser(Part):
         tier = self._strays_to()
         if tier is not None and "offload" not in transits:
             transits["offload"] = self._transit(tier)
+        if tier is not None and self._active is not None:
+            self._active.leaves_plan()
         return None if tier is None else transits["offload"]
 
     def _transit(self, tier: Tier) -> Transit:
@@ -278,6 +317,8 @@ class _Forward:
         watch: Watches the ops.
         replayer: Computes again, and fetches.
         transits: What is stored or shrunk, by where it goes.
+        is_astray: Whether it has left the plan, and what is saved from there on goes elsewhere.
+        on_leaving: Called once, when it does.
     """
 
     def __init__(
@@ -291,17 +332,31 @@ class _Forward:
         self.watch = Watch(directions, on_divergence, transits, strays)
         stored = transits.get("offload")
         self.replayer = Replayer(stored.ahead if stored is not None else None)
+        self.is_astray = False
+        self.on_leaving: Callable[[], None] = lambda: None
         self._open: list[contextlib.ExitStack | None] = []
         self._thread = threading.get_ident()
+
+    def leaves_plan(self) -> None:
+        """It has left the plan: modules in which nothing was watched save elsewhere, too."""
+        if not self.is_astray:
+            self.is_astray = True
+            self.on_leaving()
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether this is another thread than the one that the forward began in."""
         return threading.get_ident() != self._thread
 
-    def enter(self, region: Region | None) -> None:
-        """A watched module is entered; ``None``, or a region inside a region, watches nothing."""
-        if region is None or any(entered is not None for entered in self._open):
+    def enter(self, region: Region | None, *, is_astray: bool = False) -> None:
+        """A watched module is entered; a region inside a region watches nothing.
+
+        Args:
+            region: The ops that the plan expects in it; ``None`` where it expects none.
+            is_astray: Whether it is watched all the same, for what it saves.
+        """
+        watches = region is not None or is_astray
+        if not watches or any(entered is not None for entered in self._open):
             self._open.append(None)
             return
         if others := _others():
@@ -314,7 +369,8 @@ class _Forward:
         )
         entered.enter_context(self.watch)
         self._open.append(entered)
-        self.watch.start_region(region.start, region.end)
+        if region is not None:
+            self.watch.start_region(region.start, region.end)
 
     def leave(self, *, complete: bool) -> None:
         """The module entered last is left."""
@@ -329,6 +385,7 @@ class _Forward:
         """End the forward, closing what an interrupt left open."""
         while self._open:
             self.leave(complete=complete)
+        self.on_leaving = lambda: None  # it holds what it hangs hooks on
         self.watch.close()
         for transit in self.transits.values():
             try:

@@ -13,6 +13,7 @@ recorded from the op that really ran, and whatever cannot be recorded is kept.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ask_strays = strays
         self._strays: Transit | None = None
         self._since = _native.last_event()
+        self._off: int | None = None
+        self._gaps: list[tuple[int, int]] = []
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         self._saved = SavedMemory()
@@ -171,7 +174,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Expect the ops ``[start, end)`` of forward from here on."""
         self.index = start
         self._end = end
-        self._following = True
+        self._follows()
         self._lately = None
 
     def end_region(self, *, complete: bool) -> None:
@@ -182,7 +185,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if complete and self._following and self.index != self._end:
             self._diverge(f"it ended a region at forward op {self.index} instead of {self._end}")
-        self._following = False
+        self._stray_on()
         self._lately = None
 
     def leave_alone(self, why: str) -> None:
@@ -264,12 +267,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         after = self._directions.after(tuple(lately), self.index)
         if after is not None and after <= self._end:
             self.index = after
-            self._following = True
+            self._follows()
             self._lately = None
 
     def _diverge(self, where: str) -> None:
-        self._following = False
         self._say(where)
+        self._stray_on()
+
+    def _stray_on(self) -> None:
+        """Follow the plan no more; of what is made once it was left, it says nothing."""
+        self._following = False
+        if self._strays is not None and self._off is None:
+            self._off = _native.last_event()
+
+    def _follows(self) -> None:
+        """The plan is followed from here on."""
+        self._following = True
+        if self._off is not None:
+            self._gaps.append((self._off, _native.last_event()))
+            self._off = None
 
     def _say(self, where: str) -> None:
         if not self.observations.divergence:
@@ -564,7 +580,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_stray(self, tensor: Tensor) -> bool:
         """Whether no plan says what becomes of a tensor that this forward has made."""
-        if self._strays is None or self._following or type(tensor) is not Tensor:
+        if self._strays is None or type(tensor) is not Tensor:
             return False
         if tensor.layout is not torch.strided or self._strays.refusal(tensor.device) is not None:
             return False
@@ -572,7 +588,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = address(storage) if storage.device.type == "cpu" else None
         if place is None or storage.nbytes() < SMALLEST_STRAY:
             return False
-        return _native.block_event(place) > self._since
+        made = _native.block_event(place)
+        if not self._following:
+            return made > self._since
+        gap = bisect_left(self._gaps, (made, 0)) - 1  # the last one that began before
+        return gap >= 0 and made <= self._gaps[gap][1]
 
     def _take_stray(self, tensor: Tensor) -> None:
         """Have a tensor go elsewhere, as if the plan said so."""

@@ -359,7 +359,8 @@ class Loop:
             self._latest = planned
             return self._run_as_recorded(planned, call, own)
         planned = self.plans.fitting(planned, outside, self._planning(outside))
-        planned.executor = self.placing.for_plan(planned.plan, own, planned.executor, call.module)
+        how = (planned.executor, call.module, planned.step.not_called(self._model()))
+        planned.executor = self.placing.for_plan(planned.plan, own, *how)
         self._latest = planned
         return self._run_planned(key, planned, planned.executor, call.inputs)
 

@@ -211,6 +211,7 @@ class Placing:
         optimizers: list[Optimizer],
         held: Executor | None = None,
         called: nn.Module | None = None,
+        not_called: tuple[str, ...] = (),
     ) -> Executor:
         """Have the optimizer's state and the parameters where a plan wants them in a pass.
 
@@ -219,6 +220,7 @@ class Placing:
             optimizers: Those that update the model.
             held: What carried the plan out before.
             called: What runs in pieces, if the plan has any; ``None`` for the model.
+            not_called: Paths of modules that the recorded step did not call.
 
         Raises:
             OffloadError: Some of it could not be written, and is at home.
@@ -228,7 +230,10 @@ class Placing:
         if all(action.kind != "micro_batch" for action in plan.actions):
             called = None  # others carry out on the model what they would on any part of it
         of = None if called is None else weakref.ref(called)
-        subject = Subject(self._root, optimizer, strays_to=strays, warn=False, called=of)
+        left_out = not_called if strays and called is None else ()
+        subject = Subject(
+            self._root, optimizer, strays_to=strays, warn=False, called=of, not_called=left_out
+        )
         if held is None or held.subject != subject:
             said = plan.as_dict()
             actions = said if optimizer is not None else without(said, OF_OPTIMIZER)

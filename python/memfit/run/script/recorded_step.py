@@ -11,10 +11,12 @@ gradients that later ones begin with is not planned from; see :mod:`memfit.run.s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit import _native
 from memfit._native import gpu_profile
@@ -121,9 +123,24 @@ class RecordedStep:
         self._called = observation.called
         self.may_round = observation.may_round
         self.gradients_wait = False
+        self._not_called: tuple[str, ...] | None = None
         if self.pieces > 1:
             # The model computes with stand-ins of its parameters, which nobody would fetch.
             self._forbidden.append(_PARAMETERS)
+
+    def not_called(self, model: nn.Module) -> tuple[str, ...]:
+        """Paths of the model's modules that the step did not call, nor anything in them.
+
+        Args:
+            model: The model.
+        """
+        if self._not_called is None:
+            strings = self._json["strings"]
+            called = {strings[it["module"]] for it in self._json["regions"]}
+            reached = {path[:end] for path in called for end in _ends_of_names(path)}
+            paths = (path for path, _ in model.named_modules() if path)
+            self._not_called = tuple(path for path in paths if path not in reached)
+        return self._not_called
 
     @property
     def pieces(self) -> int:
@@ -332,6 +349,12 @@ class RecordedStep:
         except MemfitError as error:
             self.not_offloaded = str(error).partition("\n")[0]
             return None
+
+
+def _ends_of_names(path: str) -> Iterator[int]:
+    """Where the paths of a module and of all that it is in end."""
+    yield from (at for at, character in enumerate(path) if character == ".")
+    yield len(path)
 
 
 def _waiting(trace: dict[str, Any]) -> list[int]:
