@@ -400,6 +400,26 @@ def test_what_is_not_understood_runs_as_it_is_and_is_named(tmp_path: Path, code:
     assert all(loop["planned"]["steps"] == 0 for loop in ran.loops)
 
 
+def test_data_parallel_without_gpus_is_the_model_itself(tmp_path: Path):
+    script = (
+        DEEP
+        + """
+    model = nn.DataParallel(model)
+    for step in range(4):
+        loss = model(torch.randn(1024, width)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """
+    )
+    (loop,) = inline(tmp_path, "70%", script).loops
+    assert loop["refusal"] is None
+    assert loop["plan"]["fits"]
+    assert loop["planned"]["steps"] >= 2
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
+
+
 @pytest.mark.parametrize(
     "code",
     [

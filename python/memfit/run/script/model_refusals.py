@@ -38,7 +38,7 @@ def _module_refusal(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         return f"it contains `{kind}`, which TorchScript runs"
-    if isinstance(module, nn.DataParallel):
+    if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
         return f"`{kind}` runs it in several threads"
     return ""
 
