@@ -252,6 +252,19 @@ def test_a_script_that_saves_its_optimizer_once_an_epoch_keeps_its_budget(tmp_pa
     assert ran.loops[0]["observed"]["peak_bytes"] < 14 * MIB
 
 
+def test_a_checkpoint_that_lives_on_is_in_files_where_the_next_step_has_no_room(tmp_path: Path):
+    """There is room for the copies when they are made: 8 MiB beside 8 MiB of parameters."""
+    kept = """
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(checkpoint, "epoch.pt")"""
+    code = EPOCHS.format(optimizer=SGD, between="optimizer.zero_grad()", after="", epoch=kept)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    ran = inline(tmp_path, "18MiB", code, offload=str(folder))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert SAVED_IN_FILES in ran.loops[0]["notes"]
+
+
 def test_a_plan_counts_on_gradients_in_files(tmp_path: Path):
     """Forward takes 8 MiB at once, beside 8 MiB of gradients that the script drops after it."""
     code = """

@@ -59,6 +59,14 @@ class NeedOfRoom:
         """Whether all plans so far fit."""
         return all(planned.plan.fits for planned in self._plans)
 
+    def fails_with(self, more_bytes: int) -> bool:
+        """Whether a step does not fit with more held besides.
+
+        Args:
+            more_bytes: How much more.
+        """
+        return any(planned.lacks_room(more_bytes) for planned in self._plans)
+
     def is_of_state(self) -> bool:
         """Whether its passes are to find the state of others' optimizers elsewhere."""
         if not self._is_of_state and not self._is_refused():

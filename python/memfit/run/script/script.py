@@ -446,12 +446,16 @@ class AdoptedScript:
                 self._between("step")
 
     def saves(self, optimizer: Optimizer) -> None:
-        """Have room for copies of the state that is elsewhere, or those in files."""
+        """Have room for copies of the state that is elsewhere, or those in files.
+
+        Who saves keeps them, perhaps, in a checkpoint that lives on: then the next step has them.
+        """
         copied, budget_bytes = away_bytes(optimizer), self._kept.budget_bytes
         if self._current is None:
             self._between("saving", least_bytes=copied)
         place = self._gradients.place()
-        if copied and place and _native.counted_bytes() + copied > budget_bytes > 0:
+        is_over = _native.counted_bytes() + copied > budget_bytes > 0
+        if copied and place and (is_over or any(it.need.fails_with(copied) for it in self._loops)):
             self._copies = copies_in_files(optimizer, place)
             self._goes_to(place, SAVED_IN_FILES)
 
