@@ -159,3 +159,32 @@ def test_an_evaluation_with_gradients_on_keeps_the_budget(tmp_path: Path):
     (tmp_path / "disk").mkdir()
     ran = inline(tmp_path, "13MiB", NET + GRADIENTS_ON, offload=str(tmp_path / "disk"))
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+THAWS = """
+    import torch.nn.utils.prune as prune
+    for layer in model.layers[:7] if {frozen} else ():
+        layer.requires_grad_(False)
+    for step in range(8):
+        if step == 4:
+            model.requires_grad_(True)
+            for layer in () if {frozen} else model.layers:
+                prune.l1_unstructured(layer, "weight", 0.5)
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        out = model(torch.randn(4096 if {frozen} else 32, 64))
+        end(out.square().mean())
+"""
+
+
+@pytest.mark.parametrize(("frozen", "budget"), [(True, "10MiB"), (False, "1.1MiB")])
+def test_a_model_whose_parameters_are_others_is_recorded_again(
+    tmp_path: Path, *, frozen: bool, budget: str
+):
+    """Layers that are thawed save more; pruned ones compute their weights, which are others."""
+    (tmp_path / "disk").mkdir()
+    code = NET + THAWS.format(frozen=frozen)
+    ran = inline(tmp_path, budget, code, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    (loop,) = ran.loops
+    assert loop["divergence"] is None
+    assert loop["observed"]["steps"] == 2

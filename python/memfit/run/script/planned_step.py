@@ -17,7 +17,8 @@ from memfit.run.script.recorded_step import RecordedStep
 from memfit.tensors.storage import plain_tensors
 
 Key = tuple[Any, ...]
-"""What decides which ops a pass runs, as far as that is known before: mode, shapes, types."""
+"""What decides which ops a pass runs, as far as that is known before: mode, what is trained in what
+is called, shapes, types."""
 
 
 WORTH_A_PLAN = 0.01
@@ -56,17 +57,29 @@ def key_of(module: nn.Module, inputs: Any, path: str = "") -> Key:
     shapes = [(tuple(it.shape), it.dtype) for it in leaves if isinstance(it, Tensor)]
     # What generates without gradients has caches that grow: those calls are alike.
     objects = [it for it in leaves if not isinstance(it, Tensor)] if is_grad_enabled() else []
-    return ((path, module.training), *shapes, *object_sizes(objects))
+    return ((path, module.training, _trained(module)), *shapes, *object_sizes(objects))
+
+
+def _trained(module: nn.Module) -> int:
+    """What tells the parameters of a module apart from others, and from the same ones frozen.
+
+    As they are pruned, parametrized, frozen or thawed from epoch to epoch, the module runs other
+    ops. An evaluation may find them as it likes.
+    """
+    if not is_grad_enabled():
+        return 0
+    return hash(tuple((name, p.requires_grad) for name, p in module.named_parameters()))
 
 
 def begin_alike(key: Key, other: Key) -> bool:
-    """Whether two passes begin with the call of the same module.
+    """Whether two passes begin with the call of the same module, and train the same in it.
 
     Args:
         key: The key of the one.
         other: The key of the other.
     """
-    return bool(key[0][0] == other[0][0])
+    (path, _, *trained), (other_path, _, *other_trained) = key[0], other[0]
+    return bool(path == other_path and trained == other_trained)
 
 
 def elements(key: Key) -> int:
