@@ -156,7 +156,12 @@ _torchs_own: Any = Tensor.grad
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """A tensor's gradient as torch has it, though someone is told of every look at it."""
+    """A tensor's gradient as torch has it, though someone is told of every look at it.
+
+    Torch warns who asks a tensor for one that keeps none, as where a step lends a module others.
+    """
+    if not (is_leaf(tensor) or tensor.retains_grad):
+        return None
     gradient: Tensor | None = _torchs_own.__get__(tensor)
     return gradient
 

@@ -151,3 +151,31 @@ def test_gradients_that_every_second_pass_adds_to_are_planned_for(tmp_path: Path
     assert loop["plan"]["fits"]
     assert 0 < loop["planned"]["peak_bytes"] <= 20 << 20
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]
+
+
+LENT = """
+    import torch
+    from torch import nn
+    from torch.func import functional_call
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        own = dict(model.named_parameters())
+        out = functional_call(model, own, (torch.randn(2048, 64),))
+        lent = {name: p * 1.01 for name, p in own.items()}
+        loss = functional_call(model, lent, (out,)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+def test_parameters_that_are_lent_for_a_call_are_not_asked_for_gradients(tmp_path: Path):
+    """They are no leaves: torch warned that they have none, in lines of memfit's."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "2MiB", LENT, offload=str(tmp_path / "disk"))
+    assert "not a leaf" not in ran.stderr
+    assert sum(loop["planned"]["steps"] for loop in ran.loops) >= 2

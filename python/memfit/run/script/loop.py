@@ -543,7 +543,7 @@ class Loop:
             self._pending = self._kept
         if self._pending is None or (self._looks_again and not is_last):
             return False
-        held = {id(p) for p in self._model().parameters() if p.grad is not None}
+        held = {id(p) for p in self._model().parameters() if p.is_leaf and p.grad is not None}
         return is_last or held <= self._pending[1].gradients_before
 
     def _must_observe(self, key: Key) -> bool:

@@ -284,7 +284,8 @@ class StepRecording:
         self._device_kind = device_kind
         self._roles = Roles()
         self._recorder = ScriptRecorder(root, self._spill)
-        self._gradients_before = frozenset(id(p) for p in root.parameters() if p.grad is not None)
+        leaves = (p for p in root.parameters() if p.is_leaf)  # others may be lent for a call
+        self._gradients_before = frozenset(id(p) for p in leaves if p.grad is not None)
         self._register(inputs, optimizers)
         self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
         self._whole.enter_context(self._recorder.modules)
@@ -444,7 +445,7 @@ class StepRecording:
             self._name(roles.parameters, parameter, name)
             if is_fixed(parameter):
                 self._note(roles.fixed, parameter)
-            if parameter.grad is not None:
+            if parameter.is_leaf and parameter.grad is not None:
                 self._name(roles.gradients, parameter.grad, "")
         for name, buffer in self._root.named_buffers():
             self._name(roles.module_buffers, buffer, name)
