@@ -134,7 +134,10 @@ def test_a_module_called_twice(x, store_all, window_bytes):
     assert outcome.observations.kept_drops == []
 
 
-def test_what_was_made_once_the_plan_was_left_goes_where_a_region_follows_it_again(tier):
+@pytest.mark.parametrize("rows", [1024, 128])
+def test_what_was_made_once_the_plan_was_left_goes_where_a_region_follows_it_again(tier, rows):
+    """Small as it is: a recurrent network that left its plan saves thousands of them."""
+
     class First(nn.Module):
         def __init__(self):
             super().__init__()
@@ -146,7 +149,7 @@ def test_what_was_made_once_the_plan_was_left_goes_where_a_region_follows_it_aga
 
     assert cpu.start() is None
     model = nn.Sequential(First(), nn.Linear(8, 8))
-    wide = torch.randn(1024, 8)  # a stray is 16 KiB at least
+    wide = torch.randn(rows, 8)  # of 4 KiB at least
     ops = record(model, lambda: model(wide).sum(), backward=True)
     remat = ops.remat(regions=[("0", 0), ("1", 0)])
     planned = Rematerialiser(model, remat, warn=False, strays=lambda: tier)

@@ -157,7 +157,7 @@ GRADIENTS_ON = """
 def test_an_evaluation_with_gradients_on_keeps_the_budget(tmp_path: Path):
     """It leaves the plan where a normalisation does not count, in modules that are watched."""
     (tmp_path / "disk").mkdir()
-    ran = inline(tmp_path, "13MiB", NET + GRADIENTS_ON, offload=str(tmp_path / "disk"))
+    ran = inline(tmp_path, "16MiB", NET + GRADIENTS_ON, offload=str(tmp_path / "disk"))
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 

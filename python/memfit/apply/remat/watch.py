@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from memfit.apply.remat.records import Goal
 
 
-SMALLEST_STRAY = 1 << 14
+SMALLEST_STRAY = 1 << 12
 """Bytes of a storage below which what was saved after the plan was left stays."""
 
 LANDMARK_OPS = 6
