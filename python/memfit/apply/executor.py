@@ -93,14 +93,14 @@ class Subject:
         trains: Whether the step has a loss and a backward.
         clips_gradients: Whether the step clips, and so needs all gradients at once.
         offload_dir: Where files for what is offloaded go, instead of where the plan says.
-        strays_to: Where all goes that is saved after the running model has left the plan: a folder,
-            or ``host``; empty for nowhere.
+        strays_to: Where all goes that is saved after the running model has left the plan, also a
+            plan without any action: a folder, or ``host``; empty for nowhere.
         cut: Of inference that is one call of the model: which of the tensors that it is given have
             an entry for each item of the batch, by their places.
         warn: Whether to warn, once, when the running model leaves the plan.
         called: The module in it whose calls run in pieces of the batch; ``None`` for the model.
         not_called: Paths of modules that the recorded step did not call: a forward that calls one
-            has left the plan, also a plan without any action. Empty to take no notice.
+            has left the plan. Empty to take no notice.
     """
 
     held: weakref.ref[nn.Module]
@@ -303,7 +303,7 @@ class Executor:
         state: Keeps the optimizer's state elsewhere; ``None`` where it stays.
         parameters: Keeps parameters elsewhere; ``None`` where they stay.
         scales_loss: Whether the loss has to be scaled for backward, and gradients back after it.
-        remat: Drops, offloads and shrinks activations; ``None`` without any.
+        remat: Drops, offloads and shrinks activations; ``None`` where nothing is to become of any.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Executor:
             part = part or technique.make(subject, actions)
             if part is not None:
                 self._parts[kind] = part
-        if subject.not_called and self._parts.keys().isdisjoint(_OF_ACTIVATIONS):
+        if subject.strays_to and self._parts.keys().isdisjoint(_OF_ACTIVATIONS):
             self._parts["remat"] = _activations(subject, actions)
         micro = self._parts.get("micro_batch")
         self.micro_batches = micro if isinstance(micro, MicroBatches) else None

@@ -154,10 +154,11 @@ GRADIENTS_ON = """
 """
 
 
-def test_an_evaluation_with_gradients_on_keeps_the_budget(tmp_path: Path):
-    """It leaves the plan where a normalisation does not count, in modules that are watched."""
+@pytest.mark.parametrize("budget", ["13MiB", "16MiB"])
+def test_an_evaluation_with_gradients_on_keeps_the_budget(tmp_path: Path, budget: str):
+    """It is in another mode than what was planned, whatever the plan watches."""
     (tmp_path / "disk").mkdir()
-    ran = inline(tmp_path, "16MiB", NET + GRADIENTS_ON, offload=str(tmp_path / "disk"))
+    ran = inline(tmp_path, budget, NET + GRADIENTS_ON, offload=str(tmp_path / "disk"))
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 

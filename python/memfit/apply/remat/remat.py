@@ -175,6 +175,15 @@ class Rematerialiser(Part):
             running.close(complete=completed)
             self._say_overflow(running)
 
+    def leave(self, why: str) -> None:
+        """Take the forward that has begun for one that is not as planned.
+
+        Args:
+            why: A clause that says so of the model.
+        """
+        if self._active is not None:
+            self._active.watch.leave_alone(why)
+
     def outcome(self) -> Outcome | None:
         """What the last forward did; ``None`` before the first."""
         if self._last is None:

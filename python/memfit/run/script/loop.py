@@ -352,7 +352,8 @@ class Loop:
 
         self._giving_way.between_steps(self.plans.all, outside, place)
         self.need.pass_begins()
-        planned = self._chosen(key, outside)
+        diverged = key in self._diverged
+        planned = self.plans.chosen(key, outside, self._planning(outside), diverged=diverged)
         self._make_room(planned, outside)
         self._require_fits(planned, outside)
         if planned.runs_as_recorded or (self.need.is_of_others and planned.may_run_as_recorded):
@@ -440,6 +441,8 @@ class Loop:
         running = PlannedPass(self.device, executor, planned.root_calls, forward_ended)
         running.undoes = planned.undoes
         self._checkpoints.begin_pass(undoes=planned.undoes)
+        if executor.remat is not None and planned.tells_little_of(key):
+            executor.remat.leave("it is called in another mode than any step that was recorded")
         return running
 
     def _leave_views(self, names: list[str]) -> None:
@@ -671,10 +674,6 @@ class Loop:
             return step.plan(budget, outside)
 
         return planning
-
-    def _chosen(self, key: Key, outside: int) -> PlannedStep:
-        planning = self._planning(outside)
-        return self.plans.chosen(key, outside, planning, diverged=key in self._diverged)
 
     def _planned_as_written(self, own: Observation, outside: int) -> Plan:
         """The plan for a step with the checkpoints that the script has."""

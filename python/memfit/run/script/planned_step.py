@@ -173,6 +173,17 @@ class PlannedStep:
         foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
         return self.is_foreseen and peak_bytes > foreseen
 
+    def tells_little_of(self, key: Key) -> bool:
+        """Whether a pass is in another mode than this, and not much smaller.
+
+        So an evaluation with gradients on is, which saves what no plan knows of, and the graph of
+        the call before lives on in a variable, perhaps.
+
+        Args:
+            key: Its key.
+        """
+        return bool(self.key[0] != key[0]) and 2 * elements(key) > elements(self.key)
+
     def left_besides(self, inputs: Any) -> dict[weakref.ref[Any], int]:
         """Sizes of what the recorded step left, and the script holds besides a pass.
 
