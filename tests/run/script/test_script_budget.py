@@ -38,6 +38,23 @@ def test_what_is_kept_is_said_to_be(tmp_path: Path):
     assert "over the budget" not in ran.stderr
 
 
+def test_what_the_script_holds_besides_is_in_the_prediction_to_the_byte(tmp_path: Path):
+    code = """
+    besides = [torch.zeros(1 << 12) for _ in range(5)]
+    for _ in range(4): step(512)
+    """
+    ran = inline(tmp_path, "13MiB", STEPS + code)
+    (loop,) = ran.loops
+    plan, measured = loop["plan"], loop["planned"]["peak_bytes"]
+    assert plan["fits"]
+    assert measured <= plan["predicted_peak_bytes"] <= 1.001 * measured
+    (tmp_path / "whole").mkdir()
+    plain = inline(tmp_path / "whole", "100MiB", STEPS + code)
+    (loop,) = plain.loops
+    took = loop["planned"]["peak_bytes"]
+    assert took <= plan["unplanned_peak_bytes"] <= 1.001 * took
+
+
 def test_a_peak_between_steps_is_over_the_budget(tmp_path: Path):
     code = """
     for number in range(4):

@@ -108,12 +108,13 @@ def _counted(loop: Loop, kind: Any) -> dict[str, int]:
 
 
 def _plan_described(planned: PlannedStep) -> dict[str, Any]:
-    plan = planned.plan
+    plan, whole = planned.plan, planned.unplanned_peak_bytes
+    more = planned.rounding_bytes  # plans keep it free; it was not there
     return {
         "budget_bytes": plan.budget_bytes,
         "fits": plan.fits,
-        "unplanned_peak_bytes": planned.unplanned_peak_bytes,
-        "predicted_peak_bytes": plan.planned.predicted_peak_bytes,
+        "unplanned_peak_bytes": None if whole is None else whole - more,
+        "predicted_peak_bytes": plan.planned.predicted_peak_bytes - more,
         "minimum_peak_bytes": None if plan.fits else plan.minimum_peak_bytes,
         "minimum_budget_bytes": None if plan.fits else plan.minimum_budget_bytes,
         "predicted_step_ratio": plan.predicted_step_ratio,

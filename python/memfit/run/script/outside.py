@@ -29,7 +29,11 @@ _ROUNDED_TO = 1 << 20
 
 
 class Outside:
-    """The bytes besides the steps of one loop."""
+    """The bytes besides the steps of one loop.
+
+    Attributes:
+        held_bytes: What :meth:`bytes_besides` has found last, before it was rounded up.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Know of no step yet.
@@ -37,6 +41,7 @@ class Outside:
         Args:
             device: Where the model is.
         """
+        self.held_bytes = 0
         self._device = device
         self._found: list[weakref.ref[Any]] = []
         self._gradients_before: frozenset[int] = frozenset()
@@ -93,7 +98,8 @@ class Outside:
         known[1] = -max(min(in_memory_now, self._mapped_input_bytes), in_memory_now - was)
         # A graph of another model's, say, which the step runs backward through: its trace has that.
         besides = live_bytes(self._device) - sum(known.values()) - self._consumed_bytes
-        return -(-max(besides, 0) // _ROUNDED_TO) * _ROUNDED_TO
+        self.held_bytes = max(besides, 0)
+        return -(-self.held_bytes // _ROUNDED_TO) * _ROUNDED_TO
 
     def _counted(
         self, tensors: Iterable[Any], found: Iterable[weakref.ref[Any]] = ()

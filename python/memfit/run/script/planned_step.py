@@ -101,7 +101,7 @@ class PlannedStep:
         plan: The plan.
         root_calls: Calls of the model in it.
         undoes: Whether the script's checkpoints are undone in it.
-        outside_bytes: What the plan takes the script to hold besides.
+        outside_bytes: What the plan takes the script to hold besides, rounded up.
         left: What the recorded step left behind, weakly, until it is known what becomes of it.
         passing_bytes: How much of that was gone when the next backward began; 0 once planned for.
         passes: What the plan takes to be gone by then.
@@ -112,6 +112,8 @@ class PlannedStep:
         whole_peak_bytes: What it takes as it is without a plan, where it was recorded so before it
             was recorded in another way.
         recorded_peak_bytes: What it took when it was recorded; 0 where steps may not run so.
+        held_bytes: The most that the script held besides when a pass by the plan began; ``None``
+            before the first.
     """
 
     key: Key
@@ -129,6 +131,7 @@ class PlannedStep:
     lowest: PlannedStep | None = None
     whole_peak_bytes: int | None = None
     recorded_peak_bytes: int = 0
+    held_bytes: int | None = None
 
     @property
     def unplanned_peak_bytes(self) -> int | None:
@@ -136,6 +139,16 @@ class PlannedStep:
         if self.step.way is not None:
             return self.whole_peak_bytes
         return self.plan.unplanned.predicted_peak_bytes
+
+    @property
+    def rounding_bytes(self) -> int:
+        """By how much every peak of the plan is higher than those of its steps."""
+        held = self.outside_bytes if self.held_bytes is None else self.held_bytes
+        return max(self.outside_bytes - held, 0)
+
+    def pass_begins(self, held_bytes: int) -> None:
+        """Learn what the script holds besides when a pass by the plan begins."""
+        self.held_bytes = max(self.held_bytes or 0, held_bytes)
 
     @property
     def runs_as_recorded(self) -> bool:
@@ -234,7 +247,7 @@ class PlannedStep:
         less = self.outside_bytes - outside_bytes
         if less > 0 and self.recorded_peak_bytes:  # the recording had it in memory, too
             self.recorded_peak_bytes = max(self.recorded_peak_bytes - less, 1)
-        self.plan, self.outside_bytes = plan, outside_bytes
+        self.plan, self.outside_bytes, self.held_bytes = plan, outside_bytes, None
         self.wider = self.executor = None
 
     def has_outgrown(self, outside_bytes: int) -> bool:
