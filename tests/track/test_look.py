@@ -124,6 +124,41 @@ def test_a_kept_tensor_is_named(form: str):
     assert kept is not None
 
 
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Any = None
+
+
+def shelved(value: Any) -> type:
+    return type("Shelf", (), {"kept": [value], "__module__": __name__})
+
+
+NAMED = {
+    "slots": (lambda v: Slots([v]), "`kept.value`"),
+    "closure": (lambda v: closure([v]), "`kept.value`"),
+    "class": (shelved, "`kept.kept`"),
+}
+
+
+@pytest.mark.parametrize("form", NAMED)
+def test_what_holds_a_tensor_in_something_else_has_a_name(form: str):
+    value = torch.zeros(100)
+    address = value.untyped_storage().data_ptr()
+    hold, name = NAMED[form]
+    kept = hold(value)
+    del value
+    found = look()
+    assert NAMES.owner(found.owners[address]).name.startswith(f"{name} (test_look.py:")
+    assert kept is not None
+
+
+def test_what_an_attention_caches_is_a_kv_cache():
+    layer = SelfAttention()
+    layer.cache = (torch.zeros(5), torch.zeros(5))
+    assert held(layer.cache[0])[0] == "kv_cache"
+
+
 def test_parameters_gradients_and_datasets_are_what_they_are():
     weight = torch.nn.Parameter(torch.ones(10))
     weight.sum().backward()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from forks import FORKS
 
+from memfit.track.look import OF_UPDATE
+
 HEAD = """
     import torch
     from torch import nn
@@ -71,6 +73,33 @@ SCRIPTS = {
                 optimizer.step()
                 optimizer.zero_grad()
         main()
+    """,
+    "at_once": """
+        net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+        for _ in range(3):
+            net(torch.randn(16, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+    "retained": """
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.GELU()) for _ in range(4))
+        optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+        x = torch.randn(1024, 128)
+        for _ in range(4):
+            outs = [layer(x) for layer in layers]
+            for out in outs:
+                out.square().mean().backward(retain_graph=True)
+            optimizer.step()
+    """,
+    "let_go": """
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.GELU()) for _ in range(4))
+        optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+        for _ in range(4):
+            out = torch.stack([layer(torch.randn(1024, 128)) for layer in layers])
+            out.square().mean().backward(retain_graph=True)
+            out.mean().backward()
+            optimizer.step()
     """,
 }
 MIB = 1 << 20
@@ -155,3 +184,29 @@ def test_a_training_step_is_told_by_what_its_graph_holds(ran: dict[str, dict[str
     found = ran["training"]["peak_by_category"]
     assert found["activation"] > 0.5 * ran["training"]["peak_bytes"]
     assert found["temporary"] > 0
+
+
+def test_what_an_optimizer_makes_to_update_all_at_once_is_told(
+    ran: dict[str, dict[str, Any]], notes: dict[str, list[str]]
+):
+    first = ran["at_once"]["peak_owners"][0]
+    of_parameters = 12 * (512 * 512 + 512) * 4
+    assert (first["owner"], first["category"]) == (OF_UPDATE, "temporary")
+    assert of_parameters <= first["bytes"] <= 1.01 * of_parameters
+    (note,) = notes["at_once"]
+    assert "`AdamW` updates all parameters at once" in note
+    assert "`foreach=False`" in note
+
+
+def test_graphs_that_outlive_a_step_because_they_were_to_be_kept_are_worth_a_word(
+    notes: dict[str, list[str]],
+):
+    (note,) = notes["retained"]
+    assert note.startswith("`backward(retain_graph=True)` left graphs of 8.5 MiB after")
+    assert notes["let_go"] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_file_of_torchs_is_named(ran: dict[str, dict[str, Any]], name: str):
+    owners = [one["owner"] for one in ran[name]["peak_owners"] if ".py" in one["owner"]]
+    assert all(f"{name}.py" in owner for owner in owners), owners

@@ -26,6 +26,8 @@ class Backwards:
 
     Attributes:
         runs: How many have begun since somebody watches.
+        retaining: How many of them were to keep their graph, for no other reason than that they
+            were told to.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class Backwards:
         self._listeners: list[Listener] = []
         self._is_watching = False
         self.runs = 0
+        self.retaining = 0
 
     def watch(self, listener: Listener) -> None:
         """Tell a listener, from now on."""
@@ -49,6 +52,7 @@ class Backwards:
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             self.runs += 1
+            self.retaining += args[2:4] == (True, False)  # and makes no graph of its own
             for one in self._listeners:
                 one.backward_begins()
             try:

@@ -33,6 +33,7 @@ from memfit.track.owners import (
     KV_CACHE,
     OWNERS,
     PARAMETER,
+    TEMPORARY,
     VARIABLE,
     storage_of,
 )
@@ -40,12 +41,15 @@ from memfit.track.reach import Walk
 from memfit.track.variables import Running, Variable
 
 _PACKAGE = str(Path(__file__).parents[1])
-_PRECEDENCE = (GRADIENT, PARAMETER, KV_CACHE, DATASET, CAST_CACHE, ACTIVATION, VARIABLE)
+_PRECEDENCE = (GRADIENT, PARAMETER, KV_CACHE, DATASET, CAST_CACHE, ACTIVATION, VARIABLE, TEMPORARY)
 """Of several things that a block is, what it is called: the first of these."""
 
 _YOUNG = 0
 """The generation of the collector in which results are that no variable has yet."""
 
+
+OF_UPDATE = "scratch memory of an optimizer's step"
+"""Who holds what an optimizer has made to update parameters."""
 
 AUTOCAST = "copies of parameters that autocast keeps to the end of its block"
 """Who holds what autocast has cast."""
@@ -142,6 +146,8 @@ def look(more: Sequence[Running] = ()) -> Look:
             owner = 0
         elif category == CAST_CACHE:
             owner = NAMES.named(AUTOCAST)
+        elif category == TEMPORARY:
+            owner = NAMES.named(OF_UPDATE)
         groups.setdefault((category, owner), []).append(address)
     for (category, owner), addresses in groups.items():
         _native.label_blocks(addresses, category, owner)
@@ -159,6 +165,10 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
     """
     young = _young() if with_results else []
     running = variables.frames(more)
+    update = variables.updating()
+    of_update = variables.inside(update) if update is not None else ()
+    frames_of_update = [one for one in running if id(one[0]) in of_update]
+    running = [one for one in running if id(one[0]) not in of_update]
     found = Look(Walk(), variables.here())
     functions = []
     for variable, value in (*variables.of_modules(running), *variables.of_frames(running)):
@@ -168,9 +178,11 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
             found.walk.from_variable(variable, value)
     for variable, value in functions:  # what they close over has names of its own
         found.walk.from_variable(variable, value)
+    for variable, value in variables.of_frames(frames_of_update):
+        found.walk.from_variable(variable, value, TEMPORARY)
     for tensor in young:
         if not found.walk.has_seen(tensor):
-            found.walk.from_variable(found.here, tensor)
+            found.walk.from_variable(found.here, tensor, TEMPORARY if of_update else VARIABLE)
     _assign(found)
     return found
 

@@ -27,8 +27,8 @@ import torch
 from memfit import _native
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cpu import Reading, Window
-from memfit.track.look import NAMES, Look, Owner, is_own, look, undisturbed
-from memfit.track.owners import OTHER, TEMPORARY
+from memfit.track.look import NAMES, OF_UPDATE, Look, Owner, is_own, look, undisturbed
+from memfit.track.owners import ACTIVATION, OTHER, TEMPORARY
 from memfit.track.variables import Running
 
 SHARE = 50
@@ -49,7 +49,6 @@ _TOLD = 0.9
 """The part of a peak that must have an owner for it to be told well."""
 
 _OF_BACKWARD = "gradients of activations and scratch memory of a backward"
-_OF_UPDATE = "scratch memory of an optimizer's step"
 
 
 @dataclass(slots=True, frozen=True)
@@ -244,11 +243,20 @@ class Looks:
             since: Number of the first event of its step.
         """
         if self._stretch is not None and not self._is_looking:
-            _native.label_gone_blocks(since, TEMPORARY, NAMES.named(_OF_UPDATE))
+            _native.label_gone_blocks(since, TEMPORARY, NAMES.named(OF_UPDATE))
             if self._has_looked:
                 self._has_looked = False
                 with self._looking():
                     self.tell()
+
+    def graph_bytes(self) -> int:
+        """How much graphs hold now; 0 where that cannot be looked at."""
+        if self._stretch is None or self._is_looking or _has_compiled():
+            return 0
+        with self._looking():
+            found = look()
+            return sum(found.sizes[a] for a, it in found.categories.items() if it == ACTIVATION)
+        return 0
 
     def look_if_there_is_time(self) -> None:
         """Look now, unless looks have taken their part of the time."""

@@ -8,13 +8,14 @@ what is made of the answer (:mod:`memfit.track.look`).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ _KV_CLASS = re.compile(
 _KV_NAME = re.compile(
     r"(^|[._])((layer_)?past(_key_values?)?|kvs?(_?cache)?|(k|v|key|value)_?cache|keys_values)s?$"
 )
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _NO_WAYS = (
     *(str, bytes, int, float, complex, type(None), range, torch.dtype, torch.device),
     *(ModuleType, CodeType, FrameType),
@@ -111,9 +113,15 @@ class Walk:
         """Whether an object was visited."""
         return id(thing) in self._seen
 
-    def from_variable(self, variable: Variable, value: Any) -> None:
-        """Walk on from a variable."""
-        category = KV_CACHE if _KV_NAME.search(variable.name) else VARIABLE
+    def from_variable(self, variable: Variable, value: Any, category: str = VARIABLE) -> None:
+        """Walk on from a variable.
+
+        Args:
+            variable: The variable.
+            value: Its value.
+            category: What its tensors are, where nothing says more.
+        """
+        category = KV_CACHE if _KV_NAME.search(variable.name) else category
         self._from(variable, value, category, 0)
 
     def _from(self, variable: Variable, value: Any, category: str, depth: int) -> None:
@@ -122,6 +130,10 @@ class Walk:
             return
         if kind == "object" and depth < _DEPTH:
             self._attributes(variable, value, category, depth)
+        elif isinstance(value, FunctionType) and depth < _DEPTH:
+            for name, closed_over in _closed_over(value):
+                self._from(variable.of(name), closed_over, category, _DEPTH)
+            self._spread(variable, [value], category)
         else:
             self._spread(variable, [value], category)
 
@@ -133,6 +145,9 @@ class Walk:
             if isinstance(name, str):
                 kind = KV_CACHE if _KV_NAME.search(name) else category
                 self._from(variable.of(name), attribute, kind, depth + 1)
+        for name, attribute in _slots(value):
+            kind = KV_CACHE if _KV_NAME.search(name) else category
+            self._from(variable.of(name), attribute, kind, depth + 1)
         if space is not None:
             self._seen.add(id(space))
         self._spread(variable, gc.get_referents(value), category)
@@ -152,7 +167,8 @@ class Walk:
                 continue
             # Most are settings, and dictionaries of hooks that are empty.
             if self._kind(type(attribute)) != "skip" and not _is_empty(attribute):
-                kind = KV_CACHE if _KV_NAME.search(name) else category
+                is_kv = _KV_NAME.search(name) or (name == "cache" and _is_attention(module))
+                kind = KV_CACHE if is_kv else category
                 self._spread(variable.of(name), [attribute], kind)
 
     def _spread(self, variable: Variable, start: list[Any], category: str) -> None:
@@ -202,6 +218,9 @@ class Walk:
             self._spread(variable, gc.get_referents(thing), category)
         elif kind == "class":
             if not is_library(_file_of(thing)):
+                for name, attribute in list(vars(thing).items()):
+                    if not isinstance(attribute, FunctionType):
+                        self._from(variable.of(name), attribute, category, _DEPTH)
                 self._spread(variable, list(vars(thing).values()), category)
         elif kind == "node":
             self._graph(variable, thing)
@@ -288,10 +307,30 @@ def _space(thing: Any) -> dict[Any, Any] | None:
     return space if type(space) is dict else None
 
 
+def _slots(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in slots, without asking it."""
+    for kind in type(thing).__mro__:
+        for name, member in list(vars(kind).items()):
+            if type(member) is MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # nothing was put there
+                    yield name, member.__get__(thing, kind)
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of others that a function reads."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield name, cell.cell_contents
+
+
 def _file_of(kind: type) -> str:
     space = space_of(sys.modules.get(kind.__module__))
     file = space.get("__file__") if space is not None else None
     return file if isinstance(file, str) else "<frozen"
+
+
+def _is_attention(module: Module) -> bool:
+    return bool(_ATTENTION.search(type(module).__name__))
 
 
 def _is_empty(thing: Any) -> bool:

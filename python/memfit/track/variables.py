@@ -9,14 +9,18 @@ from __future__ import annotations
 import opcode
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
+
+import torch
 
 from memfit.libraries import PACKAGE, is_library
 
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OF_STEPS = _TORCH + "optim/optimizer.py"
 _OPTIMIZED = 1  # CO_OPTIMIZED: the variables are not in a dictionary
 _OWN_REFERENCES = 3  # the frame's, that of `_emptied` and that of `getrefcount`'s argument
 
@@ -86,17 +90,45 @@ def frames(more: Sequence[Running] = ()) -> list[Running]:
 
 
 def of_frames(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
-    """The local variables of functions: first those of the program, then those of libraries."""
+    """The local variables of functions: first those of the program, then those of libraries.
+
+    Those of torch's own functions have names that say nothing to anybody: they are values of the
+    program's line that has called them.
+    """
     # Sorted without a function of its own, which would hold the frames in a cell.
     own = [one for one in running if not is_library(one[0].f_code.co_filename)]
     others = [one for one in running if is_library(one[0].f_code.co_filename)]
+    lines = {id(frame): line for frame, line in own}
     for frame, line in (*own, *others):
         code = frame.f_code
         if code.co_name == "<module>" and frame.f_globals.get("__name__") in sys.modules:
             continue
+        caller = _caller(frame, lines) if code.co_filename.startswith(_TORCH) else None
         file = Path(code.co_filename).name
         for name, value in _local_variables(frame).items():
-            yield Variable(_spoken(name, value), file, code.co_name, line), value
+            yield caller or Variable(_spoken(name, value), file, code.co_name, line), value
+
+
+def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
+    """A value without a name of the line of the program that has called a function of torch's.
+
+    Args:
+        frame: The function's.
+        lines: The lines of the program's frames, by number (``id``).
+
+    Returns:
+        ``None`` where another library has called it, or nobody.
+    """
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith(_TORCH):
+        at = at.f_back
+    line = lines.get(id(at))
+    return None if at is None or line is None else _unnamed(at.f_code, line)
+
+
+def _unnamed(code: CodeType, line: int, name: str = "") -> Variable:
+    scope = "" if code.co_name == "<module>" else code.co_name
+    return Variable(name, Path(code.co_filename).name, scope, line)
 
 
 def _spoken(name: str, value: Any) -> str:
@@ -193,9 +225,36 @@ def here() -> Variable:
         frame, name = frame.f_back, ""
     if frame is None:
         return Variable("", "the program", "", 0)
-    code = frame.f_code
-    scope = "" if code.co_name == "<module>" else code.co_name
-    return Variable(name, Path(code.co_filename).name, scope, frame.f_lineno or 0)
+    return _unnamed(frame.f_code, frame.f_lineno or 0, name)
+
+
+def updating() -> FrameType | None:
+    """The frame of torch's that runs an optimizer's step, where no code of the program's is in it.
+
+    There is such a one in every optimizer, whoever wrote it. In a closure that a step calls, or in
+    an optimizer of the program's own, variables have names that say more.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _OF_STEPS and code.co_name == "wrapper":
+            return frame
+        if not is_library(code.co_filename):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def inside(frame: FrameType) -> set[int]:
+    """Numbers (``id``) of a frame that runs on this thread and of all that it has called."""
+    found = set()
+    at: FrameType | None = sys._getframe(1)
+    while at is not None:
+        found.add(id(at))
+        if at is frame:
+            return found
+        at = at.f_back
+    return set()
 
 
 def _stored_name(frame: FrameType) -> str:

@@ -48,8 +48,8 @@ PHASES = ("forward", "backward", "optimizer")
 _HISTORY_LIMIT = 1_000_000
 """Events of CUDA history that are kept, the latest."""
 
-_WORTH_ADVICE = 5
-"""Graphs that take one part in so many of the peak are worth a word."""
+_WORTH_ADVICE = 8
+"""What takes one part in so many of the peak is worth a word."""
 
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate memory")
 _REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
@@ -179,6 +179,10 @@ class Watch:
         self._steps = 0
         self._phase = FORWARD
         self._before_backward: list[int] = []
+        self._all_at_once = ""
+        self._retaining = 0
+        self._retained_bytes = 0
+        self._looks_for_retained = 3
         self._iterations: Iterations | None = None
         self._process: ProcessMemory | None = None
 
@@ -245,18 +249,31 @@ class Watch:
         self._phase = phase
         _native.mark_allocations(self._steps * len(PHASES) + phase)
 
-    def _on_step(self, when: str, _: Optimizer) -> None:
+    def _on_step(self, when: str, optimizer: Optimizer) -> None:
         from memfit.track import cuda
 
         if when == "before":
+            if any(group.get("foreach") for group in optimizer.param_groups):
+                self._all_at_once = type(optimizer).__name__
             self._enter(OPTIMIZER)
             return
         self._steps += 1
         self._enter(FORWARD)
         if self._iterations is not None:
             self._iterations.stepped(cuda.allocated_bytes())
+        self._look_for_retained()
         if self._process is not None:
             self._process.ask()
+
+    def _look_for_retained(self) -> None:
+        """Learn how much of graphs outlives a step because a backward was told to keep them."""
+        from memfit.track.backwards import BACKWARDS
+        from memfit.track.looks import LOOKS
+
+        retaining, self._retaining = BACKWARDS.retaining - self._retaining, BACKWARDS.retaining
+        if retaining and self._looks_for_retained:
+            self._looks_for_retained -= 1
+            self._retained_bytes = max(self._retained_bytes, LOOKS.graph_bytes())
 
     def _record_history(self) -> None:
         import torch
@@ -324,22 +341,37 @@ class Watch:
         LOOKS.look(list(traceback.walk_tb(trace)))
 
     def _advise(self) -> None:
-        """Say where graphs are kept that no backward runs on."""
+        """Say what would lower the peak, where one look at it tells."""
         from memfit import _native
         from memfit.track.backwards import BACKWARDS
+        from memfit.track.look import OF_UPDATE
         from memfit.track.looks import LOOKS
         from memfit.track.owners import ACTIVATION
 
         counted = self._cpu.read() if self._cpu is not None else None
-        if BACKWARDS.runs or counted is None or self._cpu is None:
+        if counted is None or self._cpu is None:
             return
         account = LOOKS.account(self._cpu, counted)
         graph_bytes = account.by_category.get(ACTIVATION, 0)
-        if _WORTH_ADVICE * graph_bytes >= account.bytes > 0:
+        if not BACKWARDS.runs and _WORTH_ADVICE * graph_bytes >= account.bytes > 0:
             size = _native.bytes_text(graph_bytes)
             self._notes.append(
                 f"no backward ran, and autograd graphs held {size} at the peak: "
                 "`with torch.no_grad():` round the forward keeps none"
+            )
+        grows = self._iterations is not None and self._iterations.found() is not None
+        if not grows and _WORTH_ADVICE * self._retained_bytes >= account.bytes > 0:
+            size = _native.bytes_text(self._retained_bytes)
+            self._notes.append(
+                f"`backward(retain_graph=True)` left graphs of {size} after an optimizer's step: "
+                "the last backward through a graph needs no `retain_graph`, and frees it"
+            )
+        of_update = sum(it.bytes for it in account.holdings if it.owner.name == OF_UPDATE)
+        if self._all_at_once and _WORTH_ADVICE * of_update >= account.bytes > 0:
+            size = _native.bytes_text(of_update)
+            self._notes.append(
+                f"`{self._all_at_once}` updates all parameters at once (`foreach=True`), and its "
+                f"step took {size} at the peak: with `foreach=False` they take turns"
             )
 
     def _devices(self, began: float) -> list[dict[str, Any]]:
