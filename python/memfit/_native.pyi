@@ -19,6 +19,7 @@ __all__ = [
     "Store",
     "StoredBlock",
     "Trace",
+    "add_blocks",
     "alarm_event",
     "block_event",
     "broker_path",
@@ -62,6 +63,7 @@ __all__ = [
     "refusals",
     "refused_bytes",
     "release_kept",
+    "remove_blocks",
     "reserved_beside_model",
     "resident_bytes",
     "rooms",
@@ -1077,6 +1079,12 @@ def count_allocations() -> str | None:
 
 def seed_blocks(blocks: Sequence[tuple[int, int]]) -> None:
     """Make blocks known that were handed out before counting began, as ``(address, bytes)``."""
+
+def add_blocks(blocks: Sequence[tuple[int, int]]) -> None:
+    """Count blocks from now on that are not torch's allocator's, as ``(address, bytes)``."""
+
+def remove_blocks(addresses: Sequence[int]) -> None:
+    """Count them no more."""
 
 def label_blocks(addresses: Sequence[int], category: str, owner: int = 0) -> None:
     """Say what the blocks at these addresses hold, and for whom; unknown ones are passed over.

@@ -160,6 +160,26 @@ mod counting {
         }
     }
 
+    /// Counts blocks from now on that torch's allocator has not handed out, such as written pages of mapped files:
+    /// `(address, bytes)`. Known ones stay as they are. Budgets do not know of them.
+    pub fn add(blocks: &[(usize, u64)]) {
+        let mut state = state();
+        for &(address, bytes) in blocks {
+            if !state.ledger.knows(address) {
+                // Where no memory is left to write it down, it is one of the uncounted.
+                let _ = state.ledger.allocated(address, bytes, 0);
+            }
+        }
+    }
+
+    /// Counts such blocks no more.
+    pub fn remove(addresses: &[usize]) {
+        let mut state = state();
+        for &address in addresses {
+            state.ledger.freed(address);
+        }
+    }
+
     /// Says what the blocks at these addresses hold, and for whom; unknown addresses are passed over.
     pub fn label(addresses: &[usize], category: Category, owner: Owner) {
         let mut state = state();
@@ -402,6 +422,12 @@ mod counting {
     pub fn seed(_: &[(usize, u64)]) {}
 
     /// Does nothing.
+    pub fn add(_: &[(usize, u64)]) {}
+
+    /// Does nothing.
+    pub fn remove(_: &[usize]) {}
+
+    /// Does nothing.
     pub fn label(_: &[usize], _: Category, _: Owner) {}
 
     /// Does nothing.
@@ -547,9 +573,9 @@ mod counting {
 }
 
 pub use counting::{
-    alarm_event, born, change_budget, close_window, current_bytes, forget_refusal, install,
+    add, alarm_event, born, change_budget, close_window, current_bytes, forget_refusal, install,
     is_counted, label, label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window,
-    put_alarm_off, read_window, refusals, refused_bytes, release_kept, resident_bytes,
+    put_alarm_off, read_window, refusals, refused_bytes, release_kept, remove, resident_bytes,
     restart_window, seed, set_alarm, set_budget, set_mark, survivors, taken_bytes,
     uncounted_blocks, window_peak,
 };

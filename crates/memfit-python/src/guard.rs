@@ -18,6 +18,12 @@ functions! {
     /// Makes blocks known that were handed out before: `(address, bytes)`.
     quick fn seed_blocks(blocks: Vec<(usize, u64)>) -> () = memfit_guard::seed(&blocks);
 
+    /// Counts blocks from now on that are not torch's allocator's: `(address, bytes)`.
+    quick fn add_blocks(blocks: Vec<(usize, u64)>) -> () = memfit_guard::add(&blocks);
+
+    /// Counts them no more.
+    quick fn remove_blocks(addresses: Vec<usize>) -> () = memfit_guard::remove(&addresses);
+
     /// Says what the blocks at these addresses hold, and for whom; unknown addresses are passed over.
     #[pyo3(signature = (addresses, category, owner=0))]
     quick fn label_blocks(addresses: Vec<usize>, category: &str, owner: u32) -> () =

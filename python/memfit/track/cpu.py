@@ -5,9 +5,10 @@ responsible for the counting (the native half, ``memfit-guard``) nor for who own
 (:mod:`memfit.track.owners`).
 
 What counts: every tensor whose memory torch's CPU allocator hands out, in all threads of the
-process, and those that were live and within Python's reach when counting began. What does not:
-memory of numpy, of files mapped into memory or shared between processes, scratch memory that
-oneDNN, MKL and OpenMP take for themselves, and Python's own objects.
+process, those that were live and within Python's reach when counting began, and what optimizers
+write in mapped files (:mod:`memfit.track.mapped`). What does not: memory of numpy, of files that
+are only read or shared between processes, scratch memory that oneDNN, MKL and OpenMP take for
+themselves, and Python's own objects.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from memfit import _native
 from memfit.track import cpu
 from memfit.track.looks import LOOKS
+from memfit.track.mapped import MAPPED_FILES
 from memfit.track.owners import OWNERS, label, optimizer_tensors
 
 Listener = Callable[[Literal["before", "after"], Optimizer], None]
@@ -68,6 +69,8 @@ class Steps:
                 self._windows.remove(window)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._windows or self.listeners:
+            MAPPED_FILES.step_begins(optimizer)
         self._name(optimizer)
         given = (*args[1:], *kwargs.values())  # the first is the optimizer
         self.has_arguments = any(value is not None for value in given)

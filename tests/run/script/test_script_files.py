@@ -51,3 +51,41 @@ def test_what_was_read_from_a_file_counts_once(tmp_path: Path):
         planned, plan = loop["planned"], loop["plan"]
         over = plan["predicted_peak_bytes"] - planned["peak_bytes"]
         assert 0 <= over <= MIB, "what the script holds besides is rounded up"
+
+
+def test_what_is_mapped_counts_once_it_is_written(tmp_path: Path):
+    """Its pages are the process's own then, though no allocator has handed them out."""
+    ran = inline(
+        tmp_path,
+        "4GiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+    torch.save(layers().state_dict(), "weights.pt")
+    with torch.device("meta"):
+        model, teacher = layers(), layers()
+    model.load_state_dict(torch.load("weights.pt", mmap=True), assign=True)
+    teacher.load_state_dict(torch.load("weights.pt", mmap=True), assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x = torch.randn(64, 512)
+    with torch.no_grad():
+        x = teacher(x)
+    for _ in range(4):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """,
+    )
+    (loop,) = ran.loops
+    weights = 4 * 512 * 512 * 4
+    peak = loop["planned"]["peak_bytes"]
+    # Parameters, gradients and momentum; of the teacher, which nobody writes, nothing.
+    assert 3 * weights < peak < 4 * weights
+    assert peak <= loop["plan"]["predicted_peak_bytes"] <= 1.001 * peak
+    (device,) = ran.report["devices"]
+    assert device["peak_by_category"]["parameter"] == weights

@@ -488,9 +488,10 @@ fn steps(document: &RunDocument) -> Vec<String> {
     match steps.growth_rhythm {
         _ if steps.count == 0 => Vec::new(),
         Some(Rhythm::Step) => growth(steps, &format!("{}; ", steps.count)),
-        // Fewer leave nothing to compare.
-        _ if steps.count < FEW_STEPS => vec![steps.count.to_string()],
-        _ => vec![format!("{}; what they keep does not grow", steps.count)],
+        // Backwards tell that it does; and fewer steps leave nothing to compare.
+        Some(_) => vec![steps.count.to_string()],
+        None if steps.count < FEW_STEPS => vec![steps.count.to_string()],
+        None => vec![format!("{}; what they keep does not grow", steps.count)],
     }
 }
 
@@ -634,6 +635,25 @@ mod tests {
           `memfit predict` says what a step takes before it runs, `memfit plan` how to make it fit
           `with memfit.track("name")` round a part of the script says what that part takes
         "#);
+    }
+
+    #[test]
+    fn steps_are_not_said_to_keep_nothing_where_backwards_keep_more_and_more() {
+        let document: RunDocument = serde_json::from_value(json!({
+            "schema_version": 1, "script": "train.py", "ended": "finished", "exit_code": 0,
+            "elapsed_seconds": 12.0, "torch_imported": true, "devices": [],
+            "steps": { "count": 30, "growing": 27, "growth_bytes_per_step": 19_456,
+                       "growth_bytes": 524_288, "growth_rhythm": "backward",
+                       "growth_cause": "`logger.rows` (train.py:9) holds the tensors",
+                       "growth_advice": "keep fewer of them" },
+            "oom": null, "snapshot": null, "notes": [],
+        }))
+        .unwrap();
+        assert_eq!(steps(&document), ["30"]);
+        assert_eq!(
+            grown(&document).first().map(String::as_str),
+            Some("27 backwards have kept 512.0 KiB, 19.0 KiB each")
+        );
     }
 
     #[test]
