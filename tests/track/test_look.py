@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from memfit.track import cpu
 from memfit.track.look import NAMES, _cast_begin, _is_cast, look
+from memfit.track.looks import SHARE, Looks
 from memfit.track.owners import OWNERS
 
 MODEL = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -255,3 +256,12 @@ def test_a_list_of_many_numbers_is_not_walked_through():
     assert found.walk._visited - before < 20_000
     assert tensor.untyped_storage().data_ptr() in found.categories
     assert len(rows) == 30_000
+
+
+def test_looks_come_early_in_a_script_that_is_soon_over_and_rarely_in_a_long_one():
+    looks = Looks()
+    looks._started, looks._ended, looks._last_seconds = 100.0, 100.5, 0.01
+    looks._spent_seconds = 0.02
+    assert looks._next() == pytest.approx(100.58)
+    looks._spent_seconds = 0.2
+    assert looks._next() == pytest.approx(100 + 0.21 * SHARE)

@@ -37,6 +37,12 @@ SHARE = 50
 FREE_SECONDS = 0.06
 """What looks at clear rises may take before they become fewer."""
 
+EARLY_SECONDS = 0.1
+"""What the first looks without a clear rise may take beside that, in scripts that are soon over."""
+
+_EARLY_SHARE = 8
+"""The part of the time since the look before that such a one may take."""
+
 _LEAST_BYTES = 2 << 20
 """Below so many live bytes nothing rings."""
 
@@ -118,6 +124,7 @@ class Looks:
         self._spent_seconds = 0.0
         self._rise_seconds = 0.0
         self._last_seconds = 0.0
+        self._ended = 0.0
         self._above = 0
         self._told = 0
         self._looked_at = 0
@@ -191,6 +198,7 @@ class Looks:
             for listener in self.listeners:
                 listener()
             self._last_seconds = time.thread_time() - started
+            self._ended = time.perf_counter()
             if is_rise:
                 self._rise_seconds += self._last_seconds
             else:
@@ -288,7 +296,11 @@ class Looks:
 
     def _next(self) -> float:
         """When there is time for a look without a clear rise."""
-        return self._started + SHARE * (self._spent_seconds + self._last_seconds)
+        taken = self._spent_seconds + self._last_seconds
+        usual = self._started + SHARE * taken
+        if taken > EARLY_SECONDS:
+            return usual
+        return min(usual, self._ended + _EARLY_SHARE * self._last_seconds)
 
     def _set_alarm(self) -> None:
         """Ring at a clear rise at once, at any rise and after long silence when there is time."""
