@@ -24,6 +24,8 @@ is called, shapes, types."""
 WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
 
+_FEW_BYTES = 4096
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Call:
@@ -142,9 +144,12 @@ class PlannedStep:
 
     @property
     def rounding_bytes(self) -> int:
-        """By how much every peak of the plan is higher than those of its steps."""
+        """By how much every peak of the plan is higher than those of its steps, or a little less.
+
+        The script may hold a few bytes more by then: a counter, the loss of another step.
+        """
         held = self.outside_bytes if self.held_bytes is None else self.held_bytes
-        return max(self.outside_bytes - held, 0)
+        return max(self.outside_bytes - held - _FEW_BYTES, 0)
 
     def pass_begins(self, held_bytes: int) -> None:
         """Learn what the script holds besides when a pass by the plan begins."""
