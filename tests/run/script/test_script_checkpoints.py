@@ -169,3 +169,29 @@ def test_what_bodies_recompute_is_elsewhere_while_steps_are_recorded(tmp_path: P
     loop = loop_of(tmp_path, "9MiB", kinds, PLAIN, LOOP)
     assert loop["observed"]["steps"] == 2
     assert loop["observed"]["peak_bytes"] < 9 << 20, "in memory they are 14 MiB"
+
+
+def test_a_checkpoint_that_stays_around_a_model_is_said_and_no_hooks_of_the_scripts(
+    tmp_path: Path,
+):
+    code = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        loss = checkpoint(model, torch.randn(512, 64), use_reentrant=False).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "1MiB", code)
+    (loop,) = ran.loops
+    why = "the script checkpoints the call of a model, and the checkpoint stays as it is: it writes"
+    assert [note for note in loop["notes"] if note.startswith(f"some steps run unplanned: {why}")]
+    assert "hooks" not in ran.stderr
+    assert ran.fitting["verdict"]["why"].startswith("a step ran unplanned: the script checkpoints")

@@ -165,6 +165,18 @@ class ScriptCheckpoints:
             )
         )
 
+    def around(self) -> tuple[str, bool]:
+        """Why a step runs unplanned whose model is called in a checkpoint.
+
+        Returns:
+            A clause, and whether it is worth a note: not where the checkpoint is only looked at.
+        """
+        self.around_model = True
+        clause, why = "the script checkpoints the call of a model", self.reasons()
+        return f"{clause}, and the checkpoint stays as it is: {why[0]}" if why else clause, bool(
+            why
+        )
+
     def _keep_shared(self, recorder: Recorder, inputs: set[int]) -> None:
         """Have those stay whose parameters are used elsewhere too.
 

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import (
 
 
 def occupied() -> str:
-    """What of the script's own lies on either stack; empty when nothing does."""
+    """What the script has on either stack, as the rest of a clause; empty for nothing."""
     modes = _get_current_dispatch_mode_stack()
     if not all(getattr(mode, "carries_out_ops", False) for mode in modes):
-        return "it runs under a dispatch mode of its own"
+        return "runs under a dispatch mode of its own"
     if _top_saved_tensors_default_hooks(True) is not None:  # noqa: FBT003 - takes no keyword
-        return "it runs under saved-tensor hooks of its own"
+        return "runs under saved-tensor hooks of its own"
     return ""
 
 

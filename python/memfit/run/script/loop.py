@@ -375,11 +375,12 @@ class Loop:
     def _under_others(self) -> str:
         """What of the script's own the pass stands on, as a clause, which is noted; else empty."""
         under = occupied()
+        clause, is_noted = f"the script {under}" if under else "", bool(under)
         if under and self._checkpoints.inside_kept:
-            self._checkpoints.around_model = True
-        elif under:
-            self.notes[f"some steps run unplanned: the script {under}"] = None
-        return f"the script {under}" if under else ""
+            clause, is_noted = self._checkpoints.around()
+        if is_noted:
+            self.notes[f"some steps run unplanned: {clause}"] = None
+        return clause
 
     def _require_fits(self, planned: PlannedStep, outside: int) -> None:
         """End a script that is held to its budget before a step that would not keep it."""
