@@ -115,8 +115,6 @@ def _plan_described(planned: PlannedStep) -> dict[str, Any]:
         "fits": plan.fits,
         "unplanned_peak_bytes": None if whole is None else whole - more,
         "predicted_peak_bytes": plan.planned.predicted_peak_bytes - more,
-        "unplanned_peak_bytes": None if whole is None else whole - more,
-        "predicted_peak_bytes": plan.planned.predicted_peak_bytes - more,
         "minimum_peak_bytes": None if plan.fits else plan.minimum_peak_bytes - more,
         "minimum_budget_bytes": None if plan.fits else plan.minimum_budget_bytes,
         "predicted_step_ratio": plan.predicted_step_ratio,

@@ -362,7 +362,6 @@ class Loop:
         planned = self.plans.fitting(planned, outside, self._planning(outside))
         how = (planned.executor, call.module, planned.step.not_called(self._model()))
         planned.executor = self.placing.for_plan(planned.plan, own, *how)
-        planned.pass_begins(self._outside.held_bytes)
         if not self.placing.in_closure:  # there the optimizer's own history grows meanwhile
             planned.pass_begins(self._outside.held_bytes)
         self._latest = planned
