@@ -1824,9 +1824,10 @@ class Plan:
         unplanned: Without a plan.
         planned: With it. Where nothing fits: the plan with the smallest peak found.
         reserved: What the caching allocator holds for the planned step; absent where there is none.
-        minimum_peak_bytes: Smallest peak found over all allowed plans.
+        minimum_peak_bytes: Smallest peak found over all allowed plans; where work is limited, it is
+            sought only if none fits.
         arena: One block that could hold all that the planned step allocates; absent in plans saved
-            before this was known.
+            before this was known, and where work is limited and the plan fits.
         predicted_step_ratio: Planned over unplanned step time.
         lower_bound_ratio: No allowed plan within the budget can be faster than this ratio; 1 where
             none was found to fit.

@@ -61,7 +61,9 @@ impl Planner<'_> {
         if let Some(step) = self.step_of(outcome) {
             step.costs.source().clone_into(&mut plan.cost_source);
         }
-        plan.arena = arena::arena(&outcome.trace, outcome.variant, treatments);
+        if self.says_how_small() {
+            plan.arena = arena::arena(&outcome.trace, outcome.variant, treatments);
+        }
         let chosen = Chosen {
             planner: self,
             outcome,

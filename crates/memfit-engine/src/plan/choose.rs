@@ -165,6 +165,11 @@ impl<'t> Planner<'t> {
 }
 
 impl Planner<'_> {
+    /// Whether the plan also says how small the step could be: by another plan, and in one block of memory.
+    pub(super) fn says_how_small(&self) -> bool {
+        self.share.has_bottoms()
+    }
+
     fn empty_plan(&self) -> Plan {
         let budget = self.request.budget.resolve(self.unplanned_peak);
         let margin = predict::margin(self.trace, self.unplanned_peak);
@@ -219,10 +224,10 @@ impl Planner<'_> {
             let ran = self.ask_allocator(plan, self.trace, Variant::default(), &nothing);
             if ran == Ran::Yes {
                 plan.stop_reason = StopReason::NothingToDo;
-                if self.share.has_bottoms() {
+                if self.says_how_small() {
                     plan.minimum_peak_bytes = self.minimum(plan);
+                    plan.arena = arena::arena(self.trace, Variant::default(), &nothing);
                 }
-                plan.arena = arena::arena(self.trace, Variant::default(), &nothing);
             }
             return Ok(ran);
         }

@@ -284,7 +284,7 @@ pub struct Plan {
     /// Smallest peak found over all allowed plans; where work is limited, it is sought only if none fits.
     pub minimum_peak_bytes: Bytes,
     /// One block that could hold all that the planned step allocates; absent in plans saved before this
-    /// was known.
+    /// was known, and where work is limited and the plan fits.
     #[serde(default)]
     pub arena: Option<Arena>,
     /// Planned over unplanned step time.

@@ -25,12 +25,14 @@ def usual_seconds(recorder: ScriptRecorder) -> list[float]:
     Args:
         recorder: The recording.
     """
-    values = recorder.ledger.values
+    numbers: dict[tuple[Any, ...], int] = {}
+    # A look is hashed once, not for each op that reads the value.
+    looks = [numbers.setdefault(it[_SHAPE:], len(numbers)) for it in recorder.ledger.values]
     took: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     keys = []
     for op, seconds in zip(recorder.ops, recorder.seconds, strict=True):
-        looks = (tuple(values[value][_SHAPE:] for value in of) for of in (op.reads, op.outputs))
-        keys.append((op.operator.name, op.arguments, *looks))
+        reads, outputs = (tuple([looks[value] for value in of]) for of in (op.reads, op.outputs))
+        keys.append((op.operator.name, op.arguments, reads, outputs))
         took[keys[-1]].append(seconds)
     usual = {key: median_low(found) for key, found in took.items()}
     return [usual[key] for key in keys]

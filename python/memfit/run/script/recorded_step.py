@@ -104,6 +104,7 @@ class RecordedStep:
         )
         scratch = {i: size for i, size in enumerate(recorder.scratch) if size > 0 and on_cpu}
         self._json = trace_json(recorder, roles, meta, scratch)
+        self._native: _native.Trace | None = None
         self._costs = _costs(observation)
         self._request = request
         # Who updates parameters without an optimizer is not seen to do it.
@@ -176,15 +177,20 @@ class RecordedStep:
         """
         there = copy(self)
         *recorded, wanted = sizes
-        others = [_native_trace(first._json)]
-        grown = _native_trace(self._json).at_sizes(others, recorded, wanted)
-        there._json = json.loads(grown.json())
+        grown = self._trace().at_sizes([first._trace()], recorded, wanted)
+        there._json, there._native = json.loads(grown.json()), None
         seconds = self._costs.get("op_seconds")
         if seconds is not None:
             pairs = zip(seconds, self._json["ops"], there._json["ops"], strict=True)
             scaled = [took * _growth(before, after) for took, before, after in pairs]
             there._costs = {**self._costs, "op_seconds": scaled}
         return there
+
+    def _trace(self) -> _native.Trace:
+        """The step itself, made once: each batch of a new length asks for it."""
+        if self._native is None:
+            self._native = _native_trace(self._json)
+        return self._native
 
     def forbid(self, kind: str) -> None:
         """Leave a technique out of plans from now on.
