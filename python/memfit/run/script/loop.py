@@ -632,18 +632,17 @@ class Loop:
         step = self._recorded(observation)
         self.notes.update(dict.fromkeys(step.notes()))
         kept, self._kept = self._kept, None
-        own = kept[1] if kept is not None and kept[0] == key else None
+        own = self._recorded(kept[1]) if kept is not None and kept[0] == key else None
         by_own: Plan | None = None
         if own is not None and "%" in str(self._budget):
-            by_own = self._planned_as_written(own, outside)
+            by_own = own.plan(self._room.within(self._budget), outside)
             self._budget = by_own.budget_bytes  # a share of what the script's own step takes
         made = step.plan(self._room.within(self._budget), outside)
-        if own is not None and not made.fits:
+        if own is not None and kept is not None and not made.fits:
             # The script's own checkpoints may reach what no plan without them does.
-            by_own = by_own or self._planned_as_written(own, outside)
+            by_own = by_own or own.plan(self._room.within(self._budget), outside)
             if comes_nearer(by_own, made):
-                step = RecordedStep(own, next(iter(self.models)), self._request)
-                made, observation, self._undoes = by_own, own, False
+                step, made, observation, self._undoes = own, by_own, kept[1], False
         if step.place:
             self._choose_place(step.place)
         self.undoes = observation.undoes
@@ -677,11 +676,6 @@ class Loop:
             return step.plan(budget, outside)
 
         return planning
-
-    def _planned_as_written(self, own: Observation, outside: int) -> Plan:
-        """The plan for a step with the checkpoints that the script has."""
-        step = RecordedStep(own, next(iter(self.models)), self._request)
-        return step.plan(self._room.within(self._budget), outside)
 
     def _make_room(self, planned: PlannedStep, outside: int) -> None:
         """Plan a step again where the script holds so much more that it would no longer fit.
