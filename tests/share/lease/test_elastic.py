@@ -117,7 +117,7 @@ def test_a_step_that_cannot_do_with_so_little_gives_what_it_can_and_goes_on(
     follower = fitted.elastic
     assert follower is not None
     whole = follower.lease.bytes
-    waits = Other(idle_broker).ask(whole - follower.besides_bytes - 1000, 1.5)
+    waits = Other(idle_broker).ask(whole - follower.besides_bytes - 1000, 4.0)
     until(lambda: follower.lease.asked is not None)
     fitted.step()
     with pytest.raises(memfit.LeaseError, match="no room"):
