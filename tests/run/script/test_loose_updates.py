@@ -96,6 +96,8 @@ def test_parts_of_one_module_have_optimizers_of_their_own(tmp_path: Path, steps:
     (loop,) = ran.loops
     assert sorted(loop["optimizers"]) == ["Adam", "AdamW"]
     assert ran.fitting["verdict"]["kept"]
+    assert "MiB before its optimizers step" in ran.stderr
+    assert any(note.startswith("predicted without updates") for note in loop["notes"])
 
 
 def test_what_others_options_would_reach_changes_no_plan(tmp_path: Path):

@@ -44,6 +44,8 @@ def found(loop: Loop, plan: Plan) -> str:
         takes += " under autocast" if cast else " in pieces of its batch"
     if loop.undoes:
         takes += " without the script's checkpoints"
+    if loop.placing.is_loose:
+        takes += " before its optimizers step"
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
     if plan.fits and not plan.actions:
         return f"{head}: a step takes {takes}, within {size(plan.budget_bytes)} as it is"
@@ -83,8 +85,14 @@ def described(loop: Loop) -> dict[str, Any]:
         "plan": None if latest is None else _plan_described(latest),
         "replans": loop.replans,
         "divergence": loop.divergence or None,
-        "notes": [*loop.notes, *_of_other_sizes(loop)],
+        "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],
     }
+
+
+def _of_updates(loop: Loop) -> list[str]:
+    """What plans know nothing of, where several optimizers update a model."""
+    knows_none = loop.placing.is_loose and bool(loop.plans)
+    return ["predicted without updates: plans know none of several optimizers"] * knows_none
 
 
 def _of_other_sizes(loop: Loop) -> list[str]:
