@@ -8,6 +8,8 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from memfit.libraries import PACKAGE
 from memfit.track import cpu
 from memfit.track.look import NAMES, _cast_begin, _is_cast, look
 from memfit.track.looks import SHARE, Looks
@@ -152,6 +155,26 @@ def test_what_holds_a_tensor_in_something_else_has_a_name(form: str):
     found = look()
     assert NAMES.owner(found.owners[address]).name.startswith(f"{name} (test_look.py:")
     assert kept is not None
+
+
+def through(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def run() -> Any:
+    args = torch.zeros(100)
+    return args.data_ptr(), look()
+
+
+def in_file(function: Callable[..., Any], file: str) -> Callable[..., Any]:
+    return FunctionType(function.__code__.replace(co_filename=file), globals())
+
+
+def test_what_torch_holds_in_an_op_that_memfit_runs_is_of_the_line_that_called_it():
+    of_torch = in_file(run, f"{Path(torch.__file__).parent}/made_up.py")
+    address, found = in_file(through, f"{PACKAGE}apply/made_up.py")(of_torch)
+    owner = NAMES.owner(found.owners[address]).name
+    assert owner.startswith("a value of test_look.py:")
 
 
 def test_what_an_attention_caches_is_a_kv_cache():

@@ -112,6 +112,8 @@ def of_frames(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
 def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
     """A value without a name of the line of the program that has called a function of torch's.
 
+    memfit's own frames lie between where it runs an op for the program.
+
     Args:
         frame: The function's.
         lines: The lines of the program's frames, by number (``id``).
@@ -120,7 +122,7 @@ def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
         ``None`` where another library has called it, or nobody.
     """
     at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename.startswith(_TORCH):
+    while at is not None and (at.f_code.co_filename.startswith(_TORCH) or is_memfit(at)):
         at = at.f_back
     line = lines.get(id(at))
     return None if at is None or line is None else _unnamed(at.f_code, line)
