@@ -261,6 +261,17 @@ def record(
     return recorder.ops
 
 
+def chain(length: int) -> Callable[[Tensor], Tensor]:
+    """A forward of so many times sigmoid(x + 1): each sigmoid saves its output."""
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(length):
+            x = torch.sigmoid(x + 1.0)
+        return x.sum()
+
+    return forward
+
+
 def cheap(made: Made) -> bool:
     """Whether it is cheap to make again."""
     return made.name.split(".")[1] in CHEAP
