@@ -326,7 +326,7 @@ class _Forward:
         watch: Watches the ops.
         replayer: Computes again, and fetches.
         transits: What is stored or shrunk, by where it goes.
-        is_astray: Whether it has left the plan, and what is saved from there on goes elsewhere.
+        is_astray: Whether it has left the plan, so that what it saves from then on is offloaded.
         on_leaving: Called once, when it does.
     """
 
@@ -347,7 +347,7 @@ class _Forward:
         self._thread = threading.get_ident()
 
     def leaves_plan(self) -> None:
-        """It has left the plan: modules in which nothing was watched save elsewhere, too."""
+        """The plan is left: what modules save that were not watched is offloaded, too."""
         if not self.is_astray:
             self.is_astray = True
             self.on_leaving()

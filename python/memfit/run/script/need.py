@@ -60,7 +60,7 @@ class NeedOfRoom:
         return all(planned.plan.fits for planned in self._plans)
 
     def fails_with(self, more_bytes: int) -> bool:
-        """Whether a step does not fit with more held besides.
+        """Whether some planned step no longer fits once the script holds more.
 
         Args:
             more_bytes: How much more.

@@ -29,7 +29,7 @@ _ROUNDED_TO = 1 << 20
 
 
 class Outside:
-    """The bytes besides the steps of one loop.
+    """The bytes that the script holds beside the steps of one loop.
 
     Attributes:
         held_bytes: What :meth:`bytes_besides` has found last, before it was rounded up.

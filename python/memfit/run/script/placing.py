@@ -79,7 +79,7 @@ class Placing:
 
     @property
     def has_parameters_elsewhere(self) -> bool:
-        """Whether parameters may be elsewhere now."""
+        """Whether parameters may be offloaded now."""
         return self.held is not None and self.held.parameters is not None
 
     def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
