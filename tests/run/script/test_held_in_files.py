@@ -375,6 +375,34 @@ def test_what_a_graph_holds_when_it_is_written_comes_back_later(held: HeldInFile
     assert torch.equal(target.weight, expected)
 
 
+def test_owners_are_sought_seldom_of_what_never_comes_back(
+    held: HeldInFiles, monkeypatch: pytest.MonkeyPatch
+):
+    """An input that each batch is copied to: the search looks through all objects there are."""
+    sought: list[int] = []
+    found = held_in_files._held_by_python_alone
+
+    def seeking(tensors: list[Tensor]) -> list[Tensor]:
+        sought.append(len(tensors))
+        return found(tensors)
+
+    monkeypatch.setattr(held_in_files, "_held_by_python_alone", seeking)
+    batch = [large()]
+    array = None
+    place(held)
+    for step in range(32):
+        batch[0].fill_(step)
+        array = batch[0].numpy() if array is None else array  # no object that is looked through
+        place(held)
+    assert is_mapped(batch[0])
+    assert len(sought) == 6, "in calls 1, 2, 4, 8, 16 and 32"
+    array = None
+    for _ in range(32):
+        place(held)
+    assert not is_mapped(batch[0])
+    assert torch.equal(batch[0], torch.full_like(batch[0], 31))
+
+
 BY_HAND = """
     import torch
     from torch import nn

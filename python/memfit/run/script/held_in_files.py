@@ -108,6 +108,7 @@ class HeldInFiles:
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._written: dict[int, weakref.ref[Tensor]] = {}
+        self._stays: Counter[int] = Counter()
         self._looks = 0
         self._is_first = True
         self._looked_at_bytes = 0
@@ -206,15 +207,24 @@ class HeldInFiles:
         for key, mapped in list(self._mapped.items()):
             tensor = mapped.tensor()
             if tensor is None:
-                del self._mapped[key]
+                del self._mapped[key], self._stays[key]
             elif mapped.is_written(tensor):
                 self._written[key] = mapped.tensor
                 if not _is_mapped(tensor):
-                    del self._mapped[key]
-                elif not is_lent(tensor):  # else once the graph that holds it is gone
+                    del self._mapped[key], self._stays[key]
+                elif not is_lent(tensor) and self._is_due(key):  # else once its graph is gone
                     changed.append(tensor)
         tensor = None  # who counts its owners knows of the list alone
         bring_back(changed)
+
+    def _is_due(self, key: int) -> bool:
+        """Whether to look for the owners of a tensor: seldom of one that never comes back.
+
+        An input that each batch is copied to is held by the calls that it passes through, and
+        the search takes as long as a small step.
+        """
+        self._stays[key] += 1
+        return self._stays[key].bit_count() == 1
 
     def _found(self, own: set[int]) -> list[Tensor]:
         """Tensors that may go."""
