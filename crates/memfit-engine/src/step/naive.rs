@@ -59,7 +59,8 @@ pub struct NaiveEvaluation {
 /// What there is of the stored and the shrunk allocations; per allocation.
 #[derive(Debug, Default)]
 struct Stored {
-    any: bool,
+    /// Those that are stored or shrunk.
+    returning: Vec<usize>,
     /// Its narrower form was made.
     shrunk: Vec<bool>,
     /// In the order of their writes; those up to `settled` are no longer on their way out.
@@ -280,10 +281,10 @@ impl Twin<'_> {
         let mut records = vec![false; self.records.len()];
         let mut stored = vec![
             false;
-            if self.stored.any {
-                self.treatments.len()
-            } else {
+            if self.stored.returning.is_empty() {
                 0
+            } else {
+                self.treatments.len()
             }
         ];
         let near = self.near[p / STRETCH].iter().copied();
@@ -383,10 +384,7 @@ impl Twin<'_> {
                 total += self.bytes(version.allocation);
             }
         }
-        if !self.stored.any {
-            return total;
-        }
-        for a in (0..self.treatments.len()).filter(|&a| self.comes_back(a)) {
+        for &a in &self.stored.returning {
             let stays = self.stored.fetched[a] && reach.stored[a];
             if stays || self.passing_stored.contains(&a) {
                 total += self.bytes(a);

@@ -8,6 +8,8 @@
 //! bounds the time from below, and the worst `i` is the bound. Pins, replay temporaries and the replays
 //! that a replay needs are ignored, which only lowers it.
 
+use std::cmp::Reverse;
+
 use super::relaxation::{Relaxation, Relaxed};
 use crate::bytes::Bytes;
 use crate::plan::search::problem::Problem;
@@ -56,12 +58,12 @@ pub(in crate::plan) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
         choices: Vec::new(),
     };
     let mut seconds_at = vec![0.0; heights.len()];
+    let mut there = There::before(&freeable);
     for (op, &height) in heights.iter().enumerate() {
-        let there = || freeable.iter().filter(|f| f.from <= op && op < f.until);
-        let removable: Bytes = there().map(|f| Bytes(f.bytes)).sum();
-        result.peak_bytes = result.peak_bytes.max(height - removable);
+        there.move_to(op);
+        result.peak_bytes = result.peak_bytes.max(height - there.bytes());
         if height > target {
-            let seconds = knapsack_seconds(there(), height - target);
+            let seconds = knapsack_seconds(there.items(), height - target);
             seconds_at[op] = seconds;
             result.added_seconds = result.added_seconds.max(seconds);
         }
@@ -83,6 +85,56 @@ pub(in crate::plan) fn bound(problem: &Problem<'_>, target: Bytes) -> Bound {
         }
     }
     result
+}
+
+/// What could be freed at one op, as it moves through the step.
+struct There<'f> {
+    freeable: &'f [Freeable],
+    /// In the order in which they come, the next one last.
+    coming: Vec<usize>,
+    /// In the order in which they go, the next one last.
+    going: Vec<usize>,
+    /// Ascending.
+    now: Vec<usize>,
+    total: u128,
+}
+
+impl<'f> There<'f> {
+    fn before(freeable: &'f [Freeable]) -> Self {
+        let lasting = |&i: &usize| freeable[i].from < freeable[i].until;
+        let mut coming: Vec<usize> = (0..freeable.len()).filter(lasting).collect();
+        let mut going = coming.clone();
+        coming.sort_by_key(|&i| Reverse(freeable[i].from));
+        going.sort_by_key(|&i| Reverse(freeable[i].until));
+        Self {
+            freeable,
+            coming,
+            going,
+            now: Vec::new(),
+            total: 0,
+        }
+    }
+
+    fn move_to(&mut self, op: usize) {
+        while let Some(i) = self.coming.pop_if(|&mut i| self.freeable[i].from <= op) {
+            let place = self.now.partition_point(|&other| other < i);
+            self.now.insert(place, i);
+            self.total += u128::from(self.freeable[i].bytes);
+        }
+        while let Some(i) = self.going.pop_if(|&mut i| self.freeable[i].until <= op) {
+            let place = self.now.partition_point(|&other| other < i);
+            self.now.remove(place);
+            self.total -= u128::from(self.freeable[i].bytes);
+        }
+    }
+
+    fn bytes(&self) -> Bytes {
+        Bytes(u64::try_from(self.total).unwrap_or(u64::MAX))
+    }
+
+    fn items(&self) -> impl Iterator<Item = &'f Freeable> {
+        self.now.iter().map(|&i| &self.freeable[i])
+    }
 }
 
 /// The ops of the largest seconds, spread over the step.

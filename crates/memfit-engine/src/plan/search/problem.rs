@@ -369,10 +369,11 @@ fn allocation_id(index: usize) -> AllocationId {
 
 fn askers(trace: &Trace) -> Vec<usize> {
     let mut askers = vec![usize::MAX; trace.ops.len() + 1];
+    let forward_end = trace.forward_end();
     for saved in &trace.saved {
         let allocation = &trace.allocations[trace.allocation_of(saved.value).index()];
         if let (Some(unpack), Some(producer)) = (saved.unpack, allocation.producer)
-            && producer < trace.forward_end()
+            && producer < forward_end
         {
             askers[unpack.index()] = askers[unpack.index()].min(producer.index());
         }

@@ -4,12 +4,12 @@
 //! summing what no set of drops can move, and for collapsing ops between events into stretches. Part of
 //! laying out a [`StepModel`]; not responsible for what may be dropped.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use super::event::Event;
 use super::model::StepModel;
 use crate::step::offload::updates::{UpdateTurn, bytes_of, update_turns, updates_end};
-use crate::trace::{Category, OpIndex, Trace, op_index};
+use crate::trace::{Category, OpIndex, Trace};
 
 impl StepModel {
     pub(super) fn lay_out_events(&mut self, trace: &Trace) {
@@ -39,6 +39,7 @@ impl StepModel {
                 events.push((unpack.index(), Event::Unpack(i)));
             }
         }
+        let opened = opened_in_backward(trace);
         for (i, allocation) in trace.allocations.iter().enumerate() {
             for &(start, stop) in &allocation.natural {
                 let (start, stop) = (start.index(), stop.index().min(cuts[i]).min(last));
@@ -49,7 +50,7 @@ impl StepModel {
                     self.fixed_ranges[i].push((start, stop));
                     continue;
                 }
-                let slot = self.backward_slot(trace, i, start);
+                let slot = self.backward_slot(&opened, i, start);
                 events.push((
                     start,
                     Event::Start {
@@ -248,20 +249,31 @@ impl StepModel {
 
     /// A natural range that starts in backward on an allocation of forward was opened by an unpack:
     /// the slot it holds.
-    fn backward_slot(&self, trace: &Trace, allocation: usize, start: usize) -> Option<usize> {
+    fn backward_slot(&self, opened: &Opened, allocation: usize, start: usize) -> Option<usize> {
         let slots = self.slots_of(allocation);
         if slots.is_empty() || start < self.forward_end {
             return None;
         }
-        let opened = trace.saved.iter().find(|saved| {
-            saved.unpack == Some(op_index(start))
-                && trace.allocation_of(saved.value).index() == allocation
-        });
-        let version = opened.map(|saved| trace.values[saved.value.index()].version);
+        let version = opened.get(&(start, allocation));
         version
-            .and_then(|version| self.slot(allocation, version))
+            .and_then(|&version| self.slot(allocation, version))
             .or(Some(slots.end - 1))
     }
+}
+
+/// The version that an unpack asks for, by its op and the allocation.
+type Opened = HashMap<(usize, usize), u32>;
+
+fn opened_in_backward(trace: &Trace) -> Opened {
+    let mut opened = Opened::new();
+    for saved in &trace.saved {
+        let value = &trace.values[saved.value.index()];
+        if let Some(unpack) = saved.unpack {
+            let key = (unpack.index(), value.allocation.index());
+            opened.entry(key).or_insert(value.version);
+        }
+    }
+    opened
 }
 
 /// Sums over half-open ranges, by differences.

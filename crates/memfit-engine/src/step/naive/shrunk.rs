@@ -44,7 +44,8 @@ impl Twin<'_> {
 
     /// Bytes of the narrower forms that are there at `p`.
     pub(super) fn narrow_bytes(&self, reach: &Reach, p: usize, running: bool) -> u64 {
-        let made = (0..self.stored.shrunk.len()).filter(|&a| self.stored.shrunk[a]);
+        let returning = self.stored.returning.iter().copied();
+        let made = returning.filter(|&a| self.stored.shrunk[a]);
         let there = made.filter(|&a| {
             let referred = reach.stored[a] || self.natural(a, p, running, true);
             referred && !self.stored.fetched[a]

@@ -44,7 +44,7 @@ impl Twin<'_> {
         }
         for a in 0..self.treatments.len() {
             if self.comes_back(a) {
-                self.stored.any = true;
+                self.stored.returning.push(a);
             }
             if !self.may_be_treated_so(a) {
                 self.result.refused = Some(id(a));
@@ -104,7 +104,7 @@ impl Twin<'_> {
 
     /// Autograd packs: what is stored goes out, what is shrunk becomes narrower.
     pub(super) fn packs_at(&mut self, p: usize) {
-        if !self.stored.any || p > self.forward_end {
+        if self.stored.returning.is_empty() || p > self.forward_end {
             return;
         }
         let window = self.variant.window_bytes.0;
