@@ -91,6 +91,74 @@ def test_results_are_those_of_whole_ops(module: nn.Module, order: torch.memory_f
     torch.testing.assert_close(found[1 << 12], found[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("items", [1, 3])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Conv2d(8, 16, 3, padding=1), (8, 33, 17)),
+        (nn.Conv2d(8, 8, 5, stride=2, padding=(3, 1), groups=4, bias=False), (8, 40, 24)),
+        (nn.Conv2d(8, 4, 3, dilation=(4, 2), padding=(4, 2)), (8, 29, 20)),
+        (nn.Conv2d(8, 4, (7, 1), stride=(3, 1)), (8, 64, 5)),
+        (nn.Conv2d(8, 4, 1), (8, 24, 24)),
+        (nn.Conv3d(8, 4, 3, padding=1), (8, 18, 12, 11)),
+        (nn.Conv3d(4, 8, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1)), (4, 12, 9, 9)),
+    ],
+    ids=repr,
+)
+def test_results_in_strips_are_those_of_whole_ops(
+    module: nn.Module, shape: tuple[int, ...], items: int
+):
+    torch.manual_seed(0)
+    batch = torch.randn(items, *shape, requires_grad=True)
+    found = {}
+    for budget_bytes in (0, 1 << 12):
+        module.zero_grad()
+        batch.grad = None
+        notes: dict[str, None] = {}
+        with lean().in_pieces(budget_bytes, notes):
+            out = module(batch)
+            out.square().mean().backward()
+        assert (IN_PIECES in notes) == (budget_bytes > 0)
+        gradients = [batch.grad, *(parameter.grad for parameter in module.parameters())]
+        found[budget_bytes] = [out.detach(), *(it.clone() for it in gradients if it is not None)]
+    torch.testing.assert_close(found[1 << 12], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_as_large_as_the_image_makes_no_strips():
+    notes: dict[str, None] = {}
+    with lean().in_pieces(1 << 12, notes):
+        out = nn.Conv2d(4, 4, (60, 3))(torch.randn(1, 4, 64, 9))
+    assert out.shape == (1, 4, 5, 7)
+    assert not notes
+
+
+@pytest.mark.parametrize("channels", [8, 48])
+def test_one_volume_takes_less_inside(channels: int):
+    """Few channels are copied with all their surroundings, 27 times the volume; so would be strips
+    of many."""
+    assert cpu.start() is None
+    module = nn.Conv3d(channels, 8, 3, padding=1)
+    batch = torch.randn(1, channels, 32, 32, 32, requires_grad=True)
+    peaks = []
+    for budget_bytes in (0, 32 * MIB):
+        with lean().in_pieces(budget_bytes, {}):
+            peak = Peak(torch.device("cpu"))
+            loss = module(batch).sum()
+            peaks.append(peak.close())
+            peak = Peak(torch.device("cpu"))
+            loss.backward()
+            peaks.append(peak.close())
+        del loss
+        batch.grad = None
+        module.zero_grad()
+    whole, backward, cut, cut_backward = peaks
+    assert cut <= whole
+    assert cut_backward <= backward
+    if channels == 8:
+        assert whole - cut > 20 * MIB
+        assert backward - cut_backward > 20 * MIB
+
+
 def test_a_frozen_convolution_has_no_gradients_of_weights():
     module = nn.Conv2d(4, 4, 3).requires_grad_(requires_grad=False)
     batch = torch.randn(8, 4, 9, 9, requires_grad=True)

@@ -60,6 +60,18 @@ def test_steps_that_no_plan_fits_run_as_they_were_recorded(tmp_path: Path):
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+def test_steps_of_sizes_that_were_foreseen_run_as_the_recorded_ones(tmp_path: Path):
+    code = SEVERAL_BACKWARDS.replace(
+        "for step in range(6):", "for size in (2048, 1536, 1920, 1664, 1856, 1728):"
+    )
+    code = code.replace("torch.randn(2048,", "torch.randn(size,")
+    ran = inline(tmp_path, "10MiB", code, offload="chosen")
+    (loop,) = ran.loops
+    assert any("foreseen" in note for note in loop["notes"]), loop["notes"]
+    assert not loop["plan"]["fits"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 def test_a_script_held_to_its_budget_goes_on_where_the_recording_kept_it(tmp_path: Path):
     options = {"offload": "chosen", "fitting": ["--strict"]}
     ran = inline(tmp_path, "10MiB", SEVERAL_BACKWARDS, **options)

@@ -102,6 +102,26 @@ def test_steps_that_depend_on_values_are_recorded_again_twice_at_most(tmp_path: 
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+SOLVED = """
+    for step in range(12):
+        out = model(torch.randn(4096, 64))
+        for part in range((2, 1, 3)[step % 3]):
+            out = out.sin()
+        room = (0, 2, 6)[step % 3]
+        out.register_hook(lambda grad: sum([grad + i for i in range(room)], start=grad))
+        end(out.square().mean())
+"""
+"""As a fixed point that takes more steps at times, in backward too: 1 MiB each."""
+
+
+def test_what_has_left_its_plan_before_runs_as_recorded(tmp_path: Path):
+    """Its plan keeps in memory what there is room for, which another pass would need."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "13MiB", NET + SOLVED, offload=str(tmp_path / "disk"))
+    assert ran.loops[0]["divergence"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 LEFT_OUT = """
     class Skips(Net):
         def forward(self, x):

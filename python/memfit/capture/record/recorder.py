@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_any
 from memfit.capture.probe.gpu_scratch import takes_gpu_scratch
@@ -44,6 +44,7 @@ from memfit.capture.record.source_line import SourceLines
 from memfit.capture.record.strides import laid_out
 from memfit.capture.record.view_replays import ViewReplays
 from memfit.capture.stage.arguments import (
+    are_strided,
     arguments_text,
     returned_tensors,
     tensors_of,
@@ -328,7 +329,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     operator.repeatable
                     and kwargs.get("generator") is None
                     and len(written) <= 1
-                    and all(map(_is_strided, tree_leaves((args, kwargs))))
+                    and are_strided(args, kwargs)
                 ),
             )
         )
@@ -518,8 +519,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes[
             f"`{operator.name}` uses a tensor without a plain storage; its memory is not counted"
         ] = None
-
-
-def _is_strided(value: Any) -> bool:
-    """Whether an executor can give an argument again: it holds no sparse ones."""
-    return not isinstance(value, Tensor) or value.layout is torch.strided

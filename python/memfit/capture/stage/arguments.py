@@ -17,6 +17,15 @@ from memfit.tensors.storage import plain_tensors
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Every tensor among the arguments of a call, in argument order; of sparse ones the parts."""
+    return _strided(_given(args, kwargs))
+
+
+def are_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no argument is sparse: an executor can give all of them again."""
+    return all(tensor.layout is torch.strided for tensor in _given(args, kwargs))
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for argument in args:
         if isinstance(argument, Tensor):
@@ -28,7 +37,7 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
             tensors.append(argument)
         elif isinstance(argument, (list, tuple)):
             tensors.extend(item for item in argument if isinstance(item, Tensor))
-    return _strided(tensors)
+    return tensors
 
 
 def _strided(tensors: list[Tensor]) -> list[Tensor]:

@@ -6,19 +6,23 @@ result twice. Piece by piece it is as much less, in about the same time. Respons
 run so, and for their results. Not responsible for the batch of a whole model
 (:mod:`memfit.run.script.pieces`), which normalisations over the batch forbid.
 
-Items of a batch do not mix in a convolution, nor channels in a normalisation. But torch may choose
-another algorithm for fewer of them, and the weights' gradient is summed in another order: the
-results are equivalent, not the same.
+Items of a batch do not mix in a convolution, nor channels in a normalisation. A batch of one is cut
+in space: a piece of the rows, with those around it that the kernel reaches. But torch may choose
+another algorithm for less, and the weights' gradient is summed in another order: the results are
+equivalent, not the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.run.script.contexts import Nesting
@@ -26,6 +30,9 @@ from memfit.run.script.request import FitRequest
 
 LEAST_ITEMS = 2
 """A batch of one often gets an algorithm of its own."""
+
+LEAST_ROWS = 4
+"""Fewer rows of an image, or planes of a volume, would read mostly what their neighbours do."""
 
 _PART = 1 / 32
 """Part of the budget that a piece may take inside."""
@@ -40,6 +47,9 @@ IN_PIECES = "large convolutions and normalisations run in pieces, which may chan
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _OF_NORM = torch.ops.aten.native_batch_norm_backward.default
+_IMAGES = 4
+"""Dimensions of a batch of images; volumes have one more."""
+
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -110,16 +120,29 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         grown = batch.nbytes * (1 + channels / max(batch.shape[1], 1))
         pieces = self._pieces(batch, int(grown))
         if len(pieces) == 1:
-            whole: Tensor = _FORWARD(*args)
+            strips = self._strips(args, int(grown))
+            whole: Tensor = self._in_strips(args, strips) if strips else _FORWARD(*args)
             return whole
         self.has_cut = True
         out: Tensor | None = None
         start = 0
         for piece in batch.split(pieces):
             made = _FORWARD(piece, *args[1:])
-            out = _like(made, len(batch)) if out is None else out
+            out = _like(made, (len(batch), *made.shape[1:])) if out is None else out
             out[start : start + len(piece)] = made
             start += len(piece)
+        assert out is not None, "there are two pieces at least"
+        return out
+
+    def _in_strips(self, args: tuple[Any, ...], strips: list[_Strip]) -> Tensor:
+        """A convolution, a piece of the rows after the other."""
+        self.has_cut = True
+        out: Tensor | None = None
+        for strip in strips:
+            made = _FORWARD(strip.read(args[0]), *strip.settings(args[1:]))
+            if out is None:
+                out = _like(made, (*made.shape[:2], strips[-1].stop, *made.shape[3:]))
+            out[:, :, strip.start : strip.stop] = made
         assert out is not None, "there are two pieces at least"
         return out
 
@@ -128,27 +151,38 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wants_input, *wants_weights = args[10]
         copies = gradient.nbytes + batch.nbytes
         pieces = self._pieces(batch, copies)
-        if len(pieces) == 1:
+        of_op = (batch, args[2], None, *args[4:10])
+        strips = self._strips(of_op, copies) if len(pieces) == 1 else []
+        if len(pieces) == 1 and not strips:
             return _BACKWARD(*args)
         self.has_cut = True
         of_weights: list[Tensor | None] = [None, None]
-        sums = any(wants_weights) and copies > _WEIGHTS_PART * self._budget_bytes
+        inside = max(copies, _columns_bytes(of_op))
+        sums = any(wants_weights) and inside > _WEIGHTS_PART * self._budget_bytes
         if any(wants_weights) and not sums:
             of_weights = list(_BACKWARD(*args[:10], [False, *wants_weights])[1:])
         mask = [wants_input, *(sums and wanted for wanted in wants_weights)]
         of_input: Tensor | None = None
+        if strips and wants_input:
+            of_input = torch.zeros_like(batch)
+        for strip in strips if any(mask) else ():
+            part = gradient[:, :, strip.start : strip.stop]
+            made, *others = _BACKWARD(part, strip.read(batch), *strip.settings(args[2:10]), mask)
+            if of_input is not None:
+                strip.within(of_input).add_(strip.inner(made))
+            _add(of_weights, others if sums else ())
+        if strips:
+            return of_input, *of_weights
         start = 0
         for part, piece in zip(gradient.split(pieces), batch.split(pieces), strict=True):
             if not any(mask):
                 break
             made, *others = _BACKWARD(part, piece, *args[2:10], mask)
             if wants_input:
-                of_input = _like(made, len(batch)) if of_input is None else of_input
+                of_input = _like(made, batch.shape) if of_input is None else of_input
                 of_input[start : start + len(piece)] = made
             start += len(piece)
-            for place, other in enumerate(others if sums else ()):
-                so_far = of_weights[place]
-                of_weights[place] = other if so_far is None else so_far.add_(other)
+            _add(of_weights, others if sums else ())
         return of_input, *of_weights
 
     def _of_norm(self, args: tuple[Any, ...]) -> Any:
@@ -182,11 +216,113 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, more = divmod(items, count)
         return [size + 1] * more + [size] * (count - more)
 
+    def _strips(self, args: tuple[Any, ...], copies: int) -> list[_Strip]:
+        """Pieces of rows where a convolution's batch is too small to be cut; none for the whole."""
+        batch, is_transposed = args[0], args[6]
+        may = type(batch) in _KINDS and batch.device.type == "cpu" and not is_transposed
+        if not may or batch.dim() < _IMAGES:
+            return []
+        inside = max(copies, _columns_bytes(args))
+        count = min(int(inside / (_PART * self._budget_bytes)) + 1, _made(args)[0] // LEAST_ROWS)
+        while count > 1:
+            strips = _cut(args, count)
+            # Of small images torch may copy more; what is read and made comes beside the copies.
+            columns = max(_columns_bytes(strip.of(args)) for strip in strips)
+            if max(columns, copies // count) + copies // count < inside:
+                return strips
+            count //= 2
+        return []
 
-def _like(piece: Tensor, items: int) -> Tensor:
-    """Memory for all items in the order that a piece's has."""
-    is_last = piece.dim() == 4 and piece.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """Some rows of what a convolution makes, and those that it reads for them.
+
+    Attributes:
+        start: The first that is made.
+        stop: The first that is not.
+        first: The first that is read.
+        last: The first that is not.
+        above: Rows of zeros before what is read.
+        below: Rows of zeros after it.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    above: int
+    below: int
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """What is read of a batch, or of its gradient."""
+        return tensor[:, :, self.first : self.last]
+
+    def read(self, batch: Tensor) -> Tensor:
+        """What is read of a batch, with zeros around it."""
+        if not (self.above or self.below):
+            return self.within(batch)
+        others = (0, 0) * (batch.dim() - 3)
+        return functional.pad(self.within(batch), (*others, self.above, self.below))
+
+    def inner(self, padded: Tensor) -> Tensor:
+        """What :meth:`read` gave, without the zeros around it."""
+        return padded[:, :, self.above : padded.shape[2] - self.below]
+
+    def of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments by which torch takes the op for what it is on what is read."""
+        return self.within(args[0]), *args[1:]
+
+    def settings(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The op's other arguments, from the weights on: it pads no rows itself."""
+        weight, bias, stride, padding, *others = args
+        return weight, bias, stride, [0, *padding[1:]], *others
+
+
+def _cut(args: tuple[Any, ...], count: int) -> list[_Strip]:
+    """Cuts what a convolution makes into pieces of about as many rows each."""
+    batch, weight, _, stride, padding, dilation = args[:6]
+    rows, reach = batch.shape[2], dilation[0] * (weight.shape[2] - 1) + 1
+    made = _made(args)[0]
+    strips = []
+    for number in range(count):
+        start, stop = made * number // count, made * (number + 1) // count
+        first = start * stride[0] - padding[0]
+        last = (stop - 1) * stride[0] - padding[0] + reach
+        above, below = max(-first, 0), max(last - rows, 0)
+        strips.append(_Strip(start, stop, first + above, last - below, above, below))
+    return strips
+
+
+def _made(args: tuple[Any, ...]) -> list[int]:
+    """Rows, columns and so on of what a convolution makes."""
+    batch, weight, _, stride, padding, dilation = args[:6]
+    each = zip(batch.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return [(n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in each]
+
+
+def _columns_bytes(args: tuple[Any, ...]) -> int:
+    """What a convolution copies that torch carries out as one product: each row's surroundings.
+
+    As torch's ``ConvolutionMM2d.cpp`` and ``ConvolutionMM3d.cpp`` do, where oneDNN is not used.
+    """
+    batch, weight = args[:2]
+    if torch._C._select_conv_backend(*args).name not in ("Slow2d", "Slow3d"):
+        return 0
+    channels, kernel = batch.shape[1], math.prod(weight.shape[2:])
+    return int(len(batch) * channels * kernel * math.prod(_made(args)) * batch.element_size())
+
+
+def _add(sums: list[Tensor | None], pieces: Iterable[Tensor | None]) -> None:
+    """Adds a piece's gradients of weights to those so far."""
+    for place, piece in enumerate(pieces):
+        so_far = sums[place]
+        sums[place] = piece if so_far is None or piece is None else so_far.add_(piece)
+
+
+def _like(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for all pieces in the order that a piece's has."""
+    is_last = piece.dim() == _IMAGES and piece.is_contiguous(memory_format=torch.channels_last)
     order = torch.channels_last if is_last and not piece.is_contiguous() else None
     kind = order or torch.contiguous_format
-    shape = (items, *piece.shape[1:])
     return torch.empty(shape, dtype=piece.dtype, device=piece.device, memory_format=kind)

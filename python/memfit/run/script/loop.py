@@ -356,7 +356,9 @@ class Loop:
         planned = self.plans.chosen(key, outside, self._planning(outside), diverged=diverged)
         self._make_room(planned, outside)
         self._require_fits(planned, outside)
-        if planned.runs_as_recorded or (self.need.is_of_others and planned.may_run_as_recorded):
+        is_safe = self._recorded_again[key] and planned.is_safe_as_recorded
+        gives_way = self.need.is_of_others and planned.may_run_as_recorded
+        if planned.runs_as_recorded or is_safe or gives_way:
             self._latest = planned
             return self._run_as_recorded(planned, call, own)
         planned = self.plans.fitting(planned, outside, self._planning(outside))
@@ -622,8 +624,7 @@ class Loop:
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
-        if self._recorded_again[key]:
-            outside += int(self.budget_bytes() * _RESERVE)
+        outside += int(self.budget_bytes() * _RESERVE) if self._recorded_again[key] else 0
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
         if again is not None and (observation.way or again.step.way):

@@ -24,6 +24,12 @@ is called, shapes, types."""
 WORTH_A_PLAN = 0.01
 """Share of the budget that makes it worth planning again."""
 
+_FEW_OPS = 4096
+"""Writing each of so many down takes some tenths of a second."""
+
+_MOST = 3 / 4
+"""Part of the budget that is most of it."""
+
 _FEW_BYTES = 4096
 
 
@@ -174,6 +180,16 @@ class PlannedStep:
     def may_run_as_recorded(self) -> bool:
         """Whether it would keep the budget as it was recorded, whatever a plan does."""
         return 0 < self.recorded_peak_bytes <= self.plan.budget_bytes
+
+    @property
+    def is_safe_as_recorded(self) -> bool:
+        """Whether a pass that may run other ops had better run as recorded, with files for all.
+
+        It keeps the budget so and needs most of it, of which a plan would give the rest to saved
+        tensors; and to write each of its ops down again takes little time.
+        """
+        needs_most = self.recorded_peak_bytes > self.plan.budget_bytes * _MOST
+        return self.may_run_as_recorded and needs_most and self.step.op_count <= _FEW_OPS
 
     @property
     def keeps_as_recorded(self) -> bool:

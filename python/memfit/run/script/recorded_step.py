@@ -144,6 +144,11 @@ class RecordedStep:
         return self._not_called
 
     @property
+    def op_count(self) -> int:
+        """Ops of the step."""
+        return len(self._json["ops"])
+
+    @property
     def pieces(self) -> int:
         """Pieces of the batch that the model ran on."""
         return int(self.way["count"]) if self.way and self.way["kind"] == "micro_batch" else 1

@@ -147,7 +147,7 @@ class StepPlans:
             executor=None,
             is_foreseen=True,
             lowest=None,
-            recorded_peak_bytes=0,
+            recorded_peak_bytes=_recorded_peak_bytes(alike, rounded),
         )
         if len(self._plans) >= MAX_PLANS:
             oldest = next((it for it in self._plans if it.is_foreseen), self._plans[0])
@@ -186,6 +186,13 @@ class StepPlans:
             return planned.key != key, is_other, other_mode, size < wanted, abs(size - wanted)
 
         return min(self._plans, key=distance)
+
+
+def _recorded_peak_bytes(alike: PlannedStep, key: Key) -> int:
+    """What a step that nobody recorded would take as recorded: as much as a like one, grown."""
+    if kind_of(alike.key) != kind_of(key):
+        return 0
+    return int(alike.recorded_peak_bytes * max(growth(alike.key, key), 1.0))
 
 
 def _lowest(planned: PlannedStep, outside_bytes: int, planning: Planning) -> PlannedStep:
