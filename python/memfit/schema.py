@@ -378,6 +378,26 @@ class NoGraphAction:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndoCheckpointsAction:
+    """Run the checkpoints of the model as ordinary forwards.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+    """
+
+    kind: Literal["undo_checkpoints"]
+    promise: Promise
+    count: int
+    bytes: int
+
+
 Action: TypeAlias = (
     RematAction
     | UnneededSavesAction
@@ -396,6 +416,7 @@ Action: TypeAlias = (
     | Int8WeightsAction
     | ChunkAction
     | NoGraphAction
+    | UndoCheckpointsAction
 )
 """One technique as applied."""
 
@@ -1248,6 +1269,7 @@ Kind = Literal[
     "int8_weights",
     "chunk",
     "no_graph",
+    "undo_checkpoints",
 ]
 """One technique.
 
@@ -1270,6 +1292,7 @@ Kind = Literal[
 - ``chunk``: Compute the loss over many classes, wide layers, images and attention in slices of
     rows.
 - ``no_graph``: Keep autograd off in a forward of inference that turns it on.
+- ``undo_checkpoints``: Run the checkpoints of the model as ordinary forwards.
 """
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import set_up
 from memfit.apply.borrowed import borrowed
+from memfit.apply.checkpoints_undone import CheckpointsUndone
 from memfit.apply.interrupts import interrupts_wait
 from memfit.apply.micro_batch import MicroBatches
 from memfit.apply.no_graph import NoGraph
@@ -247,6 +248,10 @@ def _no_graph(_subject: Subject, _actions: Actions) -> Part:
     return NoGraph()
 
 
+def _undone_checkpoints(_subject: Subject, _actions: Actions) -> Part:
+    return CheckpointsUndone()
+
+
 def _parameters(subject: Subject, actions: Actions) -> Part:
     directions = ParameterDirections.read(_said(actions, "offload_parameters") or {})
     return ParametersElsewhere(subject.model, directions, subject.offload_dir)
@@ -278,6 +283,7 @@ TECHNIQUES = {
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
     "micro_batch": Technique(_micro_batches, needs_whole_step=True, for_inference=True),
     "no_graph": Technique(_no_graph, for_inference=True),
+    "undo_checkpoints": Technique(_undone_checkpoints),
     "autocast": Technique(_autocast, for_inference=True),
     _FLOAT16: Technique(_autocast, needs_whole_step=True, for_inference=True),
     "remat": Technique(_activations),

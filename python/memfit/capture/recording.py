@@ -23,6 +23,7 @@ from memfit.capture.probe.optimizer_updates import (
 )
 from memfit.capture.probe.workspace import Scratch, probe_scratch
 from memfit.capture.record.gradient_mode import Gradients
+from memfit.capture.record.model_checkpoints import ModelCheckpoints
 from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
 from memfit.capture.record.returned import Returned
@@ -205,7 +206,9 @@ def record_pair(
     return _agree(first, learnt, second, again), second
 
 
-def record_stage(stage: Stage, size: int | None, *, probe: bool, updates: bool) -> dict[str, Any]:
+def record_stage(
+    stage: Stage, size: int | None, *, probe: bool, updates: bool, undone: bool = False
+) -> dict[str, Any]:
     """Record the step of a stage as it is.
 
     Args:
@@ -213,17 +216,19 @@ def record_stage(stage: Stage, size: int | None, *, probe: bool, updates: bool) 
         size: Number of examples; ``None`` for the workload's own.
         probe: As in :func:`record`.
         updates: Whether to measure the optimizer's update of each parameter.
+        undone: Whether the model's own checkpoints run as ordinary forwards.
 
     Returns:
         The JSON of a trace.
 
     Raises:
         WorkloadError: The user's own code failed.
+        CaptureError: Without its checkpoints the step may compute something else.
         RealStepNeeded: The step cannot be followed on fakes.
     """
     given = batch_size(stage.workload.batch, stage.workload.batch_dim)
     set_batch(stage, given if size is None else size)
-    return _record(stage, "", None, probe=probe, updates=updates, lean=True)[0]
+    return _record(stage, "", None, probe=probe, updates=updates, lean=True, undone=undone)[0]
 
 
 def _note_single_size(trace: dict[str, Any], failed: int, error: BaseException) -> dict[str, Any]:
@@ -314,6 +319,7 @@ def _record(
     updates: bool,
     lean: bool,
     gradients: Gradients | None = None,
+    undone: bool = False,
 ) -> tuple[dict[str, Any], _Learnt]:
     """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
@@ -337,7 +343,12 @@ def _record(
         runner_type = CudaRunner if is_faked else StepRunner
         runner = runner_type(stage, recorder)
         runner.gradients = gradients
-        roles = runner.run()
+        checkpoints = ModelCheckpoints(recorder, undone=undone)
+        with checkpoints.met():
+            roles = runner.run()
+        kept_for = checkpoints.refusal(roles.parameters)
+        if undone and kept_for:
+            raise CaptureError(kept_for)
         if updates:
             pairs = list(zip((p for p, _, _ in runner.ready.values()), roles.updates, strict=True))
             probe_updates(stage, pairs)
@@ -367,6 +378,9 @@ def _record(
         loss_reduction=reduction.kind,
         fixed_parameters=sorted(roles.fixed),
         inference=_inference(workload, runner.returned),
+        checkpoints=(
+            {"count": checkpoints.count, "refusal": kept_for} if checkpoints.count else None
+        ),
         notes=[*recorder.notes, *scratch.notes],
     )
     trace = trace_json(recorder, roles, meta, scratch.bytes)

@@ -38,6 +38,7 @@ class Meta(TypedDict):
         loss_reduction: ``mean``, ``sum``, ``token_mean``, or empty when it was not recognised.
         fixed_parameters: Allocations of parameters in memory that cannot be let go; ascending.
         inference: What a forward of inference returns, and whether it is a call of the model alone.
+        checkpoints: How many checkpoints of torch's the model runs, and why they may not be undone.
         notes: Things the reader should know.
     """
 
@@ -58,6 +59,7 @@ class Meta(TypedDict):
     loss_reduction: NotRequired[str]
     fixed_parameters: NotRequired[list[int]]
     inference: NotRequired[dict[str, Any] | None]
+    checkpoints: NotRequired[dict[str, Any] | None]
     notes: list[str]
 
 

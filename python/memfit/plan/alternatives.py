@@ -1,4 +1,4 @@
-"""The step once more, in other ways: in slices, in fewer bits, without a graph, on fewer items.
+"""The step once more, in other ways: in slices, in fewer bits, without a graph or checkpoints.
 
 Responsible for recording the ways of running a step that the engine finds worth a capture, with the
 parts of an executor that a plan would use, so that what is predicted is what will run. Not
@@ -43,6 +43,7 @@ _REFUSALS = {
     "autocast": "autocast_refusal",
     "chunk": "refusal",
     "no_graph": "graph_refusal",
+    "undo_checkpoints": "checkpoints_refusal",
 }
 """Where ``Refusals`` of the engine say why a way was not captured; the first that it has counts."""
 
@@ -96,6 +97,8 @@ def _how(way: Way) -> str:
         return "with weights in 8 bits"
     if "autocast" in way:
         return "under autocast"
+    if "undo_checkpoints" in way:
+        return "without its checkpoints"
     return "in slices" if "chunk" in way else "without a graph"
 
 
@@ -228,8 +231,10 @@ def _record(
         return  # what is left of another one
     running = _Observed(workload, way, chunk)
     stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
+    undone = bool(way.get("undo_checkpoints"))
     with kept(stage.model, _keep(way)):
-        first = _as_of(meta, record_stage(stage, None, probe=True, updates=True))
+        recorded = record_stage(stage, None, probe=True, updates=True, undone=undone)
+    first = _as_of(meta, recorded)
     if "half_parameters" in way and workload.training:
         _require_updates(stage, way["half_parameters"]["names"], first)
     if less := _less(running, chunk or {}, found, tells="autocast" not in way):
@@ -240,7 +245,9 @@ def _record(
     size = first["meta"]["batch"]
     if meta["second_batch"] > 0 and size:
         with kept(stage.model, _keep(way)):
-            second = record_stage(stage, second_batch_size(size), probe=True, updates=False)
+            second = record_stage(
+                stage, second_batch_size(size), probe=True, updates=False, undone=undone
+            )
     said = {**way, "chunk": chunk} if chunk else way
     found.steps.append(
         (
@@ -266,7 +273,13 @@ def _with_pieces(stages: _Stages, trace: Trace, ways: Sequence[Way]) -> Trace:
         stage = stages.of(replace(stages.workload, **changed), plain)
         try:
             with kept(stage.model, _keep(plain)):
-                piece = record_stage(stage, way["items"], probe=True, updates=False)
+                piece = record_stage(
+                    stage,
+                    way["items"],
+                    probe=True,
+                    updates=False,
+                    undone=bool(way.get("undo_checkpoints")),
+                )
         except (MemfitError, RealStepNeeded):
             continue  # the law holds, as before
         trace = trace.with_piece(way, json.dumps(piece).encode())

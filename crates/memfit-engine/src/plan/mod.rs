@@ -337,6 +337,7 @@ impl Plan {
                     way.int8_weights = Some(int8_weights.clone());
                 }
                 Details::NoGraph {} => way.no_graph = true,
+                Details::UndoCheckpoints {} => way.undo_checkpoints = true,
                 _ => {}
             }
         }

@@ -7,20 +7,28 @@
 use super::context::{OtherWay, Outcome, Planner};
 use super::search::limits::Share;
 use super::technique::chunk::candidates::chunks;
-use super::technique::{autocast, autocast_fp16, half_parameters, int8_weights, no_graph};
+use super::technique::{
+    autocast, autocast_fp16, half_parameters, int8_weights, no_graph, undo_checkpoints,
+};
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
 use crate::predict;
-use crate::trace::{Alternative, Autocast, Chunk, Trace, Way};
+use crate::trace::{Alternative, Alternatives, Autocast, Chunk, Refusals, Trace, Way};
 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
 /// already. `made` is the plan made without them, or absent before any. Weights in fewer bits are for where nothing else
-/// fits, so before that they are worth a capture to those alone who name them.
+/// fits, so before that they are worth a capture to those alone who name them. Without the model's checkpoints the step
+/// stays exact, so that way comes first, and alone where nothing else is allowed.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
     let asked = request.allow >= Class::Equivalent
         || may_change_numbers(trace, request)
         || no_graph::may(trace, request);
+    let may_undo =
+        undo_checkpoints::may(trace, request) && !undo_checkpoints::fits_with(trace, request);
+    if !asked && may_undo && made.is_none() && trace.alternatives.is_none() {
+        return vec![undo_checkpoints::alone()];
+    }
     let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
     if !may_help {
         return Vec::new();
@@ -31,6 +39,9 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     match (&trace.alternatives, made) {
         (None, None) => ways.retain(|way| !is_last(way)),
         (None, Some(_)) => {}
+        (Some(known), Some(_)) if tried_without_checkpoints_alone(known) => {
+            ways.retain(|way| known.steps.iter().all(|it| it.way != *way));
+        }
         (Some(known), made) => ways.retain(|way| {
             let is_known = known.steps.iter().any(|it| it.way == *way);
             made.is_some() && is_last(way) && !is_known
@@ -39,17 +50,34 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     ways
 }
 
+/// Was the step without its checkpoints all that was asked for?
+fn tried_without_checkpoints_alone(known: &Alternatives) -> bool {
+    let others = Refusals {
+        checkpoints: String::new(),
+        ..known.refusals.clone()
+    };
+    let mut steps = known.steps.iter();
+    others == Refusals::default() && steps.all(|it| it.way == undo_checkpoints::alone())
+}
+
 /// Every way that the request allows.
 fn all(trace: &Trace, request: &PlanRequest) -> Vec<Way> {
     let is_without_graph = no_graph::may(trace, request);
     let sliced = slices(trace, request);
     let smallest = sliced.last().cloned();
+    let undone = undo_checkpoints::may(trace, request).then(undo_checkpoints::alone);
+    let undone_in_slices = undone.clone().zip(smallest.clone());
     let in_slices = sliced.into_iter().map(Way::in_slices);
     let mut ways: Vec<_> = is_without_graph
         .then(Way::default)
         .into_iter()
+        .chain(undone)
         .chain(in_slices)
         .collect();
+    ways.extend(undone_in_slices.map(|(undone, chunk)| Way {
+        chunk: Some(chunk),
+        ..undone
+    }));
     ways.extend(autocast::ways(trace, request, smallest.as_ref()));
     ways.extend(half_parameters::ways(trace, request, smallest.as_ref()));
     ways.extend(int8_weights::ways(trace, request));
@@ -118,7 +146,8 @@ pub(super) fn narrowing(way: &Way) -> Option<ActionKind> {
 fn may_be(way: &Way, trace: &Trace, request: &PlanRequest) -> bool {
     let may_slice = !request.forbid.contains(&ActionKind::Chunk);
     let may_stay_off = !way.no_graph || no_graph::may(trace, request);
-    if way.chunk.is_some() && !may_slice || !may_stay_off {
+    let may_undo = !way.undo_checkpoints || undo_checkpoints::may(trace, request);
+    if way.chunk.is_some() && !may_slice || !may_stay_off || !may_undo {
         return false;
     }
     if way.half_parameters.is_some() {

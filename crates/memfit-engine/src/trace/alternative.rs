@@ -30,6 +30,9 @@ pub struct Way {
     /// Whether autograd is kept from recording a forward of inference that turns it on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_graph: bool,
+    /// Whether the checkpoints that the model has itself run as ordinary forwards.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub undo_checkpoints: bool,
     /// Asks for the step on so many items instead, for what its ops take on a piece of the batch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub items: Option<u64>,
@@ -194,6 +197,13 @@ pub struct Refusals {
         skip_serializing_if = "String::is_empty"
     )]
     pub graph: String,
+    /// Without the model's checkpoints.
+    #[serde(
+        default,
+        rename = "checkpoints_refusal",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub checkpoints: String,
 }
 
 impl Refusals {
@@ -205,6 +215,7 @@ impl Refusals {
             half_parameters,
             int8_weights,
             graph,
+            checkpoints,
         } = later;
         for (known, new) in [
             (&mut self.slices, slices),
@@ -212,6 +223,7 @@ impl Refusals {
             (&mut self.half_parameters, half_parameters),
             (&mut self.int8_weights, int8_weights),
             (&mut self.graph, graph),
+            (&mut self.checkpoints, checkpoints),
         ] {
             if !new.is_empty() {
                 *known = new;
@@ -235,7 +247,7 @@ impl Way {
         let is_narrow = self.autocast.is_some()
             || self.half_parameters.is_some()
             || self.int8_weights.is_some();
-        let is_other = self.chunk.is_some() || is_narrow || self.no_graph;
+        let is_other = self.chunk.is_some() || is_narrow || self.no_graph || self.undo_checkpoints;
         is_other && self.items.is_none() && self.chunk.as_ref().is_none_or(Chunk::is_valid)
     }
 }

@@ -174,9 +174,21 @@ pub struct Meta {
     /// What a forward of inference returns; absent in training, and where it was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inference: Option<Inference>,
+    /// The checkpoints of torch's that the model runs; absent where there are none, and where nobody looked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoints: Option<Checkpoints>,
     /// Things the reader should know, one sentence each (fallbacks taken, ops not understood).
     #[serde(default)]
     pub notes: Vec<String>,
+}
+
+/// The checkpoints of torch's that a model has itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Checkpoints {
+    /// How many run in forward.
+    pub count: u64,
+    /// Why their bodies may not run as ordinary forwards, as a clause about one of them; empty where they may.
+    pub refusal: String,
 }
 
 /// What a step is that only infers.

@@ -33,6 +33,7 @@ impl Builder {
             loss_reduction: "mean".into(),
             fixed_parameters: Vec::new(),
             inference: None,
+            checkpoints: None,
             notes: Vec::new(),
         };
         let trace = Trace {

@@ -185,6 +185,7 @@ prop_compose! {
                 loss_reduction: "mean".into(),
                 fixed_parameters: Vec::new(),
                 inference: None,
+                checkpoints: None,
                 notes: Vec::new(),
             },
             devices: vec!["cpu".into()],

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -208,8 +209,13 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def undone() -> Iterator[None]:
-    """Run every checkpoint that can be as an ordinary forward, inside this."""
-    standing = Checkpoints(lambda seen: _Undone() if not seen.refusal else None)
+    """Run every checkpoint that can be as an ordinary forward, inside this, on this thread."""
+    own = threading.get_ident()
+
+    def met(seen: Checkpoint) -> _Undone | None:
+        return _Undone() if not seen.refusal and threading.get_ident() == own else None
+
+    standing = Checkpoints(met)
     standing.install()
     try:
         yield

@@ -88,6 +88,7 @@ class OpRecord:
         sequence: Sequence number of the autograd node, or ``None``.
         reads: Values read.
         writes: Values written, at their version afterwards.
+        hidden_writes: Writes to an argument without saying so: running statistics.
         outputs: Values returned.
         flops: Floating-point operations.
         moved_bytes: Bytes read plus bytes written, each value once; 0 for a view.
@@ -104,6 +105,7 @@ class OpRecord:
     sequence: int | None
     reads: list[int]
     writes: list[int]
+    hidden_writes: bool
     outputs: list[int]
     flops: int
     moved_bytes: int
@@ -320,6 +322,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sequence=sequence,
                 reads=reads,
                 writes=writes,
+                hidden_writes=bool(operator.hidden_positions(args)),
                 outputs=outputs,
                 flops=int(operator.flops(*args, **kwargs, out_val=out)) if operator.flops else 0,
                 moved_bytes=0 if still else sum(sizes[v] for v in {*reads, *outputs, *writes}),

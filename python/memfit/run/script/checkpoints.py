@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.apply.remat.randomness import GeneratorState
 from memfit.capture.record.checkpoints import Checkpoint, Checkpoints
+from memfit.capture.record.effects import Look, Shows, modules_behind
 from memfit.capture.record.recorder import FORWARD, Recorder
-from memfit.run.script.effects import Look, Shows, modules_behind
 from memfit.run.script.observed import ScriptRecorder
 
 MOST_LOOKS = 2

@@ -21,9 +21,9 @@ from torch import nn
 from memfit.answers import Plan
 from memfit.apply.pieces.call import LEAST_ROWS
 from memfit.apply.pieces.in_pieces import InPieces
+from memfit.capture.record.effects import CallLook
 from memfit.plan.call_bytes import call_bytes
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
-from memfit.run.script.effects import CallLook
 from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest

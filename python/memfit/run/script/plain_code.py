@@ -3,7 +3,7 @@
 Responsible for that question, before any of the code runs: a proof runs a model's forward on fakes,
 and pieces of a batch run it several times, so what it does outside the model would happen more
 often than without memfit. Not responsible for what a call really did
-(:mod:`memfit.run.script.effects`).
+(:mod:`memfit.capture.record.effects`).
 
 Code of libraries is taken to compute. The script's own does where it uses nothing from outside but
 torch, ``math``, constants, and functions of which the same holds. What a module holds is copied for

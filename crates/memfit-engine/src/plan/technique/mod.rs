@@ -27,6 +27,7 @@ pub(super) mod one_by_one;
 pub(super) mod optimizer_bits;
 pub(super) mod remat;
 pub(super) mod shrink;
+pub(super) mod undo_checkpoints;
 pub(super) mod unneeded_saves;
 mod weights;
 
@@ -177,6 +178,8 @@ techniques! {
     Chunk { chunk: Chunk } in chunk;
     /// Keep autograd off in a forward of inference that turns it on.
     NoGraph in no_graph;
+    /// Run the checkpoints of the model as ordinary forwards.
+    UndoCheckpoints in undo_checkpoints;
     #[cfg(test)]
     /// Do nothing.
     Noop in noop;

@@ -2,7 +2,8 @@
 
 Responsible for what a function can reach and may change (modules, tensors, containers, numbers,
 random generators) and for what it prints. Not responsible for what follows from it
-(:mod:`memfit.run.script.checkpoints`): what happens in a checkpoint's body happens twice.
+(:mod:`memfit.run.script.checkpoints`, :mod:`memfit.capture.record.model_checkpoints`): what happens
+in a checkpoint's body happens twice.
 
 Two looks at the same things are compared, one from before a call and one from after it. The code of
 installed packages is taken to change nothing but the modules and objects that it is given.
@@ -44,7 +45,14 @@ _SHOWS = frozenset({"print", "write", "writelines", "system", "send", "sendall"}
 _TORCH_OR_OLDER = frozenset(sys.stdlib_module_names | {"torch", "memfit", "numpy", "builtins"})
 
 _MEMFIT = str(Path(__file__).parents[2]) + "/"
-_AROUND = ("run/script/signals.py", "record/checkpoints.py", "script/launcher.py")
+_AROUND = (
+    "run/script/signals.py",
+    "record/checkpoints.py",
+    "script/launcher.py",
+    "capture/record/step.py",
+    "plan/alternatives.py",
+    "memfit/distillation.py",
+)
 
 Fact = tuple[Any, ...]
 
