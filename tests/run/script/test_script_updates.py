@@ -152,7 +152,7 @@ def test_state_goes_before_a_lease_is_given_back():
     )
     before = SimpleNamespace(planned=SimpleNamespace(predicted_peak_bytes=9))
     step = SimpleNamespace(plan=lambda *_args, **_more: smaller)
-    planned = SimpleNamespace(plan=before, step=step, passes=0, wider=None, fitted=None)
+    planned = SimpleNamespace(plan=before, step=step, goes=(), wider=None, fitted=None)
     room = SimpleNamespace(asked=lambda: 6, give=lambda *_: done.append("given"))
 
     def cannot_go(_plan):

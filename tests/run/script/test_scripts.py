@@ -142,19 +142,18 @@ def test_a_language_model_that_updates_its_parameters_itself(tmp_path: Path):
     (loop,) = ran.loops
     assert_within_budget(loop)
     assert (loop["models"], loop["optimizers"]) == (["RNNModel"], [])
-    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, 13)
+    # What it leaves in variables goes in the next step, which is observed, too.
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 12)
     assert "lm.pt" in ran.files
 
 
-def test_a_model_that_makes_its_mask_once_is_observed_again(tmp_path: Path):
+def test_a_model_that_makes_its_mask_once_is_planned_from_a_step_without(tmp_path: Path):
     words = ("--model", "Transformer", "--epochs", "3")
-    # Near the smallest peak, so that the plan needs the forward in which the mask is made: one that
-    # drops nothing but in the layers' own does not see it, which measured op times may lead to.
     ran = run(tmp_path, "73%", SCRIPTS / "word_language_model.py", *words)
     (loop,) = ran.loops
-    assert loop["observed"]["steps"] >= 2
-    assert loop["planned"]["steps"] + loop["observed"]["steps"] == 21
-    assert "aten.ones.default" in loop["divergence"]
+    # Its logits are in a variable, so that a second step is observed: the mask is there by then.
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 19)
+    assert loop["divergence"] is None
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
 
 
@@ -283,7 +282,7 @@ def test_an_encoder_and_a_decoder_are_one_loop(tmp_path: Path):
     )
     (loop,) = ran.loops
     assert loop["models"] == ["Encoder", "Decoder"]
-    assert loop["planned"]["steps"] == 4
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 3)
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
 
 
@@ -303,7 +302,7 @@ def test_one_model_called_twice_before_backward(tmp_path: Path):
     """,
     )
     (loop,) = ran.loops
-    assert (loop["planned"]["steps"], loop["divergence"]) == (4, None)
+    assert (loop["planned"]["steps"], loop["divergence"]) == (3, None)
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
 
 

@@ -48,6 +48,7 @@ class Ledger:
         producer: Op that created each allocation; ``None`` for what existed before the step.
         version: In-place writes each allocation has seen.
         static: Whether each allocation existed before the step.
+        found: Addresses of the storages of those that did.
         values: One tuple ``(allocation, version, offset, shape, stride, dtype)`` per value.
         value_bytes: Distinct bytes each value covers.
         came_meanwhile: Whether a storage that no op made has come to be since the step began, as
@@ -62,6 +63,7 @@ class Ledger:
         self.producer: list[int | None] = []
         self.version: list[int] = []
         self.static: list[bool] = []
+        self.found: set[int] = set()
         self.values: list[tuple[Any, ...]] = []
         self.value_bytes: list[int] = []
         self.closing = False
@@ -81,6 +83,10 @@ class Ledger:
     def find(self, tensor: Tensor) -> int | None:
         """The allocation behind a tensor, if it is known."""
         return self._alive.get(tensor.untyped_storage()._cdata)
+
+    def is_held(self, allocation: int) -> bool:
+        """Whether a storage holds an allocation, or something that it was lent to."""
+        return self._holders[allocation] > 0
 
     def holds(self, storage: UntypedStorage) -> bool:
         """Whether a storage stands for an allocation."""
@@ -108,6 +114,8 @@ class Ledger:
         self.version.append(0)
         existed = producer is None and not self.came_meanwhile(storage)
         self.static.append(existed)
+        if existed:
+            self.found.add(storage._cdata)
         self._ranges.append([])
         self._opened.append(0)
         self._holders.append(0)

@@ -180,6 +180,18 @@ class SavedTensors:
         """The context manager that puts the hooks in."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
+    def held(self) -> list[tuple[int, list[Token]]]:
+        """What nodes still keep, by allocation: its number, and the tokens that stand for it."""
+        alive = (
+            (allocation, [token for ref in refs if (token := ref()) is not None])
+            for allocation, refs in self._tokens_of.items()
+        )
+        return [
+            (allocation, kept)
+            for allocation, tokens in alive
+            if (kept := [token for token in tokens if token.save.release is None])
+        ]
+
     def close(self, end: int) -> None:
         """End the step: what no node let go of is released at ``end``."""
         self.settle_writes()

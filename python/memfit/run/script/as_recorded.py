@@ -59,6 +59,7 @@ class AsRecordedPass(ObservedPass):
         what = (device, model, call, optimizers)
         running = AsRecordedPass(*what, planned.step.way, budget_bytes, folder)
         running.undoes, planned.left = planned.undoes, []
+        planned.waits_for_graphs = True
         return running
 
 

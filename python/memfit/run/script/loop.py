@@ -354,6 +354,7 @@ class Loop:
         self.need.pass_begins()
         diverged = key in self._diverged
         planned = self.plans.chosen(key, outside, self._planning(outside), diverged=diverged)
+        outside = planned.besides(outside)
         self._make_room(planned, outside)
         self._require_fits(planned, outside)
         is_safe = self._recorded_again[key] and planned.is_safe_as_recorded
@@ -410,6 +411,7 @@ class Loop:
         way = self._casting.wants(self.device) or self.pieces.wants(key)
         budget = self.budget_bytes()
         running = ObservedPass(self.device, self._model(), call, optimizers, way, budget)
+        running.follows(self._pending or self._kept)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
@@ -476,9 +478,8 @@ class Loop:
         if note:
             self.notes[note] = None
         for planned in changed:
-            outside, passes = planned.outside_bytes, planned.passes
             within = self._room.within(self._budget)
-            planned.plan = planned.step.plan(within, outside, min(passes, outside))
+            planned.plan = planned.step.plan(within, planned.outside_bytes, planned.goes)
             planned.wider = planned.executor = None
             self._on_plan(self, planned.plan)
         self.replans += 1
@@ -547,9 +548,12 @@ class Loop:
         Later steps are taken to begin as this one does.
         """
         is_last = self.counts["observed"].steps >= MAX_OBSERVED
-        if is_last and self._pending is None and not self.plans:
-            self._pending = self._kept
+        if is_last and not self.plans:
+            self._pending = self._pending or self._kept
         if self._pending is None or (self._looks_again and not is_last):
+            return False
+        is_first = not self.plans and self.counts["observed"].steps == 1
+        if is_first and self._pending[1].asks_for_another(self.budget_bytes()):
             return False
         held = {id(p) for p in self._model().parameters() if p.is_leaf and p.grad is not None}
         return is_last or held <= self._pending[1].gradients_before
@@ -579,7 +583,7 @@ class Loop:
         """Plan a step once more, recorded in another way than before."""
         step = self._recorded(observation)
         within = self._room.within(self._budget)
-        made = step.plan(within, outside, min(planned.passes, outside))
+        made = step.plan(within, outside, observation.passing)
         nearer = comes_nearer(made, planned.plan)
         is_cast = step.way is ACTION
         if is_cast:
@@ -587,11 +591,9 @@ class Loop:
         if nearer or (self.pieces.refusal and not is_cast):
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
-            planned.recorded_peak_bytes = recorded_peak_bytes(
-                observation, self._request, self.device
-            )
             planned.wider = planned.executor = planned.lowest = None
-            planned.left, planned.passing_bytes = observation.left, 0
+            least = recorded_peak_bytes(observation, self._request, self.device)
+            planned.is_as(observation, least)
             if step.place:
                 self._choose_place(step.place)
         self._consider_ways(planned, made, step.pieces, call)
@@ -625,6 +627,7 @@ class Loop:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
         outside += int(self.budget_bytes() * _RESERVE) if self._recorded_again[key] else 0
+        outside += observation.remains.graph_bytes
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
         if again is not None and (observation.way or again.step.way):
@@ -638,7 +641,7 @@ class Loop:
         if own is not None and "%" in str(self._budget):
             by_own = own.plan(self._room.within(self._budget), outside)
             self._budget = by_own.budget_bytes  # a share of what the script's own step takes
-        made = step.plan(self._room.within(self._budget), outside)
+        made = step.plan(self._room.within(self._budget), outside, observation.passing)
         if own is not None and kept is not None and not made.fits:
             # The script's own checkpoints may reach what no plan without them does.
             by_own = by_own or own.plan(self._room.within(self._budget), outside)
@@ -651,20 +654,12 @@ class Loop:
         # Where it is a percentage: the same bytes from now on.
         self._budget = made.budget_bytes
         self.replans += bool(self.plans)
-        planned = PlannedStep(
-            key,
-            step,
-            made,
-            observation.root_calls,
-            observation.undoes,
-            outside,
-            observation.left,
-            recorded_peak_bytes=recorded_peak_bytes(observation, self._request, self.device),
-        )
+        calls, undoes = observation.root_calls, observation.undoes
+        planned = PlannedStep(key, step, made, calls, undoes, outside)
+        planned.is_as(observation, recorded_peak_bytes(observation, self._request, self.device))
         self.plans.add(planned)
         self._consider_ways(planned, made, step.pieces, call)
-        left = sum(s.nbytes() for ref in observation.left if (s := ref()) is not None)
-        little = left < made.budget_bytes * WORTH_A_PLAN
+        little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         if not made.fits:
             budget = self._room.within(self._budget)
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
@@ -690,7 +685,7 @@ class Loop:
             return
         self.replans += 1
         within = self._room.within(self._request.budget if helps else self._budget)
-        made = planned.step.plan(within, outside, min(planned.passes, outside))
+        made = planned.step.plan(within, outside, planned.goes)
         planned.take(made, outside)
         self._budget = made.budget_bytes
         self._on_plan(self, made)

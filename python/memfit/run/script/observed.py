@@ -32,6 +32,7 @@ from memfit.capture.record.roles import Roles
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.recomputed import Recomputed
+from memfit.run.script.remains import Passing, Remains
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
@@ -209,6 +210,9 @@ class Observation:
         root_calls: Calls of the first root in the forward.
         gradients_before: ``id`` of the parameters that had a gradient when it began.
         left: Storages, weakly, that the step made and left behind: its loss, outputs of its model.
+        remains: The same, with the graphs that it left.
+        went: Where in it those of the step before went, by size; ``None`` where that was not
+            recorded.
         found: Storages, weakly, that ops of the step read and that were there before, such as
             another model or the script's data; parameters and what else is known are left out.
         state_stays: Why the optimizer's state cannot go elsewhere; ``None`` where it can.
@@ -238,6 +242,8 @@ class Observation:
     root_calls: int
     gradients_before: frozenset[int]
     left: list[weakref.ref[Any]]
+    remains: Remains
+    went: dict[int, list[int]] | None
     found: list[weakref.ref[Any]]
     consumed_bytes: int
     mapped_input_bytes: int
@@ -255,6 +261,24 @@ class Observation:
     peak_bytes: int = 0
     may_round: bool = False
     called: str = ""
+
+    @property
+    def passing(self) -> Passing:
+        """What it left and goes in the course of the next step."""
+        return self.remains.passing(self.went or {})
+
+    def asks_for_another(self, budget_bytes: int) -> bool:
+        """Whether it left much of which another recording would tell where it goes.
+
+        Args:
+            budget_bytes: The budget; 0 where that is not known.
+        """
+        left = self.remains.all_bytes
+        return self.went is None and left >= WORTH_A_LOOK * (budget_bytes or self.peak_bytes)
+
+
+WORTH_A_LOOK = 0.01
+"""Share of the budget that a step leaves behind, above which another one is recorded."""
 
 
 class StepRecording:
@@ -307,11 +331,21 @@ class StepRecording:
         self._unrecorded: UpdateNeeds | None = None
         self._owners: dict[int, int] = {}
         self._slices: dict[int, int] = {}
+        self._before: Remains | None = None
 
     @property
     def recorder(self) -> ScriptRecorder:
         """What writes it down."""
         return self._recorder
+
+    def follows(self, before: Remains) -> None:
+        """Watch where in this step goes what the one before it left.
+
+        Args:
+            before: What that is.
+        """
+        self._before = before
+        before.next_begins(self._recorder.ledger)
 
     def holds_graph(self) -> bool:
         """Whether anything that autograd saved in the forward so far is still needed."""
@@ -377,6 +411,9 @@ class StepRecording:
         if state_stays is None:
             state_stays = self._note_updates(optimizers[0])
         left = ledger.made_and_held(self._roles.gradients | self._roles.optimizer_state)
+        holds = ((i, tokens) for i, tokens in recorder.saved.held() if not ledger.is_held(i))
+        graphs = [(ledger.bytes[i], tokens) for i, tokens in holds]
+        remains = Remains(filter(None, (ref() for ref in left)), graphs)
         roles = self._roles
         known = roles.parameters | roles.module_buffers | roles.gradients | roles.optimizer_state
         found = ledger.found_and_held(known | roles.inputs)
@@ -399,6 +436,8 @@ class StepRecording:
             root_calls,
             self._gradients_before,
             left,
+            remains,
+            self._before.went() if self._before is not None else None,
             found,
             consumed_bytes,
             mapped_bytes - input_bytes,

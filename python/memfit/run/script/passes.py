@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from memfit.apply.executor import Executor, Subject
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.observed import Observation, ScriptRecorder, StepRecording
-from memfit.run.script.planned_step import Call
+from memfit.run.script.planned_step import Call, Key
 from memfit.run.script.update_needs import UpdateNeeds
 from memfit.run.script.verdict import Peak
 
@@ -144,7 +144,7 @@ class ObservedPass(Pass):
         super().__init__(device)
         self.effect = ""
         self._way = way
-        self._called = call.path
+        self._called, self._key = call.path, call.key
         self._executor = Executor(
             {"actions": [way] if way else []},
             Subject(weakref.ref(root), called=weakref.ref(call.module)),
@@ -155,6 +155,15 @@ class ObservedPass(Pass):
             root, call.inputs, optimizers, device.type, budget_bytes, folder
         )
         self._modes = _modes()
+
+    def follows(self, before: tuple[Key, Observation] | None) -> None:
+        """Watch where in it goes what the recorded pass before it left.
+
+        Args:
+            before: The key of that pass, and its recording; ``None`` without one.
+        """
+        if before is not None and self._recording is not None and before[0] == self._key:
+            self._recording.follows(before[1].remains)
 
     def leaves_modules(self) -> bool:
         """Whether nothing is there: a way stands in for what is called."""

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
 from memfit.run.script.object_sizes import object_sizes
+from memfit.run.script.observed import Observation
 from memfit.run.script.recorded_step import RecordedStep
+from memfit.run.script.remains import BACKWARD_BEGINS, Passing
 from memfit.tensors.storage import plain_tensors
 
 Key = tuple[Any, ...]
@@ -112,7 +114,9 @@ class PlannedStep:
         outside_bytes: What the plan takes the script to hold besides, rounded up.
         left: What the recorded step left behind, weakly, until it is known what becomes of it.
         passing_bytes: How much of that was gone when the next backward began; 0 once planned for.
-        passes: What the plan takes to be gone by then.
+        passes: What of that the plan takes to go in the course of a step.
+        graph_bytes: What graphs keep in memory that a step retains, unless it runs as recorded.
+        waits_for_graphs: Whether the step before ran as recorded, so that they are not there yet.
         wider: The plan before another process needed memory; ``None`` while there was room.
         executor: Carries the plan out; made when it is needed.
         is_foreseen: Whether its sizes were not recorded but follow from others.
@@ -132,7 +136,9 @@ class PlannedStep:
     outside_bytes: int
     left: list[weakref.ref[Any]] = field(default_factory=list)
     passing_bytes: int = 0
-    passes: int = 0
+    passes: Passing = ()
+    graph_bytes: int = 0
+    waits_for_graphs: bool = False
     wider: Plan | None = None
     executor: Executor | None = None
     is_foreseen: bool = False
@@ -157,9 +163,36 @@ class PlannedStep:
         held = self.outside_bytes if self.held_bytes is None else self.held_bytes
         return max(self.outside_bytes - held - _FEW_BYTES, 0)
 
+    def is_as(self, observation: Observation, recorded_peak_bytes: int) -> None:
+        """Know what its recording left behind, and what it took.
+
+        Args:
+            observation: The recording.
+            recorded_peak_bytes: What steps take that run as it did; 0 where they may not.
+        """
+        self.recorded_peak_bytes = recorded_peak_bytes
+        self.left, self.passing_bytes = observation.left, 0
+        self.passes = observation.passing
+        self.graph_bytes = observation.remains.graph_bytes
+        self.waits_for_graphs = True
+
     def pass_begins(self, held_bytes: int) -> None:
         """Learn what the script holds besides when a pass by the plan begins."""
-        self.held_bytes = max(self.held_bytes or 0, held_bytes)
+        self.held_bytes = max(self.held_bytes or 0, self.besides(held_bytes))
+        self.waits_for_graphs = False
+
+    @property
+    def goes(self) -> Passing:
+        """What goes in the course of a step; none of it where the plan changes what graphs keep."""
+        return () if self.graph_bytes and self.plan.actions else self.passes
+
+    def besides(self, outside_bytes: int) -> int:
+        """What the script holds besides, with the graphs that it holds from the next step on.
+
+        Args:
+            outside_bytes: What it holds now.
+        """
+        return outside_bytes + (self.graph_bytes if self.waits_for_graphs else 0)
 
     @property
     def runs_as_recorded(self) -> bool:
@@ -241,11 +274,11 @@ class PlannedStep:
 
     def learns_what_passes(self) -> bool:
         """Know once what goes before backward; whether another plan makes something of it."""
-        plan, passing = self.plan, self.passing_bytes
+        plan, passing = self.plan, self.passing_bytes - sum(size for size, _ in self.passes)
         self.passing_bytes = 0
         helps = passing >= plan.budget_bytes * WORTH_A_PLAN and (plan.actions or not plan.fits)
         if helps:
-            self.passes = passing
+            self.passes = (*self.passes, (passing, BACKWARD_BEGINS))
         return bool(helps)
 
     def asks_for_another(self, outside_bytes: int) -> bool:

@@ -34,6 +34,7 @@ from memfit.run.script.held_in_files import LEAST_BYTES
 from memfit.run.script.observed import Observation
 from memfit.run.script.op_seconds import usual_seconds
 from memfit.run.script.place import chosen_place, free_bytes, strays_to, takes_files
+from memfit.run.script.remains import BACKWARD_BEGINS, Passing
 from memfit.run.script.request import FitRequest
 from memfit.run.script.updates import add_unrecorded_step, forget_state, in_slices
 from memfit.torch_versions import offloaded_parameters_refusal
@@ -210,7 +211,7 @@ class RecordedStep:
         self,
         budget: str | int,
         outside_bytes: int,
-        passing_bytes: int = 0,
+        passing: Passing = (),
         *,
         time_limit: float | None = None,
         request: FitRequest | None = None,
@@ -220,13 +221,13 @@ class RecordedStep:
         Args:
             budget: As the user wrote it, or bytes.
             outside_bytes: What the script holds besides what the step knows of.
-            passing_bytes: How much of that goes before backward begins.
+            passing: What of that goes in the course of the step.
             time_limit: Seconds after which the best plan found will do; when left out, it is the
                 work of as long as a step takes, and of :data:`PLANNING_SECONDS` at least.
             request: Which plans are allowed, instead of what the user has asked for.
         """
         asked = request or self._request
-        what = (budget, (outside_bytes, passing_bytes), asked, time_limit)
+        what = (budget, (outside_bytes, passing), asked, time_limit)
         made = self._best(*what)
         if made.fits or self.gradients_wait or not self._gains_by_waiting(made, asked):
             return made
@@ -242,7 +243,7 @@ class RecordedStep:
     def _best(
         self,
         budget: str | int,
-        besides: tuple[int, int],
+        besides: tuple[int, Passing],
         asked: FitRequest,
         time_limit: float | None,
     ) -> Plan:
@@ -265,7 +266,7 @@ class RecordedStep:
 
     def _offloaded(
         self,
-        besides: tuple[int, int],
+        besides: tuple[int, Passing],
         budget: str | int,
         asked: FitRequest,
         offered: dict[str, Any] | None,
@@ -392,11 +393,20 @@ def _gradients_in_files(trace: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _held(trace: dict[str, Any], outside_bytes: int, passing_bytes: int) -> dict[str, Any]:
-    """A step with what the script holds besides; what passes is gone when backward begins."""
+def _held(trace: dict[str, Any], outside_bytes: int, passing: Passing) -> dict[str, Any]:
+    """A step with what the script holds besides; of what passes, the last counts where it is more.
+
+    Op :data:`BACKWARD_BEGINS` is the first one after forward.
+    """
     ops = trace["ops"]
     forward = next((i for i, op in enumerate(ops) if op["phase"] != FORWARD), len(ops))
-    besides = ((outside_bytes - passing_bytes, len(ops)), (passing_bytes, forward))
+    besides = []
+    lasting = outside_bytes
+    ends = ((forward if end == BACKWARD_BEGINS else end, size) for size, end in passing)
+    for end, size in sorted(ends, reverse=True):
+        besides.append((min(size, lasting), min(end, len(ops))))
+        lasting -= besides[-1][0]
+    besides.append((lasting, len(ops)))
     return with_held(trace, OUTSIDE, [(size, end) for size, end in besides if size > 0 and end > 0])
 
 

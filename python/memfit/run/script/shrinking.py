@@ -67,9 +67,7 @@ class GivingWay:
         place: Callable[[Plan], object],
     ) -> None:
         made = [
-            planned.step.plan(
-                max(tensors, 1), outside, min(planned.passes, outside), time_limit=PLAN_SECONDS
-            )
+            planned.step.plan(max(tensors, 1), outside, planned.goes, time_limit=PLAN_SECONDS)
             for planned in plans
         ]
         peak = max(plan.planned.predicted_peak_bytes for plan in made)

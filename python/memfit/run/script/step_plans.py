@@ -142,7 +142,7 @@ class StepPlans:
             outside_bytes=outside_bytes,
             left=[],
             passing_bytes=0,
-            passes=0,
+            passes=(),
             wider=None,
             executor=None,
             is_foreseen=True,
