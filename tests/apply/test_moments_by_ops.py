@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit
 from memfit import _native
 from memfit.apply.precision import eight_bit_state, moments_by_ops
+from memfit.apply.precision.eight_bit_updates import EightBitUpdates
 from memfit.apply.precision.narrow import memory_of
 from memfit.capture import capture
 from memfit.measure.peak import profiled_bytes
@@ -245,7 +246,7 @@ def test_the_state_is_updated_so_where_there_is_no_kernel(monkeypatch: pytest.Mo
         for _ in range(4):
             layer(torch.randn(8, 128)).square().mean().backward()
             group = optimizer.param_groups[0]
-            assert eight_bit_state.updated_in_eight_bits(optimizer, group, layer.weight)
+            assert EightBitUpdates(optimizer).update(group, layer.weight)
             layer.zero_grad()
         wide = state["exp_avg_sq"]  # from here on in 32 bits
         state.shrink(optimizer, layer.weight)

@@ -12,6 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.apply.executor import Executor, Subject
+from memfit.apply.optimizer_in_backward import OneByOne
 from memfit.apply.precision.eight_bit_state import EightBitState
 from memfit.errors import UsageError
 from memfit.measure import measure_peak, static_tensors
@@ -120,6 +121,42 @@ def test_the_same_steps_give_the_same_bits_on_any_number_of_threads():
         torch.set_num_threads(threads)
     for a, b in zip(first, second, strict=True):
         assert (a - b).abs().max() < 1e-6  # products on more threads may be summed otherwise
+
+
+@pytest.mark.parametrize(("way", "steps"), [({}, 1), ({"fused": True}, 1), ({"foreach": True}, 6)])
+def test_what_is_left_to_torch_is_updated_at_once_where_that_takes_no_more_memory(
+    way, steps, monkeypatch
+):
+    """The biases of six layers, as torch alone updates them: by one step, or by one each."""
+
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3, **way)
+
+    load, plain = workload(make), workload()
+    step_over, counts = OneByOne._step_over, []
+
+    def counted(one_by_one, updated):
+        counts.append(len(updated))
+        step_over(one_by_one, updated)
+
+    monkeypatch.setattr(OneByOne, "_step_over", counted)
+    with Fitted(load, plan_of(load)) as fitted:
+        fitted.step()
+        fitted.step()
+        states = [state for state in fitted.optimizer.state.values() if type(state) is dict]
+        assert [state["step"].item() for state in states] == [2.0] * 6
+    assert (len(counts), sum(counts)) == (2 * steps, 12)
+
+    own = make(plain.model.parameters())
+    loss = plain.loss(plain.model, plain.batch)
+    loss.backward()
+    own.step()
+    once = workload(make)
+    with Fitted(once, plan_of(once)) as fitted:
+        fitted.step()
+    for a, b in zip(plain.model.parameters(), once.model.parameters(), strict=True):
+        if a.numel() < 4096:
+            assert torch.equal(a, b)
 
 
 def test_others_see_a_plain_optimizer():

@@ -13,19 +13,18 @@ once at the end.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memfit.apply.offload.sliced_state import updated_in_slices
 from memfit.apply.part import Part
-from memfit.apply.precision.eight_bit_state import updated_in_eight_bits
+from memfit.apply.precision.eight_bit_updates import EightBitUpdates
 from memfit.errors import UsageError
 from memfit.tensors.optimizers import step_of_others
 from memfit.tensors.sliced_update import slices_of, update_in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -159,6 +158,7 @@ class OneByOne:
         """
         self.optimizer = optimizer
         self._step = plain_step(optimizer)
+        self._in_eight_bits = EightBitUpdates(optimizer)
         self._moved_on: list[dict[str, Any]] | None = None
         groups = reversed(optimizer.param_groups)  # of two that list a parameter, the first counts
         self._groups = {id(p): group for group in groups for p in group["params"]}
@@ -174,23 +174,35 @@ class OneByOne:
             The part of it that was updated.
         """
         group = self._groups.get(id(parameter), {})
-        if updated_in_eight_bits(self.optimizer, group, parameter):
+        if self._in_eight_bits.update(group, parameter):
             return 1.0
-        step = functools.partial(self._step_over, parameter)
+
+        def step(updated: list[Tensor]) -> None:
+            self._step_over({id(parameter): updated})
+
         if updated_in_slices(self.optimizer, group, parameter, step):
             return 1.0
         count = slices_of(self.optimizer, group, parameter)
         if count > 1:
             done = update_in_slices(self.optimizer, parameter, count, step, most=most_slices)
             return done / parameter.numel()
-        self._step_over(parameter, [parameter])
+        step([parameter])
         return 1.0
 
-    def _step_over(self, parameter: Tensor, updated: list[Tensor]) -> None:
-        """One step over a parameter, or slices of it; groups are as before afterwards."""
+    def update_at_once(self, parameters: list[Tensor]) -> None:
+        """Update parameters by one ordinary step, where that takes no more memory than one by one.
+
+        Args:
+            parameters: Such that were not updated in this step, nor have state elsewhere.
+        """
+        if parameters:
+            self._step_over({id(parameter): [parameter] for parameter in parameters})
+
+    def _step_over(self, updated: Mapping[int, list[Tensor]]) -> None:
+        """One step over some parameters, or slices of them; groups are as before afterwards."""
         groups = self.optimizer.param_groups
         before = [_settings(group) for group in groups]
-        with _only(groups, parameter, updated):
+        with _only(groups, updated):
             self._step(self.optimizer)
         self._moved_on = [_settings(group) for group in groups]
         for group, settings in zip(groups, before, strict=True):
@@ -205,7 +217,7 @@ class OneByOne:
     def over_nothing(self) -> Iterator[None]:
         """Run one ordinary step inside this, once: it finds no parameter to update."""
         groups = self.optimizer.param_groups
-        with _only(groups, None, []):
+        with _only(groups, {}):
             yield
         if self._moved_on is not None:
             for group, settings in zip(groups, self._moved_on, strict=True):
@@ -235,14 +247,12 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _only(
-    groups: list[dict[str, Any]], parameter: Tensor | None, updated: list[Tensor]
-) -> Iterator[None]:
-    """Groups list what is updated of ``parameter``, where they listed that, and nothing else."""
+def _only(groups: list[dict[str, Any]], updated: Mapping[int, list[Tensor]]) -> Iterator[None]:
+    """Groups list what is updated of parameters, where they listed these, and nothing else."""
     lists = [group["params"] for group in groups]
     try:
         for group in groups:
-            group["params"] = [u for p in group["params"] if p is parameter for u in updated]
+            group["params"] = [u for p in group["params"] for u in updated.get(id(p), ())]
         yield
     finally:
         for group, parameters in zip(groups, lists, strict=True):

@@ -1,10 +1,8 @@
-"""The optimizer's state of one parameter in 8 bits, and the update that reads and writes it.
+"""The optimizer's state of one parameter in 8 bits.
 
 Responsible for :class:`EightBitState`, which stands for the plain dictionary in
-``optimizer.state``, and for the update of a parameter that has one: on a CPU one pass of a kernel
-(``crates/memfit-memory/src/moments.rs``), in which nothing is allocated, elsewhere torch's ops
-(:mod:`memfit.apply.precision.moments_by_ops`). A parameter in ``bfloat16`` is updated by nothing
-else, and rounded at random. Not responsible for which parameters have one
+``optimizer.state``. Not responsible for the update that reads and writes it
+(:mod:`memfit.apply.precision.eight_bit_updates`), nor for which parameters have one
 (:mod:`memfit.apply.precision.optimizer_bits`).
 
 Whoever reads a moment gets it in 32 bits, and from then on it is so: writing to it counts. It is
@@ -23,24 +21,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from memfit import _native
 from memfit.apply.offload.byte_slices import ByteSlices, slices_of
 from memfit.apply.offload.state_view import AwayState, Stored
 from memfit.apply.precision import moments_by_ops as by_ops
 from memfit.apply.precision.narrow import BLOCK, Here, memory_of
-from memfit.errors import UsageError
-from memfit.tensors.moments import group_refusal, lies_densely, moments_of, parameter_refusal
+from memfit.tensors.moments import lies_densely, moments_of
 from memfit.tensors.narrow_parameters import belongs, is_narrow, lower_half
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch.optim import Optimizer
 
     from memfit.apply.offload.tiers import Tier
-    from memfit.tensors.narrow_parameters import OffloadedHalves
 
 
 class _Moment(Here):
@@ -106,7 +102,7 @@ class _OffloadedMoment(ByteSlices, Here):
             _expand(self.read(number), wide[start:stop], is_square=self.is_square)
 
 
-class _LowerSlices(ByteSlices):
+class LowerSlices(ByteSlices):
     """The offloaded lower halves of a parameter."""
 
     def __init__(self, lower: Tensor, tier: Tier) -> None:
@@ -209,11 +205,11 @@ class EightBitState(AwayState):
     def _have_lower_halves_go(self, parameter: Tensor) -> None:
         """Have those of a parameter be where moments are."""
         lower = lower_half(parameter)
-        if isinstance(lower, _LowerSlices) and lower.tier is not self.tier:
+        if isinstance(lower, LowerSlices) and lower.tier is not self.tier:
             lower = lower.whole(parameter)
             belongs(lower, parameter)
         if isinstance(lower, Tensor) and self.tier is not None:
-            belongs(_LowerSlices(lower, self.tier), parameter)
+            belongs(LowerSlices(lower, self.tier), parameter)
 
     def send_left(self) -> None:
         """Send what could not go before.
@@ -252,6 +248,20 @@ class EightBitState(AwayState):
             numbers: How many they have.
         """
         return [(0, numbers)] if self.tier is None else list(slices_of(numbers))
+
+    def held(self, keys: Iterable[str]) -> list[Tensor] | None:
+        """Codes and scales of whole moments, where all are in memory and in 8 bits.
+
+        Args:
+            keys: The moments.
+        """
+        held = []
+        for key in keys:
+            stored = self._away.get(key)
+            if stored is None or type(stored.parcel) is not _Moment:
+                return None
+            held.append(stored.parcel.held)
+        return held
 
     @contextlib.contextmanager
     def codes(
@@ -313,139 +323,6 @@ class EightBitState(AwayState):
         return count
 
 
-def updated_in_eight_bits(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor
-) -> bool:
-    """Update a parameter by its gradient, if its state is in 8 bits.
-
-    Args:
-        optimizer: Its optimizer.
-        group: The group that lists it.
-        parameter: The parameter, with its gradient.
-
-    Returns:
-        Whether that was done; otherwise torch's own update is to be.
-    """
-    state, gradient = optimizer.state.get(parameter), parameter.grad
-    if not isinstance(state, EightBitState) or gradient is None:
-        return False
-    refusal = group_refusal(optimizer, group) or parameter_refusal(parameter)
-    if not refusal and (gradient.dtype is not parameter.dtype or not _lies_as(gradient, parameter)):
-        refusal = "its gradient is of another type or order"
-    if refusal:
-        return _left_to_torch(parameter, refusal)
-    if _is_overflow(optimizer):
-        return True  # as torch has it: a step that does nothing, and is not counted
-    is_first = not state
-    if is_first:
-        state.begin(optimizer, group, parameter)
-    if not state.is_narrow(optimizer) and not is_narrow(parameter):
-        return False
-    _scale_back(optimizer, gradient)
-    lower = lower_half(parameter)
-    rule = _rule(optimizer, group, state, is_first=is_first)
-    rule["seed"] = state.next_seed() if is_narrow(parameter) and lower is None else None
-    if isinstance(lower, _LowerSlices) and lower.tier is not state.tier:
-        lower = lower.whole(parameter)  # somebody has put another state here
-    for number, (start, stop) in enumerate(state.slices(parameter.numel())):
-        _update_slice(optimizer, rule, state, parameter, lower, number, start, stop)
-    increment_version(parameter)
-    if lower is not None:
-        belongs(lower, parameter)
-    return True
-
-
-def _update_slice(
-    optimizer: Optimizer,
-    rule: Mapping[str, Any],
-    state: EightBitState,
-    parameter: Tensor,
-    lower: Tensor | OffloadedHalves | None,
-    number: int,
-    start: int,
-    stop: int,
-) -> None:
-    """Update a slice of a parameter; nothing of what came for it is left in memory after."""
-    assert parameter.grad is not None, "asked for only with one"
-    numbers, slopes = (in_order(it)[start:stop] for it in (parameter, parameter.grad))
-    below = None
-    if isinstance(lower, _LowerSlices):
-        below = lower.read(number)
-    elif isinstance(lower, Tensor):
-        below = in_order(lower)[start:stop].view(torch.uint8)
-    with state.codes(optimizer, number, start, stop) as held:
-        _run(rule, numbers, slopes, held, below)
-    if isinstance(lower, _LowerSlices):
-        assert below is not None, "it was read"
-        lower.write(number, below)
-
-
-def _left_to_torch(parameter: Tensor, refusal: str) -> bool:
-    """Have torch update a parameter, which it does not where it is narrow.
-
-    Raises:
-        UsageError: It is.
-    """
-    if is_narrow(parameter):
-        message = (
-            f"a parameter of shape {list(parameter.shape)} is held in bfloat16, and memfit cannot "
-            f"update it: {refusal}\nhint: plan again with `half_parameters` forbidden"
-        )
-        raise UsageError(message)
-    return False
-
-
-def _is_overflow(optimizer: Optimizer) -> bool:
-    """Whether a ``GradScaler`` has found what is not finite, and left it to a fused step to see."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, Tensor) and bool(found.item())
-
-
-def _scale_back(optimizer: Optimizer, gradient: Tensor) -> None:
-    """Divide a gradient by the scale that a ``GradScaler`` has left to a fused step.
-
-    See ``GradScaler.step`` (``torch/amp/grad_scaler.py``): it calls an optimizer that takes scales,
-    such as a fused one, in any case, and says both of them by attributes.
-    """
-    scale = getattr(optimizer, "grad_scale", None)
-    if isinstance(scale, Tensor):
-        gradient.div_(scale.to(gradient.device))
-
-
-def _rule(
-    optimizer: Optimizer, group: Mapping[str, Any], state: EightBitState, *, is_first: bool
-) -> dict[str, Any]:
-    """What an update computes with; the count of updates is one more."""
-    if type(optimizer) is SGD:
-        return dict(_momentum(group, is_first=is_first))
-    count = state.step()
-    count.fill_(count.item() + 1)
-    return dict(_adam(optimizer, group, count.item()))
-
-
-def _run(
-    rule: Mapping[str, Any],
-    numbers: Tensor,
-    slopes: Tensor,
-    held: list[Tensor],
-    below: Tensor | None,
-) -> None:
-    """One pass over some numbers, by their slopes, codes and scales, and bytes of lower halves."""
-    is_momentum = len(held) == 1
-    if not has_kernel(numbers):
-        update = by_ops.update_by_momentum if is_momentum else by_ops.update_by_adam
-        halves = None if below is None else below.view(torch.int16)
-        update(rule, numbers, slopes, *held, lower=halves)
-        return
-    threads = torch.get_num_threads()
-    lower = None if below is None else memory_of(below)
-    parameter, gradient, *moments = map(memory_of, (numbers, slopes, *held))
-    if is_momentum:
-        _native.update_by_momentum(rule, parameter, gradient, moments[0], threads, lower)
-    else:
-        _native.update_by_adam(rule, parameter, gradient, moments[0], moments[1], threads, lower)
-
-
 def _shrink(wide: Tensor, held: Tensor, *, is_square: bool) -> None:
     if has_kernel(wide):
         _native.shrink_moment(is_square, memory_of(wide), memory_of(held))
@@ -477,41 +354,12 @@ def _moment_of(stored: Stored) -> _Moment | _OffloadedMoment:
 
 def has_kernel(tensor: Tensor) -> bool:
     """Whether a tensor is where the kernel runs."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def in_order(tensor: Tensor) -> Tensor:
     """The numbers of a tensor that lie densely, in one dimension, as they lie."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _adam(optimizer: Optimizer, group: Mapping[str, Any], count: float) -> dict[str, float]:
-    rate, decay = float(group["lr"]), float(group["weight_decay"])
-    first, second = (float(beta) for beta in group["betas"])
-    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
-    return {
-        "direction": -1.0 if group.get("maximize") else 1.0,
-        "penalty": 0.0 if decoupled else decay,
-        "decay": 1.0 - rate * decay if decoupled else 1.0,
-        "first_added": 1.0 - first,
-        "second_stays": second,
-        "second_added": 1.0 - second,
-        "step": rate / (1.0 - first**count),
-        "root_correction": (1.0 - second**count) ** -0.5,
-        "epsilon": float(group["eps"]),
-    }
-
-
-def _momentum(group: Mapping[str, Any], *, is_first: bool) -> dict[str, float | None]:
-    stays = float(group["momentum"])
-    return {
-        "direction": -1.0 if group.get("maximize") else 1.0,
-        "penalty": float(group["weight_decay"]),
-        "stays": 0.0 if is_first else stays,
-        "added": 1.0 if is_first else 1.0 - float(group["dampening"]),
-        "nesterov": stays if group.get("nesterov") else None,
-        "step": float(group["lr"]),
-    }
 
 
 def _stored(like: Tensor, moment: _Moment | _OffloadedMoment) -> Stored:
@@ -520,10 +368,10 @@ def _stored(like: Tensor, moment: _Moment | _OffloadedMoment) -> Stored:
 
 def _goes_with(tensor: Tensor, parameter: Tensor) -> bool:
     """Whether a tensor has a number of 32 bits for each of a parameter's, in the same order."""
-    return tensor.dtype is torch.float32 and _lies_as(tensor, parameter)
+    return tensor.dtype is torch.float32 and lies_as(tensor, parameter)
 
 
-def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+def lies_as(tensor: Tensor, parameter: Tensor) -> bool:
     """Whether a tensor has a number for each of a parameter's, in the same order."""
     return (
         tensor.device == parameter.device

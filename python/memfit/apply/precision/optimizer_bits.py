@@ -8,23 +8,30 @@ for running an optimizer parameter by parameter (:mod:`memfit.apply.optimizer_in
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from memfit._native import bytes_text
 from memfit.apply.offload.state_view import save_plainly
-from memfit.apply.optimizer_in_backward import UpdatesOneByOne, require_step_of_torch
+from memfit.apply.optimizer_in_backward import (
+    OneByOne,
+    UpdatesOneByOne,
+    held_parameters,
+    require_step_of_torch,
+)
 from memfit.apply.precision.eight_bit_state import EightBitState
 from memfit.errors import OffloadError, UsageError
-from memfit.tensors.moments import group_refusal, parameter_refusal
+from memfit.tensors.moments import LEAST_NUMBERS, group_refusal, parameter_refusal
 from memfit.tensors.optimizers import shared_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from memfit.apply.offload.tiers import Tier
+    from memfit.apply.optimizer_in_backward import Around
 
 
 _DRAWS_FROM = 20
@@ -94,6 +101,33 @@ class UpdatesInEightBits(UpdatesOneByOne):
                 state = optimizer.state[parameter] = EightBitState(state or {}, number)
             state.shrink(optimizer, parameter, self.tier)
         self._send_left()
+
+    def update_all(self, around: Around = contextlib.nullcontext) -> OneByOne:
+        """As of :class:`UpdatesOneByOne`, but what is left to torch comes at once at the end.
+
+        Args:
+            around: As there.
+        """
+        if around is not contextlib.nullcontext:
+            return super().update_all(around)
+        one_by_one, last = OneByOne(self._optimizer), []
+        # With `foreach`, temporaries of all are there at once.
+        may_wait = not any(group.get("foreach") for group in self._optimizer.param_groups)
+        for parameter in held_parameters(self._optimizer):
+            if parameter.grad is None:
+                continue
+            if may_wait and self._is_small_and_plain(parameter):
+                last.append(parameter)
+            else:
+                one_by_one.update(parameter)
+        one_by_one.update_at_once(last)
+        return one_by_one
+
+    def _is_small_and_plain(self, parameter: Tensor) -> bool:
+        """Whether a parameter is on a CPU, and torch updates it whole."""
+        if parameter.numel() >= LEAST_NUMBERS or not parameter.is_cpu:
+            return False
+        return type(self._optimizer.state.get(parameter, {})) is dict
 
     def _send_left(self) -> None:
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
