@@ -69,7 +69,7 @@ def with_alternatives(
     if meta.get("captured") == "real":
         refusal = "the step was captured by running it"
         return trace.with_alternatives([], dict.fromkeys(_REFUSALS.values(), refusal))
-    found = _Found()
+    found = _Found(tells=not any("chunk" in way and "autocast" not in way for way in ways))
     for way in ways:
         modules_to_keep(workload.model, _keep(way))  # a mistake is one whatever else there is
     with preserved_random_state(), no_collection():
@@ -206,11 +206,14 @@ class _Found:
         steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
         refusals: Why there are no others, by the engine's name for what they would be.
         whole_loss: Whether the loss cannot be computed in slices.
+        tells: Whether what does not run in slices under autocast is why a plan has no more in
+            slices: else the step without it says so.
     """
 
     steps: list[tuple[Way, bytes, bytes | None]] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     whole_loss: bool = False
+    tells: bool = True
 
     def refuse(self, way: Way, refusal: str) -> None:
         """Take note that a way is not to be had."""
@@ -237,7 +240,7 @@ def _record(
     first = _as_of(meta, recorded)
     if "half_parameters" in way and workload.training:
         _require_updates(stage, way["half_parameters"]["names"], first)
-    if less := _less(running, chunk or {}, found, tells="autocast" not in way):
+    if less := _less(running, chunk or {}, found, tells="autocast" not in way or found.tells):
         _record(stages, workload, {**way, "chunk": less}, found, meta)
     if less is not None:
         return

@@ -6,7 +6,7 @@
 
 use super::bottleneck;
 use super::context::{OtherWay, Outcome, PlanError, Planner};
-use super::outcomes::{best_seconds, fastest, lowest, lowest_of};
+use super::outcomes::{at_most_equal, best_seconds, fastest, lowest, lowest_of, lowest_peak};
 use super::search::limits::{Limit, Share, with_work_clock};
 use super::technique::allocator_settings::{self, Answer};
 use super::technique::{half_parameters, int8_weights, optimizer_bits, shrink};
@@ -231,11 +231,6 @@ impl Planner<'_> {
             }
             return Ok(ran);
         }
-        let mut outcomes = self.exact();
-        let exact_fits = outcomes.iter().any(|outcome| outcome.best.is_some());
-        // Without leave, equivalent actions are for where no exact plan fits; otherwise they are only
-        // looked at, to say what they would gain.
-        let needed = !exact_fits || self.request.allow >= Class::Equivalent;
         let approximating = Self {
             may_shrink: shrink::may(self.trace, self.request),
             may_narrow_state: optimizer_bits::may(self.trace, self.request),
@@ -244,11 +239,30 @@ impl Planner<'_> {
         let may_change_numbers = approximating.may_shrink
             || approximating.may_narrow_state
             || ways::may_change_numbers(self.trace, self.request);
-        if may_change_numbers {
+        let mut outcomes;
+        if self.request.allow >= Class::Approximate && self.casts_are_faster() {
             // First: it makes most of the others hopeless.
-            let share = self.share.between(EXACT_TIME, AUTOCAST_TIME);
-            outcomes.extend(approximating.under_autocast(&outcomes, share));
+            let share = self.share.between(0.0, 1.0 - EXACT_TIME);
+            let cast = approximating.under_autocast(&[], share);
+            let share = self.share.between(1.0 - EXACT_TIME, AUTOCAST_TIME);
+            let share = share.knowing(lowest_peak(&cast));
+            outcomes = self.exact(share, at_most_equal(best_seconds(&cast)));
+            outcomes.extend(cast);
+        } else {
+            outcomes = self.exact(self.exact_share(), f64::INFINITY);
+            if may_change_numbers {
+                let share = self.share.between(EXACT_TIME, AUTOCAST_TIME);
+                outcomes.extend(approximating.under_autocast(&outcomes, share));
+            }
         }
+        // Without leave, equivalent actions are for where no exact plan fits; otherwise they are only
+        // looked at, to say what they would gain.
+        let exact_fits = outcomes.iter().any(|it| {
+            it.best
+                .as_ref()
+                .is_some_and(|best| it.class_of(best) == Class::Exact)
+        });
+        let needed = !exact_fits || self.request.allow >= Class::Equivalent;
         let best = best_seconds(&outcomes);
         let (from, until) = if may_change_numbers {
             (AUTOCAST_TIME, EQUIVALENT_TIME)
@@ -256,6 +270,7 @@ impl Planner<'_> {
             (EXACT_TIME, 1.0)
         };
         let share = self.share.between(from, until).beside(best);
+        let share = share.knowing(lowest_peak(&outcomes));
         let mut next = if needed {
             plan.refusals.extend(self.refusals(true));
             self.equivalent(share, best)
@@ -340,20 +355,17 @@ impl Planner<'_> {
 
     /// The smallest peak any allowed plan reaches, when none is needed.
     fn minimum(&self, plan: &mut Plan) -> Bytes {
-        let outcomes = self.exact();
+        let outcomes = self.exact(self.exact_share(), f64::INFINITY);
         plan.evaluations = outcomes.iter().map(|outcome| outcome.evaluations).sum();
         lowest(&outcomes).evaluation.peak_bytes
     }
 
     /// The exact combinations. One that its bound shows to be slower than one before is not searched for
     /// its fastest plan.
-    fn exact(&self) -> Vec<Outcome> {
-        let wider = !self.ways.is_empty() || self.may_cut_batch();
-        let until = if wider { EXACT_TIME } else { 1.0 };
-        let share = self.share.between(0.0, until);
-        let mut outcomes = self.whole_batch(share, f64::INFINITY);
-        let best = fastest(&outcomes).map(|(outcome, best)| outcome.seconds(best));
-        let best = best.unwrap_or(f64::INFINITY);
+    fn exact(&self, share: Share<'_>, worth: f64) -> Vec<Outcome> {
+        let mut outcomes = self.whole_batch(share, worth);
+        let best = best_seconds(&outcomes).min(worth);
+        let share = share.knowing(lowest_peak(&outcomes));
         outcomes.extend(ways::outcomes(
             self,
             |step| step.promise == Class::Exact,
@@ -362,6 +374,23 @@ impl Planner<'_> {
             best,
         ));
         outcomes
+    }
+
+    /// The time that is for exact plans.
+    fn exact_share(&self) -> Share<'_> {
+        let wider = !self.ways.is_empty() || self.may_cut_batch();
+        self.share
+            .between(0.0, if wider { EXACT_TIME } else { 1.0 })
+    }
+
+    /// Whether the step takes less time in a way under autocast than as it is.
+    fn casts_are_faster(&self) -> bool {
+        let plain = self.costs.step_seconds();
+        let mut ways = self
+            .ways
+            .iter()
+            .filter(|it| ways::is_cast(&it.alternative.way));
+        ways.any(|step| step.costs.step_seconds() < plain)
     }
 
     /// The combinations that are not exact.
@@ -385,10 +414,9 @@ impl Planner<'_> {
     /// The ways of the step under autocast, with activations and state in narrower forms too.
     fn under_autocast(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let best = best_seconds(others);
-        let is_cast = |step: &OtherWay<'_>| {
-            step.promise == Class::Approximate && ways::narrowing(&step.alternative.way).is_none()
-        };
-        ways::outcomes(self, is_cast, InPieces::Too, share.beside(best), best)
+        let share = share.beside(best).knowing(lowest_peak(others));
+        let is_cast = |step: &OtherWay<'_>| ways::is_cast(&step.alternative.way);
+        ways::outcomes(self, is_cast, InPieces::Too, share, best)
     }
 
     /// The combinations of all classes once more, with activations and state in narrower forms, and the ways with narrow
@@ -396,7 +424,7 @@ impl Planner<'_> {
     /// plan slower. Narrow parameters are for where nothing else fits, or for those who name them.
     fn approximate(&self, others: &[Outcome], share: Share<'_>) -> Vec<Outcome> {
         let mut best = best_seconds(others);
-        let share = share.beside(best);
+        let share = share.beside(best).knowing(lowest_peak(others));
         let mut outcomes = Vec::new();
         if self.may_shrink || self.may_narrow_state {
             outcomes = self.whole_batch(share, best);

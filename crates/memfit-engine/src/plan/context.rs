@@ -5,10 +5,11 @@
 //! the inner search (`search/`), nor for choosing (`choose.rs`).
 
 use super::bound::bound::{Bound, bound};
+use super::outcomes::at_most_equal;
 use super::search::limits::Share;
 use super::search::problem::{Candidate, Problem};
 use super::search::search::{Found, nothing_done, search};
-use super::technique::micro_batch;
+use super::technique::{half_parameters, micro_batch};
 use super::validate::InvalidPlan;
 use super::{Class, PlanRequest, StopReason};
 use crate::bytes::Bytes;
@@ -78,6 +79,23 @@ impl Outcome {
     }
 }
 
+/// One combination before it is searched: what it is, and what none of its plans can beat.
+struct Begun {
+    trace: Trace,
+    costs: Costs,
+    variant: Variant,
+    pieces: u64,
+    bound: Bound,
+    base_seconds: f64,
+}
+
+impl Begun {
+    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    fn bound_seconds(&self) -> f64 {
+        self.base_seconds + self.bound.added_seconds * self.pieces as f64
+    }
+}
+
 /// The step in another way, and what its ops cost.
 pub(super) struct OtherWay<'t> {
     pub(super) alternative: &'t Alternative,
@@ -110,23 +128,40 @@ pub(super) struct Planner<'t> {
 }
 
 impl Planner<'_> {
-    fn outcome(
-        &self,
-        variant: Variant,
-        pieces: u64,
-        share: Share<'_>,
-        best_seconds: f64,
-    ) -> Outcome {
+    /// A combination before it is searched.
+    fn begun(&self, variant: Variant, pieces: u64) -> Begun {
         let trace = self.piece(pieces);
         let costs = if pieces > 1 {
             self.costs.scaled(self.trace, &trace)
         } else {
             self.costs.clone()
         };
+        let bound = bound(
+            &Problem::new(&trace, variant, &costs, self.allowed()),
+            self.cap,
+        );
+        let base_seconds = self.base_seconds(&costs, &trace, variant, pieces);
+        Begun {
+            trace,
+            costs,
+            variant,
+            pieces,
+            bound,
+            base_seconds,
+        }
+    }
+
+    fn outcome(&self, begun: Begun, share: Share<'_>, best_seconds: f64) -> Outcome {
+        let Begun {
+            trace,
+            costs,
+            variant,
+            pieces,
+            bound,
+            base_seconds,
+        } = begun;
         let allowed = self.allowed();
         let problem = Problem::new(&trace, variant, &costs, allowed);
-        let bound = bound(&problem, self.cap);
-        let base_seconds = self.base_seconds(&costs, &trace, variant, pieces);
         #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
         let worth = (best_seconds - base_seconds) / pieces as f64;
         let Found {
@@ -198,22 +233,42 @@ impl Planner<'_> {
         micro_batch::may_cut(self.trace, self.request)
     }
 
+    /// Some combinations, solved; that which may be fastest is searched first, and one that cannot be faster than
+    /// what is known not for its fastest plan.
     pub(super) fn outcomes(
         &self,
         tries: &[(Variant, u64)],
         share: Share<'_>,
-        mut best_seconds: f64,
+        best_seconds: f64,
     ) -> Vec<Outcome> {
-        let mut outcomes = Vec::new();
-        for (number, &(variant, pieces)) in tries.iter().enumerate() {
-            let is_last = number + 1 == tries.len();
-            let share = share.part(number, tries.len()).for_one(is_last);
-            let outcome = self.outcome(variant, pieces, share, best_seconds);
-            if let Some(best) = &outcome.best {
-                best_seconds = best_seconds.min(outcome.seconds(best));
-            }
-            outcomes.push(outcome);
+        let begun = tries.iter().enumerate();
+        let mut begun: Vec<_> = begun
+            .map(|(index, &(variant, pieces))| (index, self.begun(variant, pieces)))
+            .collect();
+        // Where updates may be rounded, those that keep them whole come first, whatever they take.
+        if !half_parameters::must_narrow_state(self.trace) {
+            begun.sort_by(|(_, a), (_, b)| a.bound_seconds().total_cmp(&b.bound_seconds()));
         }
-        outcomes
+        let (mut share, mut best) = (share, (best_seconds, 0));
+        let mut solved = Vec::new();
+        for (number, (index, combination)) in begun.into_iter().enumerate() {
+            let own = share.part(number, tries.len());
+            let own = own.for_one(index + 1 == tries.len());
+            // Equal times go to the earlier.
+            let worth = if index < best.1 {
+                at_most_equal(best.0)
+            } else {
+                best.0
+            };
+            let outcome = self.outcome(combination, own, worth);
+            let seconds = outcome.best_seconds().unwrap_or(f64::INFINITY);
+            if seconds < worth {
+                best = (seconds.min(best.0), index);
+            }
+            share = share.knowing(outcome.lowest.evaluation.peak_bytes);
+            solved.push((index, outcome));
+        }
+        solved.sort_by_key(|&(index, _)| index);
+        solved.into_iter().map(|(_, outcome)| outcome).collect()
     }
 }

@@ -6,11 +6,26 @@
 use super::context::Outcome;
 use super::search::problem::Candidate;
 use super::technique::half_parameters;
+use crate::bytes::Bytes;
 
 /// Seconds of the fastest plan that fits; infinite without one.
 pub(super) fn best_seconds(outcomes: &[Outcome]) -> f64 {
     let seconds = outcomes.iter().filter_map(Outcome::best_seconds);
     seconds.fold(f64::INFINITY, f64::min)
+}
+
+/// Seconds that a plan takes at most, to be taken as one of so many is: times differ where that is more than rounding.
+pub(super) fn at_most_equal(seconds: f64) -> f64 {
+    seconds * (1.0 + 2.0 * EQUAL)
+}
+
+/// The part of a time by which another is equal.
+const EQUAL: f64 = 1e-9;
+
+/// The smallest peak of all.
+pub(super) fn lowest_peak(outcomes: &[Outcome]) -> Bytes {
+    let peaks = outcomes.iter().map(|it| it.lowest.evaluation.peak_bytes);
+    peaks.min().unwrap_or(Bytes(u64::MAX))
 }
 
 /// The fastest plan that fits; one that keeps updates whole, if there is any, before those that round them.
@@ -26,7 +41,11 @@ pub(super) fn fastest(outcomes: &[Outcome]) -> Option<(&Outcome, &Candidate)> {
     // Equal times go to the earlier outcome: fewer actions.
     wanted.reduce(|a, b| {
         let gain = a.0.seconds(a.1) - b.0.seconds(b.1);
-        if gain > 1e-9 * a.0.seconds(a.1) { b } else { a }
+        if gain > EQUAL * a.0.seconds(a.1) {
+            b
+        } else {
+            a
+        }
     })
 }
 

@@ -5,6 +5,7 @@
 //! nor for choosing among what comes out (`choose.rs`).
 
 use super::context::{OtherWay, Outcome, Planner};
+use super::outcomes::lowest_peak;
 use super::search::limits::Share;
 use super::technique::chunk::candidates::chunks;
 use super::technique::{
@@ -18,7 +19,8 @@ use crate::trace::{Alternative, Alternatives, Autocast, Chunk, Refusals, Trace, 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
 /// already. `made` is the plan made without them, or absent before any. Weights in fewer bits are for where nothing else
 /// fits, so before that they are worth a capture to those alone who name them. Without the model's checkpoints the step
-/// stays exact, so that way comes first, and alone where nothing else is allowed.
+/// stays exact, so that way comes first, and alone where nothing else is allowed. Training in slices does all that it
+/// does whole, so where the step may autocast, slices that do not wait for a plan that takes longer than the step as it is.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
     let asked = request.allow >= Class::Equivalent
@@ -29,22 +31,26 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     if !asked && may_undo && made.is_none() && trace.alternatives.is_none() {
         return vec![undo_checkpoints::alone()];
     }
-    let may_help = made.map_or(asked, |plan| plan.verdict == Verdict::DoesNotFit);
-    if !may_help {
+    let fits = made.is_some_and(|plan| plan.verdict == Verdict::Fits);
+    let cannot_gain = made.is_some_and(|plan| fits && plan.predicted_step_ratio <= 1.0);
+    if cannot_gain || made.is_none() && !asked {
         return Vec::new();
     }
     let is_last =
         |way: &Way| narrowing(way).is_some_and(|kind| !request.allow_kinds.contains(&kind));
     let mut ways = all(trace, request);
+    let may_cast = trace.meta.training && ways.iter().any(is_cast);
+    let waits = |way: &Way| may_cast && way.chunk.is_some() && way.autocast.is_none();
     match (&trace.alternatives, made) {
-        (None, None) => ways.retain(|way| !is_last(way)),
-        (None, Some(_)) => {}
-        (Some(known), Some(_)) if tried_without_checkpoints_alone(known) => {
+        (None, None) => ways.retain(|way| !is_last(way) && !waits(way)),
+        (None, Some(_)) => ways.retain(|_| !fits),
+        (Some(known), Some(_)) if !fits && tried_without_checkpoints_alone(known) => {
             ways.retain(|way| known.steps.iter().all(|it| it.way != *way));
         }
         (Some(known), made) => ways.retain(|way| {
             let is_known = known.steps.iter().any(|it| it.way == *way);
-            made.is_some() && is_last(way) && !is_known
+            let is_wanted = waits(way) || is_last(way) && !fits;
+            made.is_some() && is_wanted && !is_known
         }),
     }
     ways
@@ -127,6 +133,11 @@ pub fn ways_without_leave(trace: &Trace) -> Vec<Way> {
     ways(trace, &widest, None)
 }
 
+/// Whether a way is under autocast, with weights as they are.
+pub(super) fn is_cast(way: &Way) -> bool {
+    way.autocast.is_some() && narrowing(way).is_none()
+}
+
 /// May the step run in a way that changes numbers?
 pub(super) fn may_change_numbers(trace: &Trace, request: &PlanRequest) -> bool {
     autocast::may_any(trace, request)
@@ -199,7 +210,7 @@ pub(super) fn outcomes(
     planner: &Planner<'_>,
     is_wanted: impl Fn(&OtherWay<'_>) -> bool,
     in_pieces: InPieces,
-    share: Share<'_>,
+    mut share: Share<'_>,
     mut best_seconds: f64,
 ) -> Vec<Outcome> {
     let mut found = Vec::new();
@@ -220,11 +231,11 @@ pub(super) fn outcomes(
         let own = planner.in_way(step);
         let is_cut = last == Some(number);
         let is_last = last.map_or(number + 1 == ways.len(), |_| is_cut);
-        let share = share.part(number, ways.len()).for_one(is_last);
+        let part = share.part(number, ways.len()).for_one(is_last);
         let kinds = 1 + usize::from(is_cut);
         let mut outcomes = Vec::new();
         if in_pieces != InPieces::Only {
-            let whole = share.part(0, kinds).for_one(!is_cut);
+            let whole = part.part(0, kinds).for_one(!is_cut);
             outcomes = own.whole_batch(whole, best_seconds);
             best_seconds = outcomes
                 .iter()
@@ -232,8 +243,10 @@ pub(super) fn outcomes(
                 .fold(best_seconds, f64::min);
         }
         if is_cut {
-            outcomes.extend(own.micro_batches(share.part(kinds - 1, kinds), best_seconds));
+            let pieces = part.part(kinds - 1, kinds).knowing(lowest_peak(&outcomes));
+            outcomes.extend(own.micro_batches(pieces, best_seconds));
         }
+        share = share.knowing(lowest_peak(&outcomes));
         for outcome in &mut outcomes {
             outcome.way = step.alternative.way.clone();
             outcome.way_promise = step.promise;
@@ -480,6 +493,36 @@ mod tests {
         assert_eq!(casts(&may_cast(1)), [(false, false), (true, false)]);
         assert_eq!(casts(&request(1, Class::Equivalent)), []);
         assert_eq!(casts(&request(1, Class::Exact)), []);
+    }
+
+    #[test]
+    fn slices_alone_wait_for_a_plan_that_they_may_be_faster_than() {
+        let trace = product(&[false]);
+        let request = request(1, Class::Approximate);
+        let sliced = |found: &[Way]| {
+            let slices = found.iter().filter(|way| way.autocast.is_none());
+            slices.filter(|way| way.chunk.is_some()).count()
+        };
+        let plain = Trace {
+            alternatives: None,
+            ..trace.clone()
+        };
+        assert_eq!(sliced(&ways(&plain, &request, None)), 0);
+        let mut made = plan(&trace, &source(&trace), &request).unwrap();
+        assert_eq!(made.verdict, Verdict::DoesNotFit);
+        let all = sliced(&ways(&trace, &request, Some(&made)));
+        assert!(all > 0);
+        made.verdict = Verdict::Fits;
+        made.predicted_step_ratio = 0.9;
+        assert_eq!(ways(&trace, &request, Some(&made)), []);
+        made.predicted_step_ratio = 1.1;
+        let late = ways(&trace, &request, Some(&made));
+        assert_eq!((late.len(), sliced(&late)), (all, all));
+        let exact = PlanRequest {
+            allow: Class::Equivalent,
+            ..request
+        };
+        assert_eq!(sliced(&ways(&plain, &exact, None)), all, "none casts");
     }
 
     #[test]

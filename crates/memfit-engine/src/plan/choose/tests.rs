@@ -5,9 +5,10 @@ use proptest::test_runner::TestRunner;
 
 use super::*;
 use crate::bytes::Budget;
+use crate::cost::DeviceProfile;
 use crate::step::random;
 use crate::trace::sample::{self, Builder};
-use crate::trace::{Category, Phase};
+use crate::trace::{Alternative, Alternatives, Autocast, Category, Phase, Way};
 
 fn source(trace: &Trace) -> CostSource {
     CostSource::profile(vec![1.0; trace.ops.len()])
@@ -256,4 +257,86 @@ fn a_budget_below_what_stays_is_refused_with_the_sum() {
         "{:?}",
         plan.notes
     );
+}
+
+/// A step that also runs under autocast: all that it makes takes so many of ten parts of its own, and all that it moves.
+fn with_cast(mut trace: Trace, made: u64, moved: u64) -> Trace {
+    for (op, number) in trace.ops.iter_mut().zip(0..) {
+        op.moved_bytes = Bytes(1000 + number * 7919 % 5000);
+    }
+    let product = trace.ops.iter().position(|op| op.phase == Phase::Forward);
+    trace.ops[product.expect("there is one")].flops = 1;
+    let mut cast = trace.clone();
+    for allocation in &mut cast.allocations {
+        if allocation.producer.is_some() {
+            allocation.bytes = Bytes(allocation.bytes.0 * made / 10);
+        }
+    }
+    for op in &mut cast.ops {
+        op.moved_bytes = Bytes(op.moved_bytes.0 * moved / 10);
+    }
+    let way = Way {
+        autocast: Some(Autocast {
+            dtype: "bfloat16".to_owned(),
+            cache: false,
+            keep: Vec::new(),
+        }),
+        ..Way::default()
+    };
+    trace.alternatives = Some(Alternatives {
+        steps: vec![Alternative { way, trace: cast }],
+        ..Alternatives::default()
+    });
+    trace
+}
+
+/// What a bound shows to be hopeless is what a search without it does not choose.
+#[test]
+fn what_is_left_out_is_never_what_is_chosen() {
+    let source = CostSource::Roofline {
+        profile: DeviceProfile {
+            bytes_per_second: 1e6,
+            op_overhead_seconds: 1e-6,
+            ..DeviceProfile::default()
+        },
+    };
+    // Smaller and faster, neither, and such that bytes and time are against each other.
+    let kinds = [(6, 6), (12, 12), (12, 9), (7, 11), (14, 8)];
+    let (mut faster, mut fitting) = (0, 0);
+    let (mut few, mut all) = (0, 0);
+    for (number, trace) in traces(100).into_iter().enumerate() {
+        let (made, moved) = kinds[number % kinds.len()];
+        let trace = with_cast(trace, made, moved);
+        for percent in [60, 75, 90] {
+            let request = PlanRequest {
+                allow: Class::Approximate,
+                ..request(predict::unplanned_peak(&trace).0 * percent / 100)
+            };
+            let costs = Costs::new(&trace, &source).unwrap();
+            let ways = ways::with_costs(&trace, &source, &costs, &request).unwrap();
+            let planned = |share| {
+                let planner = Planner::new(&trace, &costs, &ways, &request, share);
+                let mut plan = planner.empty_plan();
+                planner.solve(&mut plan).unwrap();
+                (plan, planner.casts_are_faster())
+            };
+            let ((found, is_faster), (twin, _)) =
+                (planned(Share::FULL), planned(Share::FULL.thorough()));
+            assert_eq!(
+                (found.verdict, found.planned, &found.actions),
+                (twin.verdict, twin.planned, &twin.actions),
+                "{number} at {percent} %"
+            );
+            faster += u32::from(is_faster);
+            fitting += u32::from(found.verdict == Verdict::Fits);
+            few += found.evaluations;
+            all += twin.evaluations;
+        }
+    }
+    assert!(
+        (60..240).contains(&faster),
+        "some are, and some are not: {faster}"
+    );
+    assert!(fitting >= 90, "{fitting}");
+    assert!(few * 10 <= all * 9, "{few} of {all}");
 }

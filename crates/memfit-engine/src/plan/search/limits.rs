@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::bytes::Bytes;
 use crate::plan::StopReason;
 
 /// Events one inner search may ask for; a candidate asks for each event of the model at most once, whether it has to be
@@ -62,6 +63,11 @@ enum Bottoms {
 pub(in crate::plan) struct Share<'a> {
     events: u64,
     bottoms: Bottoms,
+    /// The smallest peak that is known.
+    known: Bytes,
+    /// Nothing is left out, however hopeless.
+    #[cfg(test)]
+    is_thorough: bool,
     /// The work of the searches before this one, where work is the clock.
     work: Option<&'a AtomicU64>,
     /// The limit, and the part of its time at whose start and end this share begins and ends.
@@ -73,6 +79,9 @@ impl<'a> Share<'a> {
     pub(in crate::plan) const FULL: Self = Self {
         events: EVENTS,
         bottoms: Bottoms::OfEach,
+        known: Bytes(u64::MAX),
+        #[cfg(test)]
+        is_thorough: false,
         work: None,
         time: None,
     };
@@ -131,9 +140,9 @@ impl<'a> Share<'a> {
         let events = (limit.seconds * EVENTS_PER_SECOND).max(0.0) as u64;
         Self {
             events: events.max(EVENTS),
-            bottoms: Bottoms::OfEach,
             work,
             time: Some((limit, 0.0, 1.0)),
+            ..Self::FULL
         }
     }
 
@@ -170,9 +179,37 @@ impl<'a> Share<'a> {
         }
     }
 
-    /// Whether a combination is followed down to its smallest peak though it cannot be faster.
-    pub(super) fn has_bottom(&self) -> bool {
-        matches!(self.bottoms, Bottoms::OfEach | Bottoms::OfLast)
+    /// The same for a search that leaves nothing out.
+    #[cfg(test)]
+    pub(in crate::plan) const fn thorough(self) -> Self {
+        Self {
+            is_thorough: true,
+            ..self
+        }
+    }
+
+    /// Whether what a bound shows to be hopeless is left out.
+    #[cfg_attr(
+        not(test),
+        expect(clippy::unused_self, reason = "it is, but for tests")
+    )]
+    pub(super) const fn leaves_out(&self) -> bool {
+        #[cfg(test)]
+        return !self.is_thorough;
+        #[cfg(not(test))]
+        true
+    }
+
+    /// The same where a plan of such a peak is known.
+    pub(in crate::plan) fn knowing(self, peak: Bytes) -> Self {
+        let known = self.known.min(peak);
+        Self { known, ..self }
+    }
+
+    /// Whether a combination, none of whose plans has a lower peak than `least`, is followed down to its smallest though
+    /// it cannot be faster.
+    pub(super) fn has_bottom(&self, least: Bytes) -> bool {
+        least <= self.known && matches!(self.bottoms, Bottoms::OfEach | Bottoms::OfLast)
     }
 
     /// Whether smallest peaks are looked for at all.
@@ -259,6 +296,13 @@ mod tests {
                 Some(StopReason::MoveLimit)
             );
         });
+    }
+
+    #[test]
+    fn what_cannot_be_lower_than_what_is_known_is_not_followed_down() {
+        let share = Share::FULL.knowing(Bytes(7)).knowing(Bytes(9));
+        assert!(share.has_bottom(Bytes(7)) && !share.has_bottom(Bytes(8)));
+        assert!(!share.beside(1.0).for_one(false).has_bottom(Bytes(7)));
     }
 
     #[test]

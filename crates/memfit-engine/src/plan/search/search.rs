@@ -56,7 +56,7 @@ pub(in crate::plan) struct Found {
 }
 
 /// `least` is the bound for the target. Where it shows that no plan adds less than `worth` seconds,
-/// only the bottom is looked for; where the share has none, not even that. Where it has none of any, the lowest is the
+/// only the bottom is looked for; where the share has none, or knows one that is lower than any, not even that. Where it has none of any, the lowest is the
 /// best.
 pub(in crate::plan) fn search(
     problem: &Problem<'_>,
@@ -66,8 +66,8 @@ pub(in crate::plan) fn search(
     share: Share<'_>,
 ) -> Found {
     let mut search = Search::new(problem, share);
-    let hopeless = least.added_seconds >= worth;
-    if hopeless && !share.has_bottom() {
+    let hopeless = least.added_seconds >= worth && share.leaves_out();
+    if hopeless && !share.has_bottom(least.peak_bytes) {
         let lowest = search.scorer.score(search.nothing());
         return search.found(None, lowest, least);
     }
