@@ -58,6 +58,10 @@ class Casting:
         is_wanted = (self.asks or self._is_used) and not self.refusal
         return ACTION if is_wanted else None
 
+    def notes(self) -> list[str]:
+        """Why none runs so, where that was asked for."""
+        return [f"the model does not run under autocast: {self.refusal}"] if self.refusal else []
+
     def consider(self, made: Plan, device: torch.device) -> bool:
         """A step as it is was planned; have it recorded under autocast, if it does not fit.
 

@@ -6,6 +6,9 @@ result twice. Piece by piece it is as much less, in about the same time. Respons
 run so, and for their results. Not responsible for the batch of a whole model
 (:mod:`memfit.run.script.pieces`), which normalisations over the batch forbid.
 
+Whole ops come first: they run in pieces once one has lacked room while a step was recorded, or no
+plan of whole ones fits.
+
 Items of a batch do not mix in a convolution, nor channels in a normalisation. A batch of one is cut
 in space: a piece of the rows, with those around it that the kernel reaches. But torch may choose
 another algorithm for less, and the weights' gradient is summed in another order: the results are
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit import _native
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.request import FitRequest
 
@@ -53,6 +57,64 @@ _IMAGES = 4
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
+class CutOps:
+    """Whether large ops of one loop run in pieces.
+
+    Attributes:
+        always: All do that are large: with whole ones nothing fits.
+        planned_whole: Those of the pass under way are planned whole.
+        has_cut: One ran in pieces in it.
+        would_cut: One is large enough to.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
+        """None runs in pieces yet.
+
+        Args:
+            always: Whether all do that are large.
+        """
+        self.always = always
+        self.planned_whole = self.has_cut = self.would_cut = False
+
+    def pass_begins(self, *, planned_whole: bool = False) -> None:
+        """A pass begins.
+
+        Args:
+            planned_whole: Whether it is planned, from a step that ran whole ops.
+        """
+        self.planned_whole = planned_whole
+        self.has_cut = False
+
+    def was_mixed(self) -> bool:
+        """Whether some ops of a recorded step ran whole, others in pieces: from now on, all do."""
+        is_mixed = self.has_cut and not self.always
+        self.always |= is_mixed
+        return is_mixed
+
+    def may_help(self, *, fits: bool) -> bool:
+        """Whether a step is to be recorded in pieces, where no plan of whole ops fits.
+
+        Args:
+            fits: Whether the plan does.
+        """
+        helps = not fits and self.would_cut and not self.always
+        self.always |= helps
+        return helps
+
+    def cuts(self, inside_bytes: int, taken_bytes: int, budget_bytes: int) -> bool:
+        """Whether an op is to run in pieces.
+
+        Args:
+            inside_bytes: What it takes inside, of which pieces take a part.
+            taken_bytes: What it takes at most, with its results.
+            budget_bytes: The budget.
+        """
+        if self.planned_whole or inside_bytes <= _PART * budget_bytes:
+            return False
+        self.would_cut = True
+        return self.always or _native.counted_bytes() + taken_bytes > budget_bytes
+
+
 class LeanOps:
     """The ops of a script that take much inside."""
 
@@ -66,17 +128,18 @@ class LeanOps:
         self._may = options.promise != "exact" and "micro_batch" not in options.forbid
 
     @contextlib.contextmanager
-    def in_pieces(self, budget_bytes: int, notes: dict[str, None]) -> Iterator[None]:
+    def in_pieces(self, budget_bytes: int, notes: dict[str, None], cut: CutOps) -> Iterator[None]:
         """Run those inside this on pieces that are large for a budget.
 
         Args:
             budget_bytes: The budget; 0 while nobody knows it, and nothing is done.
             notes: Said at the end; of those that ran so, too.
+            cut: Which of them do.
         """
         if not (self._may and budget_bytes):
             yield
             return
-        mode = _InPieces(budget_bytes)
+        mode = _InPieces(budget_bytes, cut)
         mode.__enter__()  # type: ignore[no-untyped-call]
         nesting = Nesting()
         try:
@@ -93,9 +156,10 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     carries_out_ops = True
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, cut: CutOps) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._budget_bytes = budget_bytes
+        self._cut = cut
         self.has_cut = False
 
     def __torch_dispatch__(
@@ -118,12 +182,12 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # What it makes is as large as what it reads, as far as channels alone tell.
         channels = weight.shape[1] * args[8] if args[6] else weight.shape[0]
         grown = batch.nbytes * (1 + channels / max(batch.shape[1], 1))
-        pieces = self._pieces(batch, int(grown))
+        pieces = self._pieces(batch, int(grown), int(grown))
         if len(pieces) == 1:
-            strips = self._strips(args, int(grown))
+            strips = self._strips(args, int(grown), int(grown))
             whole: Tensor = self._in_strips(args, strips) if strips else _FORWARD(*args)
             return whole
-        self.has_cut = True
+        self._has_cut()
         out: Tensor | None = None
         start = 0
         for piece in batch.split(pieces):
@@ -136,7 +200,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _in_strips(self, args: tuple[Any, ...], strips: list[_Strip]) -> Tensor:
         """A convolution, a piece of the rows after the other."""
-        self.has_cut = True
+        self._has_cut()
         out: Tensor | None = None
         for strip in strips:
             made = _FORWARD(strip.read(args[0]), *strip.settings(args[1:]))
@@ -150,12 +214,12 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gradient, batch = args[0], args[1]
         wants_input, *wants_weights = args[10]
         copies = gradient.nbytes + batch.nbytes
-        pieces = self._pieces(batch, copies)
+        pieces = self._pieces(batch, copies, 2 * copies)
         of_op = (batch, args[2], None, *args[4:10])
-        strips = self._strips(of_op, copies) if len(pieces) == 1 else []
+        strips = self._strips(of_op, copies, 2 * copies) if len(pieces) == 1 else []
         if len(pieces) == 1 and not strips:
             return _BACKWARD(*args)
-        self.has_cut = True
+        self._has_cut()
         of_weights: list[Tensor | None] = [None, None]
         inside = max(copies, _columns_bytes(of_op))
         sums = any(wants_weights) and inside > _WEIGHTS_PART * self._budget_bytes
@@ -188,10 +252,10 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _of_norm(self, args: tuple[Any, ...]) -> Any:
         """Of a normalisation, by channels: its gradient's copy, and what it makes twice."""
         gradient, batch, *of_channels = args[:7]
-        pieces = self._pieces(batch, 4 * batch.nbytes, batch.shape[1])
+        pieces = self._pieces(batch, 4 * batch.nbytes, 2 * batch.nbytes, batch.shape[1])
         if len(pieces) == 1 or not args[9][0]:
             return _OF_NORM(*args)
-        self.has_cut = True
+        self._has_cut()
         of_input = torch.empty_like(batch, memory_format=torch.contiguous_format)
         of_weights: list[list[Tensor]] = []
         start = 0
@@ -206,23 +270,28 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         joined = zip(*of_weights, strict=True)
         return of_input, *(torch.cat(parts) if parts[0] is not None else None for parts in joined)
 
-    def _pieces(self, batch: Any, copies: int, along: int = 0) -> list[int]:
+    def _pieces(self, batch: Any, copies: int, taken: int, along: int = 0) -> list[int]:
         """Sizes of pieces; one piece where it is small, or no batch of plain tensors."""
         items = along or len(batch)
         may = type(batch) in _KINDS and batch.device.type == "cpu"
         count = min(int(copies / (_PART * self._budget_bytes)) + 1, items // LEAST_ITEMS)
-        if not may or count <= 1:
+        if not may or count <= 1 or not self._cut.cuts(copies, taken, self._budget_bytes):
             return [items]
         size, more = divmod(items, count)
         return [size + 1] * more + [size] * (count - more)
 
-    def _strips(self, args: tuple[Any, ...], copies: int) -> list[_Strip]:
+    def _has_cut(self) -> None:
+        self.has_cut = self._cut.has_cut = True
+
+    def _strips(self, args: tuple[Any, ...], copies: int, taken: int) -> list[_Strip]:
         """Pieces of rows where a convolution's batch is too small to be cut; none for the whole."""
         batch, is_transposed = args[0], args[6]
         may = type(batch) in _KINDS and batch.device.type == "cpu" and not is_transposed
         if not may or batch.dim() < _IMAGES:
             return []
         inside = max(copies, _columns_bytes(args))
+        if not self._cut.cuts(inside, taken + inside - copies, self._budget_bytes):
+            return []
         count = min(int(inside / (_PART * self._budget_bytes)) + 1, _made(args)[0] // LEAST_ROWS)
         while count > 1:
             strips = _cut(args, count)

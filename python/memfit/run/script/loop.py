@@ -32,7 +32,7 @@ from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
-from memfit.run.script.lean_ops import IN_PIECES
+from memfit.run.script.lean_ops import CutOps
 from memfit.run.script.lease import Room
 from memfit.run.script.model_refusals import model_refusal
 from memfit.run.script.need import NeedOfRoom
@@ -143,6 +143,7 @@ class Loop:
         self.undoes = False
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
+        self.cut_ops = CutOps()
         self.evaluations = Evaluations(request, self.device, self._choose_place)
         self._root = weakref.ref(root, lambda _: on_gone(self))
         self._request = request
@@ -409,6 +410,7 @@ class Loop:
             with self._checkpoints.unseen():
                 self.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
         way = self._casting.wants(self.device) or self.pieces.wants(key)
+        self.cut_ops.always |= way is not None  # which rounds
         budget = self.budget_bytes()
         running = ObservedPass(self.device, self._model(), call, optimizers, way, budget)
         running.follows(self._pending or self._kept)
@@ -432,6 +434,7 @@ class Loop:
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
         left = planned.left_besides(inputs)
+        self.cut_ops.pass_begins(planned_whole=not planned.step.may_round)
 
         def forward_ended(where: str, is_given_up: bool) -> None:  # noqa: FBT001
             if executor.remat is not None and executor.remat.overflow:
@@ -504,7 +507,7 @@ class Loop:
             self.refuse(observation.recorder.problem)
             return
         observation.fusing_refusal = self._updates.fusing_refusal()
-        observation.may_round = IN_PIECES in self.notes
+        observation.may_round = self.cut_ops.has_cut
         if observation.effect:
             self.pieces.refuse(observation.effect)
             if observation.way is not None and observation.way["kind"] == "micro_batch":
@@ -514,7 +517,8 @@ class Loop:
             if not running.undoes:
                 self._kept = (inputs_key, observation)
         else:
-            self._looks_again = self._checkpoints.unsettled() and not self.plans
+            is_open = self._checkpoints.unsettled() and not self.plans
+            self._looks_again = self.cut_ops.was_mixed() or is_open
             self._pending = (inputs_key, observation)
             self._outside.recorded(inputs_key, observation)
 
@@ -617,11 +621,8 @@ class Loop:
         with self._checkpoints.unseen():
             key, module = call.key, call.module
             self.pieces.planned(planned, made, pieces, key, module, call.inputs)
-        if self._casting.refusal and not planned.plan.fits:
-            self.notes[f"the model does not run under autocast: {self._casting.refusal}"] = None
-        if self.pieces.refusal and not planned.plan.fits:
-            reason = self.pieces.refusal
-            self.notes[f"the model does not run on pieces of its batch: {reason}"] = None
+        if not planned.plan.fits:
+            self.notes.update(dict.fromkeys([*self._casting.notes(), *self.pieces.notes()]))
 
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
@@ -659,11 +660,12 @@ class Loop:
         planned.is_as(observation, recorded_peak_bytes(observation, self._request, self.device))
         self.plans.add(planned)
         self._consider_ways(planned, made, step.pieces, call)
+        self._looks_again |= self.cut_ops.may_help(fits=made.fits)
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         if not made.fits:
             budget = self._room.within(self._budget)
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
-        if made.fits or (little and not self._asks_for_more(key)):
+        if made.fits or (little and not (self._looks_again or self._asks_for_more(key))):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 
     def _planning(self, outside: int) -> Planning:

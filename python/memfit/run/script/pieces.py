@@ -97,6 +97,11 @@ class PiecesOfBatch:
         """
         self.refusal = self.refusal or reason
 
+    def notes(self) -> list[str]:
+        """Why nothing runs in pieces, where that was asked for."""
+        reason = self.refusal
+        return [f"the model does not run on pieces of its batch: {reason}"] if reason else []
+
     def begin(
         self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
     ) -> None:

@@ -274,7 +274,8 @@ class AdoptedScript:
         """What a pass, or another call of a model, runs inside."""
         if loop is None or loop.refusal or loop.device.type != "cpu":
             return contextlib.nullcontext()
-        return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes)
+        loop.cut_ops.pass_begins()
+        return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes, loop.cut_ops)
 
     def _models(self) -> Iterator[nn.Module]:
         return (root for loop in self._loops if (root := loop.root) is not None)
