@@ -162,6 +162,26 @@ def test_what_comes_seldom_is_known_by_itself(tmp_path: Path):
     assert step(evaluates=True) == (False, True)
 
 
+def test_parameters_that_were_elsewhere_in_between_are_needed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They come home before the next pass, and begin the next evaluation in memory."""
+    gradients, model = between(tmp_path), trained()
+    elsewhere = [0]
+    monkeypatch.setattr(gradients_between, "parameters_elsewhere", lambda: elsewhere[0])
+    mapped = []
+    for _ in range(2):
+        gradients.begins("step", room(1 << 40), [model])
+        gradients.begins("evaluation", room(1 << 40) if not mapped else room(2 * MIB), [model])
+        mapped.append(is_mapped(model))
+        elsewhere[0] = 3 * MIB
+        gradients.parameters_went()
+        elsewhere[0] = 0
+        gradients.pass_begins()
+        gradients.backward_begins(None)
+    assert mapped == [False, True]
+
+
 def test_room_that_is_known_to_be_needed_is_made(tmp_path: Path):
     gradients, model = between(tmp_path), trained()
     for least, expected in ((0, True), (0, False), (2 * MIB, True)):

@@ -62,7 +62,7 @@ class GradientsBetween:
         self._mapped: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}
         self._took: dict[Begin, int] = {}
         self._now: Begin | None = None
-        self._live_bytes = self._elsewhere = 0
+        self._live_bytes = self._elsewhere = self._most_elsewhere = 0
         self._has_sent = self._has_lacked = False
         self._window: _native.AllocationWindow | None = None
         self.is_said = False
@@ -106,6 +106,10 @@ class GradientsBetween:
         live = _native.counted_bytes()
         self._has_lacked = live + more_bytes + self._took.get(self._now, live) > budget_bytes
         return self._has_lacked
+
+    def parameters_went(self) -> None:
+        """Parameters may be elsewhere now, in what has begun: they come home before it is over."""
+        self._most_elsewhere = max(self._most_elsewhere, parameters_elsewhere())
 
     def others_went(self, freed_bytes: int) -> None:
         """Something else has gone for what has begun.
@@ -160,14 +164,15 @@ class GradientsBetween:
     def _goes_on(self, what: Begin, live_bytes: int) -> None:
         """Look from here on what a part takes, above what was live when it began."""
         self._now, self._live_bytes = what, live_bytes
-        self._elsewhere = parameters_elsewhere()
+        self._elsewhere = self._most_elsewhere = parameters_elsewhere()
         self._window = _native.AllocationWindow()
 
     def _learn(self) -> None:
         """Know what the part took that is over, with all parameters that it began with."""
         if self._now is not None and self._window is not None:
             more = self._window.peak()[0] - self._live_bytes
-            more += max(parameters_elsewhere() - self._elsewhere, 0)
+            self.parameters_went()
+            more += self._most_elsewhere - self._elsewhere
             self._took[self._now] = max(self._took.get(self._now, 0), more)
         self._now = self._window = None  # each window costs something at each allocation
 

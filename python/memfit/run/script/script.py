@@ -296,6 +296,7 @@ class AdoptedScript:
                 self._evaluation.enter_context(self._lean_ops_of(loop))
             in_step = self._current is not None
             self._evaluation.enter_context(loop.evaluation(call, in_step=in_step))
+            self._gradients.parameters_went()
 
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
