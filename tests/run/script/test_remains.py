@@ -61,6 +61,38 @@ def test_a_graph_goes_with_the_last_that_holds_it():
     remains = Remains([], [(SIZE, list(tokens))])
     assert (remains.graph_bytes, remains.left_bytes) == (SIZE, 0)
     assert went(remains, tokens.pop, lambda: None, tokens.pop) == {SIZE: [2]}
+    assert remains.graph_bytes == 0
+
+
+TURNS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [it for _ in range(8) for it in (nn.Linear(128, 128), nn.Tanh())]
+    generator, critic = nn.Sequential(*layers), nn.Sequential(nn.Linear(128, 128), nn.Tanh())
+    of_generator = torch.optim.Adam(generator.parameters())
+    of_critic = torch.optim.Adam(critic.parameters())
+    for step in range(8):
+        fake = generator(torch.randn(2048, 128))
+        of_critic.zero_grad()
+        critic(fake.detach()).mean().backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        loss = critic(fake).square().mean()
+        loss.backward()
+        of_generator.step()
+        print(repr(loss.item()))
+"""
+"""The generator's graph, 7 MiB, is there when another optimizer's step ends its recording."""
+
+
+def test_a_graph_whose_backward_is_still_to_come_is_no_part_of_the_next_step(tmp_path: Path):
+    ran = inline(tmp_path, "20MiB", TURNS, offload="chosen")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    generator, _ = ran.loops
+    took = generator["planned"]["peak_bytes"]
+    assert generator["plan"]["unplanned_peak_bytes"] == pytest.approx(took, rel=1e-3)
 
 
 NET = """

@@ -32,12 +32,7 @@ _FEW_BYTES = 4096
 
 
 class Remains:
-    """What one step left.
-
-    Attributes:
-        graph_bytes: Bytes that graphs keep which were retained. A recording has them elsewhere, and
-            steps that run otherwise in memory.
-    """
+    """What one step left."""
 
     def __init__(
         self,
@@ -60,11 +55,20 @@ class Remains:
             if storage.nbytes() >= _FEW_BYTES:
                 self._places[len(self._sizes)] = storage._cdata
                 self._watch(storage.nbytes(), [storage])
-        count = len(self._sizes)
+        self._variables = len(self._sizes)
         for size, tokens in graphs:
             if size >= _FEW_BYTES:
                 self._watch(size, tokens)
-        self.graph_bytes = sum(self._sizes[count:])
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that graphs keep still, as of a backward that retains them.
+
+        A recording has them elsewhere, and steps that run otherwise in memory. Those of a pass
+        whose backward comes after another optimizer's step are gone once the next one begins.
+        """
+        of_graphs = range(self._variables, len(self._sizes))
+        return sum(self._sizes[number] for number in of_graphs if self._tokens[number] > 0)
 
     @property
     def left_bytes(self) -> int:
