@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ran import inline
 
+from memfit.run.script.as_recorded import AS_RECORDED, THOUGH_A_PLAN_FITS
+
 NET = """
     import torch
     from torch import nn
@@ -103,11 +105,11 @@ def test_steps_that_depend_on_values_are_recorded_again_twice_at_most(tmp_path: 
 
 
 SOLVED = """
-    for step in range(12):
+    for parts in (2, 2, 2, 1, 3, 2, 1, 3, 3, 1, 3, 2):
         out = model(torch.randn(4096, 64))
-        for part in range((2, 1, 3)[step % 3]):
+        for part in range(parts):
             out = out.sin()
-        room = (0, 2, 6)[step % 3]
+        room = 6 if parts == 3 else 0
         out.register_hook(lambda grad: sum([grad + i for i in range(room)], start=grad))
         end(out.square().mean())
 """
@@ -118,8 +120,12 @@ def test_what_has_left_its_plan_before_runs_as_recorded(tmp_path: Path):
     """Its plan keeps in memory what there is room for, which another pass would need."""
     (tmp_path / "disk").mkdir()
     ran = inline(tmp_path, "13MiB", NET + SOLVED, offload=str(tmp_path / "disk"))
-    assert ran.loops[0]["divergence"]
+    (loop,) = ran.loops
+    assert loop["divergence"]
     assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert loop["plan"]["fits"]
+    assert THOUGH_A_PLAN_FITS in loop["notes"]
+    assert AS_RECORDED not in loop["notes"]
 
 
 LEFT_OUT = """

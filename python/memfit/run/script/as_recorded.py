@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from memfit.run.script.request import FitRequest
 
 AS_RECORDED = "no plan fits: steps run as recorded, what is saved in files until it is used"
-"""What is said at the end of steps that run so."""
+"""What is said at the end of steps that run so as nothing else fits."""
+
+THOUGH_A_PLAN_FITS = "some steps run as recorded, what is saved in files until it is used"
+"""What is said where a plan fits, which the step may leave, or another model lacks room."""
 
 
 class AsRecordedPass(ObservedPass):
@@ -61,6 +64,15 @@ class AsRecordedPass(ObservedPass):
         running.undoes, planned.left = planned.undoes, []
         planned.waits_for_graphs = True
         return running
+
+
+def said_of(planned: PlannedStep) -> str:
+    """What is said at the end of a step that runs as recorded.
+
+    Args:
+        planned: The step.
+    """
+    return AS_RECORDED if planned.runs_as_recorded else THOUGH_A_PLAN_FITS
 
 
 def recorded_peak_bytes(observation: Observation, request: FitRequest, device: torch.device) -> int:

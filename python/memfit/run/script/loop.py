@@ -27,7 +27,7 @@ from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
 from memfit.errors import MemfitError, UsageError, first_line
-from memfit.run.script.as_recorded import AS_RECORDED, AsRecordedPass, recorded_peak_bytes
+from memfit.run.script.as_recorded import AsRecordedPass, recorded_peak_bytes, said_of
 from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
@@ -420,7 +420,7 @@ class Loop:
 
     def _run_as_recorded(self, planned: PlannedStep, call: Call, own: list[Optimizer]) -> Pass:
         """Begin a pass that keeps in memory what its recording did."""
-        self.notes[AS_RECORDED] = None
+        self.notes[said_of(planned)] = None
         self.placing.for_recording(own, self.counts["observed"], self.budget_bytes())
         self._choose_place(strays_to(self._request, self.device.type))
         whole = (self._model(), call, own)
