@@ -159,6 +159,22 @@ def test_what_is_left_to_torch_is_updated_at_once_where_that_takes_no_more_memor
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_step_goes_by_the_settings_of_its_groups(name: str):
+    """As a scheduler changes them: what is the same for all of a step is learnt in each."""
+    load = workload(OPTIMIZERS[name])
+    with Fitted(load, plan_of(load)) as fitted:
+        for rate in (1e-3, 1e-3, 0.0, 1e-3):
+            for group in fitted.optimizer.param_groups:
+                group["lr"] = rate
+            before = [p.detach().clone() for p in load.model.parameters()]
+            fitted.step()
+            stayed = [
+                torch.equal(a, b) for a, b in zip(before, load.model.parameters(), strict=True)
+            ]
+            assert all(stayed) if rate == 0.0 else not any(stayed)
+
+
 def test_others_see_a_plain_optimizer():
     load = workload()
     with Fitted(load, plan_of(load)) as fitted:
