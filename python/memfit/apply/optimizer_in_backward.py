@@ -193,7 +193,7 @@ class OneByOne:
         """Update parameters by one ordinary step, where that takes no more memory than one by one.
 
         Args:
-            parameters: Such that were not updated in this step, nor have state elsewhere.
+            parameters: Parameters not yet updated in this step, with all of their state in memory.
         """
         if parameters:
             self._step_over({id(parameter): [parameter] for parameter in parameters})

@@ -174,7 +174,7 @@ pub struct Meta {
     /// What a forward of inference returns; absent in training, and where it was not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inference: Option<Inference>,
-    /// The checkpoints of torch's that the model runs; absent where there are none, and where nobody looked.
+    /// The model's own checkpoints (`torch.utils.checkpoint`); absent where it has none, or a capture does not look for any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoints: Option<Checkpoints>,
     /// Things the reader should know, one sentence each (fallbacks taken, ops not understood).
@@ -182,7 +182,7 @@ pub struct Meta {
     pub notes: Vec<String>,
 }
 
-/// The checkpoints of torch's that a model has itself.
+/// A model's own checkpoints (`torch.utils.checkpoint`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Checkpoints {
     /// How many run in forward.

@@ -1,7 +1,7 @@
 """Updates of parameters whose optimizer state is in 8 bits.
 
-Responsible for the update of one parameter by its gradient: on a CPU one pass of a kernel
-(``crates/memfit-memory/src/moments.rs``), in which nothing is allocated, elsewhere torch's ops
+Responsible for the update of one parameter by its gradient: on a CPU one pass of a kernel that
+allocates nothing (``crates/memfit-memory/src/moments.rs``), on other devices torch's ops
 (:mod:`memfit.apply.precision.moments_by_ops`). A parameter in ``bfloat16`` is updated by nothing
 else, and rounded at random. Not responsible for the state
 (:mod:`memfit.apply.precision.eight_bit_state`) nor for which parameters have one
@@ -118,7 +118,7 @@ class EightBitUpdates:
 
     @functools.cached_property
     def _is_overflow(self) -> bool:
-        """Whether a ``GradScaler`` found what is not finite, and left it to a fused step to see."""
+        """Whether a ``GradScaler`` found an infinity or NaN, and left the skipping to the step."""
         found = getattr(self._optimizer, "found_inf", None)
         return isinstance(found, Tensor) and bool(found.item())
 

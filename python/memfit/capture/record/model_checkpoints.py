@@ -1,12 +1,12 @@
 """The checkpoints of a model whose step is recorded: how many run, and whether they may be undone.
 
 Responsible for saying why an ordinary forward of their bodies might compute something else than
-they do, and for running them so where a recording is of the step without. Not responsible for what
-a function does besides computing (:mod:`memfit.capture.record.effects`), nor for the choice, which
-is the plan's.
+they do, and for running them so where the step is recorded without its checkpoints. Not responsible
+for finding side effects of a function (:mod:`memfit.capture.record.effects`), nor for the choice,
+which is the plan's.
 
-Plain Python runs a body twice, in forward and in backward; an ordinary forward runs it once. So all
-that it does besides computing must be nothing, and all that it reads must be the same both times.
+A checkpoint runs its body twice, in forward and in backward; an ordinary forward runs it once. So
+the body may do nothing but compute, and what it reads must be the same both times.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ModelCheckpoints:
         return ""
 
     def _effect_of(self, op: OpRecord, ran: _Ran) -> str:
-        """What an op of a body does besides computing."""
+        """The side effect of an op of a body, as a clause; empty for none."""
         if op.random and not op.replayable:
             return "it draws random numbers from a generator of its own"
         if (op.random or op.operator.unknown) and not ran.keeps_random_state:

@@ -187,7 +187,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             strips = self._strips(args, int(grown), int(grown))
             whole: Tensor = self._in_strips(args, strips) if strips else _FORWARD(*args)
             return whole
-        self._has_cut()
+        self._note_cut()
         out: Tensor | None = None
         start = 0
         for piece in batch.split(pieces):
@@ -200,7 +200,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _in_strips(self, args: tuple[Any, ...], strips: list[_Strip]) -> Tensor:
         """A convolution, a piece of the rows after the other."""
-        self._has_cut()
+        self._note_cut()
         out: Tensor | None = None
         for strip in strips:
             made = _FORWARD(strip.read(args[0]), *strip.settings(args[1:]))
@@ -219,7 +219,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         strips = self._strips(of_op, copies, 2 * copies) if len(pieces) == 1 else []
         if len(pieces) == 1 and not strips:
             return _BACKWARD(*args)
-        self._has_cut()
+        self._note_cut()
         of_weights: list[Tensor | None] = [None, None]
         inside = max(copies, _columns_bytes(of_op))
         sums = any(wants_weights) and inside > _WEIGHTS_PART * self._budget_bytes
@@ -255,7 +255,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pieces = self._pieces(batch, 4 * batch.nbytes, 2 * batch.nbytes, batch.shape[1])
         if len(pieces) == 1 or not args[9][0]:
             return _OF_NORM(*args)
-        self._has_cut()
+        self._note_cut()
         of_input = torch.empty_like(batch, memory_format=torch.contiguous_format)
         of_weights: list[list[Tensor]] = []
         start = 0
@@ -280,7 +280,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, more = divmod(items, count)
         return [size + 1] * more + [size] * (count - more)
 
-    def _has_cut(self) -> None:
+    def _note_cut(self) -> None:
         self.has_cut = self._cut.has_cut = True
 
     def _strips(self, args: tuple[Any, ...], copies: int, taken: int) -> list[_Strip]:

@@ -4,9 +4,9 @@
 //! saves nothing at the peak. An ordinary forward of the body computes the same bits, and then the plan decides about
 //! each tensor.
 //!
-//! Responsible for when checkpoints may be undone, for the action and for the words. Not responsible for whether their
-//! bodies do anything besides computing nor for the capture without them (both are the Python package's), nor for trying
-//! it (`plan/ways.rs`).
+//! Responsible for when checkpoints may be undone, for the action and for the words. Not responsible for proving that
+//! their bodies only compute, nor for the capture without them (the Python package does both), nor for trying it
+//! (`plan/ways.rs`).
 
 use super::{ActsOn, Technique, counted};
 use crate::plan::actions::Chosen;
