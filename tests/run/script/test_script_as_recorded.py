@@ -13,6 +13,7 @@ from torch import nn
 
 from memfit.apply.executor import Executor, Subject
 from memfit.options import Options
+from memfit.run.script.observed import StepRecording
 from memfit.run.script.planned_step import PlannedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.step_updates import ONE_BY_ONE, StepUpdates
@@ -70,6 +71,41 @@ def test_steps_of_sizes_that_were_foreseen_run_as_the_recorded_ones(tmp_path: Pa
     assert any("foreseen" in note for note in loop["notes"]), loop["notes"]
     assert not loop["plan"]["fits"]
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_what_a_step_writes_over_is_what_backward_reads_as_torch_does(tmp_path: Path):
+    """By `.data`, which torch does not count, by a resize, and where nothing was saved yet."""
+    code = SEVERAL_BACKWARDS.replace(
+        "shared = self.stem(x)",
+        """shared = self.stem(x)
+            fresh = torch.empty(0)
+            torch.mul(shared.detach(), 2, out=fresh)
+            shared = shared * fresh.add_(1)
+            fresh.data.mul_(1.5)
+            rows = torch.eye(8).to_sparse().mul_(2)
+            shared = shared * rows.to_dense().sum()""",
+    )
+    ran = inline(tmp_path, "12MiB", code, offload="chosen")
+    (loop,) = ran.loops
+    assert any("run as recorded" in note for note in loop["notes"]), loop["notes"]
+    assert loop["planned"]["steps"] == 4
+
+
+def test_what_runs_as_recorded_is_not_written_down():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    batch = torch.randn(4, 8)
+    expected = torch.autograd.grad(model(batch).sum(), list(model.parameters()))
+    running = StepRecording(model, batch, [], "cpu", learns=False)
+    loss = model(batch).sum()
+    running.backward_begins()
+    loss.backward()
+    running.backward_ended()
+    assert running.recorder.ops == []
+    assert [save.allocation for save in running.recorder.saved.saves] != []
+    running.abandon()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
 
 
 def test_a_script_held_to_its_budget_goes_on_where_the_recording_kept_it(tmp_path: Path):

@@ -34,9 +34,14 @@ THOUGH_A_PLAN_FITS = "some steps run as recorded, what is saved in files until i
 
 
 class AsRecordedPass(ObservedPass):
-    """A pass on the CPU under the recorder, of which nothing is to be learnt."""
+    """A pass on the CPU that keeps what autograd saves as the recorder does.
+
+    Nothing is to be learnt of it, and nothing is written down.
+    """
 
     kind: Kind = "planned"
+
+    learns = False
 
     @staticmethod
     def of(

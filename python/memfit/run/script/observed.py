@@ -29,6 +29,7 @@ from memfit import _native
 from memfit.apply.remat.records import require_unchanged
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
+from memfit.capture.stage.arguments import written_tensors
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.recomputed import Recomputed
@@ -38,6 +39,7 @@ from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.moments import eight_bit_refusal
+from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import address, gradient_of, is_fixed, plain_tensors, viewed
@@ -190,6 +192,37 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.saved.unpack(saved.token)
 
 
+class SavesKeeper(ScriptRecorder):  # type: ignore[no-untyped-call]
+    """Keeps what autograd saves where a recording does, and writes no op down.
+
+    A tensor is known from the first time that autograd saves it, as one that came with the step or
+    was made in it by when its memory was allocated. So this is for the CPU alone.
+    """
+
+    def _record(self, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
+        saved, ledger = self.saved, self.ledger
+        saved.settle_writes()
+        saved.shape_saves.op(operator.name, args)
+        self._op_is_reached = True
+        ledger.now += 1
+        out = func(*args, **kwargs)
+        if operator.written:
+            for tensor in written_tensors(operator, args, kwargs):
+                if tensor.layout is torch.strided:
+                    self._note_write(tensor, resizes=operator.resizes)
+        return out
+
+    def _note_write(self, tensor: Tensor, *, resizes: bool) -> None:
+        ledger = self.ledger
+        allocation = ledger.find(tensor)
+        if allocation is None:
+            return  # nothing of it is saved
+        ledger.version[allocation] += 1
+        self.saved.written(tensor.untyped_storage(), allocation)
+        if resizes:
+            ledger.resized(tensor, allocation)
+
+
 def _first_other(types: Iterable[type]) -> type:
     return next(kind for kind in types if kind not in _PLAIN)
 
@@ -292,6 +325,8 @@ class StepRecording:
         device_kind: str,
         budget_bytes: int = 0,
         folder: str = "",
+        *,
+        learns: bool = True,
     ) -> None:
         """Begin; the root is about to run.
 
@@ -302,17 +337,19 @@ class StepRecording:
             device_kind: ``cpu`` or ``cuda``.
             budget_bytes: What the step may take; 0 where that is not known.
             folder: Where contents go; empty for the system's folder for temporary files.
+            learns: Whether the step is written down; else it only keeps what autograd saves.
         """
         self._spill = SpillFile(folder)
         self._root = root
         self._device_kind = device_kind
         self._roles = Roles()
-        self._recorder = ScriptRecorder(root, self._spill)
+        self._recorder = (ScriptRecorder if learns else SavesKeeper)(root, self._spill)
         leaves = (p for p in root.parameters() if p.is_leaf)  # others may be lent for a call
         self._gradients_before = frozenset(id(p) for p in leaves if p.grad is not None)
-        self._register(inputs, optimizers)
         self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
-        self._whole.enter_context(self._recorder.modules)
+        if learns:
+            self._register(inputs, optimizers)
+            self._whole.enter_context(self._recorder.modules)
         self._gradients = self._recorder.gradients = GradientStash(
             self._spill, self._recorder.moves
         )

@@ -115,9 +115,15 @@ class Pass:
 
 
 class ObservedPass(Pass):
-    """A pass under the recorder."""
+    """A pass under the recorder.
+
+    Attributes:
+        learns: Whether it is written down.
+    """
 
     kind: Kind = "observed"
+
+    learns = True
 
     def __init__(
         self,
@@ -152,7 +158,7 @@ class ObservedPass(Pass):
         self._in_way = contextlib.ExitStack()
         self._in_way.enter_context(self._executor.forward())
         self._recording: StepRecording | None = StepRecording(
-            root, call.inputs, optimizers, device.type, budget_bytes, folder
+            root, call.inputs, optimizers, device.type, budget_bytes, folder, learns=self.learns
         )
         self._modes = _modes()
 
