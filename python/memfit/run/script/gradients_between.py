@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cache
 from typing import Literal
 
@@ -144,17 +144,20 @@ class GradientsBetween:
         self._goes_on(now, begun - (live - _native.counted_bytes()))
         return place
 
-    def go(self, budget_bytes: int, models: Iterable[nn.Module]) -> str:
+    def go(
+        self, budget_bytes: int, models: Iterable[nn.Module], moves: Moves | None = None
+    ) -> str:
         """Have gradients in files that are not, for a pass that counts on it.
 
         Args:
             budget_bytes: The budget.
             models: Those that are trained.
+            moves: Told of each before a mapped file is its memory; ``None`` for nobody.
 
         Returns:
             Where gradients are; empty where none is.
         """
-        return "" if self._is_over else self._send(budget_bytes, models)
+        return "" if self._is_over else self._send(budget_bytes, models, moves)
 
     def place(self) -> str:
         """Where gradients may go; empty for nowhere."""
@@ -176,7 +179,9 @@ class GradientsBetween:
             self._took[self._now] = max(self._took.get(self._now, 0), more)
         self._now = self._window = None  # each window costs something at each allocation
 
-    def _send(self, budget_bytes: int, models: Iterable[nn.Module]) -> str:
+    def _send(
+        self, budget_bytes: int, models: Iterable[nn.Module], moves: Moves | None = None
+    ) -> str:
         self._has_sent = True
         place = self.place()
         if not place:
@@ -189,7 +194,7 @@ class GradientsBetween:
             return ""
         try:
             for parameter, gradient in zip(found, gradients, strict=True):
-                to_file(gradient, place)
+                to_file(gradient, place, moves)
                 self._mapped[id(parameter)] = weakref.ref(parameter), gradient._version
         except (OSError, RuntimeError):
             self._is_over = True  # the others stay
@@ -217,21 +222,28 @@ class GradientsBetween:
             now = _version(of())
             if now != version:
                 del self._mapped[key]
-                _fetch(of(), None)
+                fetch(of(), None)
 
-    def backward_begins(self, moves: Moves | None) -> None:
+    def backward_begins(self, moves: Moves | None, later: Container[int] = ()) -> None:
         """Gradients are about to be added to: have back what is still there.
 
         Args:
             moves: Told of each before it has other memory; ``None`` for nobody.
+            later: The ``id`` of parameters whose gradients are had back one by one.
         """
-        mapped, self._mapped = self._mapped, {}
-        for of, _ in mapped.values():
-            _fetch(of(), moves)
+        for key, (of, _) in list(self._mapped.items()):
+            if key not in later:
+                del self._mapped[key]
+                fetch(of(), moves)
 
 
-def _fetch(parameter: nn.Parameter | None, moves: Moves | None) -> None:
-    """Have a gradient in memory again, unless others see where it is now."""
+def fetch(parameter: Tensor | None, moves: Moves | None) -> None:
+    """Have a gradient in memory again, unless others see where it is now.
+
+    Args:
+        parameter: Its parameter; ``None`` where that is gone.
+        moves: Told of it before it has other memory; ``None`` for nobody.
+    """
     gradient = None if parameter is None else gradient_of(parameter)
     if gradient is None or not may_go(gradient, is_mapped=True) or not _is_unseen(gradient):
         return

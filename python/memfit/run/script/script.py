@@ -251,12 +251,12 @@ class AdoptedScript:
 
     def _gradients_wait(self, loop: Loop, running: Pass) -> None:
         """Have gradients in files in a pass that counts on it, or that has no plan for them."""
-        recorder = _recorder(self._current)
+        recorder, moves = _recorder(self._current), None
         if recorder is not None and recorder.gradients is not None:
-            recorder.gradients.place = self._gradients.place()
-        counts_on_it = recorder is not None or any(it.step.gradients_wait for it in loop.plans)
-        if running.kind == "planned" and counts_on_it:
-            place = self._gradients.go(self._kept.budget_bytes, self._models())
+            recorder.gradients.place, moves = self._gradients.place(), recorder.moves
+        counts_on_it = any(it.step.gradients_wait for it in loop.plans)
+        if recorder is not None or (running.kind == "planned" and counts_on_it):
+            place = self._gradients.go(self._kept.budget_bytes, self._models(), moves)
             if place:
                 self._goes_to(place, GRADIENTS_IN_FILES)
 
@@ -369,7 +369,10 @@ class AdoptedScript:
         of_parameters = any(isinstance(it, nn.Parameter) for it in inputs)
         if accumulates:
             recorder = _recorder(self._current)
-            self._gradients.backward_begins(None if recorder is None else recorder.moves)
+            if recorder is None or recorder.gradients is None:
+                self._gradients.backward_begins(None)
+            else:
+                self._gradients.backward_begins(recorder.moves, recorder.gradients.adding)
         if accumulates or (of_parameters and not creates_graph):
             self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
         elif self._current is not None:

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from memfit.run.script.gradients import GradientLooks
+from memfit.run.script.gradients_between import fetch
 from memfit.run.script.held_in_files import OF_GRADIENT, Moves, is_lent, may_go, to_file
 from memfit.run.script.spill import InFile, SpillFile
-from memfit.tensors.storage import gradient_of, has_others
+from memfit.tensors.storage import gradient_of, has_others, is_fixed
 from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
 
 LEAST_BYTES = 1 << 16
@@ -48,6 +49,8 @@ class GradientStash:
 
     Attributes:
         place: Where mapped files may be; empty for nowhere.
+        adding: The ``id`` of parameters whose gradients it has in memory before they are added to,
+            wherever they were: those of the step before wait in mapped files, perhaps.
     """
 
     def __init__(self, spill: SpillFile, moves: Moves | None = None) -> None:
@@ -58,6 +61,7 @@ class GradientStash:
             moves: Told of each before a mapped file is its memory; ``None`` for nobody.
         """
         self.place = ""
+        self.adding: set[int] = set()
         self._spill = spill
         self._moves = moves
         self._can_forbid = offloaded_parameters_refusal() is None
@@ -82,7 +86,8 @@ class GradientStash:
             if type(parameter) is not nn.Parameter or not parameter.requires_grad:
                 continue
             self._watched.add(id(parameter))
-            handle = parameter.register_hook(self._before(id(parameter)))  # type: ignore[no-untyped-call]
+            self.adding.add(id(parameter))
+            handle = parameter.register_hook(self._before(parameter))  # type: ignore[no-untyped-call]
             self._hooks.callback(handle.remove)
             gradient = gradient_of(parameter)
             if gradient is not None and type(gradient) is Tensor and _is_plain(gradient):
@@ -107,10 +112,11 @@ class GradientStash:
             return
         with torch._C._DisableTorchDispatch():
             storage = gradient.untyped_storage()
+            is_mapped = is_fixed(gradient)
             del gradient
             size = storage.nbytes()
             earlier = self._earlier.get(id(parameter))
-            if earlier is not None and earlier() is storage:
+            if is_mapped or (earlier is not None and earlier() is storage):
                 return  # somebody may have it since
             if size < LEAST_BYTES or has_others(storage, tensors=1):
                 return
@@ -169,9 +175,12 @@ class GradientStash:
         self.bring_back()
         self._hooks.close()
 
-    def _before(self, key: int) -> Any:
+    def _before(self, parameter: Tensor) -> Any:
+        key, of = id(parameter), weakref.ref(parameter)
+
         def adds(_gradient: Tensor) -> None:
             self._back(key)
+            fetch(of(), self._moves)
 
         return adds
 

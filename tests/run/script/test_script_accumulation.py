@@ -1,0 +1,48 @@
+"""``memfit run --budget`` on scripts that add up the gradients of several passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ran import inline
+
+
+ACCUMULATED = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kept = []
+    for step in range(4):
+        for piece in range(3):
+            loss = model(torch.randn(2048, 512)).square().mean()
+            {before}
+            loss.backward()
+            print(repr(loss.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(sum(p.double().sum().item() for p in model.parameters())))
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "pass",
+        # A tensor and an array that are read in the next pass, and a gradient that is written.
+        "print([it.sum().item() for it in kept])"
+        "; kept[:] = [model[2][0].weight.grad, model[3][0].weight.grad.numpy()] if piece else []"
+        "; model[4][0].weight.grad.mul_(0.5) if piece else None",
+    ],
+)
+def test_gradients_that_passes_add_to_are_in_files_while_one_is_recorded(
+    tmp_path: Path, before: str
+) -> None:
+    """8 MiB of parameters and as much of gradients, in the second pass from the start."""
+    ran = inline(tmp_path, "36MiB", ACCUMULATED.format(before=before), offload="chosen")
+    (loop,) = ran.loops
+    assert loop["plan"]["fits"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
