@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from ran import inline
 
-
 ACCUMULATED = """
     import torch
     from torch import nn
@@ -33,16 +32,18 @@ ACCUMULATED = """
     [
         "pass",
         # A tensor and an array that are read in the next pass, and a gradient that is written.
-        "print([it.sum().item() for it in kept])"
-        "; kept[:] = [model[2][0].weight.grad, model[3][0].weight.grad.numpy()] if piece else []"
-        "; model[4][0].weight.grad.mul_(0.5) if piece else None",
+        """print([it.sum().item() for it in kept])
+            held = [model[2][0].weight.grad, model[3][0].weight.grad.numpy()] if piece else []
+            kept[:] = held
+            del held
+            model[4][0].weight.grad.mul_(0.5) if piece else None""",
     ],
 )
 def test_gradients_that_passes_add_to_are_in_files_while_one_is_recorded(
     tmp_path: Path, before: str
 ) -> None:
     """8 MiB of parameters and as much of gradients, in the second pass from the start."""
-    ran = inline(tmp_path, "36MiB", ACCUMULATED.format(before=before), offload="chosen")
+    ran = inline(tmp_path, "38MiB", ACCUMULATED.format(before=before), offload="chosen")
     (loop,) = ran.loops
     assert loop["plan"]["fits"]
     assert ran.fitting["verdict"]["kept"], ran.stderr
