@@ -34,7 +34,7 @@ from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
 from memfit.run.script.lean_ops import CutOps
 from memfit.run.script.lease import Room
-from memfit.run.script.model_refusals import model_refusal
+from memfit.run.script.model_refusals import are_lent, model_refusal
 from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
@@ -162,7 +162,7 @@ class Loop:
         self._recorded_again: Counter[Key] = Counter()
         self._given_up: Counter[Key] = Counter()
         self._recordings = 0
-        self._without: list[str] = []
+        self._without = [_PARAMETERS] if are_lent(root) else []
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._outside = Outside(self.device)

@@ -7,7 +7,7 @@ shows (:mod:`memfit.run.script.loop`).
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memfit.tensors.barrier import owner_of
 from memfit.track import cpu
@@ -43,8 +43,18 @@ def _module_refusal(module: nn.Module) -> str:
     return ""
 
 
-def _parameter_refusal(name: str, parameter: nn.Parameter, device: torch.device) -> str:
-    if type(parameter) is not nn.Parameter and owner_of(parameter) is None:
+def are_lent(root: nn.Module) -> bool:
+    """Whether some parameters of a model are tensors of `torch.func.functional_call`.
+
+    Args:
+        root: The model.
+    """
+    return any(type(parameter) is Tensor for parameter in root.parameters())
+
+
+def _parameter_refusal(name: str, parameter: Tensor, device: torch.device) -> str:
+    # Plain tensors are lent for a call; those of a transform go with the transform.
+    if type(parameter) not in (nn.Parameter, Tensor) and owner_of(parameter) is None:
         return f"its parameter `{name}` is a `{type(parameter).__name__}`"
     if parameter.device != device:
         return f"its parameters are on `{device}` and on `{parameter.device}`"
