@@ -144,9 +144,7 @@ class GradientsBetween:
         self._goes_on(now, begun - (live - _native.counted_bytes()))
         return place
 
-    def go(
-        self, budget_bytes: int, models: Iterable[nn.Module], moves: Moves | None = None
-    ) -> str:
+    def go(self, budget_bytes: int, models: Iterable[nn.Module], moves: Moves | None = None) -> str:
         """Have gradients in files that are not, for a pass that counts on it.
 
         Args:

@@ -417,8 +417,10 @@ class AdoptedScript:
             self._loose.rest()
             for loop in self._loops:
                 loop.rest()
-            if any(loop.need.is_of_garbage() for loop in self._loops):
-                gc.collect()  # a model before and its optimizer may hold each other
+            # A model before and its optimizer may hold each other, or one of them is there still.
+            is_left = len(self._made) > 1 or any(loop.root is not None for loop in self._loops)
+            if is_left and any(loop.need.is_of_garbage() for loop in self._loops):
+                gc.collect()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer."""
