@@ -1,5 +1,7 @@
 //! A track's record and the summary of `memfit run`: what was counted while code ran.
 
+use std::collections::BTreeSet;
+
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{ActionKind, ActionSummary, Class};
 
@@ -308,10 +310,30 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
     }
     let mut text = indented(&lines);
     let remedy = fitting.verdict.as_ref().and_then(|it| it.remedy.as_deref());
-    for of in &fitting.loops {
+    let is_idle = |of: &&FittedLoop| loop_steps(of) == 0 && loop_lines(of, remedy).is_empty();
+    let (idle, others): (Vec<_>, Vec<_>) = fitting.loops.iter().partition(is_idle);
+    let shown = if idle.len() > 1 {
+        others
+    } else {
+        fitting.loops.iter().collect()
+    };
+    for of in shown {
         text.push_str(&fitted_loop(of, remedy, palette));
     }
+    if idle.len() > 1 {
+        let names: BTreeSet<String> = idle.iter().map(|of| of.models.join(" + ")).collect();
+        let names: Vec<String> = names.into_iter().collect();
+        text.push_str(&indented(&[format!(
+            "{} of which no step came to its end: {}",
+            words::counted(idle.len() as u64, "model"),
+            names.join(", ")
+        )]));
+    }
     text
+}
+
+fn loop_steps(of: &FittedLoop) -> u64 {
+    of.observed.steps + of.planned.steps + of.unplanned.steps
 }
 
 /// `kept` or `OVER BUDGET by N (why; what would keep it)`.
@@ -344,7 +366,7 @@ fn leased(lease: &RunLease) -> Vec<String> {
 }
 
 fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> String {
-    let steps = of.observed.steps + of.planned.steps + of.unplanned.steps;
+    let steps = loop_steps(of);
     let optimizers = match &of.optimizers[..] {
         [] if steps == 0 => "no step came to its end".to_owned(),
         [] => "no optimizer".to_owned(),

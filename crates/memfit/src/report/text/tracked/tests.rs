@@ -105,9 +105,20 @@ fn steps_are_not_said_to_keep_nothing_where_backwards_keep_more_and_more() {
     );
 }
 
+/// A loop of which only calls were seen.
+fn never_stepped(model: &str) -> FittedLoop {
+    let none = json!({ "steps": 0, "peak_bytes": 0 });
+    serde_json::from_value(json!({
+        "models": [model], "parameters": 8, "optimizers": [], "device": "cpu", "refusal": null,
+        "observed": none, "planned": none, "unplanned": none, "plan": null, "replans": 0,
+        "divergence": null, "notes": []
+    }))
+    .unwrap()
+}
+
 #[test]
 fn a_fitted_run_says_what_was_found_and_done() {
-    let document: RunDocument = serde_json::from_value(json!({
+    let mut document: RunDocument = serde_json::from_value(json!({
         "schema_version": 1, "script": "train.py", "ended": "finished", "exit_code": 0,
         "elapsed_seconds": 12.0, "torch_imported": true, "devices": [],
         "steps": { "count": 10, "growing": 0, "growth_bytes_per_step": 0,
@@ -143,6 +154,8 @@ fn a_fitted_run_says_what_was_found_and_done() {
         },
     }))
     .unwrap();
+    let idle = ["ParametrizationList", "Teacher", "ParametrizationList"].map(never_stepped);
+    document.fitting.as_mut().unwrap().loops.extend(idle);
     insta::assert_snapshot!(run(&document, Palette::PLAIN), @"
 
     train.py  finished after 12.0 s
@@ -166,5 +179,6 @@ fn a_fitted_run_says_what_was_found_and_done() {
         unplanned      4        1.0 KiB          -
         steps ran unplanned: it trains in several processes
         a note
+      3 models of which no step came to its end: ParametrizationList, Teacher
     ");
 }
