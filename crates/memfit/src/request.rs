@@ -118,6 +118,7 @@ impl PlanChoice {
             allow: loosest(&arguments.allow),
             allow_kinds: kinds_of(&arguments.allow),
             own_loop: arguments.own_loop,
+            own_backward: false,
             forbid: arguments.forbid.clone(),
             keep: arguments.keep.clone(),
             offload: None,

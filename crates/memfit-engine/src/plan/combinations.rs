@@ -255,7 +255,7 @@ mod tests {
     use crate::bytes::Budget;
     use crate::cost::CostSource;
     use crate::trace::sample::Builder;
-    use crate::trace::{Category, Phase, Trace, sample};
+    use crate::trace::{Category, OpIndex, ParameterUpdate, Phase, Trace, sample};
 
     const STATE: u64 = 100_000;
 
@@ -472,6 +472,73 @@ mod tests {
         let none = planned(&trace, &request(weight / 2, 1e6));
         assert_eq!(none.stop_reason, StopReason::ProvedInfeasible);
         assert!(none.minimum_peak_bytes < Bytes(weight * 3 / 2));
+    }
+
+    /// Layers whose gradients, as large as their parameters, an optimizer reads one after the other.
+    fn trained_layers(count: usize) -> Trace {
+        let mut builder = Builder::new(1);
+        builder.trace.meta.optimizer = "SGD".to_owned();
+        let mut value = builder.allocation(&[4], Category::Input, 0);
+        let weights: Vec<_> = (0..count)
+            .map(|_| builder.allocation(&[25_000], Category::Parameter, 0))
+            .collect();
+        for &weight in &weights {
+            value = builder.op("aten.a.default", Phase::Forward, &[value, weight], &[4]);
+        }
+        let mut complete = Vec::new();
+        for &weight in weights.iter().rev() {
+            value = builder.op("aten.a.default", Phase::Backward, &[value, weight], &[4]);
+            let gradient = builder.op("aten.b.default", Phase::Backward, &[value], &[25_000]);
+            complete.push((weight, gradient, builder.trace.ops.len()));
+        }
+        let end = u32::try_from(builder.trace.ops.len() + count).unwrap();
+        for (weight, gradient, ready) in complete {
+            builder.op_in_place("aten.add_.Tensor", Phase::Optimizer, weight, &[gradient]);
+            builder.keep_until(gradient, end);
+            let [parameter, gradient] =
+                [weight, gradient].map(|it| builder.trace.allocation_of(it));
+            builder.trace.allocations[gradient.index()].category = Category::Gradient;
+            builder.trace.updates.push(ParameterUpdate {
+                parameter,
+                gradient,
+                ready: OpIndex(u32::try_from(ready).unwrap()),
+                temporary_bytes: Bytes(0),
+                moved_bytes: Bytes(300_000),
+                state: Vec::new(),
+            });
+        }
+        builder.finish()
+    }
+
+    #[test]
+    fn in_a_backward_of_the_users_parameters_are_elsewhere_or_updated_but_not_both() {
+        let trace = trained_layers(8);
+        let kinds = |budget: u64, own_backward: bool| {
+            let request = PlanRequest {
+                own_backward,
+                ..request(budget, 1e6)
+            };
+            let plan = planned(&trace, &request);
+            let fits = plan.verdict == Verdict::Fits;
+            let has = |kind| plan.actions.iter().any(|it| it.kind() == kind);
+            (
+                fits,
+                has(ActionKind::FuseOptimizer),
+                has(ActionKind::OffloadParameters),
+            )
+        };
+        let both = (true, true, true);
+        assert_eq!(
+            kinds(450_000, false),
+            both,
+            "gradients alone are 800,000 bytes"
+        );
+        assert_eq!(kinds(1_000_000, true), (true, true, false));
+        assert_eq!(kinds(1_100_000, true), (true, true, false));
+        for budget in [300_000, 450_000, 700_000, 900_000] {
+            let (fits, fused, away) = kinds(budget, true);
+            assert!(!(fused && away) && !(fits && !away), "{budget}");
+        }
     }
 
     #[test]

@@ -283,6 +283,7 @@ impl Fronts<'_> {
             allow,
             allow_kinds: Vec::new(),
             own_loop: self.request.own_loop,
+            own_backward: false,
             forbid: self.request.forbid.clone(),
             keep: self.request.keep.clone(),
             offload: self.request.offload.clone(),

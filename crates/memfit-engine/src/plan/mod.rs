@@ -59,6 +59,9 @@ pub struct PlanRequest {
     pub allow_kinds: Vec<ActionKind>,
     /// The user drives forward, backward and optimizer: only actions that live in forward.
     pub own_loop: bool,
+    /// The user drives backward: updates inside it take more than a step of ours would where parameters are offloaded
+    /// too, so one of the two has to do.
+    pub own_backward: bool,
     /// Kinds of action the user forbids.
     pub forbid: Vec<ActionKind>,
     /// Paths of modules that compute in their own types, with parameters as they are, whatever else is cast.
@@ -74,6 +77,7 @@ impl Default for PlanRequest {
             allow: Class::Exact,
             allow_kinds: Vec::new(),
             own_loop: false,
+            own_backward: false,
             forbid: Vec::new(),
             keep: Vec::new(),
             offload: None,

@@ -155,6 +155,7 @@ fn choice() -> PlanChoice {
             allow: Class::Exact,
             allow_kinds: Vec::new(),
             own_loop: false,
+            own_backward: false,
             forbid: Vec::new(),
             keep: Vec::new(),
             offload: None,

@@ -47,10 +47,6 @@ _NOT_THE_SCRIPTS = [
 ]
 """What needs a step that is memfit's own."""
 
-_NOT_TOGETHER = {"fuse_optimizer", "offload_parameters"}
-"""Updates inside the script's own backward, of parameters that are elsewhere, take more than the
-engine foresees (27.2 MiB instead of 21.2): one of the two has to do."""
-
 OUTSIDE = "outside the step"
 """Name of the bytes that the script holds meanwhile: data, other models, the last step's loss."""
 
@@ -307,14 +303,8 @@ class RecordedStep:
             "allow_kinds": asked.options.allow_kinds,
             "forbid": [*self._forbidden, *asked.options.forbid],
             "offload": offered,
+            "own_backward": True,
         }
-        made = self._made(trace, request, time_limit)
-        if not {action.kind for action in made.actions} >= _NOT_TOGETHER:
-            return made
-        request["forbid"] = [*request["forbid"], "fuse_optimizer"]
-        return self._made(trace, request, time_limit)
-
-    def _made(self, trace: Trace, request: dict[str, Any], time_limit: float | None) -> Plan:
         work = max(PLANNING_SECONDS, sum(self._costs.get("op_seconds", ())))
         limits = (time_limit, None if time_limit else work)
         said = self._of_whole_updates(_native.plan(trace.native, self._costs, request, *limits))

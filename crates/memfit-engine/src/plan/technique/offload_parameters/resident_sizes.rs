@@ -26,7 +26,7 @@ impl Planner<'_> {
         best_seconds: f64,
     ) -> impl Iterator<Item = (Variant, u64)> {
         let (windows, states) = (self.windows(), self.states_away());
-        let may_fuse = fuse_optimizer::refusal(self.trace, self.request).is_none();
+        let may_fuse = self.may_fuse_with_rooms();
         let narrow = rooms.len().saturating_sub(1);
         let mut variants = Vec::new();
         for (number, &room) in rooms.iter().enumerate() {
@@ -60,6 +60,11 @@ impl Planner<'_> {
         variants.into_iter().map(|variant| (variant, 1))
     }
 
+    /// Whether updates may run inside backward where parameters are elsewhere.
+    fn may_fuse_with_rooms(&self) -> bool {
+        !self.request.own_backward && fuse_optimizer::refusal(self.trace, self.request).is_none()
+    }
+
     /// Parameters elsewhere, from the largest room to the smallest; nothing where they have to stay.
     pub(in crate::plan) fn parameters_away(&self) -> Vec<ParametersAway> {
         let Some(narrow) = self.narrowest_room() else {
@@ -76,7 +81,7 @@ impl Planner<'_> {
         let rooms = quarters.into_iter().filter(|&room| room > next);
         let once = Passes {
             variant: Variant {
-                fuse_optimizer: fuse_optimizer::refusal(self.trace, self.request).is_none(),
+                fuse_optimizer: self.may_fuse_with_rooms(),
                 offload_parameters: Some(narrow),
                 ..Variant::default()
             },
