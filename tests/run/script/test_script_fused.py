@@ -148,6 +148,37 @@ def test_a_script_that_stops_stepping_is_told(tmp_path: Path):
     assert "--forbid fuse_optimizer" in ran.stderr
 
 
+@pytest.mark.parametrize("between", ["", "model.zero_grad()"])
+def test_a_loop_that_adds_to_the_gradients_of_the_one_before_is_told(tmp_path: Path, between: str):
+    """A range test of learning rates clears before each backward, the training after each step."""
+    script = tmp_path / "train.py"
+    code = f"""
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+    {between}
+    for step in range(4):
+        loss = model(torch.randn(8, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """
+    head = TRAINING[: TRAINING.index("    for step")]
+    script.write_text(textwrap.dedent(head) + textwrap.dedent(code))
+    command = ["-m", "memfit", "run", "--budget", "75%", "--no-offload", str(script)]
+    plain, ran = in_forks([([str(script)], tmp_path / "a"), (command, tmp_path / "fit")])
+    if between:
+        assert (ran.code, ran.stdout) == (0, plain.stdout)
+    else:
+        assert ran.code == 1
+        assert ran.stdout == ""
+        assert "was used and let go, and the script adds to it" in ran.stderr
+        assert "--forbid fuse_optimizer" in ran.stderr
+
+
 LATER = {
     "a hook on the optimizer": """
         if step == 3:
@@ -189,9 +220,12 @@ def test_looks_at_gradients_are_told_to_each_loop():
         exec(compile("layer.weight.grad", "script.py", "eval"), {"layer": layer})  # noqa: S102
         assert first.by_others
         assert second.by_others
+        cleared: list[list[int]] = [[], []]
+        for looks, seen in zip((first, second), cleared, strict=True):
+            looks.on_clear = lambda parameter, seen=seen: seen.append(id(parameter))
         second.remove()
         layer.zero_grad()
-        assert (first.cleared, second.cleared) == (True, False)
+        assert cleared == [list(map(id, layer.parameters())), []]
     finally:
         first.remove()
     assert "grad" not in vars(nn.Parameter)

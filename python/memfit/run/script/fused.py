@@ -6,12 +6,15 @@ backward is no such one. Not responsible for the proof that the step follows at 
 (:mod:`memfit.run.script.adjacent`).
 
 What the script would see of it: gradients are gone between its step and its ``zero_grad()``. Who
-looks at one then is told so by an error, and never reads ``None`` where there was a gradient.
+looks at one then is told so by an error, and never reads ``None`` where there was a gradient. Nor
+does an optimizer step with what a later backward has added to a gradient that is gone, as where one
+loop clears its gradients before backward and the next one after the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,12 +25,65 @@ from memfit.apply.optimizer_in_backward import OneByOne, UpdateWhenReady, held_p
 from memfit.errors import UsageError
 from memfit.run.script.gradients import GradientLooks
 from memfit.tensors.optimizers import step_of_others
+from memfit.tensors.storage import gradient_of
 
 _HINT = "hint: run the script with `--forbid fuse_optimizer`"
 
 
 class UpdatesMadeError(UsageError):
     """Parameters were updated, and the script does not go on as it was shown to."""
+
+
+class UsedGradients:
+    """Gradients that were used and let go, and that the script has not cleared since."""
+
+    def __init__(self) -> None:
+        """None was used yet."""
+        self._of: dict[int, weakref.ref[Tensor]] = {}
+        self._looks = GradientLooks()
+        self._looks.on_clear = self._is_cleared
+
+    def add(self, parameters: list[Tensor]) -> None:
+        """Gradients were used.
+
+        Args:
+            parameters: Theirs.
+        """
+        self._of.update((id(parameter), weakref.ref(parameter)) for parameter in parameters)
+        self._looks.install()
+
+    def any_of(self, parameters: list[Tensor]) -> bool:
+        """Whether those of some parameters are still to be cleared."""
+        return any(self._has(parameter) for parameter in parameters)
+
+    def require_cleared(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            UpdatesMadeError: A gradient lacks what was used and let go.
+        """
+        for parameter in held_parameters(optimizer) if self._of else ():
+            if self._has(parameter) and gradient_of(parameter) is not None:
+                raise UpdatesMadeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was used and "
+                    "let go, and the script adds to it without clearing it first\n" + _HINT
+                )
+
+    def _has(self, parameter: Tensor) -> bool:
+        of = self._of.get(id(parameter))
+        return of is not None and of() is parameter
+
+    def _is_cleared(self, parameter: Tensor) -> None:
+        self._of.pop(id(parameter), None)
+        if not self._of:
+            self._looks.remove()
+
+
+USED_GRADIENTS = UsedGradients()
+"""Those of the script, whichever loop they are of."""
 
 
 class FusedUpdates:
@@ -46,7 +102,6 @@ class FusedUpdates:
         self._update: UpdateWhenReady | None = None
         self._inside = contextlib.ExitStack()
         self._over_nothing: contextlib.ExitStack | None = None
-        self._ready = False
         self._released: frozenset[int] = frozenset()
 
     def watch(self) -> None:
@@ -90,7 +145,7 @@ class FusedUpdates:
             return "the script looks at gradients after its step"
         if any(parameter.grad is not None for parameter in parameters):
             return "gradients are still there when backward begins"
-        if self._ready and not self.looks.cleared:
+        if USED_GRADIENTS.any_of(parameters):
             return "the script does not clear its gradients before backward"
         one_by_one = OneByOne(optimizer)
         update = UpdateWhenReady(one_by_one, executor.update_of)
@@ -131,6 +186,7 @@ class FusedUpdates:
         one_by_one = self._one_by_one
         if one_by_one is None or not self.waiting or one_by_one.optimizer is not optimizer:
             return False
+        USED_GRADIENTS.add([it for it in held_parameters(optimizer) if it.requires_grad])
         self._one_by_one, self.waiting = None, False
         self._over_nothing = contextlib.ExitStack()
         self._over_nothing.enter_context(one_by_one.over_nothing())
@@ -141,8 +197,6 @@ class FusedUpdates:
         over_nothing, self._over_nothing = self._over_nothing, None
         if over_nothing is not None:
             over_nothing.close()
-            self._ready = True
-            self.looks.cleared = False
 
     def _too_late(self, parameter: Tensor) -> None:
         if id(parameter) in self._released:

@@ -30,18 +30,18 @@ class GradientLooks:
     """Told of looks at gradients while it is installed; there may be several.
 
     Attributes:
-        cleared: Whether ``zero_grad()`` was called since :meth:`begin`.
-        by_others: Whether code that is not torch's own has looked since then.
+        by_others: Whether code that is not torch's own has looked since :meth:`begin`.
         on_look: Told of each look of others, in the middle of it; ``None`` for nobody.
         on_read: Told of each look of anyone, likewise.
+        on_clear: Told of each gradient that ``zero_grad()`` clears, by its parameter.
     """
 
     def __init__(self) -> None:
         """Be told of nothing yet."""
-        self.cleared = False
         self.by_others = False
         self.on_look: Callable[[Tensor], None] | None = None
         self.on_read: Callable[[Tensor], None] | None = None
+        self.on_clear: Callable[[Tensor], None] | None = None
 
     def install(self) -> None:
         """Be told from here on."""
@@ -59,7 +59,7 @@ class GradientLooks:
 
     def begin(self) -> None:
         """Nobody has looked from here on."""
-        self.cleared = self.by_others = False
+        self.by_others = False
 
 
 _LOOKS: list[GradientLooks] = []
@@ -94,7 +94,8 @@ def _seen(parameter: Tensor) -> None:
         _KINDS[code] = kind
     for looks in list(_LOOKS) if kind != "own" else ():
         if kind == "zero":
-            looks.cleared = True
+            if looks.on_clear is not None:
+                looks.on_clear(parameter)
             continue
         looks.by_others = True
         if looks.on_look is not None:

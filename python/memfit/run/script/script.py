@@ -36,6 +36,7 @@ from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.described import described, found, unplanned
 from memfit.run.script.frozen import FrozenAway
+from memfit.run.script.fused import USED_GRADIENTS
 from memfit.run.script.gradients_between import (
     GRADIENTS_IN_FILES,
     STATE_IN_FILES,
@@ -423,7 +424,8 @@ class AdoptedScript:
                 gc.collect()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """Know the optimizer."""
+        """Know the optimizer, which is about to step."""
+        USED_GRADIENTS.require_cleared(optimizer)
         self._optimizers.add(optimizer)
         self._stepping += 1
 
