@@ -337,6 +337,28 @@ class Int8WeightsAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Int8DynamicAction:
+    """Compute linear layers in 8 bits, weights among them, for inference.
+
+    Attributes:
+        kind: Which technique.
+        promise: Its promise.
+        count: How many: allocations that are recomputed, let go, offloaded or shrunk; parameters
+            that are fused or offloaded, or whose state is offloaded or held in 8 bits; slices; or
+            pieces of the batch.
+        bytes: Bytes it keeps from being held at the unplanned peak's worst moment: sizes dropped,
+            gradients freed, activations not needed at once.
+        int8_dynamic: What the executor needs.
+    """
+
+    kind: Literal["int8_dynamic"]
+    promise: Promise
+    count: int
+    bytes: int
+    int8_dynamic: Int8Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAction:
     """Compute the loss over many classes, wide layers, images and attention in slices of rows.
 
@@ -414,6 +436,7 @@ Action: TypeAlias = (
     | AutocastFp16Action
     | HalfParametersAction
     | Int8WeightsAction
+    | Int8DynamicAction
     | ChunkAction
     | NoGraphAction
     | UndoCheckpointsAction
@@ -1246,9 +1269,12 @@ class Int8Weights:
 
     Attributes:
         names: Names of the parameters that are quantised.
+        dynamic: Those of them whose products are in 8 bits too: what they multiply is quantised at
+            each use.
     """
 
     names: tuple[str, ...]
+    dynamic: tuple[str, ...] | None = None
 
 
 Kind = Literal[
@@ -1267,6 +1293,7 @@ Kind = Literal[
     "autocast_fp16",
     "half_parameters",
     "int8_weights",
+    "int8_dynamic",
     "chunk",
     "no_graph",
     "undo_checkpoints",
@@ -1289,6 +1316,7 @@ Kind = Literal[
 - ``autocast_fp16``: Compute them in float16, with a loss scale.
 - ``half_parameters``: Hold weights and their gradients in 16 bits.
 - ``int8_weights``: Hold weights of linear layers in 8 bits, for inference.
+- ``int8_dynamic``: Compute linear layers in 8 bits, weights among them, for inference.
 - ``chunk``: Compute the loss over many classes, wide layers, images and attention in slices of
     rows.
 - ``no_graph``: Keep autograd off in a forward of inference that turns it on.

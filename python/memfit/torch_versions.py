@@ -224,6 +224,7 @@ def size_hint(size: int | torch.SymInt, fallback: int) -> int:
 def flop_formulas() -> dict[Any, Callable[..., Any]]:
     """How many floating-point operations a call takes, by operator, as torch counts them.
 
+    A product of whole numbers of 8 bits takes as many as one of floats, which torch does not count.
     Up to 2.13 torch has no formula for attention on a CPU, which takes those of the GPU's. That of
     2.11 refuses attention in which heads of the query share one of the keys; the work is that of as
     many heads everywhere.
@@ -238,7 +239,11 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
             aten._scaled_dot_product_flash_attention_backward
         ),
     }
-    found = {**{cpu: flop_registry[gpu] for cpu, gpu in on_cpu.items()}, **flop_registry}
+    found = {
+        aten._int_mm: flop_registry[aten.mm],
+        **{cpu: flop_registry[gpu] for cpu, gpu in on_cpu.items()},
+        **flop_registry,
+    }
     return {
         op: _of_grouped_heads(formula) if "scaled_dot_product" in str(op) else formula
         for op, formula in found.items()

@@ -63,6 +63,7 @@ def test_a_profile_holds_every_kind_of_measurement(made: dict[str, Any]):
     for points in profile["curves"]["memory"].values():
         works = [point["work"] for point in points]
         assert works == sorted(set(works))
+    assert profile["curves"]["compute"]["matmul"].keys() >= {"float32", "int8"}
     # A small product of 2 x 32^3 FLOPs takes well over a nanosecond and well under a second.
     assert 1e-9 < profile["curves"]["compute"]["matmul"]["float32"][0]["seconds"] < 1
     assert all(sample["runs"] >= 3 and sample["spread"] >= 0 for sample in made["samples"])

@@ -74,8 +74,10 @@ NARROW_STATE = "optimizer_bits"
 NARROW_PARAMETERS = "half_parameters"
 """The kind of action that holds parameters in 16 bits."""
 
-INT8_WEIGHTS = "int8_weights"
-_WEIGHTS = (NARROW_PARAMETERS, INT8_WEIGHTS)
+INT8_WEIGHTS = ("int8_weights", "int8_dynamic")
+"""Kinds of action that hold weights of linear layers in 8 bits."""
+
+_WEIGHTS = (NARROW_PARAMETERS, *INT8_WEIGHTS)
 """Kinds of action that do all that an inference needs before its first forward."""
 
 OF_OPTIMIZER = (*BETWEEN_STEPS, NARROW_STATE, "one_by_one", "fuse_optimizer")
@@ -241,7 +243,8 @@ def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
 
 
 def _int8_weights(subject: Subject, actions: Actions) -> Part:
-    return Int8Weights(subject.model, _said(actions, INT8_WEIGHTS) or {})
+    kind = next(kind for kind in INT8_WEIGHTS if kind in actions)
+    return Int8Weights(subject.model, _said(actions, kind) or {})
 
 
 def _no_graph(_subject: Subject, _actions: Actions) -> Part:
@@ -277,7 +280,9 @@ TECHNIQUES = {
     "fuse_optimizer": Technique(_optimizer_in_backward, needs_whole_step=True),
     "one_by_one": Technique(_one_by_one, needs_whole_step=True),
     NARROW_PARAMETERS: Technique(_narrow_parameters, needs_whole_step=True, for_inference=True),
-    INT8_WEIGHTS: Technique(_int8_weights, needs_whole_step=True, for_inference=True),
+    **dict.fromkeys(
+        INT8_WEIGHTS, Technique(_int8_weights, needs_whole_step=True, for_inference=True)
+    ),
     NARROW_STATE: Technique(_narrow_state, needs_whole_step=True),
     "offload_optimizer": Technique(_state, needs_whole_step=True),
     "offload_parameters": Technique(_parameters, needs_whole_step=True, for_inference=True),
@@ -502,7 +507,7 @@ class Executor:
             bring_parameters_home(self.subject.model)
         if NARROW_PARAMETERS not in self._parts:
             widen(self.subject.model.parameters())
-        if INT8_WEIGHTS not in self._parts:
+        if self._parts.keys().isdisjoint(INT8_WEIGHTS):
             restore(self.subject.model)
         for part in self._parts.values():
             part.place()

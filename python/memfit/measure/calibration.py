@@ -20,6 +20,8 @@ _BANDWIDTH_BYTES = 96 << 20
 _SMALL_OPS = 500
 _SECONDS_EACH = 0.15
 """Time given to each measurement; the fastest run counts."""
+_SECONDS_BRIEFLY = 0.02
+"""Time given to what few plans ask for."""
 
 
 def calibrate(device: str = "cpu") -> dict[str, Any]:
@@ -38,6 +40,7 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
             str(dtype).removeprefix("torch."): _matrix_rate(dtype, place)
             for dtype in (torch.float32, torch.bfloat16)
         }
+        flops.update(_eight_bit_rate(place))
         return {
             "name": _name(place),
             "flops_per_second": flops,
@@ -52,12 +55,14 @@ def _name(device: torch.device) -> str:
     return f"this machine's CPU, {torch.get_num_threads()} threads"
 
 
-def _fastest(call: Callable[[], Any], device: torch.device) -> float:
+def _fastest(
+    call: Callable[[], Any], device: torch.device, seconds: float = _SECONDS_EACH
+) -> float:
     """Seconds of the fastest of as many calls as fit the time given, at least two."""
     best = float("inf")
     start = time.perf_counter()
     runs = 0
-    while runs < 2 or time.perf_counter() - start < _SECONDS_EACH:  # noqa: PLR2004 - first warms up
+    while runs < 2 or time.perf_counter() - start < seconds:  # noqa: PLR2004 - first warms up
         began = seconds_here(device)
         call()
         if device.type == "cuda":
@@ -76,6 +81,17 @@ def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
         size //= 4
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _fastest(lambda: matrix @ matrix, device)
+
+
+def _eight_bit_rate(device: torch.device) -> dict[str, float]:
+    """The same of a product in 8 bits, by the name of its type; nothing where there is none."""
+    size = _MATRIX if device.type == "cpu" else 8 * _MATRIX
+    matrix = torch.ones(size, size, dtype=torch.int8, device=device)
+    try:
+        seconds = _fastest(lambda: torch._int_mm(matrix, matrix.t()), device, _SECONDS_BRIEFLY)
+    except (RuntimeError, NotImplementedError):
+        return {}
+    return {"int8": 2 * size**3 / seconds}
 
 
 def _fastest_once(matrix: Tensor, device: torch.device) -> float:

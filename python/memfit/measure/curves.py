@@ -151,6 +151,12 @@ def _compute(device: torch.device) -> Iterator[Family]:
             return lambda: left @ right
 
         yield f"matmul.{name}", _FLOPS, _MATRICES[device.type], matmul
+
+    def eight_bit(size: int) -> Call:
+        matrix = torch.ones(size, size, dtype=torch.int8, device=device)
+        return lambda: torch._int_mm(matrix, matrix.t())
+
+    yield "matmul.int8", _FLOPS, _MATRICES[device.type], eight_bit
     for backward in (False, True):
         suffix = "_backward.float32" if backward else ".float32"
 

@@ -28,6 +28,11 @@ from memfit.errors import MemfitError, UsageError, first_line
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.narrow_parameters import alias_refusal, range_refusal
 from memfit.weights.by_rows import require_torchao
+from memfit.weights.eight_bit_products import (
+    LEAST_ROWS,
+    products_refusal,
+    require_products,
+)
 from memfit.weights.in_eight_bits import linear_weights, quantize
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ def with_alternatives(
         if any("items" in way for way in ways):
             return _with_pieces(stages, trace, ways)
         for asked in ways:
-            way = _possible(asked, workload.model)
+            way = _possible(asked, workload.model, meta)
             refusal = _impossible(way, workload.model, meta)
             try:
                 if not refusal and not _is_needless(way, found.steps):
@@ -93,8 +98,8 @@ def _how(way: Way) -> str:
     """How a step runs in a way, in words."""
     if "half_parameters" in way:
         return f"with parameters in {way['autocast']['dtype']}"
-    if "int8_weights" in way:
-        return "with weights in 8 bits"
+    if held := way.get("int8_weights"):
+        return f"with weights{' and products' if held.get('dynamic') else ''} in 8 bits"
     if "autocast" in way:
         return "under autocast"
     if "undo_checkpoints" in way:
@@ -102,23 +107,25 @@ def _how(way: Way) -> str:
     return "in slices" if "chunk" in way else "without a graph"
 
 
-def _possible(way: Way, model: nn.Module) -> Way:
+def _possible(way: Way, model: nn.Module, meta: dict[str, Any]) -> Way:
     """A way with the weights that there are to quantise, which the engine cannot tell."""
     if "int8_weights" not in way:
         return way
-    names = linear_weights(model, way["int8_weights"]["names"])
-    return {**way, "int8_weights": {"names": names}}
+    asked = way["int8_weights"]
+    held = {"names": linear_weights(model, asked["names"])}
+    if "dynamic" in asked:
+        named = dict(model.named_parameters(remove_duplicate=False))
+        kind = meta["device_kind"]
+        held["dynamic"] = [
+            name for name in held["names"] if not products_refusal(named[name].shape, kind)
+        ]
+    return {**way, "int8_weights": held}
 
 
 def _impossible(way: Way, model: nn.Module, meta: dict[str, Any]) -> str:
     """Why a step cannot run in a way, as a sentence; empty where nothing is known against it."""
     if "int8_weights" in way:
-        if not way["int8_weights"]["names"]:
-            return "no large weight in float32 is that of an `nn.Linear` alone"
-        try:
-            require_torchao()
-        except UsageError as error:
-            return first_line(error)
+        return _not_in_eight_bits(way["int8_weights"], model, meta["device_kind"])
     dtype = way.get("autocast", {}).get("dtype")
     if "half_parameters" in way:
         names = way["half_parameters"]["names"]
@@ -127,6 +134,23 @@ def _impossible(way: Way, model: nn.Module, meta: dict[str, Any]) -> str:
     if dtype == "bfloat16" and meta["device_kind"] == "cuda" and torch.cuda.is_available():
         here = torch.cuda.is_bf16_supported(including_emulation=False)
         return "" if here else f"{torch.cuda.get_device_name()} does not compute in bfloat16"
+    return ""
+
+
+def _not_in_eight_bits(held: dict[str, Any], model: nn.Module, device: str) -> str:
+    """The same of weights in 8 bits, and of their products."""
+    if not held["names"]:
+        return "no large weight in float32 is that of an `nn.Linear` alone"
+    try:
+        require_torchao()
+        if "dynamic" in held:
+            require_products(device)
+    except UsageError as error:
+        return first_line(error)
+    if held.get("dynamic") == []:
+        first = held["names"][0]
+        weight = dict(model.named_parameters(remove_duplicate=False))[first]
+        return f"`{first}` has none: {products_refusal(weight.shape, device)}"
     return ""
 
 
@@ -164,13 +188,14 @@ class _Stages:
             UsageError: It needs parameters in fewer bits, and they cannot be.
         """
         half = tuple(way.get("half_parameters", {}).get("names", ()))
-        eight = tuple(way.get("int8_weights", {}).get("names", ()))
+        held = way.get("int8_weights", {})
+        eight = (tuple(held.get("names", ())), tuple(held.get("dynamic", ())))
         dtype = DTYPES[way["autocast"]["dtype"]] if half else None
         stage = self.made.get((half, dtype, eight))
         if stage is None:
             stage = self.made[half, dtype, eight] = self._narrowed(half, dtype)
-            if eight:
-                _quantize(stage, eight)
+            if eight[0]:
+                _quantize(stage, *eight)
         stage.workload = running
         return stage
 
@@ -186,7 +211,7 @@ class _Stages:
         return stage
 
 
-def _quantize(stage: Stage, names: Sequence[str]) -> None:
+def _quantize(stage: Stage, names: Sequence[str], dynamic: Sequence[str]) -> None:
     """Hold weights of a stage in 8 bits.
 
     Raises:
@@ -195,7 +220,7 @@ def _quantize(stage: Stage, names: Sequence[str]) -> None:
     if stage.fake_mode is None:
         raise UsageError("the model was not captured on tensors without values")
     with stage.fake_mode:
-        quantize(stage.model, names)
+        quantize(stage.model, names, dynamic)
 
 
 @dataclass(slots=True)
@@ -240,6 +265,8 @@ def _record(
     first = _as_of(meta, recorded)
     if "half_parameters" in way and workload.training:
         _require_updates(stage, way["half_parameters"]["names"], first)
+    if way.get("int8_weights", {}).get("dynamic") and stage.device == "cuda":
+        _require_rows(first)
     if less := _less(running, chunk or {}, found, tells="autocast" not in way or found.tells):
         _record(stages, workload, {**way, "chunk": less}, found, meta)
     if less is not None:
@@ -335,6 +362,22 @@ def _require_updates(stage: Stage, names: Sequence[str], recorded: dict[str, Any
     for name in names:
         if named[name].requires_grad and name not in updated:
             raise UsageError(f"`{name}` trains, and no gradient reaches it")
+
+
+def _require_rows(recorded: dict[str, Any]) -> None:
+    """Refuse products in 8 bits of few rows on a GPU, which torchao computes in another way there.
+
+    Raises:
+        UsageError: There is one.
+    """
+    values, strings = recorded["values"], recorded["strings"]
+    for op in recorded["ops"]:
+        if strings[op["name"]] != "aten._int_mm.default":
+            continue
+        rows = values[op["reads"][0]]["shape"][0]
+        if rows < LEAST_ROWS:
+            message = f"`{strings[op['module']]}` multiplies {rows} rows, and a product in 8 bits"
+            raise UsageError(f"{message} on a GPU takes {LEAST_ROWS} or more")
 
 
 def _as_of(meta: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:

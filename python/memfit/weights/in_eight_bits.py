@@ -2,7 +2,8 @@
 
 Responsible for quantising them in place, one after another, for putting weights of the model's own
 type back, for telling which ones are quantised, and for why one cannot be. Not responsible for the
-arithmetic, which is torchao's (:mod:`memfit.weights.by_rows`), nor for when
+arithmetic, which is torchao's (:mod:`memfit.weights.by_rows`, and
+:mod:`memfit.weights.eight_bit_products` for products in 8 bits), nor for when
 (:mod:`memfit.apply.precision.int8_weights`).
 
 While a weight is quantised the parameter that it stands for has its shape and no numbers: to read
@@ -23,6 +24,7 @@ from memfit.errors import UsageError
 from memfit.tensors.barrier import Barrier
 from memfit.tensors.heap import trim
 from memfit.weights.by_rows import quantize_by_rows, quantize_whole, require_torchao
+from memfit.weights.eight_bit_products import set_products
 from memfit.weights.slots import Slot, slots_of
 from memfit.weights.weightless import fake_mode_of
 
@@ -68,12 +70,13 @@ def _is_quantizable(slot: Slot) -> bool:
     return not slot.why_kept() and dtype is torch.float32
 
 
-def quantize(model: nn.Module, names: Collection[str]) -> None:
+def quantize(model: nn.Module, names: Collection[str], dynamic: Collection[str] = ()) -> None:
     """Hold weights of linear layers in 8 bits, and all others in the model's own type.
 
     Args:
         model: The model.
         names: Names of the weights.
+        dynamic: Those of them whose products are in 8 bits too.
 
     Raises:
         UsageError: torchao is not installed, or one is no weight that it quantises.
@@ -85,8 +88,11 @@ def quantize(model: nn.Module, names: Collection[str]) -> None:
             _put_back(slot)
             continue
         wanted.difference_update(slot.names)
-        if slot.tensor not in _OWN:
-            _quantize(slot)
+        multiplies = not set(dynamic).isdisjoint(slot.names)
+        if slot.tensor in _OWN:
+            set_products(slot.tensor, in_eight_bits=multiplies)
+        else:
+            _quantize(slot, multiplies=multiplies)
             put = True
     if wanted:
         raise UsageError(f"the model has no parameter `{min(wanted)}`")
@@ -94,7 +100,7 @@ def quantize(model: nn.Module, names: Collection[str]) -> None:
         trim()
 
 
-def _quantize(slot: Slot) -> None:
+def _quantize(slot: Slot, *, multiplies: bool) -> None:
     layer, own = slot.places[0][0], slot.tensor
     if not _is_quantizable(slot) or not isinstance(layer, nn.Linear):
         reason = slot.why_kept() or f"`{own.dtype}`"
@@ -108,6 +114,7 @@ def _quantize(slot: Slot) -> None:
         is_quantized = way(layer, own.detach(), own.dtype)
         barrier = None if is_fake else _barrier(own, slot.names[0])
         if is_quantized:
+            set_products(layer.weight, in_eight_bits=multiplies)
             _OWN[layer.weight] = _Own(own, barrier)
         slot.put(layer.weight if is_quantized else own)
     except BaseException:

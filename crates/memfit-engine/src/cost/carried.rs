@@ -21,7 +21,10 @@ pub(super) fn seconds(
     // In seconds of float32: the one rate for all of a timed step.
     let slowness = |trace: &Trace, op: &Op| {
         let rates = flops_per_second;
-        let (plain, own) = (rates.get("float32"), rates.get(dtype_of(trace, op)));
+        let (plain, own) = (
+            rates.get("float32"),
+            rates.get(super::computed_in(trace, op)),
+        );
         match (op.flops > 0, plain, own) {
             (true, Some(plain), Some(own)) => plain / own,
             _ => 1.0,
@@ -39,12 +42,6 @@ pub(super) fn seconds(
         same.unwrap_or_else(|| rates.seconds(to, op)) * slowness(to, op)
     });
     times.collect()
-}
-
-/// The element type of what an op makes.
-fn dtype_of<'t>(trace: &'t Trace, op: &Op) -> &'t str {
-    let made = op.outputs.first();
-    made.map_or("", |value| trace.string(trace.values[value.index()].dtype))
 }
 
 fn key<'t>(trace: &'t Trace, op: &Op) -> Key<'t> {

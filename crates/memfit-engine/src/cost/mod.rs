@@ -348,10 +348,7 @@ fn compute_seconds(trace: &Trace, op: &Op, name: &str, profile: &DeviceProfile) 
         reason = "times need no more than 53 bits"
     )]
     let flops = op.flops as f64;
-    let dtype = op
-        .outputs
-        .first()
-        .map_or("", |&v| trace.string(trace.values[v.index()].dtype));
+    let dtype = computed_in(trace, op);
     let kind = kind_of(name);
     let curves = &profile.curves.compute;
     let curve = [kind, "matmul"]
@@ -370,6 +367,16 @@ fn compute_seconds(trace: &Trace, op: &Op, name: &str, profile: &DeviceProfile) 
         .copied()
         .unwrap_or_else(|| rates.values().copied().fold(0.0, f64::max));
     Part::Flat(if rate > 0.0 { flops / rate } else { 0.0 })
+}
+
+/// The element type that an op with FLOPs computes in, by which its rate is known: that of what it makes. Products of
+/// 8 bits make sums of 32.
+fn computed_in<'t>(trace: &'t Trace, op: &Op) -> &'t str {
+    if trace.string(op.name).contains("_int_mm") {
+        return "int8";
+    }
+    let made = op.outputs.first();
+    made.map_or("", |value| trace.string(trace.values[value.index()].dtype))
 }
 
 /// Which curve an op with FLOPs follows.
@@ -476,6 +483,32 @@ mod tests {
         let name = trace.string(trace.ops[1].name).split('.').nth(1).unwrap();
         memory.curves.memory.insert(name.to_owned(), line(1.0, 0.5));
         assert!((seconds_of(1, &trace, memory) - moved * 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn products_in_8_bits_have_a_rate_of_their_own() {
+        let mut trace = sample::chain();
+        trace.ops[0].flops = 1_000_000;
+        trace.strings.push("aten._int_mm.default".to_owned());
+        trace.ops[0].name = u32::try_from(trace.strings.len() - 1).unwrap();
+        let plain = seconds_of(0, &trace, profile());
+        let mut fast = profile();
+        let plain_rate = fast.flops_per_second["float32"];
+        fast.flops_per_second
+            .insert("int8".into(), 4.0 * plain_rate);
+        let moved = 1e6 / (4.0 * plain_rate) + 1e-6;
+        assert!((plain - (1e6 / plain_rate + 1e-6)).abs() < 1e-12);
+        assert!((seconds_of(0, &trace, fast.clone()) - moved).abs() < 1e-12);
+
+        let mut own = sample::chain();
+        own.ops[0].flops = 1_000_000;
+        let source = CostSource::Profile {
+            op_seconds: vec![1.0; own.ops.len()],
+            flops_per_second: fast.flops_per_second,
+        };
+        let costs = Costs::new(&own, &source).unwrap();
+        let carried = costs.carried_over(&own, &trace);
+        assert!((carried.seconds(0) - 0.25).abs() < 1e-12);
     }
 
     #[test]

@@ -120,7 +120,7 @@ mod tests {
     use crate::plan::TECHNIQUES;
 
     /// An action of each kind as plans write it.
-    const KEPT: [&str; 18] = [
+    const KEPT: [&str; 19] = [
         r#"{"kind":"remat","promise":"exact","count":1,"bytes":64,"remat":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b","home":5}],"active":[{"module":"a","call":0,"start":2,"end":9}],"names":["aten.mm.default"],"forward":[0,0]}}"#,
         r#"{"kind":"unneeded_saves","promise":"exact","count":1,"bytes":64,"unneeded_saves":{"drops":[{"op":3,"output":0,"shape":[4,4],"bytes":64,"module":"a.b"}],"active":[],"names":[],"forward":[]}}"#,
         r#"{"kind":"fuse_optimizer","promise":"exact","count":12,"bytes":99840}"#,
@@ -136,6 +136,7 @@ mod tests {
         r#"{"kind":"autocast_fp16","promise":"approximate","count":1,"bytes":64,"autocast_fp16":{"dtype":"float16","cache":true}}"#,
         r#"{"kind":"half_parameters","promise":"approximate","count":2,"bytes":64,"half_parameters":{"names":["head.weight","body.weight"]}}"#,
         r#"{"kind":"int8_weights","promise":"approximate","count":2,"bytes":64,"int8_weights":{"names":["head.weight","body.weight"]}}"#,
+        r#"{"kind":"int8_dynamic","promise":"approximate","count":2,"bytes":64,"int8_dynamic":{"names":["head.weight","body.weight"],"dynamic":["body.weight"]}}"#,
         r#"{"kind":"chunk","promise":"equivalent","count":8,"bytes":64,"chunk":{"loss":{"slices":8,"weight":"head.weight","rows":4,"classes":8,"logit_bytes":128}}}"#,
         r#"{"kind":"no_graph","promise":"exact","count":1,"bytes":64}"#,
         r#"{"kind":"undo_checkpoints","promise":"exact","count":3,"bytes":64}"#,
@@ -244,6 +245,7 @@ mod tests {
                 "matrix products and convolutions in float16",
                 "2 parameters in 16 bits",
                 "2 weights in 8 bits",
+                "2 weights in 8 bits, and their products",
                 "computed in up to 8 slices",
                 "forward under `torch.no_grad()`: its graph is never used",
                 "3 checkpoints of the model run as ordinary forward",

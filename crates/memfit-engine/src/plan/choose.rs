@@ -434,13 +434,14 @@ impl Planner<'_> {
                 best = best_seconds(&outcomes);
             }
         }
-        for kind in [ActionKind::HalfParameters, ActionKind::Int8Weights] {
-            if self.request.allow_kinds.contains(&kind) || best.is_infinite() {
-                let is_wanted =
-                    |step: &OtherWay<'_>| ways::narrowing(&step.alternative.way) == Some(kind);
-                outcomes.extend(ways::outcomes(self, is_wanted, InPieces::Too, share, best));
-                best = best.min(best_seconds(&outcomes));
-            }
+        for kinds in [&[ActionKind::HalfParameters][..], &int8_weights::KINDS] {
+            let is_wanted = |step: &OtherWay<'_>| {
+                let kind = ways::narrowing(&step.alternative.way);
+                let mut kinds = kinds.iter().filter(|&&it| kind == Some(it));
+                kinds.any(|it| self.request.allow_kinds.contains(it) || best.is_infinite())
+            };
+            outcomes.extend(ways::outcomes(self, is_wanted, InPieces::Too, share, best));
+            best = best.min(best_seconds(&outcomes));
         }
         outcomes
     }

@@ -337,7 +337,10 @@ impl Plan {
                 Details::HalfParameters { half_parameters } => {
                     way.half_parameters = Some(half_parameters.clone());
                 }
-                Details::Int8Weights { int8_weights } => {
+                Details::Int8Weights { int8_weights }
+                | Details::Int8Dynamic {
+                    int8_dynamic: int8_weights,
+                } => {
                     way.int8_weights = Some(int8_weights.clone());
                 }
                 Details::NoGraph {} => way.no_graph = true,

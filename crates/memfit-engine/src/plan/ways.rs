@@ -142,7 +142,7 @@ pub(super) fn is_cast(way: &Way) -> bool {
 pub(super) fn may_change_numbers(trace: &Trace, request: &PlanRequest) -> bool {
     autocast::may_any(trace, request)
         || half_parameters::may(trace, request)
-        || int8_weights::may(trace, request)
+        || int8_weights::may_any(trace, request)
 }
 
 /// The kind of action that holds the parameters of a way in fewer bits, if one does.
@@ -150,7 +150,7 @@ pub(super) fn narrowing(way: &Way) -> Option<ActionKind> {
     let half = way.half_parameters.as_ref();
     let eight = way.int8_weights.as_ref();
     half.map(|_| ActionKind::HalfParameters)
-        .or(eight.map(|_| ActionKind::Int8Weights))
+        .or(eight.map(int8_weights::kind_of))
 }
 
 /// May it run in this one?
@@ -164,8 +164,8 @@ fn may_be(way: &Way, trace: &Trace, request: &PlanRequest) -> bool {
     if way.half_parameters.is_some() {
         return half_parameters::may(trace, request);
     }
-    if way.int8_weights.is_some() {
-        return int8_weights::may(trace, request);
+    if let Some(held) = &way.int8_weights {
+        return int8_weights::may(int8_weights::kind_of(held), trace, request);
     }
     let may_cast = |it: &Autocast| autocast::may(autocast::kind_of(it), trace, request);
     way.autocast.as_ref().is_none_or(may_cast)

@@ -62,6 +62,9 @@ pub struct HalfParameters {
 pub struct Int8Weights {
     /// Names of the parameters that are quantised.
     pub names: Vec<String>,
+    /// Those of them whose products are in 8 bits too: what they multiply is quantised at each use.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub dynamic: Vec<String>,
 }
 
 /// What the ops of a step take on a piece of the batch, as probed there: scratch follows no line.

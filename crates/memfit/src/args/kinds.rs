@@ -172,7 +172,7 @@ mod tests {
         let error = read("micro-match").unwrap_err();
         insta::assert_snapshot!(error, @r"
         error: invalid value 'micro-match' for '--forbid <KIND>'
-          [possible values: remat, unneeded_saves, fuse_optimizer, one_by_one, micro_batch, allocator_settings, offload, shrink, offload_optimizer, optimizer_bits, offload_parameters, autocast, autocast_fp16, half_parameters, int8_weights, chunk, no_graph, undo_checkpoints]
+          [possible values: remat, unneeded_saves, fuse_optimizer, one_by_one, micro_batch, allocator_settings, offload, shrink, offload_optimizer, optimizer_bits, offload_parameters, autocast, autocast_fp16, half_parameters, int8_weights, int8_dynamic, chunk, no_graph, undo_checkpoints]
 
           tip: a similar value exists: 'micro_batch'
 
@@ -197,7 +197,7 @@ mod tests {
         assert!(allowed("remat").is_err());
         insta::assert_snapshot!(allowed("shrunk").unwrap_err(), @r"
         error: invalid value 'shrunk' for '--allow <CLASS|KIND>'
-          [possible values: exact, equivalent, approximate, shrink, optimizer_bits, autocast, autocast_fp16, half_parameters, int8_weights]
+          [possible values: exact, equivalent, approximate, shrink, optimizer_bits, autocast, autocast_fp16, half_parameters, int8_weights, int8_dynamic]
 
           tip: a similar value exists: 'shrink'
 

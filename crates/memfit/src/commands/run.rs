@@ -16,7 +16,7 @@ use crate::save::PendingFile;
 use crate::session::Session;
 
 /// What a script's own loop leaves no room for, why, and what does it instead.
-const NEVER: [(ActionKind, &str, &str); 3] = [
+const NEVER: [(ActionKind, &str, &str); 4] = [
     (
         ActionKind::HalfParameters,
         "`memfit run` leaves a script's parameters in their type: `--allow half_parameters` has no meaning",
@@ -26,6 +26,11 @@ const NEVER: [(ActionKind, &str, &str); 3] = [
         ActionKind::Int8Weights,
         "`memfit run` leaves a script's parameters in their type: `--allow int8_weights` has no meaning",
         "`memfit.fit(workload, budget=..., allow=\"int8_weights\")` holds those of an inference in 8 bits",
+    ),
+    (
+        ActionKind::Int8Dynamic,
+        "`memfit run` leaves a script's parameters in their type: `--allow int8_dynamic` has no meaning",
+        "`memfit.fit(workload, budget=..., allow=\"int8_dynamic\")` computes linear layers of an inference in 8 bits",
     ),
     (
         ActionKind::AutocastFp16,

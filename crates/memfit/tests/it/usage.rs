@@ -164,6 +164,12 @@ fn what_a_script_keeps_as_it_is_cannot_be_allowed_to_change() {
     error: `memfit run` leaves a script's parameters in their type: `--allow half_parameters` has no meaning
     hint: `memfit.fit(workload, budget=..., allow="half_parameters")` holds them in bfloat16
     "#);
+    let outcome = run("run --budget 1GiB --allow int8_dynamic train.py");
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
+    insta::assert_snapshot!(outcome.stderr, @r#"
+    error: `memfit run` leaves a script's parameters in their type: `--allow int8_dynamic` has no meaning
+    hint: `memfit.fit(workload, budget=..., allow="int8_dynamic")` computes linear layers of an inference in 8 bits
+    "#);
     let outcome = run("run --budget 1GiB --allow autocast_fp16 train.py");
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
     insta::assert_snapshot!(outcome.stderr, @r#"

@@ -1,8 +1,9 @@
 """Weights of linear layers in 8 bits, for inference.
 
-Responsible for a plan's ``int8_weights`` action: which weights are quantised while the plan is
-followed, and from when on. Not responsible for quantising them
-(:mod:`memfit.weights.in_eight_bits`), nor for what a layer computes with them (torchao).
+Responsible for a plan's ``int8_weights`` and ``int8_dynamic`` actions: which weights are quantised
+while the plan is followed, which of them multiply in 8 bits too, and from when on. Not responsible
+for quantising them (:mod:`memfit.weights.in_eight_bits`), nor for what a layer computes with them
+(torchao).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from memfit.apply.part import Part
 from memfit.errors import UsageError
 from memfit.weights.by_rows import require_torchao
+from memfit.weights.eight_bit_products import products_refusal, require_products
 from memfit.weights.in_eight_bits import linear_weights, quantize
 
 
@@ -32,9 +34,12 @@ class Int8Weights(Part):
             UsageError: It is no such thing, torchao is not installed, or a weight cannot be
                 quantised.
         """
-        names = said.get("names")
+        names, dynamic = said.get("names"), said.get("dynamic", [])
         if not isinstance(names, list):
             message = "what the plan says of `int8_weights` is malformed: it has no `names`"
+            raise UsageError(message)
+        if not isinstance(dynamic, list) or not set(dynamic).issubset(names):
+            message = "what the plan says of `int8_dynamic` is malformed: `dynamic` are no `names`"
             raise UsageError(message)
         require_torchao()
         others = set(names).difference(linear_weights(model, names))
@@ -44,7 +49,8 @@ class Int8Weights(Part):
                 "in float32\nhint: plan again for this workload"
             )
             raise UsageError(message)
-        self._model, self._names = model, names
+        _require_products(model, dynamic)
+        self._model, self._names, self._dynamic = model, names, dynamic
 
     def place(self) -> None:
         """Have these weights in 8 bits, and no others.
@@ -52,4 +58,14 @@ class Int8Weights(Part):
         Raises:
             UsageError: One cannot be quantised by now.
         """
-        quantize(self._model, self._names)
+        quantize(self._model, self._names, self._dynamic)
+
+
+def _require_products(model: nn.Module, names: list[str]) -> None:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        weight = named[name]
+        require_products(weight.device.type)
+        if refusal := products_refusal(weight.shape, weight.device.type):
+            message = f"the plan has `{name}` multiply in 8 bits, and {refusal}"
+            raise UsageError(f"{message}\nhint: plan again for this workload")

@@ -15,6 +15,7 @@ pub(super) mod autocast_fp16;
 pub(super) mod chunk;
 pub(super) mod fuse_optimizer;
 pub(super) mod half_parameters;
+pub(super) mod int8_dynamic;
 pub(super) mod int8_weights;
 pub(super) mod micro_batch;
 pub(super) mod no_graph;
@@ -174,6 +175,8 @@ techniques! {
     HalfParameters { half_parameters: HalfParameters } in half_parameters;
     /// Hold weights of linear layers in 8 bits, for inference.
     Int8Weights { int8_weights: Int8Weights } in int8_weights;
+    /// Compute linear layers in 8 bits, weights among them, for inference.
+    Int8Dynamic { int8_dynamic: Int8Weights } in int8_dynamic;
     /// Compute the loss over many classes, wide layers, images and attention in slices of rows.
     Chunk { chunk: Chunk } in chunk;
     /// Keep autograd off in a forward of inference that turns it on.
