@@ -13,6 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import CheckpointError, UsageError
+from memfit.measure import measure_peak, static_tensors
 from memfit.measure.peak import storage_bytes
 
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao registers enums
@@ -98,6 +99,24 @@ def test_it_computes_what_the_model_quantised_in_full_does(
         assert expected.requires_grad == got.requires_grad, name
     assert found.quantized == 15
     assert found.bytes == storage_bytes([*found.model.parameters(), *found.model.buffers()])
+
+
+def test_its_layers_multiply_in_8_bits_where_that_is_asked_for(quantization, save_file, tmp_path):
+    full = trained(llama)
+    save_file(full.state_dict(), tmp_path / "weights.safetensors")
+    try:
+        found = memfit.load_quantized(llama, tmp_path / "weights.safetensors", dynamic=True)
+    except UsageError as error:
+        pytest.skip(str(error))
+    plain = memfit.load_quantized(llama, tmp_path / "weights.safetensors")
+    config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    quantization.quantize_(full, config)
+    assert torch.equal(logits(full), logits(found.model))
+    assert not torch.equal(logits(plain.model), logits(found.model))
+    assert found.bytes == plain.bytes
+    workload = memfit.Workload(found.model, {"input_ids": IDS})
+    measured = measure_peak(lambda: logits(found.model), static_tensors(workload, None))
+    assert memfit.predict(workload).predicted_peak_bytes == measured.peak_bytes
 
 
 def test_the_report_says_what_stayed_and_why(quantization, save_file, tmp_path):

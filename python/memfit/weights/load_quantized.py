@@ -25,6 +25,7 @@ from memfit.tensors.heap import trim
 from memfit.tensors.storage import plain_tensors
 from memfit.weights.by_rows import COMPUTED_IN, quantize_by_rows, require_torchao
 from memfit.weights.checkpoint import Checkpoint, open_checkpoint
+from memfit.weights.eight_bit_products import require_products, set_products
 from memfit.weights.slots import Slot, slots_of
 from memfit.weights.weightless import weightless
 
@@ -102,6 +103,7 @@ def load_quantized(
     *,
     bits: int = 8,
     dtype: torch.dtype | None = None,
+    dynamic: bool = False,
 ) -> QuantizedModel:
     """Load a model whose linear layers have weights in 8 bits, without ever having the whole.
 
@@ -119,17 +121,21 @@ def load_quantized(
         bits: Bits of a quantised weight: 8.
         dtype: Element type of what is read, before it is quantised; ``None`` for what the file has.
             Module buffers that are not in the file stay as the model builds them.
+        dynamic: Whether such layers multiply in 8 bits too: what they are given is quantised at
+            each use (``Int8DynamicActivationInt8WeightConfig``).
 
     Returns:
         The model, and what became of its tensors.
 
     Raises:
-        UsageError: torchao is not installed, there is no such quantisation, or the model cannot be
-            loaded like this.
+        UsageError: torchao is not installed, there is no such quantisation, this processor
+            multiplies 8 bits wrongly, or the model cannot be loaded like this.
         CheckpointError: The file cannot be read, or holds other tensors than the model's.
     """
     _refuse_settings(bits, dtype)
     require_torchao()
+    if dynamic:
+        require_products("cpu")
     file = open_checkpoint(checkpoint)
     with weightless():
         model = build()
@@ -141,6 +147,10 @@ def load_quantized(
         if slot.tensor.numel() >= _TRIMMED_FROM:
             trim()  # what was taken meanwhile lies between what stays
     _refuse_leftovers(model)
+    if dynamic:
+        for slot in slots:
+            if slot.unquantized_bytes:
+                set_products(slot.tensor, in_eight_bits=True)
     return _result(model, slots)
 
 
