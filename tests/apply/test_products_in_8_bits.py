@@ -139,6 +139,12 @@ def refusal_of(plan, kind="int8_dynamic"):
     return next(it.reason for it in plan.refusals if it.kind == kind)
 
 
+def quantise(model, config, names):
+    """What a person does with torchao."""
+    chosen = config(set_inductor_config=False)
+    quantization.quantize_(model, chosen, lambda _, path: f"{path}.weight" in names)
+
+
 def outputs(found):
     return found if torch.is_tensor(found) else found.logits
 
@@ -151,8 +157,7 @@ def test_bytes_are_predicted_and_numbers_are_those_of_torchao(build):
     names = set(action_of(plan).int8_dynamic.dynamic)
     assert names == set(action_of(plan).int8_dynamic.names)
     own = copy.deepcopy(workload.model)
-    config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    quantization.quantize_(own, config, lambda _, path: f"{path}.weight" in names)
+    quantise(own, quantization.Int8DynamicActivationInt8WeightConfig, names)
     with torch.no_grad():
         batch = workload.batch
         expected = outputs(own(**batch) if isinstance(batch, dict) else own(batch))
@@ -228,6 +233,31 @@ def test_modules_that_are_kept_multiply_as_they_did():
     assert type(workload.model.narrow[0].weight) is nn.Parameter
     assert type(workload.model.wide[0].weight).__name__ == "Int8Tensor"
     one.close()
+
+
+def text():
+    return words(rows=64)
+
+
+def test_layers_that_have_no_room_for_it_have_weights_in_8_bits_alone():
+    high, low = (plan_of(text, kind).planned.predicted_peak_bytes for kind in reversed(BOTH))
+    assert low < 0.9 * high
+    plan = planned(text(), "int8_dynamic", budget=(low + high) // 2)
+    assert plan.fits
+    said = action_of(plan).int8_dynamic
+    alone = set(said.names) - set(said.dynamic)
+    assert 0 < len(alone) < len(said.names)
+    assert any(f"{len(said.dynamic)} of {len(said.names)} weights" in it for it in plan.notes)
+    workload = text()
+    one = memfit.Fitted(workload, plan)
+    found = one.step()
+    measured = measure_peak(one.step, static_tensors(workload, None)).peak_bytes
+    assert abs(plan.planned.predicted_peak_bytes - measured) <= 16
+    own = text().model
+    quantise(own, quantization.Int8WeightOnlyConfig, alone)
+    quantise(own, quantization.Int8DynamicActivationInt8WeightConfig, set(said.dynamic))
+    with torch.no_grad():
+        assert torch.equal(found, own(workload.batch))
 
 
 def many():

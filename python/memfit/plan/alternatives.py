@@ -117,7 +117,9 @@ def _possible(way: Way, model: nn.Module, meta: dict[str, Any]) -> Way:
         named = dict(model.named_parameters(remove_duplicate=False))
         kind = meta["device_kind"]
         held["dynamic"] = [
-            name for name in held["names"] if not products_refusal(named[name].shape, kind)
+            name
+            for name in held["names"]
+            if name in asked["dynamic"] and not products_refusal(named[name].shape, kind)
         ]
     return {**way, "int8_weights": held}
 

@@ -9,7 +9,8 @@ use super::outcomes::lowest_peak;
 use super::search::limits::Share;
 use super::technique::chunk::candidates::chunks;
 use super::technique::{
-    autocast, autocast_fp16, half_parameters, int8_weights, no_graph, undo_checkpoints,
+    autocast, autocast_fp16, half_parameters, int8_dynamic, int8_weights, no_graph,
+    undo_checkpoints,
 };
 use super::{ActionKind, Class, Plan, PlanRequest, Verdict};
 use crate::cost::{CostError, CostSource, Costs};
@@ -18,7 +19,8 @@ use crate::trace::{Alternative, Alternatives, Autocast, Chunk, Refusals, Trace, 
 
 /// The ways of running a step that a plan may get better by, each worth a capture; none where they are captured
 /// already. `made` is the plan made without them, or absent before any. Weights in fewer bits are for where nothing else
-/// fits, so before that they are worth a capture to those alone who name them. Without the model's checkpoints the step
+/// fits, so before that they are worth a capture to those alone who name them; where products in 8 bits have no room in all
+/// layers, those in some come after. Without the model's checkpoints the step
 /// stays exact, so that way comes first, and alone where nothing else is allowed. Training in slices does all that it
 /// does whole, so where the step may autocast, slices that do not wait for a plan that takes longer than the step as it is.
 #[must_use]
@@ -47,11 +49,15 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
         (Some(known), Some(_)) if !fits && tried_without_checkpoints_alone(known) => {
             ways.retain(|way| known.steps.iter().all(|it| it.way != *way));
         }
-        (Some(known), made) => ways.retain(|way| {
-            let is_known = known.steps.iter().any(|it| it.way == *way);
-            let is_wanted = waits(way) || is_last(way) && !fits;
-            made.is_some() && is_wanted && !is_known
-        }),
+        (Some(known), made) => {
+            let is_new = |way: &Way| known.steps.iter().all(|it| it.way != *way);
+            ways.retain(|way| {
+                let is_wanted = waits(way) || is_last(way) && !fits;
+                made.is_some() && is_wanted && is_new(way)
+            });
+            let mixed = made.and_then(|made| int8_dynamic::mixed(trace, request, made));
+            ways.extend(mixed.filter(is_new));
+        }
     }
     ways
 }

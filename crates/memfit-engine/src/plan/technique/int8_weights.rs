@@ -158,7 +158,7 @@ fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::bytes::Budget;
     use crate::cost::CostSource;
@@ -167,7 +167,7 @@ mod tests {
     use crate::trace::{Alternative, Alternatives, Category, sample};
 
     /// An inference with two large weights that products read, `up.weight` and `head.down.weight`.
-    fn weighted() -> Trace {
+    pub(in crate::plan::technique) fn weighted() -> Trace {
         let mut trace = sample::inference(64);
         let mut names = ["up.weight", "head.down.weight"].iter();
         let mut strings = trace.strings.clone();
