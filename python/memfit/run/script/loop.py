@@ -34,6 +34,7 @@ from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
 from memfit.run.script.lean_ops import CutOps
 from memfit.run.script.lease import Room
+from memfit.run.script.make import are_named, make_of
 from memfit.run.script.model_refusals import are_lent, model_refusal
 from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
@@ -41,7 +42,7 @@ from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.place import chosen, strays_to
-from memfit.run.script.placing import Placing
+from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.request import FitRequest
@@ -145,7 +146,9 @@ class Loop:
         self.pieces = PiecesOfBatch(request)
         self.cut_ops = CutOps()
         self.evaluations = Evaluations(request, self.device, self._choose_place)
+        self._on_gone = on_gone
         self._root = weakref.ref(root, lambda _: on_gone(self))
+        self._make = make_of(root)
         self._request = request
         self._room = room
         self._giving_way = GivingWay(room)
@@ -187,6 +190,30 @@ class Loop:
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""
         return self._root() is root
+
+    def goes_on_with(self, root: nn.Module, made: Iterable[Optimizer]) -> bool:
+        """Train another model from here on, if it is like the one before, which is gone.
+
+        Args:
+            root: The other model.
+            made: The optimizers that the script has made.
+
+        Returns:
+            Whether it does.
+        """
+        if self.root is not None or self.refusal or not self.plans.may_be_anothers():
+            return False
+        own = updated_by(root, made)
+        if make_of(root) != self._make or not are_named(self.optimizers, own):
+            return False
+        self.rest()
+        self._root = weakref.ref(root, lambda _: self._on_gone(self))
+        self.placing.another_comes(self._root)
+        self.plans.another_comes()
+        self._updates.another_comes()
+        self._outside.another_comes(root)
+        self.pieces.another_comes()
+        return True
 
     def takes_in(self, other: nn.Module, running: Pass) -> bool:
         """Whether the call of another model, in the forward of a pass, belongs to that pass.
@@ -534,7 +561,10 @@ class Loop:
                 recorded[1].peak_bytes = peak_bytes
         planned = self._latest if kind == "planned" else None
         if planned is not None and planned.took_more(peak_bytes):
-            self.plans.distrust()
+            if planned.is_foreseen:
+                self.plans.distrust()
+            else:
+                self._diverged.add(planned.key)  # it is recorded of this model
 
     def _choose_place(self, place: str) -> None:
         if place and self._request.may_choose_place:

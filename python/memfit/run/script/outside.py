@@ -64,6 +64,15 @@ class Outside:
             # Its state may be elsewhere now, and come home for that plan.
             self._state_bytes = max(self._state_bytes, observation.unrecorded.all_state_bytes)
 
+    def another_comes(self, model: nn.Module) -> None:
+        """Another model comes in the place of one that is gone.
+
+        Args:
+            model: The other one; its steps begin with all gradients if those before did with any.
+        """
+        if self._gradients_before:
+            self._gradients_before = frozenset(map(id, model.parameters()))
+
     def bytes_besides(
         self, model: nn.Module, inputs: Any, optimizers: Iterable[Optimizer], *, is_new: bool
     ) -> int:

@@ -102,6 +102,10 @@ class PiecesOfBatch:
         reason = self.refusal
         return [f"the model does not run on pieces of its batch: {reason}"] if reason else []
 
+    def another_comes(self) -> None:
+        """Another model comes in the place of one that is gone."""
+        self._evaluated.clear()
+
     def begin(
         self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
     ) -> None:

@@ -66,6 +66,15 @@ class Placing:
         self._updates = updates
         self._is_refused = is_refused
 
+    def another_comes(self, root: weakref.ref[nn.Module]) -> None:
+        """Another model comes in the place of one that is gone, with all in memory.
+
+        Args:
+            root: The other one.
+        """
+        self._root = root
+        self.rest()
+
     def model(self) -> nn.Module:
         """The model."""
         model = self._root()
@@ -84,12 +93,7 @@ class Placing:
 
     def updated_by(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """Those optimizers that update parameters of the model."""
-        own = {id(p) for p in self.model().parameters()}
-        return [
-            optimizer
-            for optimizer in optimizers
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-        ]
+        return updated_by(self.model(), optimizers)
 
     def planned_with(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """The one whose state and updates plans for the model's steps know, if there is one.
@@ -245,3 +249,18 @@ class Placing:
     def rest(self) -> None:
         """Let go of the model until the next pass."""
         self.executor = self.waiting = None
+
+
+def updated_by(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Those optimizers that update parameters of a model.
+
+    Args:
+        model: The model.
+        optimizers: The optimizers.
+    """
+    own = {id(p) for p in model.parameters()}
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ]

@@ -120,6 +120,7 @@ class PlannedStep:
         wider: The plan before another process needed memory; ``None`` while there was room.
         executor: Carries the plan out; made when it is needed.
         is_foreseen: Whether its sizes were not recorded but follow from others.
+        is_of_another: Whether it was recorded of another model, like this one.
         lowest: The same step by the plan of least peak, for larger ones; made when it is needed.
         whole_peak_bytes: What it takes as it is without a plan, where it was recorded so before it
             was recorded in another way.
@@ -142,6 +143,7 @@ class PlannedStep:
     wider: Plan | None = None
     executor: Executor | None = None
     is_foreseen: bool = False
+    is_of_another: bool = False
     lowest: PlannedStep | None = None
     whole_peak_bytes: int | None = None
     recorded_peak_bytes: int = 0
@@ -230,7 +232,7 @@ class PlannedStep:
         return self.runs_as_recorded and self.recorded_peak_bytes <= self.plan.budget_bytes
 
     def took_more(self, peak_bytes: int) -> bool:
-        """Learn what a pass took; whether that is more than was foreseen where it was not recorded.
+        """Learn what a pass took; whether that is more than foreseen, where it was not recorded.
 
         Args:
             peak_bytes: Most bytes live at once in it.
@@ -238,7 +240,8 @@ class PlannedStep:
         if self.runs_as_recorded:  # the recording may have been of less
             self.recorded_peak_bytes = max(self.recorded_peak_bytes, peak_bytes)
         foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
-        return self.is_foreseen and peak_bytes > foreseen
+        is_known = not self.is_foreseen and not (self.is_of_another and self.plan.fits)
+        return not is_known and peak_bytes > foreseen
 
     def tells_little_of(self, key: Key) -> bool:
         """Whether a pass is in another mode than this, and not much smaller.

@@ -532,6 +532,10 @@ class AdoptedScript:
         for other in self._loops:
             other.placing.bring_home()  # graphs that it made may be used by the new one
             other.rest()
+        again = next((it for it in self._loops if it.goes_on_with(root, self._made)), None)
+        if again is not None:
+            self._held.look_anew()
+            return again
         loop = Loop(
             root,
             self._request,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from memfit.answers import Plan
 from memfit.run.script.planned_step import Key, PlannedStep, begin_alike, elements
@@ -70,6 +71,22 @@ class StepPlans:
         """A step took more than was foreseen: nothing is foreseen any more."""
         self._sizes.distrust()
         self._plans = [planned for planned in self._plans if not planned.is_foreseen]
+
+    def may_be_anothers(self) -> bool:
+        """Whether they hold for another model like the one that was recorded.
+
+        Not where a script's backward was shown to be followed by its step at once, nor where a
+        model was shown to run in pieces.
+        """
+        actions = chain.from_iterable(planned.plan.actions for planned in self._plans)
+        is_shown = any(action.kind == "fuse_optimizer" for action in actions)
+        return bool(self._plans) and not is_shown and all(it.step.way is None for it in self._plans)
+
+    def another_comes(self) -> None:
+        """Another model comes in the place of the one that was recorded."""
+        for planned in self._plans:
+            planned.is_of_another = True
+            planned.executor = planned.lowest = None
 
     def must_record(self, key: Key) -> bool:
         """Whether no plan says anything about a pass, or what one says of another is no help.

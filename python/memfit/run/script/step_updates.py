@@ -97,6 +97,10 @@ class StepUpdates:
         """Nothing is planned any more."""
         self._fused.rest()
 
+    def another_comes(self) -> None:
+        """Another model comes in the place of one that is gone, with an optimizer of its own."""
+        self._needs = None
+
     def compiled_runs(self) -> bool:
         """Something compiled runs, which must see gradients as torch has them.
 

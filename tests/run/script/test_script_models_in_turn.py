@@ -1,0 +1,110 @@
+"""``memfit run --budget`` on scripts that train one model after the other, all of one make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ran import Ran, inline
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from memfit.run.script.make import are_named, make_of
+
+TRIALS = """
+    import copy, torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    def blocks(width):
+        layers = [it for _ in range(8) for it in (nn.Linear(width, width), nn.Tanh())]
+        return nn.Sequential(*layers)
+
+    def train(model, optimizer, rows=1024, steps=4):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(rows, 128)).square().mean()
+            loss.backward()
+            print("between")
+            optimizer.step()
+            print(repr(loss.item()))
+        print(repr(sum(p.double().sum().item() for p in model.parameters())))
+
+    first = blocks(128)
+    for fold in range(4):
+        model = {model}
+        optimizer = {optimizer}
+        train(model, optimizer)
+"""
+ADAM = "torch.optim.Adam(model.parameters())"
+
+
+def _ran(
+    folder: Path, budget: str, model: str = "blocks(128)", optimizer: str = ADAM, end: str = ""
+):
+    return inline(folder, budget, TRIALS.format(model=model, optimizer=optimizer) + end)
+
+
+@pytest.mark.parametrize("model", ["blocks(128)", "copy.deepcopy(first)"])
+def test_what_was_learnt_of_one_model_holds_for_the_next(tmp_path: Path, model: str) -> None:
+    ran = _ran(tmp_path, "70%", model)
+    (loop,) = ran.loops
+    assert loop["observed"]["steps"] <= 2
+    assert loop["observed"]["steps"] + loop["planned"]["steps"] == 16
+    assert {action["kind"] for action in loop["plan"]["actions"]}
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_a_model_of_another_make_is_recorded(tmp_path: Path) -> None:
+    ran = _ran(tmp_path, "70%", "blocks(128).append(nn.Linear(128, 2 + fold))")
+    assert len(ran.loops) == 4
+    assert all(loop["observed"]["steps"] >= 1 for loop in ran.loops)
+
+
+def test_another_optimizer_is_recorded(tmp_path: Path) -> None:
+    other = "(torch.optim.Adam if fold % 2 else torch.optim.SGD)(model.parameters(), lr=1e-3)"
+    loops = _ran(tmp_path, "70%", optimizer=other).loops
+    assert [loop["optimizers"] for loop in loops] == [["SGD"], ["Adam"]]
+    assert all(loop["observed"]["steps"] >= 1 for loop in loops)
+
+
+def test_a_model_like_one_before_that_needs_more_is_recorded_in_its_turn(tmp_path: Path) -> None:
+    """The same model and batch, and a loss that takes three times as much."""
+    end = """
+    def costly(model, optimizer):
+        for step in range(8):
+            optimizer.zero_grad()
+            out = model(torch.randn(1024, 128))
+            loss = sum(torch.sin(out * k).cosh().square().mean() for k in range(1, 13))
+            loss.backward()
+            print("between")
+            optimizer.step()
+            print(repr(loss.item()))
+
+    model = blocks(128)
+    costly(model, torch.optim.Adam(model.parameters()))
+"""
+    ran = _ran(tmp_path, "9MiB", end=end)
+    (loop,) = ran.loops
+    assert loop["observed"]["steps"] >= 2
+    assert loop["planned"]["peak_bytes"] > loop["plan"]["budget_bytes"]  # once
+    assert "a step that was recorded" not in ran.fitting["verdict"]["why"]
+
+
+def test_a_make_is_of_names_shapes_and_classes_and_not_of_values() -> None:
+    def net(width: int = 4) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4))
+
+    assert make_of(net()) == make_of(net())
+    assert make_of(net()) != make_of(net(5))
+    assert make_of(net()) != make_of(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)))
+    assert make_of(net()) != make_of(net().double())
+    assert make_of(net()) != make_of(net().requires_grad_(False))
+    with_norm = [nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))) for _ in range(2)]
+    assert make_of(with_norm[0]) == make_of(with_norm[1])
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    assert are_named(["SGD"], [optimizer])
+    assert not are_named(["SGD"], [])
+    assert not are_named(["SGD", "Adam"], [optimizer])
