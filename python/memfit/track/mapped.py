@@ -27,6 +27,10 @@ _WITHIN = 1
 """Where in a block the count has it: at its beginning it would pass for the allocator's."""
 
 
+_MOST_OTHERS = 1 << 14
+"""So many tensors in other memory are remembered."""
+
+
 @dataclass(slots=True, frozen=True)
 class _Written:
     """A tensor in a mapped file that was counted: its storage, and where the count has it."""
@@ -64,6 +68,8 @@ class MappedFiles:
             if start + _WITHIN in self._counted:
                 continue  # tied to another
             if not any(first <= start < end for first, end in ranges):
+                if len(self._others) >= _MOST_OTHERS:  # most are gone: memfit maps state each step
+                    self._others.clear()
                 self._others.add((start, storage._cdata))
                 continue
             address = start + _WITHIN

@@ -85,7 +85,7 @@ class _Mapped:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it has been written since."""
-        return tensor._version != self.version or _sample(tensor) != self.sample
+        return tensor._version != self.version or bytes_sampled(tensor) != self.sample
 
 
 class HeldInFiles:
@@ -273,7 +273,7 @@ class HeldInFiles:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             exchange_memory(tensor, in_file(storage, place))
-            found = _Mapped(weakref.ref(tensor), tensor._version, _sample(tensor))
+            found = _Mapped(weakref.ref(tensor), tensor._version, bytes_sampled(tensor))
             self._mapped[id(tensor)] = found
             self._seen.pop(id(tensor), None)
             self.count += 1
@@ -372,8 +372,12 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return own
 
 
-def _sample(tensor: Tensor) -> bytes:
-    """A few of a tensor's bytes: of what is written through ``.data`` no version tells."""
+def bytes_sampled(tensor: Tensor) -> bytes:
+    """A few of a tensor's bytes: of what is written through ``.data`` no version tells.
+
+    Args:
+        tensor: The tensor.
+    """
     storage = tensor.untyped_storage()
     start, last = address(storage), storage.nbytes() - _SAMPLE
     if start is None or last < 0:
@@ -430,13 +434,7 @@ def may_go(
         least_bytes: Smaller ones may not.
         untrained: Whether parameters may that nothing trains now.
     """
-    if type(tensor) not in _KINDS:
-        return False
-    if tensor.requires_grad and not (untrained and is_leaf(tensor) and gradient_of(tensor) is None):
-        return False
-    if graph_of(tensor) is not None or tensor.device.type != "cpu":
-        return False
-    if tensor.layout is not torch.strided or _is_special(tensor):
+    if not may_exchange(tensor, untrained=untrained) or tensor.device.type != "cpu":
         return False
     storage = tensor.untyped_storage()
     if is_mapped != is_fixed(tensor) and (is_mapped or not is_from_allocator(storage)):
@@ -444,6 +442,20 @@ def may_go(
     place = address(storage)
     is_own = place is not None and _native.is_counted(place) != is_mapped
     return is_own and storage.nbytes() >= least_bytes and not has_others(storage, 1)
+
+
+def may_exchange(tensor: Tensor, *, untrained: bool = False) -> bool:
+    """Whether a tensor is torch's own and plain, so that it may have other memory.
+
+    Args:
+        tensor: The tensor.
+        untrained: Whether parameters may that nothing trains now.
+    """
+    if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
+        return False
+    if tensor.requires_grad and not (untrained and is_leaf(tensor) and gradient_of(tensor) is None):
+        return False
+    return graph_of(tensor) is None and not _is_special(tensor)
 
 
 def _is_special(tensor: Tensor) -> bool:

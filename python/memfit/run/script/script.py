@@ -33,7 +33,6 @@ from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
-from memfit.run.script.contexts import Nesting
 from memfit.run.script.described import described, found, unplanned
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
@@ -43,7 +42,7 @@ from memfit.run.script.gradients_between import (
     Begin,
     GradientsBetween,
 )
-from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
+from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles, Moves
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
@@ -56,7 +55,9 @@ from memfit.run.script.roots import Roots, Together
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates
+from memfit.run.script.steps_of_others import StepsOfOthers
 from memfit.run.script.strict import Strict
+from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
 from memfit.run.script.wanted import Wanted
 from memfit.track.owners import instances
@@ -99,36 +100,6 @@ class _Running:
         return not keeps_more and self.wanted.is_nothing()
 
 
-class _Uses:
-    """Calls of models and backwards under way, one inside another.
-
-    Only inside these are parameters let go that the loops keep elsewhere. In between, whoever uses
-    one has it in memory for good: a script that saves its model must find all of it.
-    """
-
-    def __init__(self) -> None:
-        self._entered: list[tuple[contextlib.ExitStack, Nesting]] = []
-
-    def begin(self, loops: list[Loop]) -> None:
-        """One begins."""
-        entered = contextlib.ExitStack()
-        for loop in loops:
-            entered.enter_context(loop.placing.in_use())
-        self._entered.append((entered, Nesting()))
-
-    def end(self) -> None:
-        """The one that began last is over."""
-        if self._entered:
-            entered, nesting = self._entered.pop()
-            with nesting.cleared():
-                entered.close()
-
-    def end_all(self) -> None:
-        """All are taken to be over."""
-        while self._entered:
-            self.end()
-
-
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
 
@@ -153,7 +124,7 @@ class AdoptedScript:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots = Roots()
-        self._uses = _Uses()
+        self._uses = Uses()
         self._loose = LooseUpdates(
             StepUpdates(
                 request,
@@ -161,6 +132,13 @@ class AdoptedScript:
                 self._loose_go_to,
                 self._say,
             )
+        )
+        self._of_others = StepsOfOthers(
+            self._loops,
+            lambda: (self._place_of_state(), self._kept.budget_bytes),
+            self._leave_out_updates,
+            self._step_went_to,
+            self._note,
         )
         self._held = HeldInFiles(request)
         self._gradients = GradientsBetween(request)
@@ -186,6 +164,7 @@ class AdoptedScript:
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a pass, or go on with one; until it returns, what is elsewhere is in use."""
+        self._of_others.pause()
         self._pass_of(module, args, kwargs)
         self._uses.begin(self._loops)
 
@@ -326,6 +305,11 @@ class AdoptedScript:
                 self._goes_to(place, GRADIENTS_IN_FILES)
             self._state_waits(size_bytes)
 
+    def _place_of_state(self) -> str:
+        """Where state in no plan may go; empty for nowhere."""
+        forbid = self._request.options.forbid
+        return "" if "offload_optimizer" in forbid else self._gradients.place()
+
     def _state_waits(self, more_bytes: int = 0) -> None:
         """Have optimizer state elsewhere where what runs between steps lacks room for it."""
         place = self._gradients.place()
@@ -333,6 +317,7 @@ class AdoptedScript:
             live = _native.counted_bytes()
             for loop in self._loops:
                 loop.placing.let_state_wait(self._optimizers)
+            self._of_others.let_state_wait()
             freed = live - _native.counted_bytes()
             self._gradients.others_went(freed)
             if freed > 0:
@@ -342,13 +327,21 @@ class AdoptedScript:
         """Say where state goes that is in no plan, once where memfit chose the place."""
         self._goes_to(place, LOOSE_STATE)
 
+    def _step_went_to(self, place: str, what: str) -> None:
+        """Know what a step of another's optimizer left in files."""
+        self._gradients.adopt(self._models())
+        self._goes_to(place, what)
+
+    def _note(self, what: str) -> None:
+        for loop in self._loops:
+            loop.notes[what] = None
+
     def _goes_to(self, place: str, what: str) -> None:
         """Say what goes to files, once where memfit chose the place."""
         if self._request.may_choose_place and not self._gradients.is_said:
             self._gradients.is_said = True
             self._say(f"{what}; they lie in `{place}`; `--no-offload` forbids it")
-        for loop in self._loops:
-            loop.notes[what] = None
+        self._note(what)
 
     def failed(self) -> None:
         """The model raised: its pass is over."""
@@ -367,6 +360,7 @@ class AdoptedScript:
 
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
         """
+        self._of_others.pause()
         of_parameters = any(isinstance(it, nn.Parameter) for it in inputs)
         if accumulates:
             recorder = _recorder(self._current)
@@ -408,6 +402,7 @@ class AdoptedScript:
             self._current.running.backward_ended()
             self._in_pieces.close()
         self._uses.end()
+        self.optimizer_works()  # in a closure
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Know it, and let go of models that the script may have let go of: others may come."""
@@ -428,6 +423,7 @@ class AdoptedScript:
         USED_GRADIENTS.require_cleared(optimizer)
         self._optimizers.add(optimizer)
         self._stepping += 1
+        self._of_others.is_called(optimizer, "step")
 
     def updates(self, optimizer: Optimizer) -> None:
         """Make the updates of a step whose state is elsewhere."""
@@ -442,8 +438,34 @@ class AdoptedScript:
             for loop in self._loops:
                 loop.notes[LOOSE_STATE] = None
 
+    def optimizer_works(self) -> None:
+        """It goes on to its updates, unless they were made."""
+        if not self._has_compiled:
+            self._of_others.works()
+
+    def method_begins(self, optimizer: Optimizer, name: str) -> None:
+        """A method of the optimizer's own may use as much as a step."""
+        self._of_others.is_called(optimizer, name)
+        self.optimizer_works()
+
+    def method_ended(self, optimizer: Optimizer, name: str) -> None:
+        """It is over."""
+        self._of_others.returned(optimizer, name)
+
+    def _leave_out_updates(self) -> Moves | None:
+        """Record nothing of the step that is about to begin, whose memory comes and goes."""
+        running = None if self._current is None else self._current.running
+        recorder = _recorder(self._current)
+        if recorder is None or not isinstance(running, ObservedPass) or running.in_forward:
+            return None
+        running.leave_out_updates()
+        if recorder.gradients is not None:
+            recorder.gradients.close()
+        return recorder.moves
+
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""
+        self._of_others.returned(optimizer, "step")
         self._loose.step_ended()
         for loop in self._loops:
             loop.step_ended()
@@ -477,6 +499,7 @@ class AdoptedScript:
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs, but for its optimizer's own."""
         self._has_compiled = True
+        self._of_others.pause()
         for loop in self._loops:
             loop.compiled_runs()
         current = self._current
@@ -508,6 +531,7 @@ class AdoptedScript:
         if self._current is not None and not self._current.running.in_forward:
             self._complete_without_optimizer(self._current)
         self._signals.remove()
+        self._of_others.give_up()
         self._checkpoints.remove()
         BEFORE_RETURN.remove(self._parameter_returns)
         self._end_pass()
@@ -633,6 +657,7 @@ class AdoptedScript:
         if not self._refusal:
             self._refusal = reason
             self._say(f"the script runs unplanned: {reason}")
+            self._of_others.give_up()
             self._uses.end_all()
             self._checkpoints.remove()
             self._end_pass()

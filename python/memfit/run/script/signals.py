@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from memfit.run.script.direct_calls import DirectCalls
 from memfit.run.script.fused import UpdatesMadeError
+from memfit.run.script.own_methods import OwnMethods
 from memfit.track.steps import STEPS
 
 
@@ -63,8 +64,17 @@ class Listener(Protocol):
     def updates(self, optimizer: Optimizer) -> None:
         """It is about to step, called without a closure; what is raised is the script's to see."""
 
+    def optimizer_works(self) -> None:
+        """What of the updates nobody has made is about to be made by the optimizer itself."""
+
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
+
+    def method_begins(self, optimizer: Optimizer, name: str) -> None:
+        """A method is about to run that an optimizer has besides those of torch's."""
+
+    def method_ended(self, optimizer: Optimizer, name: str) -> None:
+        """It is over."""
 
     def saves(self, optimizer: Optimizer) -> None:
         """It is about to be asked for its ``state_dict()``."""
@@ -96,13 +106,14 @@ class Signals:
         self._original_call = nn.Module.__call__
         self._call = self._calling(nn.Module.__call__)
         self._direct_calls = DirectCalls(self._calling)
+        self._own_methods = OwnMethods(self._method)
         self._in_compiled = self._watches_compiled = False
 
     def install(self) -> None:
         """Stand in for what tells of a training step; undone in children that the script forks."""
         self._replace(nn.Module, "__call__", self._call)
         self._direct_calls.install()
-        self._undo.append(self._direct_calls.remove)
+        self._undo += [self._direct_calls.remove, self._own_methods.remove]
         if "torch._dynamo.eval_frame" in sys.modules:
             self._watch_compiled()
         else:
@@ -205,10 +216,26 @@ class Signals:
         @functools.wraps(original)
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread and self._undo:
+                self._own_methods.watch(type(optimizer))
                 self.tell(self._listener.optimizer_made, optimizer)
 
         return make
+
+    def _method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        listener = self._listener
+
+        @functools.wraps(original)
+        def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(optimizer, *args, **kwargs)
+            self.tell(listener.method_begins, optimizer, name)
+            try:
+                return original(optimizer, *args, **kwargs)
+            finally:
+                self.tell(listener.method_ended, optimizer, name)
+
+        return run
 
     def _copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -290,3 +317,4 @@ class Signals:
         if self._undo and not STEPS.has_arguments:
             # Not told: after half of the updates there is no going on as if nothing had been.
             listener.updates(optimizer)
+            self.tell(listener.optimizer_works)

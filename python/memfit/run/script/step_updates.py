@@ -338,7 +338,7 @@ class StepUpdates:
         """
         if executor is not None and executor.subject.optimizer is not optimizer:
             return executor  # another model's, in whose step this one's gradients are not complete
-        if _lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
+        if lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
             return executor
         self._not_fused = self._fusing_refusal(model)
         if executor is None or self._needs is None:
@@ -393,7 +393,7 @@ class StepUpdates:
         Raises:
             OffloadError: State did not come back as it went.
         """
-        if _lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
+        if lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
             return executor
         if executor is None and "%" in str(self._within()):
             return None
@@ -469,8 +469,12 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(chain(trained, model.parameters())).device
 
 
-def _lists_nothing(optimizer: Optimizer) -> bool:
-    """Whether the updates of a step have been made for it, by the plan of another model."""
+def lists_nothing(optimizer: Optimizer) -> bool:
+    """Whether the updates of a step have been made for it.
+
+    Args:
+        optimizer: Whose step has begun.
+    """
     return not any(group["params"] for group in optimizer.param_groups)
 
 
