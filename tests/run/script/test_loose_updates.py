@@ -96,8 +96,35 @@ def test_parts_of_one_module_have_optimizers_of_their_own(tmp_path: Path, steps:
     (loop,) = ran.loops
     assert sorted(loop["optimizers"]) == ["Adam", "AdamW"]
     assert ran.fitting["verdict"]["kept"]
-    assert "MiB before its optimizers step" in ran.stderr
-    assert any(note.startswith("predicted without updates") for note in loop["notes"])
+    assert "before its optimizers step" not in ran.stderr
+    assert not any(note.startswith("predicted without updates") for note in loop["notes"])
+    assert loop["planned"]["peak_bytes"] <= 1.001 * loop["plan"]["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize("foreach", ["", ", foreach=True"])
+@pytest.mark.parametrize(("budget", "offload"), [("100MiB", None), ("48MiB", None), ("30MiB", "x")])
+def test_updates_in_no_plan_are_predicted(
+    tmp_path: Path, foreach: str, budget: str, offload: str | None
+):
+    """As they are made: all at once, one by one, or with their state elsewhere meanwhile."""
+    both = f"[torch.optim.Adam(it.parameters(){foreach}) for it in (decoder, encoder)]"
+    place = None if offload is None else str(tmp_path)
+    (loop,) = inline(tmp_path, budget, PARTS.replace("OPTIMIZERS", both), offload=place).loops
+    measured, predicted = loop["planned"]["peak_bytes"], loop["plan"]["predicted_peak_bytes"]
+    assert measured == pytest.approx(predicted, rel=0.001)
+
+
+def test_the_updates_of_the_second_optimizer_are_said_to_be_too_large(tmp_path: Path):
+    """The pass ends with the step of the first, and fits."""
+    code = ONE.replace("STEPS", "slow.step(); fast.step()").replace(
+        "torch.optim.AdamW(net.head.parameters())",
+        "torch.optim.AdamW(net.head.parameters(), foreach=True)",
+    )
+    ran = inline(tmp_path, "43MiB", code, fitting=["--forbid", "one_by_one"])
+    (loop,) = ran.loops
+    assert loop["plan"]["fits"]
+    assert "in its updates, which no plan lowers, above 43.0 MiB" in ran.stderr
+    assert not ran.fitting["verdict"]["kept"]
 
 
 def test_what_others_options_would_reach_changes_no_plan(tmp_path: Path):

@@ -58,6 +58,41 @@ def test_sparse_gradients_and_inputs_are_planned_round(tmp_path: Path):
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
 
 
+@pytest.mark.parametrize(("budget", "offload"), [("100MiB", "x"), ("100MiB", None), ("40MiB", "x")])
+def test_updates_by_sparse_gradients_are_predicted(
+    tmp_path: Path, budget: str, offload: str | None
+):
+    """They take twice what the rest of the step does: state as large as the table, twice."""
+    ran = inline(
+        tmp_path,
+        budget,
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(50_000, 64, sparse=True), nn.Flatten(), nn.Linear(512, 1)
+    )
+    of_table = torch.optim.SparseAdam([model[0].weight])
+    of_head = torch.optim.SGD(model[2].parameters(), 0.1)
+    for step in range(4):
+        loss = model(torch.randint(0, 50_000, (512, 8))).square().mean()
+        loss.backward()
+        for optimizer in (of_table, of_head):
+            optimizer.step()
+            optimizer.zero_grad()
+        print(repr(loss.item()), repr(model[0].weight.sum().item()))
+    """,
+        offload=None if offload is None else str(tmp_path),
+    )
+    (loop,) = ran.loops
+    measured, predicted = loop["planned"]["peak_bytes"], loop["plan"]["predicted_peak_bytes"]
+    assert measured == pytest.approx(predicted, rel=0.001)
+    is_over = "in its updates, which no plan lowers, above 40.0 MiB" in ran.stderr
+    assert is_over == (budget == "40MiB")
+
+
 BAGS = """
     import torch
     from torch import nn

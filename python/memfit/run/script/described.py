@@ -13,6 +13,9 @@ from memfit.answers import Plan
 from memfit.run.script.loop import Loop
 from memfit.run.script.planned_step import PlannedStep
 
+_EXACT = 0.001
+"""How far off predictions may be, as a part."""
+
 
 def _names(loop: Loop) -> str:
     return " + ".join(f"`{name}`" for name in loop.models)
@@ -38,25 +41,28 @@ def found(loop: Loop, plan: Plan) -> str:
     optimizer = " + ".join(loop.optimizers) or "no optimizer"
     planned = next((it for it in loop.plans if it.plan is plan), None)
     whole = None if planned is None else planned.unplanned_peak_bytes
-    takes = size(whole or plan.unplanned.predicted_peak_bytes)
+    takes = size(max(whole or plan.unplanned.predicted_peak_bytes, loop.placing.update_bytes))
     if whole is None:
         cast = any(action.kind == "autocast" for action in plan.actions)
         takes += " under autocast" if cast else " in pieces of its batch"
     if loop.undoes:
         takes += " without the script's checkpoints"
-    if loop.placing.is_loose:
+    if loop.placing.is_loose and not loop.placing.update_bytes:
         takes += " before its optimizers step"
     head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
+    if plan.fits and loop.placing.most_update_bytes > plan.budget_bytes * (1 + _EXACT):
+        most = f"{size(loop.placing.most_update_bytes)} in its updates, which no plan lowers"
+        return f"{head}: a step takes {most}, above {size(plan.budget_bytes)}"
     if plan.fits and not plan.actions:
         return f"{head}: a step takes {takes}, within {size(plan.budget_bytes)} as it is"
     actions = plan.as_dict()["actions"]
     done = ", ".join(_native.effect(action) for action in actions)
     took = f"step time x {plan.predicted_step_ratio:.2f} ({done})"
-    predicted = size(plan.planned.predicted_peak_bytes)
+    predicted = size(max(plan.planned.predicted_peak_bytes, loop.placing.update_bytes))
     if plan.fits:
         return f"{head}: a step takes {takes}; planned: {predicted}, {took}"
     head = f"{head}: a step takes {takes}, and no plan fits {size(plan.budget_bytes)}"
-    least = plan.minimum_budget_bytes
+    least = max(plan.minimum_budget_bytes, loop.placing.most_update_bytes)
     ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
     if planned is not None and planned.runs_as_recorded:
         took = size(planned.recorded_peak_bytes)
@@ -82,7 +88,7 @@ def described(loop: Loop) -> dict[str, Any]:
         "observed": _counted(loop, "observed"),
         "planned": _counted(loop, "planned"),
         "unplanned": _counted(loop, "unplanned"),
-        "plan": None if latest is None else _plan_described(latest),
+        "plan": None if latest is None else _plan_described(latest, loop.placing.update_bytes),
         "replans": loop.replans,
         "divergence": loop.divergence or None,
         "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],
@@ -91,7 +97,7 @@ def described(loop: Loop) -> dict[str, Any]:
 
 def _of_updates(loop: Loop) -> list[str]:
     """What plans know nothing of, where several optimizers update a model."""
-    knows_none = loop.placing.is_loose and bool(loop.plans)
+    knows_none = loop.placing.is_loose and bool(loop.plans) and not loop.placing.update_bytes
     return ["predicted without updates: plans know none of several optimizers"] * knows_none
 
 
@@ -115,16 +121,18 @@ def _counted(loop: Loop, kind: Any) -> dict[str, int]:
     return {"steps": count.steps, "peak_bytes": count.peak_bytes}
 
 
-def _plan_described(planned: PlannedStep) -> dict[str, Any]:
+def _plan_described(planned: PlannedStep, update_bytes: int) -> dict[str, Any]:
     plan, whole = planned.plan, planned.unplanned_peak_bytes
     more = planned.rounding_bytes  # plans keep it free; it was not there
     return {
         "budget_bytes": plan.budget_bytes,
         "fits": plan.fits,
-        "unplanned_peak_bytes": None if whole is None else whole - more,
-        "predicted_peak_bytes": plan.planned.predicted_peak_bytes - more,
-        "minimum_peak_bytes": None if plan.fits else plan.minimum_peak_bytes - more,
-        "minimum_budget_bytes": None if plan.fits else plan.minimum_budget_bytes,
+        "unplanned_peak_bytes": None if whole is None else max(whole - more, update_bytes),
+        "predicted_peak_bytes": max(plan.planned.predicted_peak_bytes - more, update_bytes),
+        "minimum_peak_bytes": None
+        if plan.fits
+        else max(plan.minimum_peak_bytes - more, update_bytes),
+        "minimum_budget_bytes": None if plan.fits else max(plan.minimum_budget_bytes, update_bytes),
         "predicted_step_ratio": plan.predicted_step_ratio,
         "may_round": planned.step.may_round,
         "actions": [

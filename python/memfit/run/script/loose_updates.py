@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,10 +19,24 @@ from torch.optim import Optimizer
 from memfit.apply.executor import Executor
 from memfit.run.script.loop import Loop
 from memfit.run.script.roots import Together
-from memfit.run.script.step_updates import StepUpdates
+from memfit.run.script.step_updates import StepUpdates, live_bytes, state_bytes
+from memfit.run.script.update_needs import UpdateNeeds, update_needs
 
 LOOSE_STATE = "state of optimizers beside the model's is offloaded between their updates"
 """What is said at the end where that was done."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Recorded:
+    """An optimizer's step that ended a recorded pass.
+
+    Attributes:
+        needs: What its updates take.
+        besides_bytes: What was live when it began, but for the state of all such optimizers.
+    """
+
+    needs: UpdateNeeds
+    besides_bytes: int
 
 
 class LooseUpdates:
@@ -36,6 +51,9 @@ class LooseUpdates:
         self._updates = updates
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._executors: dict[int, Executor] = {}
+        self._recorded: weakref.WeakKeyDictionary[Optimizer, _Recorded] = (
+            weakref.WeakKeyDictionary()
+        )
         # Nobody else holds what they update together.
         self._updated: weakref.WeakKeyDictionary[Optimizer, Together] = weakref.WeakKeyDictionary()
 
@@ -67,6 +85,62 @@ class LooseUpdates:
             return False
         self._executors[id(optimizer)] = executor
         return True
+
+    def recorded_step_begins(
+        self,
+        optimizer: Optimizer,
+        ended: Loop | None,
+        loops: Sequence[Loop],
+        gradients_away_bytes: int,
+    ) -> None:
+        """An optimizer is about to step, in a recorded pass or between passes: so it will later.
+
+        Args:
+            optimizer: The optimizer.
+            ended: The loop whose pass ends with it; ``None`` between passes.
+            loops: The loops so far.
+            gradients_away_bytes: Bytes of all gradients that have no memory now.
+        """
+        if ended is not None:
+            ended.placing.ends = weakref.ref(optimizer)
+        loop = ended or next(reversed(loops), None)
+        if loop is None or loop.root is None or (ended is None and loop.plans):
+            return
+        is_of_other = ended is not None and not loop.placing.updated_by([optimizer])
+        if not (loop.placing.is_loose or is_of_other):
+            return
+        known = self._recorded.get(optimizer)
+        try:
+            needs = update_needs(optimizer, None if known is None else known.needs)
+        except Exception:  # noqa: BLE001 - the script's own step tells of it, if it is one
+            self._recorded.pop(optimizer, None)
+            return
+        here = sum(map(state_bytes, {*self._stepped, optimizer}))
+        live = live_bytes(loop.device) + gradients_away_bytes
+        self._recorded[optimizer] = _Recorded(needs, live - here)
+
+    def foresee(self, loop: Loop) -> None:
+        """Know what updates take that no plan for a loop's steps knows of.
+
+        Args:
+            loop: The loop, which is planned now.
+        """
+        placing = loop.placing
+        ends = placing.ends() if placing.is_loose and placing.ends is not None else None
+        placing.update_bytes = self._foreseen_bytes(ends)
+        found = map(self._foreseen_bytes, list(self._recorded) if placing.update_bytes else ())
+        placing.most_update_bytes = max(found, default=0)
+
+    def _foreseen_bytes(self, optimizer: Optimizer | None) -> int:
+        """Most bytes live at once in the updates of an optimizer; 0 where that is not known."""
+        recorded = None if optimizer is None else self._recorded.get(optimizer)
+        if recorded is None or optimizer is None:
+            return 0
+        live = recorded.besides_bytes + sum(map(state_bytes, {*self._stepped, optimizer}))
+        executor, needs = self._executors.get(id(optimizer)), recorded.needs
+        if executor is not None and executor.state is not None:
+            return live + needs.largest_bytes(optimizer)
+        return live + self._updates.foreseen_bytes(live, needs)
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""

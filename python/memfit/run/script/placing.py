@@ -36,6 +36,10 @@ class Placing:
         waiting: What does for what runs between steps, until the next pass begins.
         is_loose: Whether plans know no optimizer of the model: several update it, or its passes end
             with the step of another's.
+        ends: The optimizer, weakly, whose step ended the latest recorded pass; ``None`` before it.
+        update_bytes: Most bytes live at once in the updates that end passes, where plans know
+            nothing of them; 0 where that is not known.
+        most_update_bytes: The same of all updates in an iteration.
         in_closure: Whether an optimizer calls the model in its step, and reads its state there.
     """
 
@@ -60,6 +64,8 @@ class Placing:
         self.waiting: Executor | None = None
         self.in_closure = False
         self.is_loose = False
+        self.ends: weakref.ref[Optimizer] | None = None
+        self.update_bytes = self.most_update_bytes = 0
         self._root = root
         self._device = device
         self._request = request

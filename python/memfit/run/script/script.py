@@ -434,6 +434,10 @@ class AdoptedScript:
             loop.step_begins(optimizer, own)
         recorder = _recorder(current)
         away = (0, 0) if recorder is None else recorder.gradients_away()
+        ended = None if current is None else current.loop
+        is_of_step = recorder is not None and running is not None and not running.in_forward
+        if (ended is None or is_of_step) and not self._of_others.is_under_way:
+            self._loose.recorded_step_begins(optimizer, ended, self._loops, away[0])
         if self._loose.step_begins(optimizer, self._loops, away):
             for loop in self._loops:
                 loop.notes[LOOSE_STATE] = None
@@ -673,6 +677,7 @@ class AdoptedScript:
     def _planned(self, loop: Loop, plan: Plan) -> None:
         self._kept.resolve(plan.budget_bytes)
         self._hold(loop.device)
+        self._loose.foresee(loop)
         self._say(found(loop, plan))
         peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
         # What several models need together nobody has planned.

@@ -183,12 +183,12 @@ class StepUpdates:
         within = str(self._within())
         if "%" in within or len(optimizers) != 1 or refusal(model, optimizers) is not None:
             return None
-        state_bytes = _state_bytes(optimizers[0])
+        held_bytes = state_bytes(optimizers[0])
         before = peak_bytes or 2 * live_bytes(_device_of(model))
-        needed = before + (state_bytes if is_second else 0)
-        if not state_bytes or needed <= _CLEARLY * _native.parse_budget(within, 0):
+        needed = before + (held_bytes if is_second else 0)
+        if not held_bytes or needed <= _CLEARLY * _native.parse_budget(within, 0):
             return None
-        return self._elsewhere(model, optimizers[0], state_bytes, _device_of(model).type)
+        return self._elsewhere(model, optimizers[0], held_bytes, _device_of(model).type)
 
     def is_tight(self, device: torch.device, peak_bytes: int) -> bool:
         """Whether a recorded pass may take more than there is.
@@ -200,6 +200,20 @@ class StepUpdates:
         within = str(self._within())
         before = peak_bytes or 2 * live_bytes(device)
         return "%" not in within and before > _CLEARLY * _native.parse_budget(within, 0)
+
+    def foreseen_bytes(self, live_bytes: int, needs: UpdateNeeds) -> int:
+        """What updates make at once whose state is in memory, as they are going to be made.
+
+        Args:
+            live_bytes: What is live when they begin.
+            needs: What they take.
+        """
+        within, together = str(self._within()), needs.together_bytes
+        alone = max((took for took, _ in needs.alone.values()), default=0)
+        if "%" in within or "one_by_one" in self._request.options.forbid:
+            return together
+        room_bytes = _native.parse_budget(within, 0) - live_bytes
+        return alone if alone <= room_bytes < together else together
 
     def idle(
         self,
@@ -219,10 +233,10 @@ class StepUpdates:
         Returns:
             It; ``None`` where there is no state in memory, or it stays.
         """
-        state_bytes = _state_bytes(optimizer)
-        if state_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
+        held_bytes = state_bytes(optimizer)
+        if held_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
             return None
-        return self._elsewhere(model, optimizer, state_bytes, device.type, held)
+        return self._elsewhere(model, optimizer, held_bytes, device.type, held)
 
     def waiting(
         self,
@@ -242,12 +256,12 @@ class StepUpdates:
         Returns:
             It; ``None`` where the state stays.
         """
-        state_bytes = _state_bytes(optimizer)
+        held_bytes = state_bytes(optimizer)
         with without_barrier():  # sizes of parameters are asked for, which stay where they are
-            if state_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
+            if held_bytes < LEAST_STATE_BYTES or refusal(model, [optimizer]) is not None:
                 return None
             order = _turns(model, optimizer)
-            directions = state_elsewhere(self._request, state_bytes, device.type, order)
+            directions = state_elsewhere(self._request, held_bytes, device.type, order)
             if directions is None or (held is not None and _actions(held, (NARROW_STATE,))):
                 return None
             subject, kept = Subject(weakref.ref(model), optimizer, warn=False), []
@@ -489,8 +503,12 @@ def _turns(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return found
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state in memory."""
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state in memory.
+
+    Args:
+        optimizer: The optimizer.
+    """
     held = [dict(in_memory(state)) for state in optimizer.state.values()]
     return sum(leaf.nbytes for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
 

@@ -124,6 +124,11 @@ class StepsOfOthers:
         self._under_way: list[tuple[weakref.ref[Optimizer], str]] = []
         self._step: _Step | None = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether only what ops touch is in memory now."""
+        return self._step is not None and self._step.touched is not None
+
     def is_called(self, optimizer: Optimizer, method: str) -> None:
         """A step has been called, or another method of an optimizer's own.
 

@@ -28,6 +28,7 @@ from memfit.run.script.sparse_updates import (
     values_of,
 )
 from memfit.tensors.optimizers import with_room
+from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import gradient_of
 
 
@@ -62,6 +63,21 @@ class UpdateNeeds:
     def new_state_bytes(self) -> int:
         """The state that the next step makes."""
         return self.first_bytes - self.together_bytes
+
+    def largest_bytes(self, optimizer: Optimizer) -> int:
+        """Most bytes of an update by itself, with the state that comes for it.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        most = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self.alone:
+                    of_slice = sum(self.state_bytes[id(parameter)])
+                    of_slice //= state_slices(optimizer, group, parameter)
+                    most = max(most, of_slice + self.alone[id(parameter)][0])
+        return most
 
     @property
     def all_state_bytes(self) -> int:
