@@ -91,6 +91,7 @@ def test_updates_by_sparse_gradients_are_predicted(
     assert measured == pytest.approx(predicted, rel=0.001)
     is_over = "in its updates, which no plan lowers, above 40.0 MiB" in ran.stderr
     assert is_over == (budget == "40MiB")
+    assert ("a step took more in its updates, which no plan lowers" in ran.stderr) == is_over
 
 
 BAGS = """

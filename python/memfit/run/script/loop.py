@@ -185,7 +185,8 @@ class Loop:
             peak_bytes: Most bytes live at once in it.
         """
         departure = ended.departure or (self.refusal if ended.kind == "unplanned" else "")
-        return why_over(ended.kind, peak_bytes, self._latest, departure)
+        updates = self.placing.update_bytes
+        return why_over(ended.kind, peak_bytes, self._latest, departure, updates)
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether this is the loop of a model."""

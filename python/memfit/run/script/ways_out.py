@@ -75,7 +75,11 @@ def _given(option: str) -> str:
 
 
 def why_over(
-    kind: str, peak_bytes: int, planned: PlannedStep | None, departure: str
+    kind: str,
+    peak_bytes: int,
+    planned: PlannedStep | None,
+    departure: str,
+    update_bytes: int = 0,
 ) -> tuple[str, str]:
     """Why a pass was over the budget, if it was, and what would keep the budget.
 
@@ -84,6 +88,7 @@ def why_over(
         peak_bytes: Most bytes live at once in it.
         planned: The step that its plan was made for.
         departure: Why it ran unplanned, or where it left its plan; empty if it did not.
+        update_bytes: Most that updates in no plan take at once; 0 where that is not known.
     """
     larger = f"a budget of {_native.bytes_text(peak_bytes)}"
     if kind == "observed":
@@ -91,9 +96,14 @@ def why_over(
     if kind == "unplanned":
         return f"a step ran unplanned: {departure or 'nothing was planned for it'}", larger
     if planned is None or planned.plan.fits:
-        if departure:
-            return f"a step left its plan: {departure}", larger
-        return "a step took more than the plan for it foresaw", larger
+        is_of_updates = planned is not None and update_bytes > planned.plan.budget_bytes
+        what = (
+            "in its updates, which no plan lowers"
+            if is_of_updates
+            else "than the plan for it foresaw"
+        )
+        left = f"a step left its plan: {departure}"
+        return (left if departure else f"a step took more {what}"), larger
     if planned.runs_as_recorded:
         return "no plan fits, and a step that runs as it was recorded takes more", larger
     lowest = _native.bytes_text(planned.plan.minimum_peak_bytes)
