@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ran import Ran, inline
+from ran import inline
 from torch import nn
 from torch.nn.utils import parametrizations
 
