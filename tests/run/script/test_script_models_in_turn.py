@@ -101,7 +101,7 @@ def test_a_make_is_of_names_shapes_and_classes_and_not_of_values() -> None:
     assert make_of(net()) != make_of(net(5))
     assert make_of(net()) != make_of(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)))
     assert make_of(net()) != make_of(net().double())
-    assert make_of(net()) != make_of(net().requires_grad_(False))
+    assert make_of(net()) != make_of(net().requires_grad_(requires_grad=False))
     with_norm = [nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))) for _ in range(2)]
     assert make_of(with_norm[0]) == make_of(with_norm[1])
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -45,6 +44,7 @@ from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
+from memfit.run.script.recordings import MAX_RECORDINGS, Recordings
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
 from memfit.run.script.shrinking import GivingWay
@@ -56,18 +56,8 @@ from memfit.run.script.ways_out import offers, ways_out, why_over
 MAX_OBSERVED = 8
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
 
-MAX_RECORDED_AGAIN = 2
-"""Times that steps of the same sizes are recorded again since one left its plan: what depends on
-values, as routes and lengths do, is seldom as it was."""
-
 _RESERVE = 1 / 64
 """Part of the budget that is left for sizes that depend on values, once steps are known to."""
-
-MAX_RECORDINGS = 256
-"""Passes that are recorded; accumulated gradients take many for one step."""
-
-MAX_GIVEN_UP = 2
-"""Calls of one kind that are recorded one after the other and get no backward."""
 
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
@@ -97,6 +87,7 @@ class Loop:
         evaluations: What is known of calls without gradients that have parameters elsewhere.
         placing: Where its parameters and the optimizer's state are.
         need: Whether its passes need room that others take.
+        recordings: What became of its passes.
     """
 
     def __init__(
@@ -161,10 +152,7 @@ class Loop:
         self._looks_again = False
         self._kept: tuple[Key, Observation] | None = None
         self._pending: tuple[Key, Observation] | None = None
-        self._diverged: set[Key] = set()
-        self._recorded_again: Counter[Key] = Counter()
-        self._given_up: Counter[Key] = Counter()
-        self._recordings = 0
+        self.recordings = Recordings()
         self._without = [_PARAMETERS] if are_lent(root) else []
         self._latest: PlannedStep | None = None
         self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -233,20 +221,11 @@ class Loop:
         self.models.update(dict.fromkeys(class_names(other)))
         return True
 
-    def forward_was(self, key: Key, *, given_up: bool) -> None:
-        """A pass is over; one of its kind that gets a backward at last is worth recording.
-
-        Args:
-            key: Its key.
-            given_up: Whether backward never began.
-        """
-        self._given_up[key] = self._given_up[key] + 1 if given_up else 0
-
     @property
     def may_train(self) -> bool:
         """Whether steps update the model, or it is not known yet that they do not."""
         has_stepped = any(count.steps for count in self.counts.values())
-        return has_stepped or not any(self._given_up.values())
+        return has_stepped or not self.recordings.some_are_given_up
 
     def rest(self) -> None:
         """Let go of the model until the next pass."""
@@ -381,12 +360,12 @@ class Loop:
 
         self._giving_way.between_steps(self.plans.all, outside, place)
         self.need.pass_begins()
-        diverged = key in self._diverged
+        diverged = self.recordings.has_left_plan(key)
         planned = self.plans.chosen(key, outside, self._planning(outside), diverged=diverged)
         outside = planned.besides(outside)
         self._make_room(planned, outside)
         self._require_fits(planned, outside)
-        is_safe = self._recorded_again[key] and planned.is_safe_as_recorded
+        is_safe = self.recordings.is_again(key) and planned.is_safe_as_recorded
         gives_way = self.need.is_of_others and planned.may_run_as_recorded
         if planned.runs_as_recorded or is_safe or gives_way:
             self._latest = planned
@@ -422,12 +401,10 @@ class Loop:
             self._strict.require(planned.plan, ways)
 
     def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:
-        if self._given_up[key] >= MAX_GIVEN_UP:
+        if self.recordings.is_given_up(key):
             return Pass(self.device, "calls like it, with gradients on, got no backward")
-        self._recorded_again[key] += key in self._diverged
-        self._diverged.discard(key)
-        self._recordings += 1
-        if self._recordings > MAX_RECORDINGS:
+        self.recordings.begins(key)
+        if self.recordings.are_too_many:
             self.refuse(f"no step came to its end in {MAX_RECORDINGS} passes")
             return Pass(self.device)
         self._room.whole()
@@ -470,7 +447,7 @@ class Loop:
             if where:
                 if not is_given_up:  # else it was no step, which memfit cannot know before
                     self.divergence = self.divergence or where
-                    self._diverged.add(key)
+                    self.recordings.left_plan(key)
                 self._choose_place(executor.subject.strays_to)
             elif left:
                 planned.left = []
@@ -565,7 +542,7 @@ class Loop:
             if planned.is_foreseen:
                 self.plans.distrust()
             else:
-                self._diverged.add(planned.key)  # it is recorded of this model
+                self.recordings.left_plan(planned.key)  # it is recorded of this model
 
     def _choose_place(self, place: str) -> None:
         if place and self._request.may_choose_place:
@@ -596,11 +573,11 @@ class Loop:
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:
             return False
-        if self._given_up[key] >= MAX_GIVEN_UP and self.plans:
+        if self.recordings.is_given_up(key) and self.plans:
             return False  # an evaluation with gradients on: the nearest plan keeps least of it
         if self._looks_again or self._pending is not None:
             return True
-        if key in self._diverged and self._recorded_again[key] < MAX_RECORDED_AGAIN:
+        if self.recordings.asks_for_another(key):
             return True
         return self._asks_for_more(key) or self.plans.must_record(key)
 
@@ -658,7 +635,7 @@ class Loop:
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
-        outside += int(self.budget_bytes() * _RESERVE) if self._recorded_again[key] else 0
+        outside += int(self.budget_bytes() * _RESERVE) if self.recordings.is_again(key) else 0
         outside += observation.remains.graph_bytes
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)

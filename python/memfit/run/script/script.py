@@ -637,10 +637,10 @@ class AdoptedScript:
             self._checkpoints.end_pass()
             loop, kind = current.loop, current.running.kind
             if not current.running.in_forward:
-                loop.forward_was(current.key, given_up=False)
+                loop.recordings.forward_was(current.key, given_up=False)
             elif current.is_given_up():
                 might_train = loop.may_train
-                loop.forward_was(current.key, given_up=True)
+                loop.recordings.forward_was(current.key, given_up=True)
                 if might_train and not loop.may_train:
                     self._held.look_anew()  # at a teacher, say
             peak = current.running.end()
