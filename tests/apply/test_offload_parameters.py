@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from handmade import record
 from test_offload import _overwrite_stored_files
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
+from memfit.apply.executor import Executor, Subject
+from memfit.apply.offload.activations import Outgoing
+from memfit.apply.offload.parameters import bring_parameters_home, is_offloaded
 from memfit.apply.offload.tiers import DiskTier
 from memfit.errors import OffloadError, UsageError
 from memfit.measure import measure_peak, static_tensors
@@ -22,6 +27,7 @@ from memfit.measure.peak import storage_bytes
 from memfit.run.fitted import Fitted
 from memfit.tensors.barrier import owner_of, without_barrier
 from memfit.tensors.storage import is_fixed
+from memfit.track import cpu
 from memfit.verify.eager import verify
 from memfit.workload import Workload
 
@@ -545,3 +551,56 @@ def test_files_are_gone_after_it(tmp_path):
     with Fitted(workload, plan(workload, fuse=True), offload_dir=tmp_path) as fitted:
         fitted.step()
     assert list(Path(tmp_path).iterdir()) == []
+
+
+class Chosen(nn.Module):
+    """Runs other ops than its plan says where it is told to, between uses of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.astray = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x.mul(0.5).sigmoid() if self.astray else x.tanh()
+        return x
+
+
+def test_what_is_saved_of_a_parameter_stays_where_the_step_has_left_its_plan(tmp_path, monkeypatch):
+    """Its memory is newer than the forward, in which it was fetched, and is let go at any op."""
+    assert cpu.start() is None
+    torch.manual_seed(0)
+    model, batch = Chosen(), torch.randn(64, 128)
+    workload = Workload(model, batch, square, None)
+    ops = record(model, lambda: square(model, batch), backward=True)
+    actions = [
+        *plan(workload, room=2 * model.layers[0].weight.nbytes)["actions"],
+        {"kind": "remat", "promise": "exact", "remat": ops.remat(lambda _: False)},
+    ]
+    sent = []
+    send = Outgoing.send
+
+    def seen(outgoing, fetch, source):
+        sent.append(is_offloaded(source.untyped_storage()))
+        send(outgoing, fetch, source)
+
+    monkeypatch.setattr(Outgoing, "send", seen)
+    model.astray = True
+    square(model, batch).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    subject = Subject(weakref.ref(model), strays_to=str(tmp_path), warn=False)
+    executor = Executor({"actions": actions}, subject)
+    executor.place()
+    with executor.running():
+        with executor.forward():
+            loss = square(model, batch)
+        loss.backward()
+    assert executor.diverged
+    assert sent
+    assert not any(sent)
+    bring_parameters_home(model)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)

@@ -31,6 +31,7 @@ from memfit.apply.offload.parameters import (
     ParameterDirections,
     ParametersElsewhere,
     bring_parameters_home,
+    is_offloaded,
 )
 from memfit.apply.offload.sliced_state import SlicedState
 from memfit.apply.offload.state_view import AwayState, bring_home
@@ -193,6 +194,7 @@ def _activations(subject: Subject, actions: Actions) -> Part:
         shrink=_said(actions, "shrink"),
         warn=subject.warn,
         strays=lambda: _strays(subject, tier),
+        outlasts=is_offloaded,
         not_called=subject.not_called,
     )
 

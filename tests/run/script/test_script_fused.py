@@ -179,6 +179,29 @@ def test_a_loop_that_adds_to_the_gradients_of_the_one_before_is_told(tmp_path: P
         assert "--forbid fuse_optimizer" in ran.stderr
 
 
+def test_another_optimizer_that_has_not_stepped_may_be_the_one_to_step(tmp_path: Path):
+    """The first one lives on, and its updates ran inside backward so far."""
+    code = (
+        TRAINING.rstrip()
+        + AT_ONCE
+        + """
+    first = optimizer
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for step in range(4):
+        loss = model(torch.randn(8, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    torch.save([model.state_dict(), optimizer.state_dict()], "after.pt")
+"""
+    )
+    ran = inline(tmp_path, "75%", code, fuses=True)
+    assert "after.pt" in ran.files
+    left = "the optimizer stays out of backward: there is another one, which has not stepped yet"
+    assert any(left in loop["notes"] for loop in ran.loops)
+
+
 LATER = {
     "a hook on the optimizer": """
         if step == 3:

@@ -181,3 +181,47 @@ def test_parameters_that_are_lent_for_a_call_are_not_asked_for_gradients(tmp_pat
     ran = inline(tmp_path, "2MiB", LENT, offload=str(tmp_path / "disk"))
     assert "not a leaf" not in ran.stderr
     assert sum(loop["planned"]["steps"] for loop in ran.loops) >= 2
+
+
+def test_gradients_asked_of_what_is_no_parameter_of_the_model_are_part_of_the_step(tmp_path: Path):
+    """Weights of tasks, which a balance of their gradients trains, as in GradNorm."""
+    ran = inline(
+        tmp_path,
+        "70%",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = [it for _ in range(6) for it in (nn.Linear(128, 128), nn.GELU())]
+            self.body = nn.Sequential(*layers)
+            self.heads = nn.ModuleList(nn.Linear(128, 1) for _ in range(2))
+        def forward(self, x):
+            shared = self.body(x)
+            return [head(shared) for head in self.heads]
+
+    model, weights = Tasks(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    last = model.body[-2].weight
+    for step in range(8):
+        losses = torch.stack([it.square().mean() for it in model(torch.randn(1024, 128))])
+        norms = torch.stack([
+            torch.autograd.grad(w * loss, last, retain_graph=True, create_graph=True)[0].norm()
+            for w, loss in zip(weights, losses)
+        ])
+        balance = (norms - norms.mean().detach()).abs().sum()
+        optimizer.zero_grad()
+        weights.grad = torch.autograd.grad(balance, weights, retain_graph=True)[0]
+        losses.sum().backward()
+        optimizer.step()
+        print(repr(losses.sum().item()), repr(weights.grad.sum().item()))
+    """,
+        offload="chosen",
+    )
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    assert loop["planned"]["steps"] >= 4
+    assert ran.fitting["verdict"]["kept"], ran.stderr

@@ -65,6 +65,19 @@ BEFORE_RETURN: list[Callable[[int], None]] = []
 steps."""
 
 
+def is_offloaded(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is that of a parameter that comes and goes.
+
+    Its memory is newer than what is made while a parameter is elsewhere, and let go again when the
+    room for parameters wants it: nobody else may send it anywhere.
+
+    Args:
+        storage: The storage.
+    """
+    everywhere = [it._placed for it in _placed]
+    return any(it is not None and storage._cdata in it.by_storage for it in everywhere)
+
+
 @dataclass(slots=True, frozen=True)
 class ParameterDirections:
     """A plan's ``offload_parameters`` action, read and checked.

@@ -73,6 +73,7 @@ class Rematerialiser(Part):
         shrink: Mapping[str, Any] | None = None,
         warn: bool = True,
         strays: Callable[[], Tier | None] = lambda: None,
+        outlasts: Callable[[torch.UntypedStorage], bool] = lambda _: False,
         not_called: Iterable[str] = (),
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
@@ -87,6 +88,7 @@ class Rematerialiser(Part):
             warn: Whether to warn, once, when the model leaves the plan.
             strays: Makes the place for all that is saved after the model has left the plan, where
                 nothing is stored otherwise.
+            outlasts: Whether a storage is older than a forward though its memory may be newer.
             not_called: Paths of modules that the recorded step did not call: a forward that calls
                 one has left the plan.
 
@@ -108,7 +110,7 @@ class Rematerialiser(Part):
         self._warned = not warn
         self.overflow = ""
         self._warns = warn
-        self._strays_to = strays
+        self._strays_to, self._outlasts = strays, outlasts
         self._stays: list[weakref.ref[Stay]] = []
         self._active: _Forward | None = None
         self._last: _Forward | None = None
@@ -151,7 +153,8 @@ class Rematerialiser(Part):
         self._diverged = False
         transits = self._transits()
         strays = partial(self._strays, transits)
-        running = _Forward(self._directions, self._on_divergence, transits, strays)
+        watch = Watch(self._directions, self._on_divergence, transits, strays, self._outlasts)
+        running = _Forward(watch, transits)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
         for module in self._not_called:
@@ -330,15 +333,9 @@ class _Forward:
         on_leaving: Called once, when it does.
     """
 
-    def __init__(
-        self,
-        directions: Directions,
-        on_divergence: Any,
-        transits: dict[Goal, Transit],
-        strays: Callable[[], Transit | None],
-    ) -> None:
+    def __init__(self, watch: Watch, transits: dict[Goal, Transit]) -> None:
         self.transits = transits
-        self.watch = Watch(directions, on_divergence, transits, strays)
+        self.watch = watch
         stored = transits.get("offload")
         self.replayer = Replayer(stored.ahead if stored is not None else None)
         self.is_astray = False

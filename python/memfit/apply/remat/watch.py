@@ -133,6 +133,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_divergence: Callable[[str], None],
         transits: Mapping[Goal, Transit] | None = None,
         strays: Callable[[], Transit | None] = lambda: None,
+        outlasts: Callable[[torch.UntypedStorage], bool] = lambda _: False,
     ) -> None:
         """Create a watch for one forward.
 
@@ -142,6 +143,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             transits: By where it goes, what takes what is stored or shrunk; what has none is kept.
             strays: Asked once, when the model has left the plan, for what takes everything that is
                 saved from there on; ``None`` for nothing.
+            outlasts: Whether a storage is older than the forward though its memory may be newer.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = Observations()
@@ -154,6 +156,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_divergence = on_divergence
         self._transits = {} if transits is None else transits
         self._ask_strays = strays
+        self._outlasts = outlasts
         self._strays: Transit | None = None
         self._since = _native.last_event()
         self._off: int | None = None
@@ -586,7 +589,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         storage = tensor.untyped_storage()
         place = address(storage) if storage.device.type == "cpu" else None
-        if place is None or storage.nbytes() < SMALLEST_STRAY:
+        if place is None or storage.nbytes() < SMALLEST_STRAY or self._outlasts(storage):
             return False
         made = _native.block_event(place)
         if not self._following:

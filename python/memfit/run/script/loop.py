@@ -83,6 +83,7 @@ class Loop:
         differentiates_more: Whether gradients are asked for on the way, or backwards run that no
             result of a model leads to, as from what a model keeps.
         undoes: Whether the latest plan is one without the script's own checkpoints.
+        has_rival: Whether an optimizer that has never stepped may be the one that steps next.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
         placing: Where its parameters and the optimizer's state are.
@@ -132,7 +133,7 @@ class Loop:
         self.replans = 0
         self.notes: dict[str, None] = {}
         self.differentiates_more = False
-        self.undoes = False
+        self.undoes = self.has_rival = False
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
         self.cut_ops = CutOps()
@@ -262,7 +263,7 @@ class Loop:
             UpdatesMadeError: The updates of the backward before were made without a step.
         """
         planned = self.placing.executor if isinstance(running, PlannedPass) else None
-        left = self._updates.backward_begins(planned)
+        left = self._updates.backward_begins(planned, has_rival=self.has_rival)
         if left:
             self._leave = ("fuse_optimizer", f"the optimizer stays out of backward: {left}")
 

@@ -49,6 +49,7 @@ from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import ObservedPass, Pass
+from memfit.run.script.placing import updated_by
 from memfit.run.script.planned_step import Call, Key
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, Together
@@ -203,6 +204,8 @@ class AdoptedScript:
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
         known = self._known(loop)
+        unused = self._made.difference(self._optimizers)
+        loop.has_rival = bool(unused and updated_by(root, unused))
         if loop.need.is_of_state():
             idle = self._optimizers.difference(loop.placing.planned_with(known))
             for other in self._loops:
@@ -361,7 +364,9 @@ class AdoptedScript:
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
         """
         self._of_others.pause()
-        of_parameters = any(isinstance(it, nn.Parameter) for it in inputs)
+        model = None if self._current is None else self._current.loop.root
+        own = set() if model is None else set(map(id, model.parameters()))
+        of_parameters = any(id(it) in own for it in inputs)
         if accumulates:
             recorder = _recorder(self._current)
             if recorder is None or recorder.gradients is None:
