@@ -150,7 +150,7 @@ class Loop:
         self._strict = strict
         self._checkpoints = checkpoints
         self._undoes = False
-        self._looks_again = False
+        self._looks_again = self._has_offered = False
         self._kept: tuple[Key, Observation] | None = None
         self._pending: tuple[Key, Observation] | None = None
         self.recordings = Recordings()
@@ -671,8 +671,8 @@ class Loop:
         self._consider_ways(planned, made, step.pieces, call)
         self._looks_again |= self.cut_ops.may_help(fits=made.fits)
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
-        if not made.fits:
-            budget = self._room.within(self._budget)
+        if not (made.fits or self._has_offered):  # each way takes as long as a plan
+            budget, self._has_offered = self._room.within(self._budget), True
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
         if made.fits or (little and not (self._looks_again or self._asks_for_more(key))):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
