@@ -84,6 +84,7 @@ class Loop:
             result of a model leads to, as from what a model keeps.
         undoes: Whether the latest plan is one without the script's own checkpoints.
         has_rival: Whether an optimizer that has never stepped may be the one that steps next.
+        went_in_step: Whether the script has let go of the model in the middle of a step.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
         placing: Where its parameters and the optimizer's state are.
@@ -133,7 +134,7 @@ class Loop:
         self.replans = 0
         self.notes: dict[str, None] = {}
         self.differentiates_more = False
-        self.undoes = self.has_rival = False
+        self.undoes = self.has_rival = self.went_in_step = False
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
         self.cut_ops = CutOps()
@@ -191,7 +192,8 @@ class Loop:
         Returns:
             Whether it does.
         """
-        if self.root is not None or self.refusal or not self.plans.may_be_anothers():
+        is_over = self.root is None and self.placing.held is None and not self.went_in_step
+        if not is_over or self.refusal or not self.plans.may_be_anothers():
             return False
         own = updated_by(root, made)
         if make_of(root) != self._make or not are_named(self.optimizers, own):

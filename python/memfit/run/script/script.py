@@ -55,7 +55,7 @@ from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, Together
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
-from memfit.run.script.step_updates import StepUpdates
+from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.steps_of_others import StepsOfOthers
 from memfit.run.script.strict import Strict
 from memfit.run.script.uses import Uses
@@ -148,7 +148,7 @@ class AdoptedScript:
         self._in_pieces = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
         self._copies: RemovableHandle | None = None
-        self._stepping = 0
+        self._stepping = self._uncollected = 0
         self._thread = threading.get_ident()
         self._refusal = ""
 
@@ -418,10 +418,15 @@ class AdoptedScript:
             self._loose.rest()
             for loop in self._loops:
                 loop.rest()
-            # A model before and its optimizer may hold each other, or one of them is there still.
-            is_left = len(self._made) > 1 or any(loop.root is not None for loop in self._loops)
-            if is_left and any(loop.need.is_of_garbage() for loop in self._loops):
+            live = self._live_bytes()
+            # A model before and its optimizer may hold each other. Not if nothing has come since.
+            if live > self._uncollected and any(it.need.is_of_garbage() for it in self._loops):
                 gc.collect()
+                self._uncollected = self._live_bytes()
+
+    def _live_bytes(self) -> int:
+        """Bytes live where the loops are."""
+        return sum(map(live_bytes, {loop.device for loop in self._loops}))
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer, which is about to step."""
@@ -609,6 +614,7 @@ class AdoptedScript:
         """A step is complete: an optimizer has stepped, or there is none."""
         loop, running = current.loop, current.running
         if loop.root is None:  # the script has let go of the model since forward
+            loop.went_in_step = True
             self._end_pass()
             self._model_went(loop)
             return
