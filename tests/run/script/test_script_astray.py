@@ -117,9 +117,12 @@ SOLVED = """
 
 
 def test_what_has_left_its_plan_before_runs_as_recorded(tmp_path: Path):
-    """Its plan keeps in memory what there is room for, which another pass would need."""
+    """Its plan keeps in memory what there is room for, which another pass would need: 6 MiB more.
+
+    One write of 1 MiB may be under way when it leaves its plan, or be over: 12.1 or 13.1 MiB.
+    """
     (tmp_path / "disk").mkdir()
-    ran = inline(tmp_path, "13MiB", NET + SOLVED, offload=str(tmp_path / "disk"))
+    ran = inline(tmp_path, "13.5MiB", NET + SOLVED, offload=str(tmp_path / "disk"))
     (loop,) = ran.loops
     assert loop["divergence"]
     assert ran.fitting["verdict"]["kept"], ran.stderr
