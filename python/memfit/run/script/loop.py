@@ -63,6 +63,8 @@ MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
 
 _PARAMETERS = "offload_parameters"
+_FUSE = "fuse_optimizer"
+_RIVAL = "the optimizer stays out of backward: there is another one, which has not stepped yet"
 
 
 class Loop:
@@ -265,9 +267,9 @@ class Loop:
             UpdatesMadeError: The updates of the backward before were made without a step.
         """
         planned = self.placing.executor if isinstance(running, PlannedPass) else None
-        left = self._updates.backward_begins(planned, has_rival=self.has_rival)
+        left = self._updates.backward_begins(planned)
         if left:
-            self._leave = ("fuse_optimizer", f"the optimizer stays out of backward: {left}")
+            self._leave = (_FUSE, f"the optimizer stays out of backward: {left}")
 
     def backward_ended(self) -> None:
         """Backward has run."""
@@ -315,7 +317,7 @@ class Loop:
     def compiled_runs(self) -> None:
         """Something compiled runs in the script, in this loop or elsewhere."""
         if self._updates.compiled_runs():
-            self._leave = ("fuse_optimizer", "")
+            self._leave = (_FUSE, "")
 
     def begin(
         self, call: Call, optimizers: Iterable[Optimizer], *, in_closure: bool = False
@@ -335,6 +337,8 @@ class Loop:
         own = self.placing.planned_with(optimizers)
         self._updates.require_none_waiting()
         try:
+            if self.has_rival and self.plans and _FUSE not in self._without:
+                self._plan_without(_FUSE, _RIVAL)
             leave, self._leave = self._leave, None
             if leave is not None:
                 self._plan_without(*leave)

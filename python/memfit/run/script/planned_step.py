@@ -302,7 +302,7 @@ class PlannedStep:
             outside_bytes: What it takes the script to hold besides.
         """
         less = self.outside_bytes - outside_bytes
-        if self.recorded_peak_bytes:  # the recording had that in memory too, or did not have this
+        if less > 0 and self.recorded_peak_bytes:  # the recording had it in memory, too
             self.recorded_peak_bytes = max(self.recorded_peak_bytes - less, 1)
         self.plan, self.outside_bytes, self.held_bytes = plan, outside_bytes, None
         self.wider = self.executor = None

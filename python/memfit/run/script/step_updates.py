@@ -113,12 +113,11 @@ class StepUpdates:
 
     # Backward
 
-    def backward_begins(self, executor: Executor | None, *, has_rival: bool) -> str:
+    def backward_begins(self, executor: Executor | None) -> str:
         """Backward is about to run.
 
         Args:
             executor: Carries out the plan of the pass; ``None`` without one.
-            has_rival: Whether another optimizer than that of the plan may step next.
 
         Returns:
             Why updates that the plan wants inside backward cannot be there; empty where they can.
@@ -131,10 +130,7 @@ class StepUpdates:
         self._backward = calling_site()
         fuses = executor is not None and executor.fuse
         self._fused.looks.on_look = None
-        left = ""
-        if executor is not None and fuses:
-            rival = "there is another one, which has not stepped yet"
-            left = rival if has_rival else self._fused.begin(executor)
+        left = self._fused.begin(executor) if executor is not None and fuses else ""
         self._fused.looks.begin()  # from here to the next one
         return left
 
