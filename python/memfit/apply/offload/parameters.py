@@ -68,8 +68,8 @@ steps."""
 def is_offloaded(storage: torch.UntypedStorage) -> bool:
     """Whether a storage is that of a parameter that comes and goes.
 
-    Its memory is newer than what is made while a parameter is elsewhere, and let go again when the
-    room for parameters wants it: nobody else may send it anywhere.
+    Such a parameter gets new memory whenever an op needs it, so its memory may be younger than the
+    forward, and any op may free it again to make room. Nothing else may write it to a file.
 
     Args:
         storage: The storage.

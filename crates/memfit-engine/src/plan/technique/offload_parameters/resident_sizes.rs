@@ -60,7 +60,7 @@ impl Planner<'_> {
         variants.into_iter().map(|variant| (variant, 1))
     }
 
-    /// Whether updates may run inside backward where parameters are elsewhere.
+    /// Whether updates may run inside backward while parameters are offloaded.
     fn may_fuse_with_rooms(&self) -> bool {
         !self.request.own_backward && fuse_optimizer::refusal(self.trace, self.request).is_none()
     }
