@@ -364,7 +364,7 @@ class AdoptedScript:
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
         """
         self._of_others.pause()
-        model = None if self._current is None else self._current.loop.root
+        model = None if self._current is None or not inputs else self._current.loop.root
         own = set() if model is None else set(map(id, model.parameters()))
         of_parameters = any(id(it) in own for it in inputs)
         if accumulates:
