@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ran import inline
 
+from memfit.run.script.gradients_between import GRADIENTS_IN_FILES
+
 ACCUMULATED = """
     import torch
     from torch import nn
@@ -46,4 +48,12 @@ def test_gradients_that_passes_add_to_are_in_files_while_one_is_recorded(
     ran = inline(tmp_path, "38MiB", ACCUMULATED.format(before=before), offload="chosen")
     (loop,) = ran.loops
     assert loop["plan"]["fits"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_gradients_stay_while_nobody_knows_the_budget(tmp_path: Path) -> None:
+    """It is a part of a step that is recorded still, and all of it has room."""
+    ran = inline(tmp_path, "100%", ACCUMULATED.format(before="pass"), offload="chosen")
+    (loop,) = ran.loops
+    assert GRADIENTS_IN_FILES not in loop["notes"]
     assert ran.fitting["verdict"]["kept"], ran.stderr

@@ -237,9 +237,11 @@ class AdoptedScript:
         recorder, moves = _recorder(self._current), None
         if recorder is not None and recorder.gradients is not None:
             recorder.gradients.place, moves = self._gradients.place(), recorder.moves
+        budget_bytes = self._kept.budget_bytes
         counts_on_it = any(it.step.gradients_wait for it in loop.plans)
-        if recorder is not None or (running.kind == "planned" and counts_on_it):
-            place = self._gradients.go(self._kept.budget_bytes, self._models(), moves)
+        lacks_plan = recorder is not None and budget_bytes > 0
+        if lacks_plan or (running.kind == "planned" and counts_on_it):
+            place = self._gradients.go(budget_bytes, self._models(), moves)
             if place:
                 self._goes_to(place, GRADIENTS_IN_FILES)
 
