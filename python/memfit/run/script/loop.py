@@ -482,10 +482,7 @@ class Loop:
     def _plan_without(self, kind: str, note: str) -> None:
         """Plan all steps again without a technique that has turned out not to do."""
         self._without.append(kind)
-        changed = [it for it in self.plans if any(a.kind == kind for a in it.plan.actions)]
-        for planned in self.plans:
-            planned.step.forbid(kind)
-            planned.lowest = None
+        changed = self.plans.forbid(kind)
         if not changed:
             return
         self.placing.executor = None

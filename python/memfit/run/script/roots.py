@@ -2,8 +2,8 @@
 
 A model may be called by its parts: by a method of its own that is not ``forward``, by the script
 itself, or because it is no module at all. What a plan is made for then is all that the part's
-optimizer updates. Responsible for finding that. Not responsible for when passes begin and end
-(:mod:`memfit.run.script.script`).
+optimizer updates. Responsible for finding that, and for whether a call makes a graph. Not
+responsible for when passes begin and end (:mod:`memfit.run.script.script`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memfit.run.script.model_refusals import model_refusal
 from memfit.tensors.barrier import without_barrier
@@ -226,3 +228,17 @@ def _updated(optimizer: Optimizer) -> dict[int, Tensor]:
 
 def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
+
+
+def makes_graph(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call makes a graph: its parameters are trained, or what it is called with.
+
+    Args:
+        root: What is called.
+        args: What with.
+        kwargs: The same.
+    """
+    if any(p.requires_grad for p in root.parameters()):
+        return True
+    given = tree_leaves((args, kwargs))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memfit import _native
@@ -52,7 +51,7 @@ from memfit.run.script.passes import ObservedPass, Pass
 from memfit.run.script.placing import updated_by
 from memfit.run.script.planned_step import Call, Key
 from memfit.run.script.request import FitRequest
-from memfit.run.script.roots import Roots, Together
+from memfit.run.script.roots import Roots, Together, makes_graph
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
@@ -189,7 +188,7 @@ class AdoptedScript:
             self._complete_without_optimizer(current)
             current = self._current
         evaluates = not torch.is_grad_enabled()
-        if not evaluates and not _trains(module, args, kwargs):
+        if not evaluates and not makes_graph(module, args, kwargs):
             return
         root, path = self._roots.of(module, self._made)
         call = Call(module, (args, kwargs), path)
@@ -702,11 +701,3 @@ def _recorder(current: _Running | None) -> ScriptRecorder | None:
     """What records the pass under way, if anything does."""
     running = None if current is None else current.running
     return running.recorder if isinstance(running, ObservedPass) else None
-
-
-def _trains(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call makes a graph: its parameters are trained, or what it is called with."""
-    if any(p.requires_grad for p in root.parameters()):
-        return True
-    given = tree_leaves((args, kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)

@@ -72,6 +72,20 @@ class StepPlans:
         self._sizes.distrust()
         self._plans = [planned for planned in self._plans if not planned.is_foreseen]
 
+    def forbid(self, kind: str) -> list[PlannedStep]:
+        """Leave a technique out of plans from now on.
+
+        Args:
+            kind: Its kind of action.
+
+        Returns:
+            The steps whose plans have it, and are to be planned again.
+        """
+        for planned in self._plans:
+            planned.step.forbid(kind)
+            planned.lowest = None
+        return [it for it in self._plans if any(a.kind == kind for a in it.plan.actions)]
+
     def may_be_anothers(self) -> bool:
         """Whether they hold for another model like the one that was recorded.
 
