@@ -19,6 +19,7 @@ use std::num::NonZeroUsize;
 use std::thread;
 
 use memfit_engine::step::Narrow;
+use serde::Deserialize;
 
 use crate::blocks::{BLOCK, WIDE, each, largest, part};
 use crate::fastest::{Registers, for_registers};
@@ -63,7 +64,7 @@ impl Moment {
 }
 
 /// One update by Adam, as torch has it: what depends on the number of the step alone is computed already.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 pub struct Adam {
     /// 1, or -1 to go uphill.
     pub direction: f32,
@@ -86,7 +87,7 @@ pub struct Adam {
 }
 
 /// One update by gradient descent with momentum.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 pub struct Momentum {
     /// 1, or -1 to go uphill.
     pub direction: f32,

@@ -11,9 +11,8 @@ use memfit::lease::status::Status;
 use memfit::lease::{Client, GoesOn, LeaseError, LeaseRequest, seconds, usual_path};
 use pyo3::prelude::*;
 
-use crate::errors::{Answer, Failure, Result};
-use crate::functions::functions;
-use crate::value::Value;
+use crate::errors::{Failure, Result};
+use crate::functions::{functions, methods};
 
 /// What is called now and then while something waits, with the number of requests that go first, where that is known.
 type Waits = Option<Py<PyAny>>;
@@ -21,10 +20,7 @@ type Waits = Option<Py<PyAny>>;
 type Told = (u64, u64, Amounts);
 
 functions! {
-    /// The GPUs that NVML sees, as `(device, total bytes, used bytes)`; none where it cannot be used.
     fn gpu_memory() -> Vec<(String, u64, u64)> = device::gpu_memory();
-
-    /// The memories of this machine with what the broker still has of each.
     fn rooms() -> Vec<Room> = device::rooms(&usual_path())?;
 }
 
@@ -38,98 +34,47 @@ pub(crate) fn broker_path() -> PathBuf {
 #[pyclass(frozen, module = "memfit._native")]
 pub(crate) struct LeaseClient(Client);
 
-#[pymethods]
-impl LeaseClient {
+methods! { impl LeaseClient {
     #[new]
-    fn new(py: Python<'_>, path: PathBuf, name: &str) -> Result<Self> {
-        Ok(Self(py.detach(|| Client::connect(&path, name))?))
-    }
+    make fn new(path: PathBuf, name: &str) = Self(Client::connect(&path, name)?);
+    quick fn devices(self) -> Amounts = self.0.devices()?;
+    quick fn held(self, lease: u64) -> Option<Told> = self.0.held(lease)?.map(Held::told);
+    quick fn asked_to_shrink(self, lease: u64) -> Option<Amounts> = self.0.asked_to_shrink(lease)?;
+    fn decline(self, lease: u64) -> () = self.0.decline(lease)?;
+    fn status(self) -> Status = self.0.status()?;
+    {
+        #[staticmethod]
+        #[pyo3(signature = (path, name, wait_seconds, waits=None))]
+        fn within(py: Python<'_>, path: PathBuf, name: &str, wait_seconds: Option<f64>, waits: Waits) -> Result<Self> {
+            let wait = seconds(wait_seconds)?;
+            let connect = |goes_on: GoesOn<'_>| Client::connect_within(&path, name, wait, goes_on);
+            Ok(Self(waiting(py, waits, connect)?))
+        }
 
-    /// The same, waiting for a broker that is away; `wait_seconds` of nothing waits without end.
-    #[staticmethod]
-    #[pyo3(signature = (path, name, wait_seconds, waits=None))]
-    fn within(
-        py: Python<'_>,
-        path: PathBuf,
-        name: &str,
-        wait_seconds: Option<f64>,
-        waits: Waits,
-    ) -> Result<Self> {
-        let wait = seconds(wait_seconds)?;
-        let connect = |goes_on: GoesOn<'_>| Client::connect_within(&path, name, wait, goes_on);
-        Ok(Self(waiting(py, waits, connect)?))
-    }
+        #[pyo3(signature = (claims, floor, priority, wait_seconds, time_to_live_seconds, label, waits=None))]
+        #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
+        fn acquire(
+            &self, py: Python<'_>, claims: Amounts, floor: Option<Amounts>, priority: i8, wait_seconds: Option<f64>,
+            time_to_live_seconds: Option<f64>, label: Option<String>, waits: Waits
+        ) -> Result<Told> {
+            let (wait, time_to_live) = (seconds(wait_seconds)?, seconds(time_to_live_seconds)?);
+            let request = LeaseRequest { claims, floor, priority, wait, time_to_live, label };
+            waiting(py, waits, |goes_on| self.0.acquire(&request, goes_on)).map(Held::told)
+        }
 
-    /// Capacity by device.
-    fn devices(&self) -> Result<Amounts> {
-        Ok(self.0.devices()?)
-    }
+        #[pyo3(signature = (lease, claims, wait_seconds, waits=None))]
+        fn resize(
+            &self, py: Python<'_>, lease: u64, claims: Amounts, wait_seconds: Option<f64>, waits: Waits
+        ) -> Result<Told> {
+            let wait = seconds(wait_seconds)?;
+            waiting(py, waits, |goes_on| self.0.resize(lease, &claims, wait, goes_on)).map(Held::told)
+        }
 
-    /// Takes a lease; `wait_seconds` of nothing waits without end.
-    #[pyo3(signature = (claims, floor, priority, wait_seconds, time_to_live_seconds, label, waits=None))]
-    #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
-    fn acquire(
-        &self,
-        py: Python<'_>,
-        claims: Amounts,
-        floor: Option<Amounts>,
-        priority: i8,
-        wait_seconds: Option<f64>,
-        time_to_live_seconds: Option<f64>,
-        label: Option<String>,
-        waits: Waits,
-    ) -> Result<Told> {
-        let request = LeaseRequest {
-            claims,
-            floor,
-            priority,
-            wait: seconds(wait_seconds)?,
-            time_to_live: seconds(time_to_live_seconds)?,
-            label,
-        };
-        waiting(py, waits, |goes_on| self.0.acquire(&request, goes_on)).map(Held::told)
+        fn release(&self, py: Python<'_>, lease: u64) -> Result<()> {
+            waiting(py, None, |goes_on| self.0.release(lease, goes_on))
+        }
     }
-
-    /// Makes a lease larger or smaller.
-    #[pyo3(signature = (lease, claims, wait_seconds, waits=None))]
-    fn resize(
-        &self,
-        py: Python<'_>,
-        lease: u64,
-        claims: Amounts,
-        wait_seconds: Option<f64>,
-        waits: Waits,
-    ) -> Result<Told> {
-        let wait = seconds(wait_seconds)?;
-        let resize = |goes_on: GoesOn<'_>| self.0.resize(lease, &claims, wait, goes_on);
-        waiting(py, waits, resize).map(Held::told)
-    }
-
-    /// Gives a lease back.
-    fn release(&self, py: Python<'_>, lease: u64) -> Result<()> {
-        waiting(py, None, |goes_on| self.0.release(lease, goes_on))
-    }
-
-    /// A lease as it stands, or nothing when it has ended.
-    fn held(&self, lease: u64) -> Result<Option<Told>> {
-        Ok(self.0.held(lease)?.map(Held::told))
-    }
-
-    /// What the broker asked to shrink a lease to.
-    fn asked_to_shrink(&self, lease: u64) -> Result<Option<Amounts>> {
-        Ok(self.0.asked_to_shrink(lease)?)
-    }
-
-    /// Answers a shrink request with no.
-    fn decline(&self, py: Python<'_>, lease: u64) -> Result<()> {
-        Ok(py.detach(|| self.0.decline(lease))?)
-    }
-
-    /// Who holds what.
-    fn status(&self, py: Python<'_>) -> Answer<Status> {
-        Ok(Value(py.detach(|| self.0.status())?))
-    }
-}
+}}
 
 /// Does something that waits, telling `waits` of it, and ends it when that or a signal handler raises.
 fn waiting<T: Send>(

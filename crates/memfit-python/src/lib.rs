@@ -39,29 +39,21 @@ mod _native {
 
     use pyo3::prelude::*;
 
-    #[pymodule_export]
-    use super::guard::{AllocationBudget, AllocationWindow, survivors};
     use super::host::PythonHost;
     #[pymodule_export]
-    use super::leases::{LeaseClient, broker_path};
-    #[pymodule_export]
-    use super::looking::on_alarm;
-    #[pymodule_export]
-    use super::offload::{Store, StoredBlock};
-    #[pymodule_export]
-    use super::parameters::Room;
-    #[pymodule_export]
-    use super::parking::ParkedMemory;
-    #[pymodule_export]
-    use super::parking_cuda::ParkedCudaMemory;
-    #[pymodule_export]
-    use super::planning::PlanSession;
-    #[pymodule_export]
-    use super::pool::PoolMachine;
-    #[pymodule_export]
-    use super::snapshot::Snapshot;
-    #[pymodule_export]
-    use super::trace::{Separation, Trace};
+    use super::{
+        guard::{AllocationBudget, AllocationWindow, survivors},
+        leases::{LeaseClient, broker_path},
+        looking::on_alarm,
+        offload::{Store, StoredBlock},
+        parameters::Room,
+        parking::ParkedMemory,
+        parking_cuda::ParkedCudaMemory,
+        planning::PlanSession,
+        pool::PoolMachine,
+        snapshot::Snapshot,
+        trace::{Separation, Trace},
+    };
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

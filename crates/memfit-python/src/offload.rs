@@ -19,7 +19,6 @@ pub(crate) struct Store(store::Store);
 
 #[pymethods]
 impl Store {
-    /// Opens the file; `window_bytes` are on their way out at most.
     #[new]
     #[pyo3(signature = (folder, window_bytes, *, drop_cache=false, allow_memory=false))]
     fn new(
@@ -37,7 +36,6 @@ impl Store {
         Ok(Self(py.detach(|| store::Store::create(&folder, options))?))
     }
 
-    /// Sends `length` bytes at `address` out; waits while the window is full. `owner` is held meanwhile.
     fn write(
         &self,
         py: Python<'_>,
@@ -51,7 +49,6 @@ impl Store {
         Ok(StoredBlock { block, owner })
     }
 
-    /// What it did so far.
     fn statistics(&self) -> Value<Statistics> {
         Value(self.0.statistics())
     }
@@ -68,20 +65,17 @@ pub(crate) struct StoredBlock {
 
 #[pymethods]
 impl StoredBlock {
-    /// Waits until it is written, and lets its owner go.
     fn settle(&self, py: Python<'_>) -> Result<()> {
         waiting(py, |stop| self.block.settle(stop))?;
         self.hold(None);
         Ok(())
     }
 
-    /// Reads it to `address`.
     fn fetch(&self, py: Python<'_>, address: usize, length: usize) -> Result<()> {
         let mut target = Written::at(address, length)?.0;
         waiting(py, |stop| self.block.fetch(target.as_mut(), stop))
     }
 
-    /// Has it read to `address` in the background; `owner` is held until [`Self::wait`].
     fn prefetch(
         &self,
         py: Python<'_>,
@@ -95,14 +89,12 @@ impl StoredBlock {
         Ok(())
     }
 
-    /// Waits for what is fetched ahead.
     fn wait(&self, py: Python<'_>) -> Result<()> {
         waiting(py, |stop| self.block.wait(stop).map(drop))?;
         self.hold(None);
         Ok(())
     }
 
-    /// Forgets it now: waits for the transfer under way and gives its room in the file back.
     fn forget(&self, py: Python<'_>) {
         py.detach(|| self.block.forget());
         self.hold(None);
@@ -110,7 +102,6 @@ impl StoredBlock {
 }
 
 impl StoredBlock {
-    /// Holds another owner; the one before is let go once the lock is.
     fn hold(&self, owner: Option<Py<PyAny>>) {
         let mut held = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *held, owner);

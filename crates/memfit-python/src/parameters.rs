@@ -16,17 +16,14 @@ impl Room {
         Self(room::Room::new(sizes, order, room_bytes, ahead_bytes))
     }
 
-    /// Notes that an item is in memory already.
     fn admit(&mut self, item: usize) {
         self.0.admit(item);
     }
 
-    /// What has to go for what is there to fit.
     fn trim(&mut self) -> Vec<(&'static str, usize)> {
         self.0.trim().into_iter().map(Move::told).collect()
     }
 
-    /// What to do, in order, so that some items are there.
     fn need(&mut self, items: Vec<usize>) -> Vec<(&'static str, usize)> {
         self.0.need(&items).into_iter().map(Move::told).collect()
     }

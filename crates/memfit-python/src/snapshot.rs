@@ -4,73 +4,43 @@
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use memfit_engine::bytes::Bytes;
 use memfit_engine::explain::{self, Explanation};
 use memfit_engine::snapshot::{self, ReadOptions};
 use pyo3::prelude::*;
 
-use crate::errors::{Answer, Result};
-use crate::value::Value;
+use crate::functions::methods;
 
 /// A CUDA memory snapshot, as columns.
-#[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct Snapshot(snapshot::Snapshot);
+#[pyclass(frozen, from_py_object, module = "memfit._native")]
+#[derive(Clone)]
+pub(crate) struct Snapshot(Arc<snapshot::Snapshot>);
 
-#[pymethods]
-impl Snapshot {
-    /// Reads a snapshot from the bytes of its pickle, gzip'ed or not.
+methods! { impl Snapshot {
     #[staticmethod]
-    fn decode(py: Python<'_>, data: &[u8]) -> Result<Self> {
-        Ok(Self(py.detach(|| snapshot::read_bytes(data))?))
-    }
-
-    /// Reads a snapshot from a file, without holding the file.
+    make fn decode(data: &[u8]) = snapshot::read_bytes(data)?.into();
     #[staticmethod]
-    fn read(py: Python<'_>, path: PathBuf) -> Result<Self> {
-        py.detach(|| {
-            let file = File::open(path).map_err(PyErr::from)?;
-            Ok(Self(snapshot::read(file, ReadOptions::default())?))
-        })
-    }
-
-    /// The snapshot as JSON, column by column.
-    fn json(&self, py: Python<'_>) -> Result<String> {
-        Ok(py.detach(|| serde_json::to_string(&self.0))?)
-    }
-
-    /// Explains the snapshot; `before` is an earlier one with its name.
+    make fn read(path: PathBuf) = {
+        let file = File::open(path).map_err(PyErr::from)?;
+        snapshot::read(file, ReadOptions::default())?.into()
+    };
+    fn json(self) -> String = serde_json::to_string(&*self.0)?;
     #[pyo3(signature = (source, before=None, steps=None, device_memory_bytes=None))]
     fn explain(
-        &self,
-        py: Python<'_>,
-        source: &str,
-        before: Option<(String, PyRef<'_, Snapshot>)>,
-        steps: Option<u64>,
-        device_memory_bytes: Option<u64>,
-    ) -> Value<Explanation> {
-        let request = explain::Request {
-            source,
-            before: before
-                .as_ref()
-                .map(|(name, before)| (name.as_str(), &before.0)),
-            steps,
-            device_memory: device_memory_bytes.map(Bytes),
-        };
-        Value(py.detach(|| explain::explain(&self.0, &request)))
-    }
+        self, source: &str, before: Option<(String, Snapshot)>, steps: Option<u64>, device_memory_bytes: Option<u64>
+    ) -> Explanation = {
+        let before = before.as_ref().map(|(name, before)| (name.as_str(), &*before.0));
+        let device_memory = device_memory_bytes.map(Bytes);
+        explain::explain(&self.0, &explain::Request { source, before, steps, device_memory })
+    };
+    fn replay(self, source: String, settings: &str, device_memory_bytes: Option<u64>) -> memfit::Answer =
+        memfit::replay(&self.0, source, settings, device_memory_bytes.map(Bytes))?;
+}}
 
-    /// Runs the requests again under other allocator settings: the document and the text.
-    fn replay(
-        &self,
-        py: Python<'_>,
-        source: String,
-        settings: &str,
-        device_memory_bytes: Option<u64>,
-    ) -> Answer<memfit::Answer> {
-        let memory = device_memory_bytes.map(Bytes);
-        Ok(Value(py.detach(|| {
-            memfit::replay(&self.0, source, settings, memory)
-        })?))
+impl From<snapshot::Snapshot> for Snapshot {
+    fn from(snapshot: snapshot::Snapshot) -> Self {
+        Self(Arc::new(snapshot))
     }
 }
