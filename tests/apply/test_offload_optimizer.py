@@ -19,6 +19,7 @@ from threads import in_threads
 from torch import nn
 
 import memfit
+from memfit import _native
 from memfit.apply.offload.state_view import AwayState
 from memfit.apply.offload.tiers import DiskTier
 from memfit.errors import OffloadError, UsageError
@@ -290,6 +291,39 @@ def test_a_loaded_state_is_the_one_that_goes_on():
         assert at_home(fitted) == 0
         assert same(state, fitted.optimizer.state_dict())
     assert same(parameters, list(workload.model.parameters()))
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_state_that_a_checkpoint_holds_as_well_waits_in_mapped_files(seen):
+    def wide():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+        return Workload(model, torch.randn(9, 256), square, KNOWN["adam_amsgrad"])
+
+    def resumed(made):
+        with Fitted(wide(), NOTHING) as before:
+            before.step()
+            checkpoint = before.optimizer.state_dict()
+        workload = wide()
+        with Fitted(workload, made) as fitted:
+            fitted.optimizer.load_state_dict(checkpoint)
+            held = [v for s in checkpoint["state"].values() for v in s.values() if v.ndim > 1]
+            views = [it.view(-1) for it in held if seen]
+            for _ in range(3):
+                fitted.step()
+            counted = [_native.is_counted(it.data_ptr()) for it in held]
+            fitted.step()
+            held[0].zero_()
+            fitted.step()
+            sums = [view.sum() for view in views]
+            return counted, sums, copy.deepcopy(checkpoint), list(workload.model.parameters())
+
+    names = [f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
+    is_there, *plainly = resumed(NOTHING)
+    counted, *offloaded = resumed(plan(names=names, window_bytes=1 << 20))
+    assert same(plainly, offloaded)
+    assert all(is_there)
+    assert all(counted) if seen else not any(counted)
 
 
 def test_a_state_there_before_goes_when_the_next_step_begins():

@@ -199,9 +199,13 @@ def test_state_that_memfit_made_while_a_step_was_recorded_counts_once(tmp_path: 
     assert measured <= predicted <= measured + 2 * MIB
 
 
-def test_training_that_goes_on_from_a_file_has_room_for_what_is_read(tmp_path: Path):
-    """The first model is gone by then, and state is elsewhere before a step of it is recorded."""
-    code = """
+@pytest.mark.parametrize("gone", [True, False])
+def test_training_that_goes_on_from_a_file_has_room_for_what_is_read(tmp_path: Path, *, gone: bool):
+    """The first model is gone by then, and state is elsewhere before a step of it is recorded.
+
+    An optimizer takes what was read over as its state, whoever else has it in a variable.
+    """
+    code = f"""
     import os
     import torch
     from torch import nn
@@ -214,13 +218,17 @@ def test_training_that_goes_on_from_a_file_has_room_for_what_is_read(tmp_path: P
             kept = torch.load("kept.pt")
             model.load_state_dict(kept[0])
             optimizer.load_state_dict(kept[1])
-            del kept
+            {"del kept" if gone else ""}
         for _ in range(steps):
             optimizer.zero_grad()
             loss = model(torch.randn(1024, 512)).square().mean()
             loss.backward()
             optimizer.step()
             print(repr(loss.item()))
+        if os.path.exists("kept.pt") and not {gone}:
+            own = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+            read = [v for s in kept[1]["state"].values() for v in s.values()]
+            print(all(map(torch.equal, own, read)), sum(v.double().sum().item() for v in read))
         torch.save((model.state_dict(), optimizer.state_dict()), "kept.pt")
 
     train(3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memfit import _native
-from memfit.run.script.held_in_files import to_file
+from memfit.apply.offload.mapped import to_file
 from memfit.run.script.touched_only import TouchedOnly
 from memfit.track import cpu
 

@@ -125,7 +125,13 @@ class Count:
 
 
 class PinnedTier:
-    """The host's memory, for devices that have one of their own."""
+    """The host's memory, for devices that have one of their own.
+
+    Attributes:
+        folder: Empty: it has no files.
+    """
+
+    folder = ""
 
     def __init__(self, copies: Copies) -> None:
         """Create it without any memory.
@@ -198,7 +204,13 @@ class PinnedParcel:
 
 
 class StagedTier:
-    """A file, by way of pinned memory: copies and writes both run beside the computation."""
+    """A file, by way of pinned memory: copies and writes both run beside the computation.
+
+    Attributes:
+        folder: Empty: what a device holds cannot be mapped.
+    """
+
+    folder = ""
 
     def __init__(self, copies: Copies, store: Store) -> None:
         """Create it without any memory.

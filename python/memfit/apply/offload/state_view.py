@@ -6,8 +6,10 @@ the state meanwhile. Not responsible for when they go and come
 (:mod:`memfit.apply.offload.optimizer_state`).
 
 Whoever reads a tensor that is elsewhere gets it, at home from then on, so that writing to it
-counts; it does not go while anybody keeps it. Copying, pickling and ``state_dict()`` give plain
-dictionaries with copies; the state stays where it is.
+counts. A tensor that somebody else holds as well, such as a checkpoint that was loaded into the
+optimizer and is still in a variable, does not go from there: its memory becomes a mapped file until
+its update. Copying, pickling and ``state_dict()`` give plain dictionaries with copies; the state
+stays where it is.
 
 Invariant: at any moment, whatever failed or was interrupted, each tensor's current bytes are either
 in the dictionary or in its parcel. Threads take turns.
@@ -23,7 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memfit._native import bytes_text
+from memfit.apply.offload.mapped import is_alone, is_lent, may_go, to_file, to_memory
 from memfit.apply.offload.pinned import bytes_of
+from memfit.errors import OffloadError
 from memfit.tensors.optimizers import PartlyOffloaded
 from memfit.tensors.storage import has_others
 
@@ -127,6 +132,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         super().__init__(values)
         self._away: dict[str, Stored] = {}
         self._outgoing: dict[str, Stored] = {}
+        self._mapped: set[str] = set()
         self._lock = threading.RLock()
 
     # Going out and coming back
@@ -148,10 +154,14 @@ class AwayState(dict[str, Any], PartlyOffloaded):
             tier: Where to.
             least_bytes: Smallest tensor that goes.
         """
-        return sum(tensor.nbytes for _, tensor in self._movable(tier, least_bytes))
+        # One after the other: a list of those that move would hold them, as others do.
+        moved = sum(tensor.nbytes for _, tensor in self._movable(tier, least_bytes))
+        return moved + sum(tensor.nbytes for _, tensor in self._mappable(tier, least_bytes))
 
     def send(self, tier: Tier, least_bytes: int) -> None:
         """Begin to send out what can go; it stays until :meth:`settle`.
+
+        What others hold has another memory at once, where there is no other thread.
 
         Args:
             tier: Where to.
@@ -164,6 +174,9 @@ class AwayState(dict[str, Any], PartlyOffloaded):
             try:
                 for key, tensor in self._movable(tier, least_bytes):
                     self._outgoing[key] = self._stored(tensor, tier)
+                for key, tensor in self._mappable(tier, least_bytes):
+                    _map(tensor, tier)
+                    self._mapped.add(key)
             except BaseException:
                 self.keep()
                 raise
@@ -220,7 +233,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
             OffloadError: Some of it did not come back as it went. That is still elsewhere.
         """
         with self._lock:
-            for key in list(self._away):
+            for key in [*self._away, *self._mapped]:
                 self._bring(key)
 
     def in_memory(self) -> dict[str, Any]:
@@ -255,6 +268,12 @@ class AwayState(dict[str, Any], PartlyOffloaded):
             if stored is not None:
                 super().__setitem__(key, stored.fetch())
                 del self._away[key]
+            if key in self._mapped:
+                self._mapped.discard(key)
+                value = super().__getitem__(key)
+                # Where somebody sees its memory, it is written in the mapping, which is private.
+                if may_go(value, is_mapped=True) and not is_lent(value) and is_alone():
+                    to_memory(value)
 
     def _stored(self, tensor: Tensor, tier: Tier) -> Stored:
         """Begin to send a tensor."""
@@ -265,6 +284,21 @@ class AwayState(dict[str, Any], PartlyOffloaded):
             going = [key for key in self if key not in self._away and not self._is_kept(key)]
             found = [(key, super(AwayState, self).__getitem__(key)) for key in going]
         return [(key, value) for key, value in found if _is_movable(value, tier, least_bytes)]
+
+    def _mappable(self, tier: Tier, least_bytes: int) -> list[tuple[str, Tensor]]:
+        """Tensors at home that others hold, and nobody sees but by the tensor itself."""
+        if not tier.folder or not is_alone():
+            return []
+        with self._lock:
+            here = [key for key in self if key not in self._away and key not in self._outgoing]
+            found = [
+                (key, super(AwayState, self).__getitem__(key)) for key in here if self._is_kept(key)
+            ]
+        return [
+            (key, value)
+            for key, value in found
+            if _is_movable(value, tier, least_bytes) and may_go(value) and not is_lent(value)
+        ]
 
     def _is_kept(self, key: str) -> bool:
         """Whether somebody else has a tensor, or sees its memory."""
@@ -349,6 +383,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         super().clear()
         self._away.clear()
         self._outgoing.clear()
+        self._mapped.clear()
 
     def copy(self) -> dict[str, Any]:
         """A plain dictionary."""
@@ -396,6 +431,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
     def _forget(self, key: str) -> None:
         self._away.pop(key, None)
         self._outgoing.pop(key, None)
+        self._mapped.discard(key)
 
 
 def away_state(optimizer: Optimizer, parameter: Tensor) -> AwayState | None:
@@ -465,6 +501,19 @@ def _plain_state_dict(_optimizer: Optimizer, state_dict: dict[str, Any]) -> None
             held[key] = state.plain()
             if not state:  # before its first update a parameter has none
                 del held[key]
+
+
+def _map(tensor: Tensor, tier: Tier) -> None:
+    """Have a tensor in a mapped file.
+
+    Raises:
+        OffloadError: It cannot be written, or not be mapped.
+    """
+    try:
+        to_file(tensor, tier.folder)
+    except (OSError, RuntimeError) as error:
+        message = f"{bytes_text(tensor.nbytes)} cannot be mapped from a file: {error}"
+        raise OffloadError(message) from error
 
 
 def _is_movable(value: Any, tier: Tier, least_bytes: int) -> bool:

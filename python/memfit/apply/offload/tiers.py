@@ -71,7 +71,13 @@ class Parcel(Protocol):
 
 
 class Tier(Protocol):
-    """A place for allocations."""
+    """A place for allocations.
+
+    Attributes:
+        folder: Where tensors of the CPU may have mapped files; empty for nowhere.
+    """
+
+    folder: str
 
     def refusal(self, device: torch.device) -> str | None:
         """Why allocations on ``device`` cannot go here; ``None`` when they can."""
@@ -108,7 +114,11 @@ def open_tier(kind: str, window_bytes: int, folder: str | PathLike[str]) -> Tier
 
 
 class DiskTier:
-    """A file without a name: gone when the process ends, however it ends."""
+    """A file without a name: gone when the process ends, however it ends.
+
+    Attributes:
+        folder: Where it is.
+    """
 
     def __init__(
         self,
@@ -129,9 +139,9 @@ class DiskTier:
         Raises:
             OffloadError: The folder cannot be used.
         """
-        where = folder or tempfile.gettempdir()
+        self.folder = str(folder) or tempfile.gettempdir()
         self._store = _native.Store(
-            where, window_bytes, drop_cache=drop_cache, allow_memory=allow_memory
+            self.folder, window_bytes, drop_cache=drop_cache, allow_memory=allow_memory
         )
         self._staged = StagedTier(CudaCopies(), self._store)
 

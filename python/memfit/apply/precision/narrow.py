@@ -33,7 +33,13 @@ _INFINITE, _NOT_A_NUMBER = 126, 127
 
 
 class NarrowTier:
-    """One form, as a place for tensors of 32-bit floating-point numbers."""
+    """One form, as a place for tensors of 32-bit floating-point numbers.
+
+    Attributes:
+        folder: Empty.
+    """
+
+    folder = ""
 
     def __init__(self, to: Narrow) -> None:
         """Hold nothing yet.

@@ -14,12 +14,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 from memfit import _native
-from memfit.run.script.held_in_files import bring_back, is_alone, is_lent, may_go, to_file
+from memfit.apply.offload.mapped import is_alone, is_lent, may_go, to_file
+from memfit.run.script.held_in_files import bring_back
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from memfit.run.script.held_in_files import Moves
+    from memfit.apply.offload.mapped import Moves
 
 _WORTH = 1 / 64
 """Part of the budget that is worth moving."""

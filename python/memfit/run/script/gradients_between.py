@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit import _native
+from memfit.apply.offload.mapped import OF_GRADIENT, Moves, is_lent, may_go, to_file, to_memory
 from memfit.apply.offload.parameters import parameters_elsewhere
-from memfit.run.script.held_in_files import OF_GRADIENT, Moves, is_lent, may_go, to_file, to_memory
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.tensors.storage import gradient_of

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.observed import Observation
 from memfit.run.script.planned_step import Key, key_of
 from memfit.run.script.step_updates import live_bytes
@@ -91,15 +92,18 @@ class Outside:
         tensors.extend(p.grad for p in model.parameters() if id(p) in before)
         # Recorded with the step: another model that it calls, the data that it reads.
         known = self._counted(tensors, self._found)
+        optimizers = list(optimizers)
         states = [
             dict(in_memory(state)) for optimizer in optimizers for state in optimizer.state.values()
         ]
         counted = self._counted(tree_leaves(states))
         state = sum(size for place, size in counted.items() if place not in known)
+        # State that grew since the step was recorded, as a history does, nobody has planned. What
+        # was elsewhere and was loaded anew, say, has not grown.
+        whole = _whole_bytes(states) + sum(map(away_bytes, optimizers))
         if is_new:
-            self._state_bytes = state
-        # State that grew since the step was recorded, as a history does, nobody has planned.
-        known[0] = min(state, self._state_bytes)
+            self._state_bytes = whole
+        known[0] = max(state - max(whole - self._state_bytes, 0), 0)
         # The trace has no bytes for inputs that were in files: what is in memory now is besides. So
         # is what they are parts of, where that was less when the step was recorded.
         in_memory_now = sum(self._counted(tree_leaves(inputs)).values())
@@ -133,3 +137,12 @@ class Outside:
                 if is_counted and place is not None:
                     sizes[place] = storage.nbytes()
         return sizes
+
+
+def _whole_bytes(states: Any) -> int:
+    """Bytes of the tensors in some states, wherever they are."""
+    with without_barrier():
+        held = [it for it in tree_leaves(states) if isinstance(it, Tensor)]
+        parts = chain.from_iterable(map(plain_tensors, held))
+        sizes = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(sizes.values())

@@ -22,6 +22,7 @@ from memfit import _native
 from memfit._native import gpu_profile
 from memfit.answers import Plan, Trace
 from memfit.apply.executor import OF_OPTIMIZER, TECHNIQUES
+from memfit.apply.offload.mapped import LEAST_BYTES
 from memfit.apply.offload.tiers import open_tier
 from memfit.capture.as_trace import trace_json
 from memfit.capture.record.recorder import FORWARD
@@ -30,7 +31,6 @@ from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.plan.cost_source import offer
 from memfit.plan.profiles import usable
-from memfit.run.script.held_in_files import LEAST_BYTES
 from memfit.run.script.observed import Observation
 from memfit.run.script.op_seconds import usual_seconds
 from memfit.run.script.place import chosen_place, free_bytes, strays_to, takes_files

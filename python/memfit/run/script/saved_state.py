@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from memfit.apply.offload.mapped import may_go, to_file
 from memfit.apply.offload.state_view import AwayState
-from memfit.run.script.held_in_files import may_go, to_file
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
+from memfit.apply.offload.mapped import Moves
 from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
@@ -41,7 +42,7 @@ from memfit.run.script.gradients_between import (
     Begin,
     GradientsBetween,
 )
-from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles, Moves
+from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop

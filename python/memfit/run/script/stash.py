@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from memfit.apply.offload.mapped import OF_GRADIENT, Moves, is_lent, may_go, to_file
 from memfit.run.script.gradients import GradientLooks
 from memfit.run.script.gradients_between import fetch
-from memfit.run.script.held_in_files import OF_GRADIENT, Moves, is_lent, may_go, to_file
 from memfit.run.script.spill import InFile, SpillFile
 from memfit.tensors.storage import gradient_of, has_others, is_fixed
 from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memfit import _native
-from memfit.run.script.held_in_files import (
+from memfit.apply.offload.mapped import (
     OF_GRADIENT,
     Moves,
     bytes_sampled,

@@ -30,14 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.offload.mapped import LEAST_BYTES, exchange_memory, in_file, is_lent, may_exchange
 from memfit.run.script.contexts import Nesting
-from memfit.run.script.held_in_files import (
-    LEAST_BYTES,
-    exchange_memory,
-    in_file,
-    is_lent,
-    may_exchange,
-)
 from memfit.tensors.storage import address, has_others, is_from_allocator
 from memfit.torch_versions import allow_reads, forbid_reads
 

@@ -1,0 +1,197 @@
+"""Tensors whose memory is a mapped file.
+
+Responsible for exchanging a tensor's memory: for a private mapping of a file that has its bytes,
+and for memory again; and for whether that may be done. Whoever reads the tensor, Python, an op, a
+child that was forked, finds what was there, and nobody has to notice. Who writes it has pages of
+his own, which are memory again. Not responsible for when, or of what.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from ctypes import string_at
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memfit import _native
+from memfit.tensors.storage import (
+    address,
+    gradient_of,
+    graph_of,
+    has_others,
+    is_fixed,
+    is_from_allocator,
+    is_leaf,
+)
+
+LEAST_BYTES = 1 << 16
+"""Smaller tensors stay that would go in every step."""
+
+_SAMPLE = 16
+"""Bytes at the beginning, in the middle and at the end of a tensor that tell of a write."""
+
+Moves = Callable[[Tensor, torch.UntypedStorage], None]
+"""Told of a tensor, and of the other memory that it is about to have."""
+
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+OF_GRADIENT = 2
+"""Owners of a gradient: its parameter, and Python's object."""
+
+
+def exchange_memory(tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    """Have a tensor in other memory, which has its bytes.
+
+    Args:
+        tensor: The tensor; nobody else sees its memory.
+        storage: The other memory.
+    """
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        there = torch.empty(0, dtype=tensor.dtype)
+        there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        tensor.data = there
+
+
+def to_file(tensor: Tensor, place: str, moves: Moves | None = None) -> None:
+    """Have a tensor in a mapped file.
+
+    Args:
+        tensor: One that may go.
+        place: Where the file is.
+        moves: Told of it before it has other memory; ``None`` for nobody.
+
+    Raises:
+        OSError: It cannot be written.
+        RuntimeError: It cannot be mapped.
+    """
+    with torch._C._DisableTorchDispatch():  # no op of the script's
+        storage = in_file(tensor.untyped_storage(), place)
+        if moves is not None:
+            moves(tensor, storage)
+        exchange_memory(tensor, storage)
+
+
+def to_memory(tensor: Tensor, moves: Moves | None = None) -> None:
+    """Have a tensor in memory again.
+
+    Args:
+        tensor: One in a mapped file; no view of it, and no array of numpy, is left.
+        moves: As :func:`to_file`.
+    """
+    with torch._C._DisableTorchDispatch():
+        storage = in_memory(tensor.untyped_storage())
+        if moves is not None:
+            moves(tensor, storage)
+        exchange_memory(tensor, storage)
+
+
+def in_file(storage: torch.UntypedStorage, folder: str) -> torch.UntypedStorage:
+    """The bytes of a storage, in a file without a name.
+
+    Args:
+        storage: The storage.
+        folder: Where the file is.
+
+    Raises:
+        OSError: They cannot be written.
+        RuntimeError: They cannot be mapped.
+    """
+    with tempfile.TemporaryFile(prefix="memfit-", dir=folder) as file:
+        is_file, with_size, element_bytes = True, False, 1
+        storage._write_file(file, is_file, with_size, element_bytes)  # type: ignore[no-untyped-call]
+        file.flush()
+        name = f"/proc/self/fd/{file.fileno()}"
+        is_shared = False
+        mapped: Any = torch.UntypedStorage.from_file(name, is_shared, storage.nbytes())
+    assert isinstance(mapped, torch.UntypedStorage), "as torch says"
+    return mapped
+
+
+def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The bytes of a storage, in memory of their own.
+
+    Args:
+        storage: The storage.
+    """
+    own = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    own.copy_(storage)
+    return own
+
+
+def bytes_sampled(tensor: Tensor) -> bytes:
+    """A few of a tensor's bytes: of what is written through ``.data`` no version tells.
+
+    Args:
+        tensor: The tensor.
+    """
+    storage = tensor.untyped_storage()
+    start, last = address(storage), storage.nbytes() - _SAMPLE
+    if start is None or last < 0:
+        return b""  # it has other memory by now, or none
+    return b"".join(string_at(start + at, _SAMPLE) for at in (0, last // 2, last))
+
+
+def is_alone() -> bool:
+    """Whether no other thread may be in the middle of an op; those of queues only pickle."""
+    own = threading.current_thread()
+    return all(it is own or it.name == "QueueFeederThread" for it in threading.enumerate())
+
+
+def is_lent(tensor: Tensor, owners: int = 1) -> bool:
+    """Whether more than Python has a tensor: a graph, or what ``dlpack`` gave its address to.
+
+    Args:
+        tensor: The tensor.
+        owners: How many it has else, Python's object among them.
+    """
+    return int(tensor._use_count()) > owners
+
+
+def may_go(
+    tensor: Tensor,
+    *,
+    is_mapped: bool = False,
+    least_bytes: int = LEAST_BYTES,
+    untrained: bool = False,
+) -> bool:
+    """Whether a tensor is torch's own memory on the CPU that nobody else sees.
+
+    Args:
+        tensor: The tensor.
+        is_mapped: Whether it is to have gone already.
+        least_bytes: Smaller ones may not.
+        untrained: Whether parameters may that nothing trains now.
+    """
+    if not may_exchange(tensor, untrained=untrained) or tensor.device.type != "cpu":
+        return False
+    storage = tensor.untyped_storage()
+    if is_mapped != is_fixed(tensor) and (is_mapped or not is_from_allocator(storage)):
+        return False
+    place = address(storage)
+    is_own = place is not None and _native.is_counted(place) != is_mapped
+    return is_own and storage.nbytes() >= least_bytes and not has_others(storage, 1)
+
+
+def may_exchange(tensor: Tensor, *, untrained: bool = False) -> bool:
+    """Whether a tensor is torch's own and plain, so that it may have other memory.
+
+    Args:
+        tensor: The tensor.
+        untrained: Whether parameters may that nothing trains now.
+    """
+    if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
+        return False
+    if tensor.requires_grad and not (untrained and is_leaf(tensor) and gradient_of(tensor) is None):
+        return False
+    return graph_of(tensor) is None and not _is_special(tensor)
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether a tensor is more than its bytes, sizes and type."""
+    lazily = tensor.is_conj() or tensor.is_neg()
+    has_names = any(getattr(tensor, "names", ()))
+    return bool(lazily or has_names or tensor.is_inference() or tensor.is_quantized)
