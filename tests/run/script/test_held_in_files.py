@@ -16,6 +16,7 @@ from memfit.options import Options
 from memfit.run.script import held_in_files
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.request import FitRequest
+from memfit.run.script.written import CALLS
 from memfit.track import cpu
 
 MIB = 1 << 20
@@ -361,6 +362,30 @@ def test_what_is_written_through_data_comes_back(held: HeldInFiles):
     assert torch.equal(target.weight, expected)
 
 
+def test_what_is_written_seldom_goes_again_and_what_is_written_often_stays(held: HeldInFiles):
+    """As a target network that is made like another every so often."""
+
+    def written(each: int, times: int) -> int:
+        """Calls of a model for which it is mapped, of so many."""
+        mapped = 0
+        for call in range(1, times + 1):
+            place(held)
+            assert torch.equal(target[0], expected)
+            mapped += is_mapped(target[0])
+            if call % each == 0:
+                target[0].add_(1)
+                expected.add_(1)
+        return mapped
+
+    target, expected = [large()], torch.zeros(0)
+    expected = target[0].clone()
+    seldom = 3 * CALLS
+    assert written(seldom, 10 * seldom) == 10 * seldom, "it had been read for long"
+    assert written(2, 40 * CALLS) <= 4 * CALLS
+    assert 0 < written(1000, 999) < 999, "it has not been written for long"
+    assert written(seldom, 10 * seldom) >= 6 * seldom
+
+
 def test_what_a_graph_holds_when_it_is_written_comes_back_later(held: HeldInFiles):
     target = nn.Linear(256, 256)
     place(held)
@@ -397,7 +422,8 @@ def test_owners_are_sought_seldom_of_what_never_comes_back(
     assert is_mapped(batch[0])
     assert len(sought) == 6, "in calls 1, 2, 4, 8, 16 and 32"
     array = None
-    for _ in range(32):
+    for step in range(32):
+        batch[0].fill_(step)
         place(held)
     assert not is_mapped(batch[0])
     assert torch.equal(batch[0], torch.full_like(batch[0], 31))

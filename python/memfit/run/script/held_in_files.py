@@ -17,7 +17,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,12 @@ from memfit.apply.offload.mapped import (
     is_alone,
     is_lent,
     may_go,
+    to_file,
     to_memory,
 )
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
+from memfit.run.script.written import Written
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import state_tensors
 from memfit.tensors.storage import (
@@ -68,13 +70,26 @@ _WORTH = 1 / 64
 """Part of the budget that is worth a look."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class _Mapped:
-    """A tensor in a file, and what it was when it went there."""
+    """A tensor in a file, and what it was when it went there.
+
+    Attributes:
+        tensor: It.
+        version: Its version.
+        sample: A few of its bytes.
+        goes_again: Whether it may go again at once; ``None`` while nobody has written it.
+    """
 
     tensor: weakref.ref[Tensor]
     version: int
     sample: bytes
+    goes_again: bool | None = None
+
+    @staticmethod
+    def now(tensor: Tensor) -> _Mapped:
+        """A tensor that has just gone."""
+        return _Mapped(weakref.ref(tensor), tensor._version, bytes_sampled(tensor))
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it has been written since."""
@@ -100,7 +115,7 @@ class HeldInFiles:
         self._mapped: dict[int, _Mapped] = {}
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._written: dict[int, weakref.ref[Tensor]] = {}
+        self._written = Written()
         self._stays: Counter[int] = Counter()
         self._looks = 0
         self._is_first = True
@@ -132,9 +147,10 @@ class HeldInFiles:
         if not takes_files(place):
             return ""
         self._leaving.clear()
-        self._bring_written_back()
+        self._seen.update(self._written.rested())
         worth = int(budget_bytes * _WORTH)
         try:
+            self._look_at_writes(place)
             own = {id(buffer) for model in models for buffer in model.buffers()}
             own.update(id(it) for model in trained for it in model.parameters())
             self._map(self._aged(own), worth, place)
@@ -194,21 +210,37 @@ class HeldInFiles:
         )
         self._seen = {id(it): weakref.ref(it) for it in found if id(it) not in self._mapped}
 
-    def _bring_written_back(self) -> None:
-        """Give memory of its own to what was written since it went."""
+    def _look_at_writes(self, place: str) -> None:
+        """Give other memory to what was written since it went.
+
+        Raises:
+            OSError: A tensor cannot be written.
+            RuntimeError: One cannot be mapped.
+        """
         changed: list[Tensor] = []
         for key, mapped in list(self._mapped.items()):
             tensor = mapped.tensor()
             if tensor is None:
                 del self._mapped[key], self._stays[key]
             elif mapped.is_written(tensor):
-                self._written[key] = mapped.tensor
+                if mapped.goes_again is None:
+                    mapped.goes_again = self._written.note(tensor)
                 if not _is_mapped(tensor):
                     del self._mapped[key], self._stays[key]
                 elif not is_lent(tensor) and self._is_due(key):  # else once its graph is gone
                     changed.append(tensor)
         tensor = None  # who counts its owners knows of the list alone
-        bring_back(changed)
+        alone = is_alone()
+        for tensor in _mapped_alone(changed):
+            storage, mapped = tensor.untyped_storage(), self._mapped.pop(id(tensor))
+            if mapped.goes_again:
+                to_file(tensor, place)
+                self._mapped[id(tensor)] = _Mapped.now(tensor)
+            else:
+                to_memory(tensor)
+            del self._stays[id(tensor)]
+            if not alone:
+                self._leaving.append(storage)  # another thread may be reading
 
     def _is_due(self, key: int) -> bool:
         """Whether to look for the owners of a tensor: seldom of one that never comes back.
@@ -239,7 +271,7 @@ class HeldInFiles:
             written.update(id(it) for group in optimizer.param_groups for it in group["params"])
             for state in optimizer.state.values():
                 written.update(map(id, state_tensors(state)))
-        written |= {key for key, ref in self._written.items() if ref() is not None}
+        written |= self._written.resting()
         least = LEAST_HELD_BYTES
         free = [
             it
@@ -266,8 +298,7 @@ class HeldInFiles:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             exchange_memory(tensor, in_file(storage, place))
-            found = _Mapped(weakref.ref(tensor), tensor._version, bytes_sampled(tensor))
-            self._mapped[id(tensor)] = found
+            self._mapped[id(tensor)] = _Mapped.now(tensor)
             self._seen.pop(id(tensor), None)
             self.count += 1
             if not alone:
@@ -281,15 +312,21 @@ def bring_back(tensors: list[Tensor], moves: Moves | None = None) -> None:
         tensors: They; nobody else holds one but objects, and no variable of the caller.
         moves: As :func:`to_file`.
     """
-    for tensor in _held_by_python_alone(tensors) if tensors else ():
-        if not has_others(tensor.untyped_storage(), 1):
-            to_memory(tensor, moves)
+    for tensor in _mapped_alone(tensors):
+        to_memory(tensor, moves)
 
 
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether it has memory still that is not the allocator's."""
     start = address(tensor.untyped_storage())
     return start is not None and not _native.is_counted(start)
+
+
+def _mapped_alone(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Those of some tensors whose mapped file nobody else sees."""
+    for tensor in _held_by_python_alone(tensors) if tensors else ():
+        if not has_others(tensor.untyped_storage(), 1):
+            yield tensor
 
 
 def _held_by_python_alone(tensors: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,111 @@
+"""What the script writes now and then, as the target network that follows another every so often.
+
+Responsible for which tensors that were written may be taken for what is only read again. One that
+was only read for long enough before goes again at once; one that was not has to rest, and twice as
+long each time. Not responsible for where they are (:mod:`memfit.run.script.held_in_files`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memfit.apply.offload.mapped import bytes_sampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CALLS = 8
+"""Calls of models from one look at what was written to the next."""
+
+_LOOKS = 2
+"""Looks through which a tensor rests at first."""
+
+_MOST_LOOKS = 64
+
+
+@dataclass(slots=True)
+class _Resting:
+    """A tensor that was written.
+
+    Attributes:
+        tensor: It.
+        version: Its version at the last look.
+        sample: A few of its bytes then.
+        call: Calls of models up to when it was written last.
+        looks: Through how many looks it has to rest.
+        looks_left: How many of them are still to come.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    sample: bytes
+    call: int
+    looks: int
+    looks_left: int
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether it has been written since the last look."""
+        return tensor._version != self.version or bytes_sampled(tensor) != self.sample
+
+
+class Written:
+    """Tensors that were written after they had been taken for what is only read."""
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self._known: dict[int, _Resting] = {}
+        self._calls = 0
+
+    def note(self, tensor: Tensor) -> bool:
+        """It was written.
+
+        Args:
+            tensor: The tensor.
+
+        Returns:
+            Whether it may go again at once.
+        """
+        before = self._known.get(id(tensor))
+        call, looks = 0, _LOOKS
+        if before is not None and before.tensor() is tensor:
+            call, looks = before.call, before.looks
+        has_rested = self._calls - call >= CALLS * looks
+        if not has_rested:
+            looks = min(2 * looks, _MOST_LOOKS)
+        self._known[id(tensor)] = _Resting(
+            weakref.ref(tensor),
+            tensor._version,
+            bytes_sampled(tensor),
+            self._calls,
+            looks,
+            0 if has_rested else looks,
+        )
+        return has_rested
+
+    def resting(self) -> set[int]:
+        """The ``id`` of those that may not go yet."""
+        known = self._known.items()
+        return {key for key, it in known if it.looks_left > 0 and it.tensor() is not None}
+
+    def rested(self) -> dict[int, weakref.ref[Tensor]]:
+        """Those that have rested since this was called last, by their ``id``.
+
+        Call it before each call of a model.
+        """
+        self._calls += 1
+        found: dict[int, weakref.ref[Tensor]] = {}
+        if self._calls % CALLS:
+            return found
+        for key, it in list(self._known.items()):
+            tensor = it.tensor()
+            if tensor is None:
+                del self._known[key]
+            elif it.looks_left > 0 and it.is_written(tensor):
+                self.note(tensor)
+            elif it.looks_left > 0:
+                it.looks_left -= 1
+                if it.looks_left == 0:
+                    found[key], it.looks = it.tensor, _LOOKS
+        return found
