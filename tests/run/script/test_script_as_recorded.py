@@ -73,6 +73,29 @@ def test_steps_of_sizes_that_were_foreseen_run_as_the_recorded_ones(tmp_path: Pa
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+def test_foreseen_steps_of_an_optimizer_without_state_are_planned_in_slices_too(tmp_path: Path):
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+    for size in (512, 384, 480, 416):
+        optimizer.zero_grad()
+        loss = model(torch.randn(size, 1024)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "9MiB", code, offload="chosen")
+    (loop,) = ran.loops
+    assert ran.fitting["refusal"] is None, ran.fitting["refusal"]
+    assert any("foreseen" in note for note in loop["notes"]), loop["notes"]
+    assert not loop["plan"]["fits"], "so that slices are tried"
+    assert loop["planned"]["steps"] == 2
+
+
 def test_what_a_step_writes_over_is_what_backward_reads_as_torch_does(tmp_path: Path):
     """By `.data`, which torch does not count, by a resize, and where nothing was saved yet."""
     code = SEVERAL_BACKWARDS.replace(

@@ -100,14 +100,15 @@ def in_slices(trace: dict[str, Any], slices: Mapping[int, int]) -> dict[str, Any
     end = len(trace["ops"])
     for update in trace["updates"]:
         count = slices.get(update["parameter"], 1)
-        large = [i for i in update["state"] if trace["allocations"][i]["bytes"] >= _CUT_BYTES]
+        held = update.get("state", [])  # the engine writes none where it is empty
+        large = [i for i in held if trace["allocations"][i]["bytes"] >= _CUT_BYTES]
         if count == 1 or not large:
             cut["updates"].append(update)
             continue
         sizes = [-(-trace["allocations"][i]["bytes"] // count) for i in large]
         for i in large:
             cut["allocations"][i]["bytes"] = 0
-        rest = [i for i in update["state"] if i not in large]
+        rest = [i for i in held if i not in large]
         for number in range(count):
             own = [_state(cut, size, end) for size in sizes]
             moved = update["moved_bytes"] // count
