@@ -351,3 +351,25 @@ def test_without_cuda_there_is_no_snapshot(tmp_path: Path):
     assert ran.code == 0
     assert "no snapshot was written: the script did not use CUDA" in ran.stderr
     assert not (tmp_path / "none.pickle").exists()
+
+
+def test_a_look_while_backward_lets_go_of_a_tensor_does_not_hold_it(tmp_path: Path):
+    """A weak reference's callback runs in the middle of that; to hold the tensor is a crash."""
+    code = """
+        import weakref, torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        seen, gone = [], []
+        layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(12)])
+        for step in range(30):
+            h = torch.randn(300 + 40 * step, 256)
+            for layer in layers:
+                h = torch.tanh(layer(h))
+                seen.append(weakref.ref(h, lambda _: gone.append(1)))
+            h.square().mean().backward()
+            print(step, len(gone))
+            seen.clear()
+    """
+    write(tmp_path, "script.py", code)
+    assert_same(tmp_path, "script.py")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _RAW = "_raw_saved_"
@@ -39,13 +40,16 @@ class Graphs:
             A tensor, or what a hook has made of one, and whether it is a parameter in another
             precision, as autocast makes and keeps it.
         """
+        # A look may come where this node lets go of what it saved, as in the callback of a weak
+        # reference: a tensor on its way out must not be held.
+        running = torch._C._current_autograd_node()
         waiting = [root]
         while waiting:
             node = waiting.pop()
             if node is None or id(node) in self.nodes:
                 continue
             self.nodes[id(node)] = node
-            for value in self._saved(node):
+            for value in self._saved(node) if node is not running else ():
                 yield value, isinstance(value, Tensor) and _is_cast_parameter(value)
             waiting.extend(following for following, _ in node.next_functions)
 
