@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -94,6 +96,70 @@ def is_fixed(tensor: Tensor) -> bool:
         # Of memory without an address, to ask whether it is shared would end the process.
         is_known = storage.device.type == "cpu" and address(storage) is not None
         return is_known and bool(storage.is_shared())
+
+
+_private_mappings: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+
+def note_private_mapping(storage: torch.UntypedStorage) -> None:
+    """Know of a mapping of a file that nobody sees but by its tensor.
+
+    Args:
+        storage: Its memory.
+    """
+    key = storage._cdata
+    _private_mappings[key] = weakref.ref(storage, lambda _: _private_mappings.pop(key, None))
+
+
+def may_change_unseen(tensor: Tensor) -> bool:
+    """Whether others than torch's ops may write to a tensor's memory, which no version would tell.
+
+    So an array of numpy may, of which the tensor was made, or which was made of it: torch does not
+    let such memory be resized, nor what ``torch.load`` has read. Parameters are taken to be written
+    by ops alone. Of memory that processes share, see :func:`shared_digest`.
+
+    Args:
+        tensor: A strided tensor.
+    """
+    if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor) or is_wrapper(type(tensor)):
+        return False
+    storage = tensor.untyped_storage()
+    if storage.resizable() or address(storage) is None:
+        return False
+    known = _private_mappings.get(storage._cdata)
+    is_private = known is not None and known() is not None
+    return not (is_private or storage.is_shared() or _is_of_parameter(tensor))
+
+
+def shared_digest(tensor: Tensor) -> int | None:
+    """Of memory that other processes may write to, a sum that tells whether one has.
+
+    Args:
+        tensor: A strided tensor.
+
+    Returns:
+        The sum; ``None`` of other memory, and of parameters.
+    """
+    if tensor.device.type != "cpu" or is_wrapper(type(tensor)):
+        return None
+    storage = tensor.untyped_storage()
+    place = address(storage)
+    if place is None or not storage.is_shared() or _is_of_parameter(tensor):
+        return None
+    start, count = place + tensor.storage_offset() * tensor.itemsize, int(reach_of(tensor))
+    return crc32((ctypes.c_char * (count * tensor.itemsize)).from_address(int(start)))
+
+
+def reach_of(tensor: Tensor) -> int:
+    """Elements of a strided tensor's memory from its first to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    base = tensor._base if tensor._is_view() else tensor
+    return isinstance(base, torch.nn.Parameter)
 
 
 def is_from_allocator(storage: torch.UntypedStorage) -> bool:

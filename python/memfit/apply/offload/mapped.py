@@ -26,6 +26,7 @@ from memfit.tensors.storage import (
     is_fixed,
     is_from_allocator,
     is_leaf,
+    note_private_mapping,
 )
 
 LEAST_BYTES = 1 << 16
@@ -108,6 +109,7 @@ def in_file(storage: torch.UntypedStorage, folder: str) -> torch.UntypedStorage:
         is_shared = False
         mapped: Any = torch.UntypedStorage.from_file(name, is_shared, storage.nbytes())
     assert isinstance(mapped, torch.UntypedStorage), "as torch says"
+    note_private_mapping(mapped)
     return mapped
 
 

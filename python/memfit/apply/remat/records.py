@@ -150,10 +150,12 @@ class Pin:
     Attributes:
         tensor: An alias that shares storage and version counter and holds no autograd graph.
         version: The version it must still have at replay; ``None`` when writes do not matter.
+        digest: Of memory that other processes may write to, the sum that it must still have.
     """
 
     tensor: Tensor
     version: int | None
+    digest: int | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -35,6 +35,7 @@ from memfit.apply.remat.records import (
     require_unchanged,
 )
 from memfit.errors import ReplayError
+from memfit.tensors.storage import shared_digest
 from memfit.tensors.versions import version_of
 
 if TYPE_CHECKING:
@@ -328,6 +329,14 @@ def _argument(value: Any, record: Record, storage_of_target: Tensor | None) -> A
                 "written to between forward and backward where memfit was not watching; its "
                 "output was dropped and cannot be computed again\n"
                 "hint: plan again, so that the step is recorded as it runs now"
+            )
+            raise ReplayError(message)
+        if value.digest is not None and value.digest != shared_digest(value.tensor):
+            message = (
+                f"an argument of `{record.operator.name}`, forward op {record.index}, is shared "
+                "between processes, and one has written to it between forward and backward; its "
+                "output was dropped and cannot be computed again\n"
+                "hint: give the model a copy of it (`.clone()`)"
             )
             raise ReplayError(message)
         return value.tensor

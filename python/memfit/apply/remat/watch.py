@@ -42,7 +42,13 @@ from memfit.apply.remat.records import (
 from memfit.apply.remat.saved_memory import SavedMemory
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.shape_saves import ShapeSaves
-from memfit.tensors.storage import address, is_wrapper
+from memfit.tensors.storage import (
+    address,
+    is_wrapper,
+    may_change_unseen,
+    reach_of,
+    shared_digest,
+)
 from memfit.tensors.versions import version_of
 
 if TYPE_CHECKING:
@@ -510,8 +516,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     fetch.source = alias_of(value)
                     fetch.source_version = tracked.version
                 return Ref(tracked.state, Geometry.of(value))
+            if may_change_unseen(value):
+                return _copied(value)
             self._pins.setdefault(_storage_key(value), []).append(weakref.ref(record))
-            return Pin(alias_of(value), version_of(value))
+            return Pin(alias_of(value), version_of(value), shared_digest(value))
         if isinstance(value, (list, tuple)):
             return type(value)(self._hold(item, record, states) for item in value)
         return value
@@ -591,6 +599,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = address(storage) if storage.device.type == "cpu" else None
         if place is None or storage.nbytes() < SMALLEST_STRAY or self._outlasts(storage):
             return False
+        if may_change_unseen(tensor):
+            return False  # backward reads what is there by then
         made = _native.block_event(place)
         if not self._following:
             return made > self._since
@@ -651,6 +661,14 @@ def _shape_only(tensor: Tensor) -> ShapeOnly:
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=False
         )
     return ShapeOnly(meta, tensor.device)
+
+
+def _copied(tensor: Tensor) -> Pin:
+    """An argument that others may write to before the record runs again."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        flat = tensor.as_strided((reach_of(tensor),), (1,)).clone()
+        copy = flat.as_strided(tensor.size(), tensor.stride())
+    return Pin(copy, version_of(copy))
 
 
 def _copy_pins(holders: list[weakref.ref[Record]], key: int) -> None:

@@ -53,7 +53,7 @@ from memfit.capture.stage.arguments import (
 from memfit.capture.stage.call_shape import Call, describe_call
 from memfit.errors import CaptureError
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
-from memfit.tensors.storage import is_wrapper
+from memfit.tensors.storage import is_wrapper, may_change_unseen
 from memfit.weights.one_device import AskedGpus
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -164,6 +164,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shadows = Shadows(self.ledger)
         self.failure: str | None = None
         self._view_replays = ViewReplays()
+        self._changes_unseen: dict[int, bool] = {}
         self._fake_mode = fake_mode
         self._on_gpu = on_gpu
         self._gpus = AskedGpus("the step")
@@ -225,6 +226,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if allocation == known and self._originals is not None:
                 self._originals.refuse(tensor)
             read.append(allocation)
+            if self._fake_mode is None and allocation not in self._changes_unseen:
+                self._changes_unseen[allocation] = may_change_unseen(tensor)
         ledger.now = index + 1
         try:
             out = self._run(func, operator, args, kwargs, read)
@@ -333,6 +336,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     and kwargs.get("generator") is None
                     and len(written) <= 1
                     and are_strided(args, kwargs)
+                    and not any(map(self._changes_unseen.get, read))
                 ),
             )
         )

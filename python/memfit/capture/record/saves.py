@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.capture.record.ledger import Ledger
 from memfit.tensors.shape_saves import ShapeSave, ShapeSaves, blank_storage
-from memfit.tensors.storage import is_wrapper
+from memfit.tensors.storage import is_wrapper, may_change_unseen
 from memfit.tensors.versions import counter_of, version_of
 
 
@@ -242,7 +242,8 @@ class SavedTensors:
         self.saves.append(save)
         token = Token(save, self._released)
         self.shape_saves.packed(tensor, token)
-        if ledger.static[allocation] or not self._lean:
+        is_real = self._fake_mode is None
+        if ledger.static[allocation] or not self._lean or (is_real and may_change_unseen(tensor)):
             token.tensor = tensor
         else:
             token.view = (

@@ -1,0 +1,107 @@
+"""Memory that others than torch's ops write before backward: never computed from again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+import torch
+from handmade import record
+from torch import nn
+
+from memfit.apply.remat.remat import Rematerialiser
+from memfit.errors import ReplayError
+from memfit.tensors.storage import may_change_unseen, shared_digest
+
+
+class Policy(nn.Module):
+    """What reads its input has its own output saved, as in plain torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, seen):
+        return self.body(seen * 0.5).square().mean()
+
+
+def array():
+    buffer = np.zeros((4, 6), np.float32)
+    return buffer, torch.from_numpy(buffer)
+
+
+def part_of_an_array():
+    buffer = np.zeros((8, 12), np.float32)
+    return buffer, torch.from_numpy(buffer)[::2, 3:9]
+
+
+def row_for_all():
+    buffer = np.zeros((1, 6), np.float32)
+    return buffer, torch.from_numpy(buffer).expand(4, 6)
+
+
+def seen_by_an_array():
+    tensor = torch.zeros(4, 6)
+    return tensor.numpy(), tensor
+
+
+@pytest.mark.parametrize("lent", [array, part_of_an_array, row_for_all, seen_by_an_array])
+def test_what_an_array_writes_before_backward_changes_nothing(lent):
+    torch.manual_seed(0)
+    model = Policy()
+    buffer, seen = lent()
+    assert may_change_unseen(seen)
+    own = torch.rand(4, 6)
+    remat = Rematerialiser(model, record(model, lambda: model(own)).remat())
+
+    def gradients(context):
+        model.zero_grad()
+        generator = np.random.default_rng(1)
+        buffer[...] = generator.random(buffer.shape)
+        with context:
+            loss = model(seen)
+        buffer[...] = generator.random(buffer.shape)
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients(contextlib.nullcontext())
+    planned = gradients(remat.forward())
+    assert remat.outcome().observations.dropped_saves > 0
+    assert all(map(torch.equal, plain, planned))
+
+
+def test_what_another_process_writes_before_backward_is_refused():
+    torch.manual_seed(0)
+    model = Policy()
+    seen = torch.rand(4, 6).share_memory_()
+    remat = Rematerialiser(model, record(model, lambda: model(seen)).remat())
+
+    def run(write):
+        with remat.forward():
+            loss = model(seen)
+        if write:
+            child = os.fork()
+            if child == 0:
+                seen.zero_()
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert not seen.any()
+        loss.backward()
+
+    run(write=False)
+    with pytest.raises(ReplayError, match="is shared between processes, and one has written"):
+        run(write=True)
+
+
+def test_memory_of_torchs_own_and_parameters_are_no_such_thing(tmp_path):
+    own = torch.zeros(4, 6)
+    torch.save(own, tmp_path / "read.pt")
+    read = torch.load(tmp_path / "read.pt")
+    parameter = nn.Parameter(torch.from_numpy(np.zeros((4, 6), np.float32)))
+    shared = nn.Parameter(torch.zeros(4, 6).share_memory_())
+    assert not any(map(may_change_unseen, (own, own[1:], parameter, parameter.t(), shared)))
+    assert may_change_unseen(read[1:]), "torch says the same of what an array has"
+    assert shared_digest(shared.t()) is None
+    assert shared_digest(own) is None
