@@ -60,10 +60,6 @@ def through_a_pointer(model, _batch):
     ctypes.memset(model.shown.data_ptr(), 0, model.shown.nbytes)
 
 
-def to_the_batch(_model, batch):
-    batch[...] += 1.0
-
-
 def to_a_parameter(model, _batch):
     model.scale.data.add_(1.0)
 
@@ -117,11 +113,10 @@ def test_a_hidden_write_to_a_saved_tensor(change, plan, when, tmp_path):
         assert torch.equal(planned, untouched)
 
 
-@pytest.mark.parametrize("change", [to_the_batch, to_a_parameter])
-def test_a_hidden_write_to_what_is_recomputed_from(change, tmp_path):
-    plain = gradient(None, change, tmp_path)
-    assert not torch.equal(gradient("remat", change, tmp_path), plain)
-    assert torch.equal(gradient("offload", change, tmp_path), plain)
+def test_a_hidden_write_to_what_is_recomputed_from(tmp_path):
+    plain = gradient(None, to_a_parameter, tmp_path)
+    assert not torch.equal(gradient("remat", to_a_parameter, tmp_path), plain)
+    assert torch.equal(gradient("offload", to_a_parameter, tmp_path), plain)
 
 
 def test_an_op_of_your_own_with_a_state_of_its_own():
