@@ -302,3 +302,30 @@ def test_calls_are_adjacent_where_nothing_can_come_between(code: str):
     refusal = adjacent_refusal(*_sites(code))
     assert (refusal == "") == (CODE[code] == "")
     assert CODE[code] in refusal
+
+
+def test_optimizers_that_step_in_hooks_of_backward_are_left_alone_by_name(tmp_path: Path):
+    """As torch's tutorial on freeing gradients has it: one for each parameter."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Linear(256, 64))
+    optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(6):
+        loss = model(torch.randn(1000, 64)).square().mean()
+        loss.backward()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "60%", code, offload="chosen")
+    (loop,) = ran.loops
+    assert loop["refusal"] == "an optimizer steps inside backward, in a hook"
+    assert not any("dispatch mode" in note for note in loop["notes"])

@@ -34,6 +34,14 @@ def occupied() -> str:
     return ""
 
 
+def in_node() -> bool:
+    """Whether autograd runs a node on this thread: a hook of the script's has been called.
+
+    What is put on or taken off either stack inside is as it was before once the node has run.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
 class Nesting:
     """How high both stacks are where a context stands."""
 

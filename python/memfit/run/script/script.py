@@ -33,6 +33,7 @@ from memfit.apply.offload.mapped import Moves
 from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
+from memfit.run.script.contexts import in_node
 from memfit.run.script.described import described, found, unplanned
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
@@ -65,6 +66,8 @@ from memfit.track.owners import instances
 
 MAX_ROOT_CALLS = 64
 """Calls of a model without a backward; beyond, the forward is taken to have been given up."""
+
+_STEPS_INSIDE = "an optimizer steps inside backward, in a hook"
 
 
 class _Running:
@@ -149,6 +152,7 @@ class AdoptedScript:
         self._evaluation = contextlib.ExitStack()
         self._copies: RemovableHandle | None = None
         self._stepping = self._uncollected = 0
+        self._steps_inside = False
         self._thread = threading.get_ident()
         self._refusal = ""
 
@@ -410,6 +414,12 @@ class AdoptedScript:
             self._in_pieces.close()
         self._uses.end()
         self.optimizer_works()  # in a closure
+        if self._steps_inside and not in_node():
+            self._steps_inside = False
+            if self._current is not None:
+                loop = self._current.loop
+                self._end_pass()
+                self._refuse(loop, _STEPS_INSIDE)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Know it, and let go of models that the script may have let go of: others may come."""
@@ -439,7 +449,7 @@ class AdoptedScript:
 
     def updates(self, optimizer: Optimizer) -> None:
         """Make the updates of a step whose state is elsewhere."""
-        current = self._current
+        current = None if in_node() else self._current  # a hook's step is part of backward
         running = None if current is None else current.running
         for loop in self._loops:
             own = running if current is not None and current.loop is loop else None
@@ -487,6 +497,9 @@ class AdoptedScript:
             loop.step_ended()
         self._stepping = max(self._stepping - 1, 0)
         current = self._current
+        self._steps_inside = in_node()
+        if self._steps_inside:
+            return  # the pass goes on, to the end of backward
         if current is not None and not current.running.in_forward:
             self._complete(current, optimizer)
             if self._current is None:
