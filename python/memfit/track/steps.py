@@ -11,24 +11,26 @@ window has reached a new peak since, so a loop whose steps are all alike pays on
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from memfit import _native
+from memfit.tensors.optimizers import step_of_others, unknown_optimizer
 from memfit.track import cpu
 from memfit.track.looks import LOOKS
 from memfit.track.mapped import MAPPED_FILES
 from memfit.track.owners import OWNERS, label, optimizer_tensors
 
-Listener = Callable[[Literal["before", "after"], Optimizer], None]
-"""Called before and after every step of every optimizer."""
+Listener = Callable[[Literal["before", "closed", "after"], Optimizer], None]
+"""Called before and after every step of every optimizer, and once its closure has run."""
 
 
 class Steps:
@@ -37,6 +39,7 @@ class Steps:
     Attributes:
         listeners: Told of every step.
         has_arguments: Whether the step that began last was called with any, such as a closure.
+        closure_is_first: Whether it runs its closure once, before it does anything else.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,7 @@ class Steps:
         self._windows: list[cpu.Window] = []
         self._named: dict[int, int] = {}
         self.listeners: list[Listener] = []
-        self.has_arguments = False
+        self.has_arguments = self.closure_is_first = False
         self._since = 0
 
     def watch(self) -> None:
@@ -68,15 +71,37 @@ class Steps:
             if window in self._windows:
                 self._windows.remove(window)
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._windows or self.listeners:
             MAPPED_FILES.step_begins(optimizer)
         self._name(optimizer)
-        given = (*args[1:], *kwargs.values())  # the first is the optimizer
-        self.has_arguments = any(value is not None for value in given)
+        # The first is the optimizer.
+        given = [it for it in (*args[1:], *kwargs.values()) if it is not None]
+        self.has_arguments = bool(given)
+        self.closure_is_first = len(given) == 1 and callable(given[0]) and _is_first(optimizer)
         self._since = _native.last_event() + 1
         for listener in list(self.listeners):
             listener("before", optimizer)
+        if not (self.closure_is_first and self.listeners):
+            return None
+        closed = self._closed(optimizer, given[0])
+        first, *others = args
+        others = [closed if value is given[0] else value for value in others]
+        named = {key: closed if it is given[0] else it for key, it in kwargs.items()}
+        return (first, *others), named
+
+    def _closed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure after which listeners are told that the updates come."""
+
+        @functools.wraps(closure)
+        def closed() -> Any:
+            result = closure()
+            self._since = _native.last_event() + 1
+            for listener in list(self.listeners):
+                listener("closed", optimizer)
+            return result
+
+        return closed
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self._name(optimizer)
@@ -94,6 +119,13 @@ class Steps:
         if max(peaks) > self._named.get(id(optimizer), -1):
             self._named[id(optimizer)] = max(peaks)
             label(optimizer_tensors(optimizer))
+
+
+def _is_first(optimizer: Optimizer) -> bool:
+    """Whether a step runs its closure once and first, as all of torch's own but LBFGS do."""
+    return not (
+        isinstance(optimizer, LBFGS) or unknown_optimizer(optimizer) or step_of_others(optimizer)
+    )
 
 
 STEPS = Steps()

@@ -66,3 +66,38 @@ def test_an_optimizer_that_calls_its_closure_often_is_planned_inside(tmp_path: P
     for loop in ran.loops:
         assert_within_budget(loop)
         assert (loop["observed"]["steps"], loop["unplanned"]["steps"]) == (1, 0)
+
+
+def test_state_is_away_while_the_closure_runs_first(tmp_path: Path):
+    """As in Lightning's automatic optimization: zeroing, forward and backward, then the updates."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def closure():
+        loss = model(torch.randn(16, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return loss
+
+    for step in range(6):
+        loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        scheduler.step()
+        print(repr(loss.item()))
+    torch.save((model.state_dict(), optimizer.state_dict()), "end.pt")
+    """
+    ran = inline(tmp_path, "24MiB", code, offload="chosen")
+    (loop,) = ran.loops
+    assert_within_budget(loop)
+    kinds = {action["kind"] for action in loop["plan"]["actions"]}
+    assert "offload_optimizer" in kinds
+    assert "fuse_optimizer" not in kinds
+    # The first begins without the gradients that those after it have.
+    # The first begins without the gradients that those after it have.
+    assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 4)

@@ -52,6 +52,7 @@ from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.ways_out import offers, ways_out, why_over
+from memfit.track.steps import STEPS
 
 MAX_OBSERVED = 8
 """Steps of one loop that are observed; whatever comes then runs by the nearest plan."""
@@ -64,6 +65,7 @@ MAX_REPLANS = 3
 
 _PARAMETERS = "offload_parameters"
 _FUSE = "fuse_optimizer"
+_IN_STEP = "the optimizer calls the model in its step (a closure)"
 _RIVAL = "the optimizer stays out of backward: there is another one, which has not stepped yet"
 
 
@@ -153,7 +155,7 @@ class Loop:
         self._strict = strict
         self._checkpoints = checkpoints
         self._undoes = False
-        self._looks_again = self._has_offered = False
+        self._looks_again = self._has_offered = self._in_step = False
         self._kept: tuple[Key, Observation] | None = None
         self._pending: tuple[Key, Observation] | None = None
         self.recordings = Recordings()
@@ -329,7 +331,9 @@ class Loop:
             optimizers: The optimizers seen so far.
             in_closure: Whether an optimizer calls it, in its step.
         """
-        self.placing.in_closure = self.placing.in_closure or in_closure
+        self._in_step = self._in_step or in_closure
+        if in_closure and not STEPS.closure_is_first:
+            self.placing.in_closure = True
         self._checkpoints.begin_pass(undoes=False)
         waiting, self.placing.waiting = self.placing.waiting, None
         if self.refusal or (under := self._under_others()):
@@ -508,14 +512,14 @@ class Loop:
         if observation is None:
             return
         if self.placing.in_closure:
-            observation.state_stays = "the optimizer calls the model in its step (a closure)"
+            observation.state_stays = _IN_STEP
         if observation.spill_problem:
             problem = observation.spill_problem
             self.notes[f"an observed step kept its saved tensors in memory: {problem}"] = None
         if observation.recorder.problem:
             self.refuse(observation.recorder.problem)
             return
-        observation.fusing_refusal = self._updates.fusing_refusal()
+        observation.fusing_refusal = _IN_STEP if self._in_step else self._updates.fusing_refusal()
         observation.may_round = self.cut_ops.has_cut
         if observation.effect:
             self.pieces.refuse(observation.effect)

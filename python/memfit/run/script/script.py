@@ -63,6 +63,7 @@ from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
 from memfit.run.script.wanted import Wanted
 from memfit.track.owners import instances
+from memfit.track.steps import STEPS
 
 MAX_ROOT_CALLS = 64
 """Calls of a model without a backward; beyond, the forward is taken to have been given up."""
@@ -442,13 +443,15 @@ class AdoptedScript:
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer, which is about to step."""
-        USED_GRADIENTS.require_cleared(optimizer)
+        if not STEPS.closure_is_first:  # which clears gradients, perhaps
+            USED_GRADIENTS.require_cleared(optimizer)
         self._optimizers.add(optimizer)
         self._stepping += 1
         self._of_others.is_called(optimizer, "step")
 
     def updates(self, optimizer: Optimizer) -> None:
         """Make the updates of a step whose state is elsewhere."""
+        USED_GRADIENTS.require_cleared(optimizer)
         current = None if in_node() else self._current  # a hook's step is part of backward
         running = None if current is None else current.running
         for loop in self._loops:

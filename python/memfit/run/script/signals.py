@@ -62,7 +62,7 @@ class Listener(Protocol):
         """An optimizer is about to step."""
 
     def updates(self, optimizer: Optimizer) -> None:
-        """It is about to step, called without a closure; what is raised is the script's to see."""
+        """Its updates are about to come; what is raised is the script's to see."""
 
     def optimizer_works(self) -> None:
         """What of the updates nobody has made is about to be made by the optimizer itself."""
@@ -310,11 +310,12 @@ class Signals:
         if threading.get_ident() != self._thread:
             return
         listener = self._listener
-        if when != "before":
+        if when == "after":
             self.tell(listener.optimizer_ended, optimizer)
             return
-        self.tell(listener.optimizer_begins, optimizer)
-        if self._undo and not STEPS.has_arguments:
+        if when == "before":
+            self.tell(listener.optimizer_begins, optimizer)
+        if self._undo and (when == "closed" or not STEPS.has_arguments):
             # Not told: after half of the updates there is no going on as if nothing had been.
             listener.updates(optimizer)
             self.tell(listener.optimizer_works)
