@@ -57,3 +57,29 @@ def test_gradients_stay_while_nobody_knows_the_budget(tmp_path: Path) -> None:
     (loop,) = ran.loops
     assert GRADIENTS_IN_FILES not in loop["notes"]
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_micro_batches_that_never_end_a_step_are_recorded_a_few_times(tmp_path: Path):
+    """The last one is smaller: of the others no recording comes to its end, in 300 passes."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(100):
+        data = torch.randn(1400, 64)
+        for part in data.split(500):
+            loss = (model(part) - part).square().mean() * len(part) / 1400
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "75%", code, offload="chosen")
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    assert loop["planned"]["steps"] >= 98
+    assert ran.fitting["verdict"]["kept"], ran.fitting["verdict"]

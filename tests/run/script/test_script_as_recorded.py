@@ -175,3 +175,32 @@ def test_what_takes_more_than_its_recording_runs_by_its_plan_again():
     assert not step.keeps_as_recorded
     assert not step.took_more(21)
     assert not step.runs_as_recorded
+
+
+def test_steps_that_call_more_than_the_recorded_one_run_as_recorded_once_one_was_over(
+    tmp_path: Path,
+):
+    """A plan without actions watches nothing; a step after it may be a small one again."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    wide = lambda n: nn.Sequential(nn.Linear(64, n), nn.Tanh(), nn.Linear(n, n), nn.Linear(n, 64))
+    model, other = wide(256), wide(512).requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(10):
+        x = torch.randn(2000, 64)
+        y = model(x)
+        loss = (y - x).square().mean()
+        if step > 2 and step % 2:
+            loss = loss + (other(y) - other(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "14MiB", code, offload="chosen")
+    loop = ran.loops[0]
+    assert loop["plan"]["fits"]
+    assert any("run as recorded" in note for note in loop["notes"]), loop["notes"]

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from ran import Ran, in_forks, inline
+from ran import Ran, assert_within_budget, in_forks, inline
 
 from memfit.run.script.verdict import BudgetKept, Over
 
@@ -289,3 +289,31 @@ def test_a_script_that_memfit_gave_up_is_not_said_to_keep_its_budget(tmp_path: P
     verdict = ran.fitting["verdict"]
     assert not verdict["kept"]
     assert verdict["peak_bytes"] > 8 << 20
+
+
+def test_a_group_of_one_process_is_planned(tmp_path: Path):
+    """``DistributedDataParallel`` in a script that is started without others."""
+    code = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2048, 128)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    torch.save(model.state_dict(), "end.pt")
+    dist.destroy_process_group()
+    """
+    ran = inline(tmp_path, "60%", code, offload="chosen")
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    assert loop["planned"]["steps"] >= 4
+    assert_within_budget(loop)

@@ -378,7 +378,8 @@ class Loop:
         self._require_fits(planned, outside)
         is_safe = self.recordings.is_again(key) and planned.is_safe_as_recorded
         gives_way = self.need.is_of_others and planned.may_run_as_recorded
-        if planned.runs_as_recorded or is_safe or gives_way:
+        varies = self.recordings.has_taken_more(key) and planned.may_run_as_recorded
+        if planned.runs_as_recorded or is_safe or gives_way or varies:
             self._latest = planned
             return self._run_as_recorded(planned, call, own)
         planned = self.plans.fitting(planned, outside, self._planning(outside))
@@ -511,6 +512,7 @@ class Loop:
         observation = running.finish(optimizers)
         if observation is None:
             return
+        self.recordings.ended(inputs_key)
         if self.placing.in_closure:
             observation.state_stays = _IN_STEP
         if observation.spill_problem:
@@ -551,6 +553,8 @@ class Loop:
                 self.plans.distrust()
             else:
                 self.recordings.left_plan(planned.key)  # it is recorded of this model
+        elif planned is not None and planned.is_over(peak_bytes):
+            self.recordings.took_more(planned.key)
 
     def _choose_place(self, place: str) -> None:
         if place and self._request.may_choose_place:
@@ -583,6 +587,8 @@ class Loop:
             return False
         if self.recordings.is_given_up(key) and self.plans:
             return False  # an evaluation with gradients on: the nearest plan keeps least of it
+        if self.recordings.ends_no_step(key) and self.plans and self._pending is None:
+            return False  # the nearest plan is all that there will be
         if self._looks_again or self._pending is not None:
             return True
         if self.recordings.asks_for_another(key):

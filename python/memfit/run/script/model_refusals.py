@@ -25,7 +25,8 @@ def model_refusal(root: nn.Module, device: torch.device) -> str:
     problem = cpu.start() if device.type == "cpu" else None
     if problem is not None:
         return f"its memory cannot be counted: {problem}"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if known and torch.distributed.get_world_size() > 1:
         return "it trains in several processes"
     reasons = (
         *(_module_refusal(module) for module in root.modules()),

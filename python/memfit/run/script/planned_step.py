@@ -243,6 +243,15 @@ class PlannedStep:
         is_known = not self.is_foreseen and not (self.is_of_another and self.plan.fits)
         return not is_known and peak_bytes > foreseen
 
+    def is_over(self, peak_bytes: int) -> bool:
+        """Whether a pass by the plan took more than was foreseen, and than there is.
+
+        Args:
+            peak_bytes: Most bytes live at once in it.
+        """
+        foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
+        return not self.runs_as_recorded and peak_bytes > max(foreseen, self.plan.budget_bytes)
+
     def tells_little_of(self, key: Key) -> bool:
         """Whether a pass is in another mode than this, and not much smaller.
 

@@ -21,6 +21,10 @@ MAX_GIVEN_UP = 2
 """Calls of one kind that are recorded one after the other and get no backward."""
 
 
+MAX_UNENDED = 3
+"""Recordings of one kind, one after the other, that no step of an optimizer ends."""
+
+
 class Recordings:
     """What became of the passes of one loop, by their keys."""
 
@@ -29,7 +33,21 @@ class Recordings:
         self._left_plan: set[Key] = set()
         self._again: Counter[Key] = Counter()
         self._given_up: Counter[Key] = Counter()
+        self._unended: Counter[Key] = Counter()
+        self._took_more: set[Key] = set()
         self._count = 0
+
+    def ended(self, key: Key) -> None:
+        """A recorded pass came to the end of its step.
+
+        Args:
+            key: Its key.
+        """
+        self._unended[key] = self._count = 0
+
+    def ends_no_step(self, key: Key) -> bool:
+        """Whether passes like one never end a step, as all micro-batches but the last."""
+        return self._unended[key] >= MAX_UNENDED
 
     def forward_was(self, key: Key, *, given_up: bool) -> None:
         """A pass is over; one of its kind that gets a backward at last is worth recording.
@@ -48,6 +66,14 @@ class Recordings:
     def is_given_up(self, key: Key) -> bool:
         """Whether passes like one got no backward too often."""
         return self._given_up[key] >= MAX_GIVEN_UP
+
+    def took_more(self, key: Key) -> None:
+        """A pass that nothing watched was over the budget, as one that calls other models too."""
+        self._took_more.add(key)
+
+    def has_taken_more(self, key: Key) -> bool:
+        """Whether one was, so that a recording tells too little of those like it."""
+        return key in self._took_more
 
     def left_plan(self, key: Key) -> None:
         """A pass has left its plan, or took more than a plan for another model foresaw."""
@@ -69,6 +95,7 @@ class Recordings:
         """A pass is recorded."""
         self._again[key] += key in self._left_plan
         self._left_plan.discard(key)
+        self._unended[key] += 1
         self._count += 1
 
     @property
