@@ -576,6 +576,9 @@ class Trace:
     def mixed_items(self) -> str | None:
         """Why a forward does not treat the items of its batch apart; ``None`` where it does."""
 
+    def knows_other_sizes(self) -> bool:
+        """Whether another recording told how the step grows with its batch."""
+
     def ways(self) -> list[dict[str, Any]]:
         """The ways worth a capture where all is allowed that needs no leave: in slices."""
 

@@ -106,11 +106,11 @@ impl<'s, 'h> Answers<'s, 'h> {
                 let offer = self.offer(&device_kind, &place, profile.as_deref())?;
                 Ok(Answer::Offer(offer))
             }
-            Need::Ways(ways) => {
+            Need::Ways(asked) => {
                 let Target::Live(live) = self.target else {
                     return Ok(Answer::NoWays);
                 };
-                self.session.in_ways(live, self.recorded, &ways)?;
+                self.session.in_ways(live, self.recorded, &asked)?;
                 Ok(Answer::Ways(Arc::clone(&self.recorded.trace)))
             }
             Need::Plan(search) => Ok(Answer::Plan(Box::new(self.plan(search)?))),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfit_engine::file;
-use memfit_engine::plan::{self, Plan, PlanRequest};
+use memfit_engine::plan::{self, Asked, Plan, PlanRequest};
 use memfit_engine::predict::{self, PredictRequest, Prediction};
 use memfit_engine::trace::{Trace, Way};
 
@@ -147,9 +147,11 @@ impl Session<'_> {
         target: &Target,
         recorded: &mut Recorded,
     ) -> Result<(), Failure> {
-        let ways = plan::ways_without_leave(&recorded.trace);
+        // Whoever reads the trace may cut the batch in any of them.
+        let ways = plan::ways_without_leave(&recorded.trace).into_iter();
+        let asked: Vec<_> = ways.map(Asked::from).collect();
         match target {
-            Target::Live(live) if !ways.is_empty() => self.in_ways(live, recorded, &ways),
+            Target::Live(live) if !asked.is_empty() => self.in_ways(live, recorded, &asked),
             _ => Ok(()),
         }
     }
@@ -159,22 +161,22 @@ impl Session<'_> {
         &mut self,
         live: &LiveTarget,
         recorded: &mut Recorded,
-        ways: &[Way],
+        asked: &[Asked],
     ) -> Result<(), Failure> {
-        let is_narrow = |way: &Way| way.half_parameters.is_some() || way.int8_weights.is_some();
-        let how = if ways.iter().any(|way| way.items.is_some()) {
+        let has = |is_so: fn(&Way) -> bool| asked.iter().any(|it| is_so(&it.way));
+        let how = if has(|way| way.items.is_some()) {
             "on a piece of the batch"
-        } else if ways.iter().any(is_narrow) {
+        } else if has(|way| way.half_parameters.is_some() || way.int8_weights.is_some()) {
             "in fewer bits"
-        } else if ways.iter().any(|way| way.autocast.is_some()) {
+        } else if has(|way| way.autocast.is_some()) {
             "under autocast"
-        } else if ways.iter().any(|way| way.chunk.is_some()) {
+        } else if has(|way| way.chunk.is_some()) {
             "in slices"
         } else {
             "without a graph"
         };
         let what = format!("capturing {} {how}", live.name);
-        let ways = serde_json::to_string(ways)
+        let ways = serde_json::to_string(asked)
             .map_err(|error| Failure::Internal(format!("cannot write ways as JSON: {error}")))?;
         let device = recorded.device.clone();
         let (file, seconds) = self.slow(&what, |host| {

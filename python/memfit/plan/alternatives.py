@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ def with_alternatives(
     Args:
         workload: The workload that the trace is of; it stays as it is.
         trace: The trace.
-        ways: The ways, as the engine asks for them.
+        ways: The ways, as the engine asks for them: with ``sizes`` where not each is to be recorded
+            at another batch size too.
         device: The kind of device that the trace was captured for, as it was given.
 
     Returns:
@@ -82,16 +83,21 @@ def with_alternatives(
         if any("items" in way for way in ways):
             return _with_pieces(stages, trace, ways)
         for asked in ways:
-            way = _possible(asked, workload.model, meta)
+            sizes = asked.get("sizes", "both")
+            plain = {key: value for key, value in asked.items() if key != "sizes"}
+            way = _possible(plain, workload.model, meta)
             refusal = _impossible(way, workload.model, meta)
             try:
                 if not refusal and not _is_needless(way, found.steps):
-                    _record(stages, workload, way, found, meta)
+                    _record(stages, way, sizes, found, meta)
             except (MemfitError, RealStepNeeded) as error:
                 refusal = f"the step fails {_how(way)}: {error}"
             if refusal:
                 found.refuse(way, refusal)
-    return trace.with_alternatives(found.steps, found.refusals)
+        if meta["second_batch"] > 0:
+            _record_other_sizes(stages, found)
+    steps = [(step.way, step.first, step.second) for step in found.steps]
+    return trace.with_alternatives(steps, found.refusals)
 
 
 def _how(way: Way) -> str:
@@ -156,13 +162,13 @@ def _not_in_eight_bits(held: dict[str, Any], model: nn.Module, device: str) -> s
     return ""
 
 
-def _is_needless(way: Way, steps: Sequence[tuple[Way, bytes, bytes | None]]) -> bool:
+def _is_needless(way: Way, steps: Sequence[_Step]) -> bool:
     """Whether a way keeps casts of weights none of which the same without the cache makes twice."""
     autocast = way.get("autocast")
     if not autocast or not autocast["cache"]:
         return False
     without = {**way, "autocast": {**autocast, "cache": False}}
-    recorded = next((json.loads(first) for known, first, _ in steps if known == without), None)
+    recorded = next((json.loads(it.first) for it in steps if it.way == without), None)
     if recorded is None:
         return False
     rows, values, strings = (recorded[it] for it in ("allocations", "values", "strings"))
@@ -201,6 +207,26 @@ class _Stages:
         stage.workload = running
         return stage
 
+    def record(
+        self, running: Workload, way: Way, size: int | None, *, updates: bool
+    ) -> dict[str, Any]:
+        """Record a step in another way.
+
+        Args:
+            running: What runs in that way.
+            way: The way.
+            size: Number of examples; ``None`` for the workload's own.
+            updates: Whether to measure the optimizer's update of each parameter.
+
+        Raises:
+            MemfitError: It fails.
+            RealStepNeeded: It cannot be followed on fakes.
+        """
+        stage = self.of(running, way)
+        undone = bool(way.get("undo_checkpoints"))
+        with kept(stage.model, _keep(way)):
+            return record_stage(stage, size, probe=True, updates=updates, undone=undone)
+
     def _narrowed(self, names: tuple[str, ...], dtype: torch.dtype | None) -> Stage:
         stage = fake_stage(self.workload, self.device)
         if not names or stage.fake_mode is None:
@@ -225,19 +251,44 @@ def _quantize(stage: Stage, names: Sequence[str], dynamic: Sequence[str]) -> Non
         quantize(stage.model, names, dynamic)
 
 
+class _RunsWhole(RealStepNeeded):
+    """Something of a forward was not in slices: the rest of the step is not worth recording."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step recorded in another way.
+
+    Attributes:
+        way: The way.
+        sizes: At which batch sizes it is wanted, as the engine says it.
+        size: Its batch size; 0 where there is none.
+        workload: What its recording ran.
+        first: Its trace as JSON.
+        second: Its trace at another batch size.
+    """
+
+    way: Way
+    sizes: str | dict[str, int]
+    size: int
+    workload: Workload
+    first: bytes
+    second: bytes | None = None
+
+
 @dataclass(slots=True)
 class _Found:
     """What came of the recordings.
 
     Attributes:
-        steps: As :meth:`memfit._native.Trace.with_alternatives` takes them.
+        steps: The steps, in the order in which they were asked for.
         refusals: Why there are no others, by the engine's name for what they would be.
         whole_loss: Whether the loss cannot be computed in slices.
         tells: Whether what does not run in slices under autocast is why a plan has no more in
             slices: else the step without it says so.
     """
 
-    steps: list[tuple[Way, bytes, bytes | None]] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     whole_loss: bool = False
     tells: bool = True
@@ -248,7 +299,11 @@ class _Found:
 
 
 def _record(
-    stages: _Stages, workload: Workload, way: Way, found: _Found, meta: dict[str, Any]
+    stages: _Stages,
+    way: Way,
+    sizes: str | dict[str, int],
+    found: _Found,
+    meta: dict[str, Any],
 ) -> None:
     """Record the step in one way, or with what of it does run in slices."""
     chunk = way.get("chunk")
@@ -257,37 +312,45 @@ def _record(
         chunk = {key: chunk[key] for key in ("calls", "strips") if key in chunk}
     if chunk and not (chunk.get("loss") or chunk.get("head") or chunk.get("strips") or calls):
         return
-    if any(known == {**way, "chunk": chunk} for known, _, _ in found.steps):
+    said = {**way, "chunk": chunk} if chunk else way
+    if any(step.way == said for step in found.steps):
         return  # what is left of another one
-    running = _Observed(workload, way, chunk)
-    stage = stages.of(replace(workload, **running.runs(), **_cast(way)), way)
-    undone = bool(way.get("undo_checkpoints"))
-    with kept(stage.model, _keep(way)):
-        recorded = record_stage(stage, None, probe=True, updates=True, undone=undone)
-    first = _as_of(meta, recorded)
-    if "half_parameters" in way and workload.training:
-        _require_updates(stage, way["half_parameters"]["names"], first)
-    if way.get("int8_weights", {}).get("dynamic") and stage.device == "cuda":
+    running = _Observed(stages.workload, way, chunk)
+    workload = replace(stages.workload, **running.runs(), **_cast(way))
+    try:
+        first = _as_of(meta, stages.record(workload, way, None, updates=True))
+    except _RunsWhole:
+        first = None
+    if first is not None and "half_parameters" in way and workload.training:
+        named = dict(stages.of(workload, way).model.named_parameters(remove_duplicate=False))
+        _require_updates(named, way["half_parameters"]["names"], first)
+    is_dynamic = bool(way.get("int8_weights", {}).get("dynamic"))
+    if first is not None and is_dynamic and meta["device_kind"] == "cuda":
         _require_rows(first)
     if less := _less(running, chunk or {}, found, tells="autocast" not in way or found.tells):
-        _record(stages, workload, {**way, "chunk": less}, found, meta)
+        _record(stages, {**way, "chunk": less}, sizes, found, meta)
     if less is not None:
         return
-    second = None
-    size = first["meta"]["batch"]
-    if meta["second_batch"] > 0 and size:
-        with kept(stage.model, _keep(way)):
-            second = record_stage(
-                stage, second_batch_size(size), probe=True, updates=False, undone=undone
-            )
-    said = {**way, "chunk": chunk} if chunk else way
-    found.steps.append(
-        (
-            said,
-            json.dumps(first).encode(),
-            json.dumps(second).encode() if second is not None else None,
-        )
-    )
+    assert first is not None
+    size, recorded = first["meta"]["batch"], json.dumps(first).encode()
+    found.steps.append(_Step(said, sizes, size, workload, recorded))
+
+
+def _record_other_sizes(stages: _Stages, found: _Found) -> None:
+    """Record the steps at another batch size where a plan may need that."""
+    are_known: set[int] = set()
+    for step in reversed(found.steps):
+        group = step.sizes["last_of"] if isinstance(step.sizes, dict) else None
+        if step.sizes == "one" or group in are_known or not step.size:
+            continue
+        other = second_batch_size(step.size)
+        try:
+            recorded = stages.record(step.workload, step.way, other, updates=False)
+        except (MemfitError, RealStepNeeded):
+            continue  # one size is known, as it is of a step that fails at another by itself
+        step.second = json.dumps(recorded).encode()
+        if group is not None and Trace.from_json(step.first, step.second, 0).knows_other_sizes():
+            are_known.add(group)
 
 
 def _keep(way: Way) -> list[str]:
@@ -302,16 +365,9 @@ def _with_pieces(stages: _Stages, trace: Trace, ways: Sequence[Way]) -> Trace:
         plain = {key: value for key, value in way.items() if key != "items"}
         running = _Observed(stages.workload, plain, plain.get("chunk"))
         changed = {**running.runs(), **_cast(plain)} if plain else {}
-        stage = stages.of(replace(stages.workload, **changed), plain)
+        workload = replace(stages.workload, **changed)
         try:
-            with kept(stage.model, _keep(plain)):
-                piece = record_stage(
-                    stage,
-                    way["items"],
-                    probe=True,
-                    updates=False,
-                    undone=bool(way.get("undo_checkpoints")),
-                )
+            piece = stages.record(workload, plain, way["items"], updates=False)
         except (MemfitError, RealStepNeeded):
             continue  # the law holds, as before
         trace = trace.with_piece(way, json.dumps(piece).encode())
@@ -352,13 +408,14 @@ def _less(
     return None
 
 
-def _require_updates(stage: Stage, names: Sequence[str], recorded: dict[str, Any]) -> None:
+def _require_updates(
+    named: Mapping[str, nn.Parameter], names: Sequence[str], recorded: dict[str, Any]
+) -> None:
     """Refuse to narrow what trains and is not updated: by torch, later, its updates would be lost.
 
     Raises:
         UsageError: A parameter wants a gradient and got none in the recorded step.
     """
-    named = dict(stage.model.named_parameters(remove_duplicate=False))
     rows, strings = recorded["allocations"], recorded["strings"]
     updated = {strings[rows[it["parameter"]]["name"]] for it in recorded["updates"]}
     for name in names:
@@ -448,4 +505,7 @@ class _Observed:
                 who = f"`{seen.whole[0]}` needs" if seen.whole else "the loss needs"
                 weight = (self._chunk.get("loss") or self._chunk["head"])["weight"]
                 self.refusal = f"{who} the logits of `{weight}` whole"
+        is_without_strips = running.strips is not None and not self.in_strips
+        if self.refusal or self.whole_calls or is_without_strips:
+            raise _RunsWhole
         return result

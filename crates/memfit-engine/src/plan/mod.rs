@@ -3,12 +3,13 @@
 //! Responsible for the plan's types (this file and `action.rs`), for the techniques (`technique/`), for the choice among
 //! them (`choose.rs`, `combinations.rs`), the search within one combination of them (`search/`), the lower bound
 //! (`bound/`), the front over all budgets (`front.rs`), the conversation in which planning asks for what it needs
-//! (`session.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for what a plan
+//! (`session.rs`, `asked.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for what a plan
 //! does to memory ([`crate::step`]) or for carrying it out (the Python package).
 
 mod action;
 mod actions;
 mod arena;
+mod asked;
 mod bottleneck;
 mod bound;
 mod choose;
@@ -23,6 +24,7 @@ mod validate;
 mod ways;
 
 pub use action::{Action, ActionSummary};
+pub use asked::{Asked, Sizes};
 pub use choose::{plan, plan_within};
 pub use context::PlanError;
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, front};

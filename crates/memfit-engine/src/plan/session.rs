@@ -20,6 +20,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::asked::{Asked, asked};
 use super::choose::beyond;
 use super::technique::micro_batch;
 use super::{
@@ -51,7 +52,7 @@ pub enum Need {
         profile: Option<Box<DeviceProfile>>,
     },
     /// The trace with the step in other ways, those that it can be captured in.
-    Ways(Vec<Way>),
+    Ways(Vec<Asked>),
     /// The plan that this search finds.
     Plan(#[serde(skip)] Search),
     /// Nothing: this is the plan.
@@ -271,7 +272,9 @@ impl PlanSession {
                     CostSource::Profile { .. } => None,
                 },
             },
-            Lacks::Ways(_, ways, _) | Lacks::Beyond(_, ways, _) => Need::Ways(ways.clone()),
+            Lacks::Ways(known, ways, _) | Lacks::Beyond(known, ways, _) => {
+                Need::Ways(asked(&known.trace, &self.request, ways))
+            }
             Lacks::Plan(known) => Need::Plan(self.search_in(known, None)),
             Lacks::Told(known, made) => Need::Plan(self.search_in(known, Some(made.clone()))),
             Lacks::Nothing(plan) => Need::Nothing(Box::new(Made {
@@ -325,10 +328,14 @@ impl PlanSession {
                 self.request.offload = Some(offer);
                 self.before_search(known)
             }
-            (Lacks::Ways(known, asked, _), Answer::Ways(trace)) => {
+            (Lacks::Ways(known, asked, made), Answer::Ways(trace)) => {
                 is_of(&known, &trace, &asked, given)?;
                 self.asked.extend(asked);
-                Lacks::Plan(Known { trace, ..known })
+                match made {
+                    // Nothing came of it, and the same search finds the same plan.
+                    Some(made) if trace == known.trace => self.after_search(known, made),
+                    _ => Lacks::Plan(Known { trace, ..known }),
+                }
             }
             (Lacks::Beyond(known, asked, made), Answer::Ways(trace)) => {
                 is_of(&known, &trace, &asked, given)?;
@@ -349,16 +356,7 @@ impl PlanSession {
                 if plan.trace_digest != bottleneck::digest(&known.trace) {
                     return Err(AnswerError::AnotherStep { given });
                 }
-                let mut ways = self.wanted_ways(&known, Some(&plan));
-                if ways.is_empty() {
-                    ways = self.wanted_pieces(&known, &plan);
-                    self.pieces += u32::from(!ways.is_empty());
-                }
-                if ways.is_empty() {
-                    self.before_end(known, plan)
-                } else {
-                    Lacks::Ways(known, ways, Some(plan))
-                }
+                self.after_search(known, plan)
             }
             _ => {
                 let needed = self.next().name();
@@ -374,6 +372,19 @@ impl PlanSession {
             Lacks::Plan(known)
         } else {
             Lacks::Ways(known, ways, None)
+        }
+    }
+
+    fn after_search(&mut self, known: Known, plan: Box<Plan>) -> Lacks {
+        let mut ways = self.wanted_ways(&known, Some(&plan));
+        if ways.is_empty() {
+            ways = self.wanted_pieces(&known, &plan);
+            self.pieces += u32::from(!ways.is_empty());
+        }
+        if ways.is_empty() {
+            self.before_end(known, plan)
+        } else {
+            Lacks::Ways(known, ways, Some(plan))
         }
     }
 
@@ -419,7 +430,8 @@ impl PlanSession {
                 items: Some(items),
                 ..way
             };
-            if is_small && !is_known && !wanted.contains(&piece) {
+            let is_asked = self.asked.contains(&piece) || wanted.contains(&piece);
+            if is_small && !is_known && !is_asked {
                 wanted.push(piece);
             }
         }

@@ -78,6 +78,41 @@ fn a_piece_that_was_never_recorded_is_asked_for_and_known_from_then_on() {
     assert!(torn.check().is_err());
 }
 
+#[test]
+fn a_piece_that_came_to_nothing_is_not_asked_for_again_nor_the_plan_made_again() {
+    let mut trace = sample::inference(64);
+    for op in &mut trace.ops {
+        op.workspace_bytes = Bytes(1 << 20);
+    }
+    let trace = Arc::new(trace);
+    let request = request(Budget::Percent(1.0), Class::Exact);
+    let mut session = PlanSession::new(request, None);
+    let mut asked = Vec::new();
+    loop {
+        let need = session.next();
+        asked.push(need.name());
+        let answer = match need {
+            Need::Trace => Answer::Trace(Arc::clone(&trace)),
+            Need::Costs { .. } => Answer::Costs(costs(&trace)),
+            Need::Plan(search) => Answer::Plan(Box::new(search.plan(Limit::None).unwrap())),
+            Need::Ways(ways) => {
+                assert!(ways.iter().all(|it| it.way.items.is_some()), "{ways:?}");
+                Answer::Ways(Arc::clone(&trace))
+            }
+            Need::Nothing(made) => {
+                assert_eq!(made.plan.verdict, Verdict::DoesNotFit);
+                break;
+            }
+            Need::Offer { .. } => panic!("no place was named"),
+        };
+        session.answer(answer).unwrap();
+    }
+    assert_eq!(
+        asked,
+        ["a trace", "costs", "a plan", "other ways", "nothing"]
+    );
+}
+
 fn costs(trace: &Trace) -> CostSource {
     CostSource::profile(vec![1.0; trace.ops.len()])
 }
@@ -360,7 +395,8 @@ fn told(mut session: PlanSession, trace: &Trace, part: u64) -> (Vec<Vec<Way>>, P
             Need::Trace => Answer::Trace(Arc::clone(&known)),
             Need::Costs { .. } => Answer::Costs(costs(trace)),
             Need::Offer { .. } => Answer::Offer(offer()),
-            Need::Ways(ways) => {
+            Need::Ways(asked_now) => {
+                let ways: Vec<_> = asked_now.into_iter().map(|it| it.way).collect();
                 known = in_all(&known, &ways, part);
                 asked.push(ways);
                 Answer::Ways(Arc::clone(&known))
