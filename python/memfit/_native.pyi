@@ -576,6 +576,9 @@ class Trace:
     def mixed_items(self) -> str | None:
         """Why a forward does not treat the items of its batch apart; ``None`` where it does."""
 
+    def op_names(self, way: Mapping[str, Any]) -> list[str] | None:
+        """Names of the ops of the step in a way, in order; ``None`` where it was not captured."""
+
     def knows_other_sizes(self) -> bool:
         """Whether another recording told how the step grows with its batch."""
 

@@ -91,17 +91,46 @@ def test_where_the_last_way_fails_at_another_size_the_one_before_is_recorded_the
     assert knows_other_sizes(workload(loss), *sizes) == [True, False]
 
 
-def test_what_does_not_run_in_slices_is_not_recorded_past_forward(monkeypatch):
-    load = workload(lambda logits, batch: of(logits, batch) + logits.mean())
-    trace = memfit.trace(load)
-    backwards = []
+@pytest.fixture
+def backwards(monkeypatch):
+    """One entry for each recording that came as far."""
+    found = []
     backward = StepRunner.backward
 
     def counted(self, loss):
-        backwards.append(loss)
+        found.append(loss)
         backward(self, loss)
 
     monkeypatch.setattr(StepRunner, "backward", counted)
+    return found
+
+
+def other_ops(logits, batch):
+    """A loss that runs one op more on fewer items."""
+    return of(logits if len(logits) == BATCH else logits.neg(), batch)
+
+
+def test_a_recording_at_another_size_ends_with_the_first_other_op(backwards):
+    load = workload(other_ops)
+    ways = recorded(load, CASTS[:1])
+    assert [step["trace"]["couplings"] for step in ways["steps"]] == [None]
+    assert len(backwards) == 3, "the plain step's two, and that of the way at its own size"
+
+
+@pytest.mark.parametrize("runs_others", [False, True])
+def test_a_piece_that_runs_other_ops_is_left_at_the_first_of_them(backwards, runs_others):
+    load = workload(other_ops if runs_others else of)
+    trace = memfit.trace(load).native
+    backwards.clear()
+    pieces = with_alternatives(load, trace, [{"items": 2}])
+    assert len(backwards) == int(not runs_others)
+    assert (pieces.encode() == trace.encode()) == runs_others
+
+
+def test_what_does_not_run_in_slices_is_not_recorded_past_forward(backwards):
+    load = workload(lambda logits, batch: of(logits, batch) + logits.mean())
+    trace = memfit.trace(load)
+    backwards.clear()
     ways = trace.native.ways()
     assert ways
     found = json.loads(with_alternatives(load, trace.native, ways).json())["alternatives"]

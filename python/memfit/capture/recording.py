@@ -207,7 +207,13 @@ def record_pair(
 
 
 def record_stage(
-    stage: Stage, size: int | None, *, probe: bool, updates: bool, undone: bool = False
+    stage: Stage,
+    size: int | None,
+    *,
+    probe: bool,
+    updates: bool,
+    undone: bool = False,
+    expected: list[str] | None = None,
 ) -> dict[str, Any]:
     """Record the step of a stage as it is.
 
@@ -217,6 +223,7 @@ def record_stage(
         probe: As in :func:`record`.
         updates: Whether to measure the optimizer's update of each parameter.
         undone: Whether the model's own checkpoints run as ordinary forwards.
+        expected: Names of the ops that it has to run; ``None`` for any.
 
     Returns:
         The JSON of a trace.
@@ -224,11 +231,21 @@ def record_stage(
     Raises:
         WorkloadError: The user's own code failed.
         CaptureError: Without its checkpoints the step may compute something else.
-        RealStepNeeded: The step cannot be followed on fakes.
+        RealStepNeeded: The step cannot be followed on fakes, or runs another op.
     """
     given = batch_size(stage.workload.batch, stage.workload.batch_dim)
     set_batch(stage, given if size is None else size)
-    return _record(stage, "", None, probe=probe, updates=updates, lean=True, undone=undone)[0]
+    recorded, _ = _record(
+        stage,
+        "",
+        None,
+        probe=probe,
+        updates=updates,
+        lean=True,
+        undone=undone,
+        expected=expected,
+    )
+    return recorded
 
 
 def _note_single_size(trace: dict[str, Any], failed: int, error: BaseException) -> dict[str, Any]:
@@ -320,6 +337,7 @@ def _record(
     lean: bool,
     gradients: Gradients | None = None,
     undone: bool = False,
+    expected: list[str] | None = None,
 ) -> tuple[dict[str, Any], _Learnt]:
     """Record the step of a stage, at another batch size where one is given."""
     workload = stage.workload
@@ -331,6 +349,7 @@ def _record(
         lean=lean,
         originals=Originals(stage.workload),
         on_gpu=stage.device == "cuda",
+        expected=expected,
     )
     with contextlib.ExitStack() as stack:
         if stage.fake_mode is not None:

@@ -208,7 +208,13 @@ class _Stages:
         return stage
 
     def record(
-        self, running: Workload, way: Way, size: int | None, *, updates: bool
+        self,
+        running: Workload,
+        way: Way,
+        size: int | None,
+        *,
+        updates: bool,
+        expected: list[str] | None = None,
     ) -> dict[str, Any]:
         """Record a step in another way.
 
@@ -217,15 +223,18 @@ class _Stages:
             way: The way.
             size: Number of examples; ``None`` for the workload's own.
             updates: Whether to measure the optimizer's update of each parameter.
+            expected: Names of the ops that it has to run; ``None`` for any.
 
         Raises:
             MemfitError: It fails.
-            RealStepNeeded: It cannot be followed on fakes.
+            RealStepNeeded: It cannot be followed on fakes, or runs another op.
         """
         stage = self.of(running, way)
         undone = bool(way.get("undo_checkpoints"))
         with kept(stage.model, _keep(way)):
-            return record_stage(stage, size, probe=True, updates=updates, undone=undone)
+            return record_stage(
+                stage, size, probe=True, updates=updates, undone=undone, expected=expected
+            )
 
     def _narrowed(self, names: tuple[str, ...], dtype: torch.dtype | None) -> Stage:
         stage = fake_stage(self.workload, self.device)
@@ -264,6 +273,7 @@ class _Step:
         sizes: At which batch sizes it is wanted, as the engine says it.
         size: Its batch size; 0 where there is none.
         workload: What its recording ran.
+        ops: Names of its ops.
         first: Its trace as JSON.
         second: Its trace at another batch size.
     """
@@ -272,6 +282,7 @@ class _Step:
     sizes: str | dict[str, int]
     size: int
     workload: Workload
+    ops: list[str]
     first: bytes
     second: bytes | None = None
 
@@ -332,8 +343,9 @@ def _record(
     if less is not None:
         return
     assert first is not None
+    ops = [first["strings"][op["name"]] for op in first["ops"]]
     size, recorded = first["meta"]["batch"], json.dumps(first).encode()
-    found.steps.append(_Step(said, sizes, size, workload, recorded))
+    found.steps.append(_Step(said, sizes, size, workload, ops, recorded))
 
 
 def _record_other_sizes(stages: _Stages, found: _Found) -> None:
@@ -345,9 +357,11 @@ def _record_other_sizes(stages: _Stages, found: _Found) -> None:
             continue
         other = second_batch_size(step.size)
         try:
-            recorded = stages.record(step.workload, step.way, other, updates=False)
+            recorded = stages.record(
+                step.workload, step.way, other, updates=False, expected=step.ops
+            )
         except (MemfitError, RealStepNeeded):
-            continue  # one size is known, as it is of a step that fails at another by itself
+            continue  # one size is known, as it is of a step that runs other ops at another
         step.second = json.dumps(recorded).encode()
         if group is not None and Trace.from_json(step.first, step.second, 0).knows_other_sizes():
             are_known.add(group)
@@ -367,7 +381,8 @@ def _with_pieces(stages: _Stages, trace: Trace, ways: Sequence[Way]) -> Trace:
         changed = {**running.runs(), **_cast(plain)} if plain else {}
         workload = replace(stages.workload, **changed)
         try:
-            piece = stages.record(workload, plain, way["items"], updates=False)
+            expected = trace.op_names(plain)
+            piece = stages.record(workload, plain, way["items"], updates=False, expected=expected)
         except (MemfitError, RealStepNeeded):
             continue  # the law holds, as before
         trace = trace.with_piece(way, json.dumps(piece).encode())

@@ -140,6 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         originals: Originals | None = None,
         keep: Callable[[torch.UntypedStorage], Contents] = InMemory,
         on_gpu: bool = False,
+        expected: list[str] | None = None,
     ) -> None:
         """Create a recorder.
 
@@ -150,6 +151,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             originals: The user's own tensors, which must not appear in a step that runs on copies.
             keep: Keeps the contents of what autograd saves in a real step.
             on_gpu: Whether calls are probed on a GPU, else on the CPU.
+            expected: Names of the ops that the step has to run; it is given up at the first other
+                one.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[OpRecord] = []
@@ -167,6 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes_unseen: dict[int, bool] = {}
         self._fake_mode = fake_mode
         self._on_gpu = on_gpu
+        self._expected = expected
         self._gpus = AskedGpus("the step")
         self._originals = originals
         self._foreign: dict[int, tuple[Tensor, Tensor]] = {}
@@ -302,6 +306,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out: Any,
     ) -> None:
         """Add the record of an op that has run."""
+        if self._expected is not None and self._expected[index : index + 1] != [operator.name]:
+            self.failure = f"`{operator.name}` is another op than the one expected"
+            raise RealStepNeeded(self.failure)
         written, writes, outputs, view = self._note_results(
             index, func, operator, args, kwargs, read, out
         )
