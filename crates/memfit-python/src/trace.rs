@@ -53,10 +53,6 @@ methods! { impl Trace {
         step.ops.iter().map(|op| step.string(op.name).to_owned()).collect()
     });
     quick fn knows_other_sizes(self) -> bool = self.0.couplings.is_some();
-    fn op_names(self, way: Value<Way>) -> Option<Vec<String>> = self.0.in_way(&way).map(|step| {
-        step.ops.iter().map(|op| step.string(op.name).to_owned()).collect()
-    });
-    quick fn knows_other_sizes(self) -> bool = self.0.couplings.is_some();
     fn ways(self) -> Vec<Way> = plan::ways_without_leave(self);
     fn with_alternatives(self, steps: Vec<Captured>, refusals: Value<Refusals>) -> Self = {
         let steps = steps.into_iter().map(|(way, first, second)| (way.0, first, second));
