@@ -94,7 +94,7 @@ def with_alternatives(
                 refusal = f"the step fails {_how(way)}: {error}"
             if refusal:
                 found.refuse(way, refusal)
-        if meta["second_batch"] > 0:
+        if meta.get("second_batch", 0) > 0:  # nothing is known of it where no way is asked for
             _record_other_sizes(stages, found)
     steps = [(step.way, step.first, step.second) for step in found.steps]
     return trace.with_alternatives(steps, found.refusals)
