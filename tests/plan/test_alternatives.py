@@ -91,6 +91,10 @@ def test_where_the_last_way_fails_at_another_size_the_one_before_is_recorded_the
     assert knows_other_sizes(workload(loss), *sizes) == [True, False]
 
 
+def test_no_ways_are_none_found():
+    assert recorded(workload(), []) == {"steps": [], "refusal": ""}
+
+
 @pytest.fixture
 def backwards(monkeypatch):
     """One entry for each recording that came as far."""

@@ -378,8 +378,9 @@ class Loop:
         self._require_fits(planned, outside)
         is_safe = self.recordings.is_again(key) and planned.is_safe_as_recorded
         gives_way = self.need.is_of_others and planned.may_run_as_recorded
-        varies = self.recordings.has_taken_more(key) and planned.may_run_as_recorded
-        if planned.runs_as_recorded or is_safe or gives_way or varies:
+        varies = self.recordings.has_taken_more(key) or self.recordings.ends_no_step(key)
+        tells_little = varies and planned.may_run_as_recorded
+        if planned.runs_as_recorded or is_safe or gives_way or tells_little:
             self._latest = planned
             return self._run_as_recorded(planned, call, own)
         planned = self.plans.fitting(planned, outside, self._planning(outside))
