@@ -395,6 +395,7 @@ fn left(until: Option<Instant>) -> Option<u64> {
     until.map(|until| milliseconds(until.saturating_duration_since(Instant::now())))
 }
 
+/// Rounded up: no wait is shorter than it was asked for.
 fn milliseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+    u64::try_from(duration.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)
 }
