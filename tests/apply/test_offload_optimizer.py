@@ -26,6 +26,7 @@ from memfit.errors import OffloadError, UsageError
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
 from memfit.run.step_backup import BeforeStep, Buffers
+from memfit.track import cpu
 from memfit.verify.eager import verify
 from memfit.workload import Workload
 
@@ -295,6 +296,8 @@ def test_a_loaded_state_is_the_one_that_goes_on():
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_state_that_a_checkpoint_holds_as_well_waits_in_mapped_files(seen):
+    assert cpu.start() is None
+
     def wide():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
@@ -314,7 +317,9 @@ def test_a_state_that_a_checkpoint_holds_as_well_waits_in_mapped_files(seen):
             counted = [_native.is_counted(it.data_ptr()) for it in held]
             fitted.step()
             held[0].zero_()
+            array = held[1].numpy()
             fitted.step()
+            assert (array == held[1].numpy()).all(), "an array sees what is written"
             sums = [view.sum() for view in views]
             return counted, sums, copy.deepcopy(checkpoint), list(workload.model.parameters())
 
