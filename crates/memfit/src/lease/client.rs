@@ -399,3 +399,16 @@ fn left(until: Option<Instant>) -> Option<u64> {
 fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_never_cut_short() {
+        let cases = [(0, 0), (1, 1), (1_000, 1), (299_900, 300), (300_000, 300)];
+        for (micros, millis) in cases {
+            assert_eq!(milliseconds(Duration::from_micros(micros)), millis);
+        }
+    }
+}

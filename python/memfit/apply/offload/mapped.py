@@ -1,9 +1,9 @@
 """Tensors whose memory is a mapped file.
 
-Responsible for exchanging a tensor's memory: for a private mapping of a file that has its bytes,
-and for memory again; and for whether that may be done. Whoever reads the tensor, Python, an op, a
-child that was forked, finds what was there, and nobody has to notice. Who writes it has pages of
-his own, which are memory again. Not responsible for when, or of what.
+Responsible for exchanging a tensor's memory for a private mapping of a file with the same bytes,
+and the other way round, and for whether that is safe. Python, ops and forked children read the same
+bytes as before. A write gives the process pages of its own, which are memory again. Not responsible
+for which tensors go, nor for when.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def exchange_memory(tensor: Tensor, storage: torch.UntypedStorage) -> None:
     """Have a tensor in other memory, which has its bytes.
 
     Args:
-        tensor: The tensor; nobody else sees its memory.
+        tensor: The tensor; no other tensor or array shares its memory.
         storage: The other memory.
     """
     with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -63,7 +63,7 @@ def to_file(tensor: Tensor, place: str, moves: Moves | None = None) -> None:
     Args:
         tensor: One that may go.
         place: Where the file is.
-        moves: Told of it before it has other memory; ``None`` for nobody.
+        moves: Called before its memory is exchanged; ``None`` for no call.
 
     Raises:
         OSError: It cannot be written.

@@ -20,7 +20,6 @@ MAX_RECORDINGS = 256
 MAX_GIVEN_UP = 2
 """Calls of one kind that are recorded one after the other and get no backward."""
 
-
 MAX_UNENDED = 3
 """Recordings of one kind, one after the other, that no step of an optimizer ends."""
 

@@ -443,7 +443,7 @@ class AdoptedScript:
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer, which is about to step."""
-        if not STEPS.closure_is_first:  # which clears gradients, perhaps
+        if not STEPS.closure_is_first:  # else once it has run: it may clear gradients
             USED_GRADIENTS.require_cleared(optimizer)
         self._optimizers.add(optimizer)
         self._stepping += 1
@@ -451,7 +451,8 @@ class AdoptedScript:
 
     def updates(self, optimizer: Optimizer) -> None:
         """Make the updates of a step whose state is elsewhere."""
-        USED_GRADIENTS.require_cleared(optimizer)
+        if STEPS.closure_is_first:
+            USED_GRADIENTS.require_cleared(optimizer)
         current = None if in_node() else self._current  # a hook's step is part of backward
         running = None if current is None else current.running
         for loop in self._loops:

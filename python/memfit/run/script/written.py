@@ -1,8 +1,9 @@
 """What the script writes now and then, as the target network that follows another every so often.
 
-Responsible for which tensors that were written may be taken for what is only read again. One that
-was only read for long enough before goes again at once; one that was not has to rest, and twice as
-long each time. Not responsible for where they are (:mod:`memfit.run.script.held_in_files`).
+Responsible for when a tensor that was written counts as only read again. If it had been read for
+long enough before the write, it goes to a file again at once. If not, it has to stay unwritten for
+a while, twice as long each time. Not responsible for where they are
+(:mod:`memfit.run.script.held_in_files`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _LOOKS = 2
 """Looks through which a tensor rests at first."""
 
 _MOST_LOOKS = 64
+"""Looks through which it rests at most."""
 
 
 @dataclass(slots=True)
