@@ -34,6 +34,7 @@ from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.offload.state_view import away_bytes
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node
+from memfit.run.script.current_pass import CurrentPass, recorder_of
 from memfit.run.script.described import described, found, unplanned
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
@@ -48,12 +49,11 @@ from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
-from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import ObservedPass, Pass
 from memfit.run.script.placing import updated_by
-from memfit.run.script.planned_step import Call, Key
+from memfit.run.script.planned_step import Call
 from memfit.run.script.request import FitRequest
-from memfit.run.script.roots import Roots, Together, makes_graph
+from memfit.run.script.roots import Roots, makes_graph
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
@@ -61,48 +61,10 @@ from memfit.run.script.steps_of_others import StepsOfOthers
 from memfit.run.script.strict import Strict
 from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
-from memfit.run.script.wanted import Wanted
 from memfit.track.owners import instances
 from memfit.track.steps import STEPS
 
-MAX_ROOT_CALLS = 64
-"""Calls of a model without a backward; beyond, the forward is taken to have been given up."""
-
 _STEPS_INSIDE = "an optimizer steps inside backward, in a hook"
-
-
-class _Running:
-    """The pass under way."""
-
-    __slots__ = ("_called", "key", "loop", "root", "running", "wanted")
-
-    def __init__(self, loop: Loop, root: nn.Module, call: Call, running: Pass) -> None:
-        self.loop = loop
-        self.root = root if isinstance(root, Together) else None  # which nobody else may hold
-        self.key: Key = call.key
-        self.running = running
-        self.wanted = Wanted()
-        self._called = weakref.ref(call.module)
-
-    def goes_on_with(self, root: nn.Module, called: nn.Module) -> bool:
-        """Whether the call of a module, which is of a root, belongs to this pass."""
-        running = self.running
-        if not running.in_forward:
-            return False
-        if self.is_given_up():
-            return False
-        if not self.loop.is_of(root):
-            return self.loop.takes_in(root, running)
-        if self._called() is called:  # others come in any number, as partners do
-            if running.root_calls >= MAX_ROOT_CALLS or not running.continues():
-                return False
-            running.root_calls += 1
-        return True
-
-    def is_given_up(self) -> bool:
-        """Whether its forward gets no backward: nothing can be differentiated through it."""
-        keeps_more = self.loop.differentiates_more or self.running.holds_graph()
-        return not keeps_more and self.wanted.is_nothing()
 
 
 class AdoptedScript:
@@ -125,7 +87,7 @@ class AdoptedScript:
         self._checkpoints = ScriptCheckpoints()
         self._has_compiled = False
         self._loops: list[Loop] = []
-        self._current: _Running | None = None
+        self._current: CurrentPass | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots = Roots()
@@ -225,7 +187,7 @@ class AdoptedScript:
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.refusal and not was_refused:
             self._say(unplanned(loop))
-        self._current = _Running(loop, root, call, running)
+        self._current = CurrentPass(loop, root, call, running)
         self._gradients_wait(loop, running)
 
     def _known(self, loop: Loop) -> Iterable[Optimizer]:
@@ -239,7 +201,7 @@ class AdoptedScript:
 
     def _gradients_wait(self, loop: Loop, running: Pass) -> None:
         """Have gradients in files in a pass that counts on it, or that has no plan for them."""
-        recorder, moves = _recorder(self._current), None
+        recorder, moves = recorder_of(self._current), None
         if recorder is not None and recorder.gradients is not None:
             recorder.gradients.place, moves = self._gradients.place(), recorder.moves
         budget_bytes = self._kept.budget_bytes
@@ -375,7 +337,7 @@ class AdoptedScript:
         own = set() if model is None else set(map(id, model.parameters()))
         of_parameters = any(id(it) in own for it in inputs)
         if accumulates:
-            recorder = _recorder(self._current)
+            recorder = recorder_of(self._current)
             if recorder is None or recorder.gradients is None:
                 self._gradients.backward_begins(None)
             else:
@@ -400,14 +362,14 @@ class AdoptedScript:
         self._checkpoints.backward_begins()
         current.running.backward_begins()
         current.loop.backward_begins(current.running)
-        recorder, model = _recorder(current), current.loop.root
+        recorder, model = recorder_of(current), current.loop.root
         if recorder is not None and model is not None:
             place = self._gradients.place()
             self._frozen.backward_begins(model, self._kept.budget_bytes, place, recorder.moves)
 
     def backward_ended(self) -> None:
         """Go on with the pass."""
-        recorder = _recorder(self._current)
+        recorder = recorder_of(self._current)
         self._frozen.backward_ended(None if recorder is None else recorder.moves)
         if self._current is not None and not self._current.running.in_forward:
             self._current.loop.backward_ended()
@@ -458,7 +420,7 @@ class AdoptedScript:
         for loop in self._loops:
             own = running if current is not None and current.loop is loop else None
             loop.step_begins(optimizer, own)
-        recorder = _recorder(current)
+        recorder = recorder_of(current)
         away = (0, 0) if recorder is None else recorder.gradients_away()
         ended = None if current is None else current.loop
         is_of_step = recorder is not None and running is not None and not running.in_forward
@@ -485,7 +447,7 @@ class AdoptedScript:
     def _leave_out_updates(self) -> Moves | None:
         """Record nothing of the step that is about to begin, whose memory comes and goes."""
         running = None if self._current is None else self._current.running
-        recorder = _recorder(self._current)
+        recorder = recorder_of(self._current)
         if recorder is None or not isinstance(running, ObservedPass) or running.in_forward:
             return None
         running.leave_out_updates()
@@ -629,7 +591,7 @@ class AdoptedScript:
         loop.rest()
         self._loose.rest()
 
-    def _complete(self, current: _Running, stepped: Optimizer | None) -> None:
+    def _complete(self, current: CurrentPass, stepped: Optimizer | None) -> None:
         """A step is complete: an optimizer has stepped, or there is none."""
         loop, running = current.loop, current.running
         if loop.root is None:  # the script has let go of the model since forward
@@ -653,7 +615,7 @@ class AdoptedScript:
         if loop.refusal and not was_refused:
             self._say(unplanned(loop))
 
-    def _complete_without_optimizer(self, current: _Running) -> None:
+    def _complete_without_optimizer(self, current: CurrentPass) -> None:
         """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
         loop = current.loop
         if loop.has_optimizer is None and loop.root is not None:
@@ -713,9 +675,3 @@ class AdoptedScript:
         # What several models need together nobody has planned.
         gives_way = len(self._loops) == 1
         self._room.keep(max(peaks, default=0), loop.device, gives_way=gives_way)
-
-
-def _recorder(current: _Running | None) -> ScriptRecorder | None:
-    """What records the pass under way, if anything does."""
-    running = None if current is None else current.running
-    return running.recorder if isinstance(running, ObservedPass) else None
