@@ -102,11 +102,28 @@ def test_a_module_that_another_optimizer_updates_too_is_not_the_root():
     assert set(root.children()) == {pair.first, pair.second}
 
 
-def test_a_tensor_that_is_no_parameter_leaves_each_part_a_root():
+def test_a_tensor_that_is_no_parameter_belongs_to_what_is_trained_with_it():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     free = torch.zeros(1, requires_grad=True)
     optimizers = [adam(*first.parameters(), *second.parameters(), free)]
-    assert Roots().of(first, optimizers) == (first, "")
+    roots = Roots()
+    root, path = roots.of(first, optimizers)
+    assert isinstance(root, Together)
+    assert root.get_submodule(path) is first
+    assert {id(it) for it in root.parameters()} >= {id(free), id(second.weight)}
+    assert roots.of_parameter(free, optimizers) is root
+
+
+def test_what_no_optimizer_alone_updates_is_of_nothing():
+    free, shared = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizers = [adam(shared), adam(shared)]
+    roots = Roots()
+    assert roots.of_parameter(free, optimizers) is None
+    assert roots.of_parameter(shared, optimizers) is None
+    optimizers.append(adam(free))
+    root = roots.of_parameter(free, optimizers)
+    assert isinstance(root, Together)
+    assert next(root.parameters()) is free
 
 
 def test_a_whole_that_cannot_be_planned_leaves_each_part_a_root():

@@ -89,6 +89,8 @@ class Loop:
         undoes: Whether the latest plan is one without the script's own checkpoints.
         has_rival: Whether an optimizer that has never stepped may be the one that steps next.
         went_in_step: Whether the script has let go of the model in the middle of a step.
+        beginning_uses: Parameters, by ``id``, and names of ops on them, by which steps began that
+            no module's call does.
         pieces: What is known of calls on pieces of the batch.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
         placing: Where its parameters and the optimizer's state are.
@@ -139,6 +141,7 @@ class Loop:
         self.notes: dict[str, None] = {}
         self.differentiates_more = False
         self.undoes = self.has_rival = self.went_in_step = False
+        self.beginning_uses: set[tuple[int, str]] = set()
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
         self.cut_ops = CutOps()
@@ -423,11 +426,11 @@ class Loop:
         self._room.whole()
         self.placing.for_recording(optimizers, self.counts["observed"])
         self._looks_again = False
-        if not self._checkpoints.around_model:
+        if not (self._checkpoints.around_model or call.is_use):
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
                 self.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
-        way = self._casting.wants(self.device) or self.pieces.wants(key)
+        way = None if call.is_use else self._casting.wants(self.device) or self.pieces.wants(key)
         self.cut_ops.always |= way is not None  # which rounds
         budget = self.budget_bytes()
         running = ObservedPass(self.device, self._model(), call, optimizers, way, budget)
@@ -639,6 +642,8 @@ class Loop:
 
     def _consider_ways(self, planned: PlannedStep, made: Plan, pieces: int, call: Call) -> None:
         """Have a step that does not fit recorded in another way, where one may help."""
+        if call.is_use:
+            return  # of a call, which there is not
         if self._casting.consider(made, self.device):
             return
         with self._checkpoints.unseen():

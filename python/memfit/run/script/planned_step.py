@@ -34,6 +34,9 @@ _MOST = 3 / 4
 
 _FEW_BYTES = 4096
 
+_USE = "(a parameter)"
+"""The path of what begins with a parameter's use, which is no module's."""
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Call:
@@ -43,11 +46,25 @@ class Call:
         module: What is called: the model, or a module in it.
         inputs: What it is called with.
         path: The module's path in the model; empty for the model itself.
+        is_use: Whether no module is called, but an op with a parameter of the model.
     """
 
     module: nn.Module
     inputs: Any
     path: str
+    is_use: bool = False
+
+    @staticmethod
+    def of_use(root: nn.Module, given: Any) -> Call:
+        """An op on a parameter of a model.
+
+        Args:
+            root: The model.
+            given: What the op is called with.
+        """
+        tensors = (it for it in tree_leaves(given) if isinstance(it, Tensor))
+        data = tuple(it for it in tensors if not (it.is_leaf and it.requires_grad))
+        return Call(root, (data, {}), _USE, is_use=True)
 
     @property
     def key(self) -> Key:

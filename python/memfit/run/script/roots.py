@@ -23,31 +23,34 @@ from memfit.run.script.model_refusals import model_refusal
 from memfit.tensors.barrier import without_barrier
 from memfit.track.owners import instances
 
+_BARE = "bare parameters"
+
 
 class Together(nn.Module):
     """Modules and parameters that one optimizer updates and no module of the script's holds."""
 
-    def __init__(self, parts: Iterable[nn.Module], alone: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parts: Iterable[nn.Module], alone: Iterable[Tensor]) -> None:
         """Hold them.
 
         Args:
             parts: The modules.
-            alone: Parameters that are in none of these.
+            alone: What is trained and in none of these; not all of it is an ``nn.Parameter``.
         """
         super().__init__()
         # As they are: a script's own hooks see what it registers itself.
         self._modules.update({f"part{i}": part for i, part in enumerate(parts)})
-        self._parameters.update({f"alone{i}": it for i, it in enumerate(alone)})
+        own: dict[str, Any] = {f"alone{i}": it for i, it in enumerate(alone)}
+        self._parameters.update(own)
 
 
 def class_names(root: nn.Module) -> list[str]:
-    """Class names of what a pass is of.
+    """Class names of what a pass is of; of parameters in no module, that they are such.
 
     Args:
         root: The model.
     """
     parts = root.children() if isinstance(root, Together) else (root,)
-    return list(dict.fromkeys(type(part).__name__ for part in parts))
+    return list(dict.fromkeys(type(part).__name__ for part in parts)) or [_BARE]
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +69,8 @@ class Roots:
         """Know of no call yet."""
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._found_for: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._not_updated: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._not_updated_by = (0, 0)
         # Nobody else holds one: it is there for as long as its optimizer.
         self._together: weakref.WeakKeyDictionary[Optimizer, Together] = weakref.WeakKeyDictionary()
 
@@ -81,7 +86,7 @@ class Roots:
             called: The module.
             optimizers: Those that the script has made.
         """
-        now = (len(optimizers), sum(len(g["params"]) for o in optimizers for g in o.param_groups))
+        now = _state_of(optimizers)
         known = self._known.get(called)
         root = known.root() if known is not None and known.optimizers == now else None
         if known is not None and root is not None:
@@ -108,14 +113,44 @@ class Roots:
             return called
         (optimizer,) = updating
         # It is the same for each part, and all modules of the script are looked through for it.
-        known = self._found_for.get(optimizer)
-        root = known.root() if known is not None and known.optimizers == now else None
+        root = self._known_of(optimizer, now)
         if root is None or all(it is not called for it in root.modules()):
             root = self._root_of(optimizer, updated)
         if root is None:
             return called
         self._found_for[optimizer] = _Known(now, weakref.ref(root), "")
         return root
+
+    def of_parameter(self, used: Tensor, optimizers: Collection[Optimizer]) -> nn.Module | None:
+        """What the use of a parameter is of; ``None`` where no optimizer alone updates it.
+
+        Args:
+            used: The parameter.
+            optimizers: Those that the script has made.
+        """
+        now = _state_of(optimizers)
+        if self._not_updated_by != now:
+            self._not_updated.clear()
+            self._not_updated_by = now
+        if self._not_updated.get(id(used)) is used:
+            return None
+        updated = {optimizer: _updated(optimizer) for optimizer in optimizers}
+        updating = [it for it, parameters in updated.items() if id(used) in parameters]
+        root = None
+        if len(updating) == 1:
+            (optimizer,) = updating
+            with without_barrier():
+                root = self._known_of(optimizer, now) or self._root_of(optimizer, updated)
+        if root is None:
+            self._not_updated[id(used)] = used
+        else:
+            self._found_for[updating[0]] = _Known(now, weakref.ref(root), "")
+        return root
+
+    def _known_of(self, optimizer: Optimizer, now: tuple[int, int]) -> nn.Module | None:
+        """What was found for an optimizer, while all optimizers are the same."""
+        known = self._found_for.get(optimizer)
+        return known.root() if known is not None and known.optimizers == now else None
 
     def _root_of(
         self, optimizer: Optimizer, updated: dict[Optimizer, dict[int, Tensor]]
@@ -167,8 +202,8 @@ class _Family:
                 found.append((sum(1 for _ in module.modules()), module))
         return min(found, key=lambda it: it[0])[1] if found else None
 
-    def together(self, wanted: dict[int, Tensor]) -> Together | None:
-        """The largest modules in which nothing else is trained; ``None`` where some are in none.
+    def together(self, wanted: dict[int, Tensor]) -> Together:
+        """The largest modules in which nothing else is trained, and what is in none of them.
 
         Args:
             wanted: What is trained, by ``id``.
@@ -182,10 +217,7 @@ class _Family:
             if not any(id(parent) in inside for parent in self._parents.get(id(it), ()))
         ]
         held = {id(parameter) for part in parts for parameter in part.parameters()}
-        alone = [it for place, it in wanted.items() if place not in held]
-        if not all(isinstance(it, nn.Parameter) for it in alone):
-            return None
-        return Together(parts, [it for it in alone if isinstance(it, nn.Parameter)])
+        return Together(parts, [it for place, it in wanted.items() if place not in held])
 
     def _above(self, modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         """Modules, and all that hold one of them."""
@@ -224,6 +256,11 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 def _updated(optimizer: Optimizer) -> dict[int, Tensor]:
     """What an optimizer updates, by ``id``."""
     return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _state_of(optimizers: Collection[Optimizer]) -> tuple[int, int]:
+    """What tells whether there are others, or they update others."""
+    return (len(optimizers), sum(len(g["params"]) for o in optimizers for g in o.param_groups))
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -4,7 +4,8 @@ Responsible for where passes begin and end, for saying what was found and done, 
 at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`).
 
 A pass begins when a model is called that has trainable parameters, or with something that is
-trained, by no other model and with gradients on. Where that is only a part of what an optimizer
+trained, by no other model and with gradients on; or with an op on what an optimizer updates. Where
+that is only a part of what an optimizer
 updates, as in a method of the model's own, the pass is of the whole. It goes on through whatever
 the script computes, calls of other models included, to the first ``backward()``; it ends when an
 optimizer has updated the model, or with the next pass. That may begin before any backward, once
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -49,6 +50,7 @@ from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
+from memfit.run.script.parameter_uses import ParameterUses
 from memfit.run.script.passes import ObservedPass, Pass
 from memfit.run.script.placing import updated_by
 from memfit.run.script.planned_step import Call
@@ -92,6 +94,10 @@ class AdoptedScript:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots = Roots()
         self._uses = Uses()
+        self._parameter_uses = ParameterUses(
+            lambda: self._current is None or not self._current.running.in_forward,
+            lambda *of: self._signals.tell(self._is_used, *of),
+        )
         self._loose = LooseUpdates(
             StepUpdates(
                 request,
@@ -164,6 +170,23 @@ class AdoptedScript:
             self._evaluate(root, call)
         elif current is None or not current.goes_on_with(root, module):
             self._begin_pass(root, call)
+
+    def _is_used(self, used: Tensor, op: str, given: Any) -> None:
+        """An op is about to run on a parameter, with gradients on and no forward under way."""
+        if torch._C._current_autograd_node() is not None or torch._C._is_tracing():
+            return
+        root = self._roots.of_parameter(used, self._made)
+        if root is None:
+            return
+        current, use = self._current, (id(used), op)
+        if current is not None:
+            loop = current.loop
+            if not loop.is_of(root) or use not in loop.beginning_uses:
+                return  # a look at what a step is about to update
+            self._complete_without_optimizer(current)
+        self._begin_pass(root, Call.of_use(root, given))
+        assert self._current is not None, "it has just begun"
+        self._current.loop.beginning_uses.add(use)
 
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
@@ -389,6 +412,8 @@ class AdoptedScript:
         self._made.add(optimizer)
         self._held.optimizer_made(optimizer)
         self._roots.forget()
+        if not (self._has_compiled or self._refusal):
+            self._parameter_uses.watch()
         if self._current is None:
             self._loose.rest()
             for loop in self._loops:
@@ -463,6 +488,8 @@ class AdoptedScript:
             loop.step_ended()
         self._stepping = max(self._stepping - 1, 0)
         current = self._current
+        if self._made <= self._optimizers and not any(it.beginning_uses for it in self._loops):
+            self._parameter_uses.leave()  # steps begin with calls
         self._steps_inside = in_node()
         if self._steps_inside:
             return  # the pass goes on, to the end of backward
@@ -494,6 +521,7 @@ class AdoptedScript:
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs, but for its optimizer's own."""
         self._has_compiled = True
+        self._parameter_uses.leave()  # the compiler looks into modes
         self._of_others.pause()
         for loop in self._loops:
             loop.compiled_runs()
@@ -526,6 +554,7 @@ class AdoptedScript:
         if self._current is not None and not self._current.running.in_forward:
             self._complete_without_optimizer(self._current)
         self._signals.remove()
+        self._parameter_uses.leave()
         self._of_others.give_up()
         self._checkpoints.remove()
         BEFORE_RETURN.remove(self._parameter_returns)
@@ -653,6 +682,7 @@ class AdoptedScript:
         if not self._refusal:
             self._refusal = reason
             self._say(f"the script runs unplanned: {reason}")
+            self._parameter_uses.leave()
             self._of_others.give_up()
             self._uses.end_all()
             self._checkpoints.remove()
