@@ -20,17 +20,20 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from memfit._native import bytes_text
 from memfit.apply.offload.mapped import is_alone, is_lent, may_go, to_file, to_memory
 from memfit.apply.offload.pinned import bytes_of
 from memfit.errors import OffloadError
-from memfit.tensors.optimizers import PartlyOffloaded
-from memfit.tensors.storage import has_others
+from memfit.tensors.barrier import without_barrier
+from memfit.tensors.optimizers import PartlyOffloaded, in_memory
+from memfit.tensors.storage import has_others, plain_tensors
 
 if TYPE_CHECKING:
     from collections.abc import ItemsView, Iterator, Mapping, ValuesView
@@ -482,6 +485,20 @@ def away_bytes(optimizer: Optimizer) -> int:
     """
     states = optimizer.state.values()
     return sum(state.away_bytes for state in states if isinstance(state, AwayState))
+
+
+def whole_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state, wherever it is.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    states = [dict(in_memory(state)) for state in optimizer.state.values()]
+    with without_barrier():
+        held = [it for it in tree_leaves(states) if isinstance(it, Tensor)]
+        parts = chain.from_iterable(map(plain_tensors, held))
+        sizes = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(sizes.values()) + away_bytes(optimizer)
 
 
 def save_plainly(optimizer: Optimizer) -> None:

@@ -350,7 +350,7 @@ class Loop:
             if leave is not None:
                 self._plan_without(*leave)
             if self._must_plan_first():
-                self._plan_pending(self._outside_bytes(call.inputs, own), call)
+                self._plan_pending(self._outside_bytes(call, own), call)
             if self._must_observe(call.key):
                 return self._observe(call.key, call, own)
             return self._run(call, own, waiting)
@@ -367,7 +367,7 @@ class Loop:
         key = call.key
         # Before memory is counted: what is offloaded takes none.
         self._leave_views(self.placing.pass_begins(own, waiting))
-        outside = self._outside_bytes(call.inputs, own)
+        outside = self._outside_bytes(call, own)
 
         def place(plan: Plan) -> Executor:
             return self.placing.for_plan(plan, own, None, call.module)
@@ -720,7 +720,7 @@ class Loop:
         self._budget = made.budget_bytes
         self._on_plan(self, made)
 
-    def _outside_bytes(self, inputs: Any, optimizers: Iterable[Optimizer]) -> int:
+    def _outside_bytes(self, call: Call, optimizers: Iterable[Optimizer]) -> int:
         """What is live on the device and not of the step."""
         is_new = self._pending is not None or not self.plans
-        return self._outside.bytes_besides(self._model(), inputs, optimizers, is_new=is_new)
+        return self._outside.bytes_besides(self._model(), call, optimizers, is_new=is_new)

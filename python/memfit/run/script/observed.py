@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.apply.offload.state_view import whole_state_bytes
 from memfit.apply.remat.records import require_unchanged
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
@@ -255,6 +256,7 @@ class Observation:
         mapped_input_bytes: Bytes of its inputs that were in files instead of memory.
         input_bytes: Bytes of those in memory, with all that they are parts of.
         unrecorded: What the optimizer's updates take, where memfit made them instead of recording.
+        resting_state_bytes: State then of parameters that the step did not update.
         owners: The ``id`` of the parameter of an allocation.
         slices: In how many slices parameters are updated whose state is elsewhere, by allocation.
         spill_problem: Why saved tensors were kept in memory; empty where they were not.
@@ -285,6 +287,7 @@ class Observation:
     eight_bit_refusal: str | None
     fusing_refusal: str
     unrecorded: UpdateNeeds | None
+    resting_state_bytes: int
     owners: dict[int, int]
     slices: dict[int, int]
     spill_problem: str
@@ -483,6 +486,7 @@ class StepRecording:
             state_stays or eight_bit_refusal(optimizers[0]),
             state_stays or "the optimizer was not called as usual",
             self._unrecorded,
+            self._resting_state_bytes(optimizers),
             self._owners,
             self._slices,
             self._spill.problem,
@@ -509,6 +513,17 @@ class StepRecording:
                 self._owners[allocation] = id(parameter)
                 self._slices[allocation] = state_slices(optimizer, group, parameter)
         return None
+
+    def _resting_state_bytes(self, optimizers: Iterable[Optimizer]) -> int:
+        """State of parameters that were not updated, where updates were left out of the recording.
+
+        They are in no plan then, wherever it has the state of others.
+        """
+        if self._unrecorded is None:
+            return 0
+        updated = {self._owners[update.parameter] for update in self._roles.updates}
+        known = sum(sum(self._unrecorded.state_bytes.get(it, ())) for it in updated)
+        return max(sum(map(whole_state_bytes, optimizers)) - known, 0)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         self._ready[id(parameter)] = self._recorder.ledger.now

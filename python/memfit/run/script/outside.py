@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
-from memfit.apply.offload.state_view import away_bytes
+from memfit.apply.offload.state_view import whole_state_bytes
 from memfit.run.script.observed import Observation
-from memfit.run.script.planned_step import Key, key_of
+from memfit.run.script.planned_step import Call, Key
 from memfit.run.script.step_updates import live_bytes
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import in_memory
@@ -49,11 +49,13 @@ class Outside:
         self._consumed_bytes = 0
         self._mapped_input_bytes = 0
         self._input_bytes: dict[Key, int] = {}
+        self._resting_state_bytes: dict[Key, int] = {}
         self._state_bytes = 0
 
     def recorded(self, key: Key, observation: Observation) -> None:
         """A step was recorded: what it read belongs to it from now on."""
         self._input_bytes[key] = observation.input_bytes
+        self._resting_state_bytes[key] = observation.resting_state_bytes
         self._found = observation.found
         self._gradients_before = observation.gradients_before
         self._consumed_bytes = observation.consumed_bytes
@@ -75,16 +77,17 @@ class Outside:
             self._gradients_before = frozenset(map(id, model.parameters()))
 
     def bytes_besides(
-        self, model: nn.Module, inputs: Any, optimizers: Iterable[Optimizer], *, is_new: bool
+        self, model: nn.Module, call: Call, optimizers: Iterable[Optimizer], *, is_new: bool
     ) -> int:
         """What is live on the device and not of the step.
 
         Args:
             model: The model, which is about to run.
-            inputs: What with.
+            call: What is about to be called in it, and with what.
             optimizers: Those that update it.
             is_new: Whether the state that they have now is that of the recorded step.
         """
+        key, inputs = call.key, call.inputs
         tensors: list[Any] = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
         # A gradient that the recorded step began without, as where every second pass adds to those
         # of the one before, is in no plan for it.
@@ -100,14 +103,16 @@ class Outside:
         state = sum(size for place, size in counted.items() if place not in known)
         # State that grew since the step was recorded, as a history does, nobody has planned. What
         # was elsewhere and was loaded anew, say, has not grown.
-        whole = _whole_bytes(states) + sum(map(away_bytes, optimizers))
+        whole = sum(map(whole_state_bytes, optimizers))
         if is_new:
             self._state_bytes = whole
         known[0] = max(state - max(whole - self._state_bytes, 0), 0)
+        # Nor that of parameters which such a step does not update.
+        known[2] = -self._resting_state_bytes.get(key, 0)
         # The trace has no bytes for inputs that were in files: what is in memory now is besides. So
         # is what they are parts of, where that was less when the step was recorded.
         in_memory_now = sum(self._counted(tree_leaves(inputs)).values())
-        was = self._input_bytes.get(key_of(model, inputs), in_memory_now)
+        was = self._input_bytes.get(key, in_memory_now)
         known[1] = -max(min(in_memory_now, self._mapped_input_bytes), in_memory_now - was)
         # A graph of another model's, say, which the step runs backward through: its trace has that.
         besides = live_bytes(self._device) - sum(known.values()) - self._consumed_bytes
@@ -137,12 +142,3 @@ class Outside:
                 if is_counted and place is not None:
                     sizes[place] = storage.nbytes()
         return sizes
-
-
-def _whole_bytes(states: Any) -> int:
-    """Bytes of the tensors in some states, wherever they are."""
-    with without_barrier():
-        held = [it for it in tree_leaves(states) if isinstance(it, Tensor)]
-        parts = chain.from_iterable(map(plain_tensors, held))
-        sizes = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
-    return sum(sizes.values())

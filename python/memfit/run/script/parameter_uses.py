@@ -6,7 +6,7 @@ the first op on such a parameter. Not responsible for what begins then
 (:mod:`memfit.run.script.script`).
 
 A mode of torch functions sees every op before it runs, for a microsecond or two. So it is there
-until all optimizers that were made have stepped, and stays only if a step began by it.
+between steps only, and until all optimizers that were made have stepped, unless a step began by it.
 """
 
 from __future__ import annotations
@@ -24,45 +24,23 @@ Used = Callable[[Tensor, str, Any], None]
 """Told of a parameter, the name of the op, and all that it is called with."""
 
 _LOOKS = frozenset(
-    [
-        "__get__",
-        "__set__",
-        "__len__",
-        "__repr__",
-        "__hash__",
-        "__format__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "__setstate__",
-        "backward",
-        "data_ptr",
-        "detach",
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "is_inference",
-        "is_pinned",
-        "is_signed",
-        "item",
-        "nelement",
-        "numel",
-        "numpy",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "retain_grad",
-        "size",
-        "storage",
-        "storage_offset",
-        "stride",
-        "tolist",
-        "untyped_storage",
-    ]
+    (
+        # No graph comes of these.
+        *("__deepcopy__", "__format__", "__get__", "__hash__", "__len__", "__reduce_ex__"),
+        *("__repr__", "__set__", "__setstate__", "backward", "data_ptr", "detach", "dim"),
+        *("element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
+        *("is_inference", "is_pinned", "is_signed", "isfinite", "isinf", "isnan", "item"),
+        *("nelement", "numel", "numpy", "register_hook", "register_post_accumulate_grad_hook"),
+        *("requires_grad_", "retain_grad", "size", "storage", "storage_offset", "stride"),
+        *("tolist", "untyped_storage", "empty_like", "full_like", "new_empty", "new_full"),
+        *("new_ones", "new_tensor", "new_zeros", "ones_like", "rand_like", "randn_like"),
+        *("zeros_like",),
+        # These are asked for with gradients on to print them, or to keep a copy.
+        *("abs", "all", "amax", "amin", "any", "clone", "cpu", "histc", "max", "mean", "median"),
+        *("min", "norm", "std", "sum", "var", "vector_norm"),
+    )
 )
-"""Functions that make no graph of a tensor."""
+"""Functions of a parameter that begin no step."""
 
 
 class ParameterUses:
@@ -79,16 +57,11 @@ class ParameterUses:
         self._used = used
         self._mode: _Uses | None = None
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether ops are seen."""
-        return self._mode is not None and self._mode.sees
-
     def watch(self) -> None:
         """See ops from now on, unless the script has a mode of its own: it takes off the last."""
-        if self._mode is not None and _top() is self._mode:
+        if self._mode is not None:
             self._mode.sees = True
-        elif not self.is_watching and not _len_torch_function_stack():
+        elif not _len_torch_function_stack():
             self._mode = _Uses(self._is_idle, self._used)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 

@@ -95,8 +95,7 @@ class AdoptedScript:
         self._roots = Roots()
         self._uses = Uses()
         self._parameter_uses = ParameterUses(
-            lambda: self._current is None or not self._current.running.in_forward,
-            lambda *of: self._signals.tell(self._is_used, *of),
+            self._may_begin, lambda *of: self._signals.tell(self._is_used, *of)
         )
         self._loose = LooseUpdates(
             StepUpdates(
@@ -171,6 +170,19 @@ class AdoptedScript:
         elif current is None or not current.goes_on_with(root, module):
             self._begin_pass(root, call)
 
+    def _watch_uses(self) -> None:
+        """Have a step begin with the use of a parameter, where one did or may do."""
+        may = not self._made <= self._optimizers or any(it.beginning_uses for it in self._loops)
+        if may and not (self._has_compiled or self._refusal):
+            self._parameter_uses.watch()
+        else:
+            self._parameter_uses.leave()
+
+    def _may_begin(self) -> bool:
+        """Whether an op of the script may begin a pass."""
+        in_forward = self._current is not None and self._current.running.in_forward
+        return not (in_forward or self._signals.are_ops_own)
+
     def _is_used(self, used: Tensor, op: str, given: Any) -> None:
         """An op is about to run on a parameter, with gradients on and no forward under way."""
         if torch._C._current_autograd_node() is not None or torch._C._is_tracing():
@@ -211,6 +223,7 @@ class AdoptedScript:
         if loop.refusal and not was_refused:
             self._say(unplanned(loop))
         self._current = CurrentPass(loop, root, call, running)
+        self._parameter_uses.leave()
         self._gradients_wait(loop, running)
 
     def _known(self, loop: Loop) -> Iterable[Optimizer]:
@@ -398,6 +411,7 @@ class AdoptedScript:
             self._current.loop.backward_ended()
             self._current.running.backward_ended()
             self._in_pieces.close()
+            self._watch_uses()
         self._uses.end()
         self.optimizer_works()  # in a closure
         if self._steps_inside and not in_node():
@@ -412,8 +426,7 @@ class AdoptedScript:
         self._made.add(optimizer)
         self._held.optimizer_made(optimizer)
         self._roots.forget()
-        if not (self._has_compiled or self._refusal):
-            self._parameter_uses.watch()
+        self._watch_uses()
         if self._current is None:
             self._loose.rest()
             for loop in self._loops:
@@ -488,8 +501,6 @@ class AdoptedScript:
             loop.step_ended()
         self._stepping = max(self._stepping - 1, 0)
         current = self._current
-        if self._made <= self._optimizers and not any(it.beginning_uses for it in self._loops):
-            self._parameter_uses.leave()  # steps begin with calls
         self._steps_inside = in_node()
         if self._steps_inside:
             return  # the pass goes on, to the end of backward
@@ -554,11 +565,11 @@ class AdoptedScript:
         if self._current is not None and not self._current.running.in_forward:
             self._complete_without_optimizer(self._current)
         self._signals.remove()
-        self._parameter_uses.leave()
         self._of_others.give_up()
         self._checkpoints.remove()
         BEFORE_RETURN.remove(self._parameter_returns)
         self._end_pass()
+        self._parameter_uses.leave()
         for loop in self._loops:
             loop.end()
         verdict = self._kept.verdict()
@@ -672,6 +683,7 @@ class AdoptedScript:
             loop.passed(kind, peak)
             self._kept.ended(Over(kind, peak, *loop.why_over(current.running, peak)))
             self._kept.pass_ended(loop.device)
+            self._watch_uses()
 
     def _refuse(self, loop: Loop, reason: str) -> None:
         if not loop.refusal:

@@ -12,11 +12,12 @@ torch has it: the compiler looks into its calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -90,7 +91,11 @@ class Listener(Protocol):
 
 
 class Signals:
-    """The stand-ins, from :meth:`install` to :meth:`remove`."""
+    """The stand-ins, from :meth:`install` to :meth:`remove`.
+
+    Attributes:
+        are_ops_own: Whether ops that run now are memfit's: the listener is being told.
+    """
 
     def __init__(self, listener: Listener) -> None:
         """Stand in for nothing yet.
@@ -102,6 +107,7 @@ class Signals:
         self._thread = threading.get_ident()
         self._inside = False
         self._in_backward = False
+        self.are_ops_own = False
         self._undo: list[Callable[[], None]] = []
         self._original_call = nn.Module.__call__
         self._call = self._calling(nn.Module.__call__)
@@ -157,12 +163,22 @@ class Signals:
         if not self._undo:
             return
         try:
-            told(*args, **kwargs)
+            with self._own_ops():
+                told(*args, **kwargs)
         except UpdatesMadeError:
             raise  # going on would be wrong
         except Exception as error:  # noqa: BLE001 - the script must run as it would without memfit
             self.remove()
             self._listener.broke(error)
+
+    @contextlib.contextmanager
+    def _own_ops(self) -> Iterator[None]:
+        """Ops inside this are memfit's."""
+        outer, self.are_ops_own = self.are_ops_own, True
+        try:
+            yield
+        finally:
+            self.are_ops_own = outer
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         listener = self._listener
@@ -317,5 +333,6 @@ class Signals:
             self.tell(listener.optimizer_begins, optimizer)
         if self._undo and (when == "closed" or not STEPS.has_arguments):
             # Not told: after half of the updates there is no going on as if nothing had been.
-            listener.updates(optimizer)
+            with self._own_ops():
+                listener.updates(optimizer)
             self.tell(listener.optimizer_works)
