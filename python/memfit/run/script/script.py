@@ -66,8 +66,6 @@ from memfit.run.script.verdict import BudgetKept, Over
 from memfit.track.owners import instances
 from memfit.track.steps import STEPS
 
-_STEPS_INSIDE = "an optimizer steps inside backward, in a hook"
-
 
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
@@ -417,9 +415,7 @@ class AdoptedScript:
         if self._steps_inside and not in_node():
             self._steps_inside = False
             if self._current is not None:
-                loop = self._current.loop
-                self._end_pass()
-                self._refuse(loop, _STEPS_INSIDE)
+                self._complete(self._current, None)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Know it, and let go of models that the script may have let go of: others may come."""
@@ -502,8 +498,10 @@ class AdoptedScript:
         self._stepping = max(self._stepping - 1, 0)
         current = self._current
         self._steps_inside = in_node()
-        if self._steps_inside:
-            return  # the pass goes on, to the end of backward
+        if self._steps_inside:  # the pass goes on, to the end of backward
+            if current is not None:
+                current.loop.placing.is_loose = True
+            return
         if current is not None and not current.running.in_forward:
             self._complete(current, optimizer)
             if self._current is None:
