@@ -119,12 +119,18 @@ def test_a_use_is_seen_before_it_runs_and_a_look_is_none():
         with torch.no_grad():
             weight * 2
         assert not found
+        weight.norm()
+        nn.init.normal_(weight.detach())
+        nn.Linear(4, 4)
+        assert not found
         torch.cat([torch.ones(1, 4), weight])
         assert found[0] is weight
+        torch.ones(1, 4) @ weight.T
+        assert found[1] is weight
     finally:
         uses.leave()
     weight * 2
-    assert len(found) == 1
+    assert len(found) == 2
     assert _len_torch_function_stack() == 0
 
 

@@ -36,7 +36,7 @@ from memfit.tensors.optimizers import PartlyOffloaded, in_memory
 from memfit.tensors.storage import has_others, plain_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+    from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 
     from torch.optim import Optimizer
 
@@ -487,18 +487,20 @@ def away_bytes(optimizer: Optimizer) -> int:
     return sum(state.away_bytes for state in states if isinstance(state, AwayState))
 
 
-def whole_state_bytes(optimizer: Optimizer) -> int:
+def whole_state_bytes(states: Iterable[Any]) -> int:
     """Bytes of an optimizer's state, wherever it is.
 
     Args:
-        optimizer: The optimizer.
+        states: The state of each parameter.
     """
-    states = [dict(in_memory(state)) for state in optimizer.state.values()]
+    states = list(states)
     with without_barrier():
-        held = [it for it in tree_leaves(states) if isinstance(it, Tensor)]
+        here = tree_leaves([dict(in_memory(state)) for state in states])
+        held = [it for it in here if isinstance(it, Tensor)]
         parts = chain.from_iterable(map(plain_tensors, held))
         sizes = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
-    return sum(sizes.values()) + away_bytes(optimizer)
+    away = (state.away_bytes for state in states if isinstance(state, AwayState))
+    return sum(sizes.values()) + sum(away)
 
 
 def save_plainly(optimizer: Optimizer) -> None:

@@ -521,9 +521,8 @@ class StepRecording:
         """
         if self._unrecorded is None:
             return 0
-        updated = {self._owners[update.parameter] for update in self._roles.updates}
-        known = sum(sum(self._unrecorded.state_bytes.get(it, ())) for it in updated)
-        return max(sum(map(whole_state_bytes, optimizers)) - known, 0)
+        states = (it for optimizer in optimizers for it in optimizer.state.items())
+        return whole_state_bytes(state for of, state in states if gradient_of(of) is None)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         self._ready[id(parameter)] = self._recorder.ledger.now

@@ -103,7 +103,7 @@ class Outside:
         state = sum(size for place, size in counted.items() if place not in known)
         # State that grew since the step was recorded, as a history does, nobody has planned. What
         # was elsewhere and was loaded anew, say, has not grown.
-        whole = sum(map(whole_state_bytes, optimizers))
+        whole = whole_state_bytes(it for of in optimizers for it in of.state.values())
         if is_new:
             self._state_bytes = whole
         known[0] = max(state - max(whole - self._state_bytes, 0), 0)

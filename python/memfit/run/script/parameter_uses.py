@@ -23,24 +23,28 @@ from torch.overrides import TorchFunctionMode
 Used = Callable[[Tensor, str, Any], None]
 """Told of a parameter, the name of the op, and all that it is called with."""
 
-_LOOKS = frozenset(
-    (
-        # No graph comes of these.
-        *("__deepcopy__", "__format__", "__get__", "__hash__", "__len__", "__reduce_ex__"),
-        *("__repr__", "__set__", "__setstate__", "backward", "data_ptr", "detach", "dim"),
-        *("element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
-        *("is_inference", "is_pinned", "is_signed", "isfinite", "isinf", "isnan", "item"),
-        *("nelement", "numel", "numpy", "register_hook", "register_post_accumulate_grad_hook"),
-        *("requires_grad_", "retain_grad", "size", "storage", "storage_offset", "stride"),
-        *("tolist", "untyped_storage", "empty_like", "full_like", "new_empty", "new_full"),
-        *("new_ones", "new_tensor", "new_zeros", "ones_like", "rand_like", "randn_like"),
-        *("zeros_like",),
-        # These are asked for with gradients on to print them, or to keep a copy.
-        *("abs", "all", "amax", "amin", "any", "clone", "cpu", "histc", "max", "mean", "median"),
-        *("min", "norm", "std", "sum", "var", "vector_norm"),
-    )
+_COMPUTE = frozenset(
+    """
+    __add__ add addbmm addcdiv addcmul addmm addmv addr baddbmm bilinear bmm broadcast_to cat
+    cdist chunk clamp complex concat concatenate conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d cos cosine_similarity div dot einsum embedding
+    embedding_bag erf exp expand expand_as fft_fft fft_fft2 fft_ifft fft_ifft2 fft_irfft
+    fft_rfft fft_rfft2 flatten gather gelu __getitem__ grid_sample hstack index_select inner
+    interpolate kron layer_norm lerp linear log log_softmax logsigmoid masked_select
+    __matmul__ matmul mm movedim __mul__ mul multi_head_attention_forward multiply mv __neg__
+    neg normalize outer pad permute __pow__ pow __radd__ __rdiv__ reciprocal relu repeat
+    repeat_interleave reshape __rmatmul__ rms_norm __rmul__ __rpow__ rsqrt __rsub__
+    __rtruediv__ scaled_dot_product_attention select sigmoid silu sin softmax softplus
+    _sparse_mm special_expit split sqrt square squeeze stack __sub__ sub subtract swapaxes t
+    take_along_dim tanh tensordot tile transpose tril triu __truediv__ unbind unflatten unfold
+    unsqueeze view view_as_complex vstack where
+    """.split()  # noqa: SIM905 - one name a line says no more
 )
-"""Functions of a parameter that begin no step."""
+"""Functions that steps begin with.
+
+Others are looks at a parameter (a norm to print, its size), or make or change one. Too much happens
+between steps to tell a beginning by what it is not.
+"""
 
 
 class ParameterUses:
@@ -96,7 +100,7 @@ class _Uses(TorchFunctionMode):
         if self.sees and torch.is_grad_enabled() and self._is_idle():
             leaf = next(_leaves((*args, *kwargs.values())), None)
             name = getattr(func, "__name__", "")
-            if leaf is not None and name not in _LOOKS and threading.get_ident() == self._thread:
+            if leaf is not None and name in _COMPUTE and threading.get_ident() == self._thread:
                 self._used(leaf, name, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -107,11 +111,24 @@ def _top() -> Any:
     return _get_function_stack_at(height - 1) if height else None
 
 
+def trained(tensor: Tensor) -> Tensor | None:
+    """The leaf of which a tensor is the whole or a view; ``None`` of others, or without gradients.
+
+    Args:
+        tensor: The tensor.
+    """
+    if not tensor.requires_grad:
+        return None
+    whole = tensor if tensor.is_leaf else tensor._base
+    return whole if whole is not None and whole.is_leaf else None
+
+
 def _leaves(given: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors that are trained, themselves or in a list."""
+    """What is trained of tensors, themselves or in a list."""
     for it in given:
         if isinstance(it, Tensor):
-            if it.requires_grad and it.is_leaf:
-                yield it
+            leaf = trained(it)
+            if leaf is not None:
+                yield leaf
         elif isinstance(it, (list, tuple)):
             yield from _leaves(it)

@@ -14,6 +14,7 @@ from memfit.answers import Plan
 from memfit.apply.executor import Executor
 from memfit.run.script.object_sizes import object_sizes
 from memfit.run.script.observed import Observation
+from memfit.run.script.parameter_uses import trained
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.remains import BACKWARD_BEGINS, Passing
 from memfit.tensors.storage import plain_tensors
@@ -63,7 +64,7 @@ class Call:
             given: What the op is called with.
         """
         tensors = (it for it in tree_leaves(given) if isinstance(it, Tensor))
-        data = tuple(it for it in tensors if not (it.is_leaf and it.requires_grad))
+        data = tuple(it for it in tensors if trained(it) is None)
         return Call(root, (data, {}), _USE, is_use=True)
 
     @property
