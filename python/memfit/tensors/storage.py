@@ -111,6 +111,16 @@ def note_private_mapping(storage: torch.UntypedStorage) -> None:
     _private_mappings[key] = weakref.ref(storage, lambda _: _private_mappings.pop(key, None))
 
 
+def is_private_mapping(storage: torch.UntypedStorage) -> bool:
+    """Whether memory is a mapping that was noted.
+
+    Args:
+        storage: The memory.
+    """
+    known = _private_mappings.get(storage._cdata)
+    return known is not None and known() is not None
+
+
 def may_change_unseen(tensor: Tensor) -> bool:
     """Whether others than torch's ops may write to a tensor's memory, which no version would tell.
 
@@ -126,8 +136,7 @@ def may_change_unseen(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     if storage.resizable() or address(storage) is None:
         return False
-    known = _private_mappings.get(storage._cdata)
-    is_private = known is not None and known() is not None
+    is_private = is_private_mapping(storage)
     return not (is_private or storage.is_shared() or _is_of_parameter(tensor))
 
 

@@ -32,6 +32,7 @@ from memfit.apply.offload.mapped import (
     bytes_sampled,
     exchange_memory,
     in_file,
+    in_memory,
     is_alone,
     is_lent,
     may_go,
@@ -48,8 +49,9 @@ from memfit.tensors.storage import (
     gradient_of,
     has_others,
     is_leaf,
+    is_private_mapping,
 )
-from memfit.track.owners import instances
+from memfit.track.owners import instances, storage_of
 
 HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"
 """What is said at the end where that was done."""
@@ -164,8 +166,32 @@ class HeldInFiles:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Have in memory what it is going to write."""
         self._optimizers.append(weakref.ref(optimizer))
-        listed = (it for group in optimizer.param_groups for it in group["params"])
+        listed = [it for group in optimizer.param_groups for it in group["params"]]
         mapped = (it for it in listed if self._mapped.pop(id(it), None) is not None)
+        bring_back([it for it in mapped if _is_mapped(it)])
+        # A parameter that was made of a loaded tensor shares its memory.
+        known = [storage for it in listed if (storage := storage_of(it)) is not None]
+        starts = {it.data_ptr() for it in known if is_private_mapping(it)}
+        del listed, known
+        _bring_back_together(starts)
+
+    def loaded(self, starts: set[int]) -> None:
+        """Know of what was loaded to files; what several tensors share is in memory again.
+
+        Args:
+            starts: Where in memory the files are.
+        """
+        for tensors in _tensors_at(starts):
+            if len(tensors) == 1 and may_go(tensors[0], is_mapped=True, untrained=True):
+                self._mapped[id(tensors[0])] = _Mapped.now(tensors[0])
+                self.count += 1
+            else:
+                _to_memory_together(tensors)
+
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        """Have in memory what an optimizer has been given as its state, and is going to write."""
+        state = (it for of in optimizer.state.values() for it in state_tensors(of))
+        mapped = (it for it in state if self._mapped.pop(id(it), None) is not None)
         bring_back([it for it in mapped if _is_mapped(it)])
 
     def look_anew(self) -> None:
@@ -303,6 +329,33 @@ class HeldInFiles:
             self.count += 1
             if not alone:
                 self._leaving.append(storage)  # another thread may be reading
+
+
+def _tensors_at(starts: set[int]) -> list[list[Tensor]]:
+    """Those of Python's tensors whose memory begins at some addresses, by address."""
+    found: dict[int, list[Tensor]] = {}
+    for tensor in instances(Tensor) if starts else ():
+        storage = storage_of(tensor)
+        if storage is not None and storage.device.type == "cpu":
+            start = storage.data_ptr()
+            if start in starts:
+                found.setdefault(start, []).append(tensor)
+    return list(found.values())
+
+
+def _bring_back_together(starts: set[int]) -> None:
+    """Have mapped files in memory again that several tensors share, if nobody else sees them."""
+    for tensors in _tensors_at(starts):
+        if not has_others(tensors[0].untyped_storage(), len(tensors)):
+            _to_memory_together(tensors)
+
+
+def _to_memory_together(tensors: list[Tensor]) -> None:
+    """Have tensors that share a mapped file in memory that they share."""
+    with torch._C._DisableTorchDispatch():
+        own = in_memory(tensors[0].untyped_storage())
+    for tensor in tensors:
+        exchange_memory(tensor, own)
 
 
 def bring_back(tensors: list[Tensor], moves: Moves | None = None) -> None:

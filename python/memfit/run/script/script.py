@@ -48,6 +48,7 @@ from memfit.run.script.gradients_between import (
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
+from memfit.run.script.loaded import LOADED_IN_FILES, LoadCall, loadable_bytes
 from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.parameter_uses import ParameterUses
@@ -85,7 +86,7 @@ class AdoptedScript:
         self._strict = Strict(say) if request.is_strict else None
         self._signals = Signals(self)
         self._checkpoints = ScriptCheckpoints()
-        self._has_compiled = False
+        self._has_compiled = self._has_loaded = False
         self._loops: list[Loop] = []
         self._current: CurrentPass | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -527,6 +528,27 @@ class AdoptedScript:
         if copies is not None:
             copies.remove()
 
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        """Have the state in memory that was loaded to files."""
+        self._held.state_loaded(optimizer)
+
+    def loads(self, call: LoadCall) -> None:
+        """Have what is read in files where it, or the next step beside it, lacks room."""
+        budget_bytes, place = self._kept.budget_bytes, self._gradients.place()
+        if self._current is not None or not (place and budget_bytes):
+            return
+        size = loadable_bytes(call.file, call.map_location, mmap=call.mmap)
+        is_over = _native.counted_bytes() + size > budget_bytes
+        if size and (is_over or any(loop.need.fails_with(size) for loop in self._loops)):
+            call.place = place
+
+    def loaded(self, call: LoadCall) -> None:
+        """Know of what was read to files."""
+        self._held.loaded(call.mapped)
+        if call.mapped:
+            self._has_loaded = True
+            self._goes_to(call.place, LOADED_IN_FILES)
+
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs, but for its optimizer's own."""
         self._has_compiled = True
@@ -605,6 +627,8 @@ class AdoptedScript:
         )
         self._loops.append(loop)
         self._held.look_anew()
+        if self._has_loaded:
+            loop.notes[LOADED_IN_FILES] = None
         if self._has_compiled:
             loop.compiled_runs()
         if loop.refusal:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from memfit.run.script.direct_calls import DirectCalls
 from memfit.run.script.fused import UpdatesMadeError
+from memfit.run.script.loaded import LoadCall
 from memfit.run.script.own_methods import OwnMethods
 from memfit.track.steps import STEPS
 
@@ -83,6 +84,15 @@ class Listener(Protocol):
     def saved(self) -> None:
         """It has given it, or raised."""
 
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        """It has been given the state of a ``state_dict``."""
+
+    def loads(self, call: LoadCall) -> None:
+        """``torch.load`` is about to read a file."""
+
+    def loaded(self, call: LoadCall) -> None:
+        """It has, to where it was told."""
+
     def compiled_runs(self) -> None:
         """Something compiled is about to run; what it calls is not told."""
 
@@ -129,6 +139,10 @@ class Signals:
         self._replace(nn.Module, "__reduce_ex__", self._copying(nn.Module.__reduce_ex__))
         self._replace(Optimizer, "__init__", self._making(Optimizer.__init__))
         self._replace(Optimizer, "state_dict", self._saving(Optimizer.state_dict))
+        self._replace(Optimizer, "load_state_dict", self._restoring(Optimizer.load_state_dict))
+        load = self._loading(torch.load)
+        self._replace(torch, "load", load)
+        self._replace(torch.serialization, "load", load)
         STEPS.watch()
         STEPS.listeners.append(self._stepping)
         self._undo.append(lambda: STEPS.listeners.remove(self._stepping))
@@ -274,6 +288,32 @@ class Signals:
                 self.tell(self._listener.saved)
 
         return save
+
+    def _restoring(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def restore(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if threading.get_ident() == self._thread:
+                self.tell(self._listener.state_loaded, optimizer)
+
+        return restore
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        listener = self._listener
+
+        @functools.wraps(original)
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread:
+                return original(f, map_location, *args, **kwargs)
+            call = LoadCall(f, map_location, kwargs.get("mmap"))
+            self.tell(listener.loads, call)
+            if not call.place:
+                return original(f, map_location, *args, **kwargs)
+            result = original(f, call.restored, *args, **kwargs)
+            self.tell(listener.loaded, call)
+            return result
+
+        return load
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
