@@ -111,6 +111,14 @@ def test_what_shares_memory_is_in_memory_that_it_shares(tmp_path: Path, held: He
     assert found["view"][0] == 7.0
 
 
+def test_small_tensors_stay(tmp_path: Path, held: HeldInFiles):
+    torch.save(torch.ones(8), tmp_path / "a")
+    call = LoadCall(tmp_path / "a", None, None, str(tmp_path))
+    assert is_counted(torch.load(tmp_path / "a", call.restored))
+    held.loaded(call.mapped)
+    assert held.count == 0
+
+
 def test_what_is_written_is_in_memory_again(tmp_path: Path, held: HeldInFiles):
     torch.save({"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}, tmp_path / "a")
     found = loaded(tmp_path / "a", held)
@@ -142,6 +150,20 @@ def test_what_an_optimizer_writes_is_in_memory(tmp_path: Path, held: HeldInFiles
         with torch.no_grad():
             again.zero_()
         assert not found["weight"].any()
+
+
+def test_what_a_loaded_optimizer_writes_is_in_memory(tmp_path: Path, held: HeldInFiles):
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    torch.save((model, optimizer, torch.ones(1 << 16)), tmp_path / "a")
+    call = LoadCall(tmp_path / "a", None, None, str(tmp_path))
+    found, own, other = torch.load(tmp_path / "a", call.restored, weights_only=False)
+    held.loaded(call.mapped)
+    assert is_counted(found.weight)
+    assert is_counted(own.state[found.weight]["momentum_buffer"])
+    assert not is_counted(other)
 
 
 def test_what_is_read_as_ever(tmp_path: Path):

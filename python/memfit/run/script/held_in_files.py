@@ -187,6 +187,9 @@ class HeldInFiles:
                 self.count += 1
             else:
                 _to_memory_together(tensors)
+        for optimizer in instances(Optimizer) if starts else ():
+            self.optimizer_made(optimizer)  # it was loaded with what it writes
+            self.state_loaded(optimizer)
 
     def state_loaded(self, optimizer: Optimizer) -> None:
         """Have in memory what an optimizer has been given as its state, and is going to write."""
