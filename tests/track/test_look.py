@@ -215,6 +215,13 @@ def test_what_autocast_keeps_is_named():
     assert max(found.sizes[address] for address in casts) == MODEL[0].weight.numel() * 2
 
 
+def test_a_parameter_in_double_precision_is_not_autocasts():
+    total = MODEL[0].weight.double().abs().sum()
+    found = look()
+    assert total.grad_fn is not None
+    assert "cast_cache" not in found.categories.values()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_copy_of_a_parameter_is_known_by_its_numbers_and_not_by_its_size(dtype: torch.dtype):
     weight = MODEL[0].weight

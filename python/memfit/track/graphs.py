@@ -16,6 +16,8 @@ from torch import Tensor
 
 _RAW = "_raw_saved_"
 
+_OF_AUTOCAST = (torch.bfloat16, torch.float16)
+
 
 @dataclass(slots=True)
 class Graphs:
@@ -38,7 +40,7 @@ class Graphs:
 
         Yields:
             A tensor, or what a hook has made of one, and whether it is a parameter in another
-            precision, as autocast makes and keeps it.
+            precision, as autocast makes and keeps it: in half of its bytes.
         """
         # A look may come where this node lets go of what it saved, as in the callback of a weak
         # reference: a tensor on its way out must not be held.
@@ -79,7 +81,9 @@ class Graphs:
 
 
 def _is_cast_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter in another precision, perhaps transposed."""
+    """Whether it is a parameter in a precision of autocast's, perhaps transposed."""
+    if tensor.dtype not in _OF_AUTOCAST:
+        return False  # as the sum of a parameter in double precision keeps it
     node = tensor.grad_fn
     for _ in range(3):
         if node is None:
