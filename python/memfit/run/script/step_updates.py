@@ -443,10 +443,13 @@ class StepUpdates:
         room_bytes = budget_bytes - live_bytes(device)
         if needs.first_bytes <= room_bytes - away:
             return None
-        fits_one_by_one = (
-            needs.one_by_one_bytes <= room_bytes - largest_away
-            and "one_by_one" not in self._request.options.forbid
-        )
+        fits_one_by_one = False
+        if "one_by_one" not in self._request.options.forbid:
+            try:
+                took = needs.one_by_one_bytes(optimizer)
+            except Exception:  # noqa: BLE001 - the script's own step tells of it, if it is one
+                return None
+            fits_one_by_one = took <= room_bytes - largest_away
         leaves_room = peak_bytes + needs.new_state_bytes <= budget_bytes
         if not (fits_one_by_one and leaves_room):
             size = needs.all_state_bytes

@@ -41,8 +41,6 @@ class UpdateNeeds:
         together_bytes: Most bytes of temporaries of a later step that updates all at once.
         state_bytes: Sizes of the state of each parameter, by its ``id``.
         alone: Temporaries and traffic of the update of each parameter alone, by its ``id``.
-        first_alone_bytes: Most temporaries of the update alone of a parameter that has no state
-            yet. In slices it makes the state of a slice before it writes that to the whole.
         kind: What decides about all of that but whether there is state.
     """
 
@@ -50,14 +48,17 @@ class UpdateNeeds:
     together_bytes: int
     state_bytes: dict[int, list[int]]
     alone: dict[int, tuple[int, int]]
-    first_alone_bytes: int
     kind: tuple[Any, ...]
 
-    @property
-    def one_by_one_bytes(self) -> int:
-        """Most bytes that the next step makes where updates come one by one."""
+    def one_by_one_bytes(self, optimizer: Optimizer) -> int:
+        """Most bytes that the next step makes where updates come one by one.
+
+        Args:
+            optimizer: The optimizer, as it was when the rest was learnt; it stays as it is.
+        """
         later = max((took for took, _ in self.alone.values()), default=0)
-        return self.new_state_bytes + max(later, self.first_alone_bytes)
+        first = _first_alone_bytes(optimizer, self.state_bytes) if self.new_state_bytes else 0
+        return self.new_state_bytes + max(later, first)
 
     @property
     def new_state_bytes(self) -> int:
@@ -97,7 +98,7 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
     """
     kind = _kind(optimizer)
     if before is not None and before.kind == kind and _has_all_state(optimizer):
-        return replace(before, first_bytes=before.together_bytes, first_alone_bytes=0)
+        return replace(before, first_bytes=before.together_bytes)
     alike = _alike(optimizer)
     with _disable_current_modes():
         fakes = FakeTensorMode()
@@ -115,8 +116,6 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
             for real, fake in twins.pairs.items()
         }
         alone = _each_alone(twins, {id(of[0]) for of in alike.values()})
-        new = {id(of[0]) for of in alike.values() if of[0] not in optimizer.state}
-        first_alone = _first_alone(twins, {real: sum(state[real]) for real in new})
     sparse = _by_rows(optimizer)
     state_of = {real: it.state_bytes for real, it in sparse.items()}
     alone_of = {real: (it.temporary_bytes, it.moved_bytes) for real, it in sparse.items()}
@@ -126,7 +125,8 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
             alone_of[id(parameter)] = alone[id(of[0])]
     first_bytes = first.peak_bytes
     if not at_once:
-        more = {id(of[0]): len(of) - 1 for of in alike.values() if id(of[0]) in new}
+        new = [of for of in alike.values() if of[0] not in optimizer.state]
+        more = {id(of[0]): len(of) - 1 for of in new}
         first_bytes += sum(count * sum(state[which]) for which, count in more.items())
     # Those by sparse gradients come one after another, and make their state beside the others'.
     most = max((it.temporary_bytes for it in sparse.values()), default=0)
@@ -134,7 +134,7 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
     held = {id(parameter) for parameter in optimizer.state}
     made = sum(sum(it.state_bytes) for real, it in sparse.items() if real not in held)
     first_bytes += together_bytes - later.peak_bytes + made
-    return UpdateNeeds(first_bytes, together_bytes, state_of, alone_of, first_alone, kind)
+    return UpdateNeeds(first_bytes, together_bytes, state_of, alone_of, kind)
 
 
 def _by_rows(optimizer: Optimizer) -> dict[int, SparseUpdate]:
@@ -272,15 +272,23 @@ def _each_alone(twins: _Twins, which: set[int]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _first_alone(twins: _Twins, state_bytes: dict[int, int]) -> int:
-    """Most temporaries of a first update alone, beside the state that it makes."""
+def _first_alone_bytes(optimizer: Optimizer, state_bytes: dict[int, list[int]]) -> int:
+    """Most temporaries of the update alone of a parameter that has no state yet.
+
+    In slices it makes the state of a slice before it writes that to the whole. Few steps lack the
+    room that makes this matter, so it is learnt when it is asked for.
+    """
+    new = {id(of[0]) for of in _alike(optimizer).values() if of[0] not in optimizer.state}
     most = 0
-    one_by_one = OneByOne(twins.optimizer)
-    for real, made in state_bytes.items():
-        twins.optimizer.state.pop(twins.pairs[real], None)
-        with Temporaries() as temporaries:
-            one_by_one.update(twins.pairs[real], most_slices=SLICES_TOLD)
-        most = max(most, temporaries.peak_bytes - made)
+    fakes = FakeTensorMode()
+    with _disable_current_modes():
+        twins = _Twins(optimizer, fakes, new)
+    with _disable_current_modes(), fakes:
+        one_by_one = OneByOne(twins.optimizer)
+        for real in new:
+            with Temporaries() as temporaries:
+                one_by_one.update(twins.pairs[real], most_slices=SLICES_TOLD)
+            most = max(most, temporaries.peak_bytes - sum(state_bytes[real]))
     return most
 
 
