@@ -6,11 +6,12 @@ Written by ``tests/schema/python_types.py --write``; a test compares it with the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from memfit.records import record
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@record
 class RematAction:
     """Drop activations and recompute them in backward.
 
@@ -32,7 +33,7 @@ class RematAction:
     remat: Remat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class UnneededSavesAction:
     """Let go of saved activations that backward never needs.
 
@@ -54,7 +55,7 @@ class UnneededSavesAction:
     unneeded_saves: Remat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class FuseOptimizerAction:
     """Run the optimizer step per parameter inside backward and free its gradient.
 
@@ -74,7 +75,7 @@ class FuseOptimizerAction:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OneByOneAction:
     """Update one parameter at a time, after backward.
 
@@ -94,7 +95,7 @@ class OneByOneAction:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MicroBatchAction:
     """Split the batch and accumulate gradients.
 
@@ -116,7 +117,7 @@ class MicroBatchAction:
     micro_batch: MicroBatch | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AllocatorSettingsAction:
     """Set up the caching allocator against fragmentation, as in ``PYTORCH_CUDA_ALLOC_CONF``.
 
@@ -138,7 +139,7 @@ class AllocatorSettingsAction:
     settings: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OffloadAction:
     """Offload saved activations in forward and fetch them in backward.
 
@@ -160,7 +161,7 @@ class OffloadAction:
     offload: Offload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ShrinkAction:
     """Hold saved activations in fewer bits until backward.
 
@@ -182,7 +183,7 @@ class ShrinkAction:
     shrink: Shrink
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OffloadOptimizerAction:
     """Offload the optimizer's state, and fetch it for one parameter at a time.
 
@@ -204,7 +205,7 @@ class OffloadOptimizerAction:
     offload_optimizer: OffloadOptimizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OptimizerBitsAction:
     """Hold the optimizer's state in 8 bits, between updates and during them.
 
@@ -226,7 +227,7 @@ class OptimizerBitsAction:
     optimizer_bits: OptimizerBits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OffloadParametersAction:
     """Offload parameters, with a bounded part of them resident.
 
@@ -248,7 +249,7 @@ class OffloadParametersAction:
     offload_parameters: OffloadParameters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AutocastAction:
     """Compute matrix products and convolutions in bfloat16.
 
@@ -270,7 +271,7 @@ class AutocastAction:
     autocast: Autocast
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AutocastFp16Action:
     """Compute them in float16, with a loss scale.
 
@@ -292,7 +293,7 @@ class AutocastFp16Action:
     autocast_fp16: Autocast
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HalfParametersAction:
     """Hold weights and their gradients in 16 bits.
 
@@ -314,7 +315,7 @@ class HalfParametersAction:
     half_parameters: HalfParameters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Int8WeightsAction:
     """Hold weights of linear layers in 8 bits, for inference.
 
@@ -336,7 +337,7 @@ class Int8WeightsAction:
     int8_weights: Int8Weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Int8DynamicAction:
     """Compute linear layers in 8 bits, weights among them, for inference.
 
@@ -358,7 +359,7 @@ class Int8DynamicAction:
     int8_dynamic: Int8Weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ChunkAction:
     """Compute the loss over many classes, wide layers, images and attention in slices of rows.
 
@@ -380,7 +381,7 @@ class ChunkAction:
     chunk: Chunk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class NoGraphAction:
     """Keep autograd off in a forward of inference that turns it on.
 
@@ -400,7 +401,7 @@ class NoGraphAction:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class UndoCheckpointsAction:
     """Run the checkpoints of the model as ordinary forwards.
 
@@ -444,7 +445,7 @@ Action: TypeAlias = (
 """One technique as applied."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ActionSummary:
     """One action without what only the executor needs.
 
@@ -464,7 +465,7 @@ class ActionSummary:
     resident_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ActiveRegion:
     """A module call that the executor watches.
 
@@ -490,7 +491,7 @@ Agreement = Literal["bitwise", "equivalent", "different"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Amount:
     """A number of bytes between two bounds, both included.
 
@@ -506,7 +507,7 @@ class Amount:
     high_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Approximation:
     """What approximate gradients are beside the unplanned ones.
 
@@ -552,7 +553,7 @@ class Approximation:
     update_error: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Arena:
     """One block of memory for all that a step allocates.
 
@@ -569,7 +570,7 @@ class Arena:
     lower_bound_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Autocast:
     """Forward under ``torch.autocast``.
 
@@ -585,7 +586,7 @@ class Autocast:
     keep: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Bottleneck:
     """What is alive at the moment that stops the peak from going lower.
 
@@ -604,7 +605,7 @@ class Bottleneck:
     breakdown: tuple[tuple[Category, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Breakdown:
     """Bytes alive at the peak; each list sums to the peak, largest first.
 
@@ -619,7 +620,7 @@ class Breakdown:
     source: tuple[Share, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Calibration:
     """``memfit calibrate --format json``.
 
@@ -647,7 +648,7 @@ class Calibration:
     profile: DeviceProfile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CallChunk:
     """A module call that treats the rows of its input one by one, computed for some rows at a time.
 
@@ -668,7 +669,7 @@ class CallChunk:
     ops: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CallInPieces:
     """What a model's call needs to run on one piece of its batch after the other.
 
@@ -730,7 +731,7 @@ Cause = Literal[
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Chunk:
     """What of a step runs in slices, or for some rows alone; one of these at least.
 
@@ -749,7 +750,7 @@ class Chunk:
     strips: Strips | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Comparison:
     """How two runs agree.
 
@@ -761,7 +762,7 @@ class Comparison:
     max_relative_error: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CompiledAction:
     """One technique of a compiled plan.
 
@@ -774,7 +775,7 @@ class CompiledAction:
     count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CompiledFacts:
     """What there is to say about a step that ran compiled.
 
@@ -794,7 +795,7 @@ class CompiledFacts:
     graphs: tuple[CompiledGraph, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CompiledGraph:
     """What was done to one joint graph.
 
@@ -817,7 +818,7 @@ class CompiledGraph:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Contradiction:
     """Something in the file that contradicts itself.
 
@@ -832,7 +833,7 @@ class Contradiction:
     what: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Counterfactual:
     """What other allocator settings would have done with the same requests.
 
@@ -848,7 +849,7 @@ class Counterfactual:
     oom_avoided: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Curves:
     """Measured seconds of ops by their work, dispatch included.
 
@@ -865,7 +866,7 @@ class Curves:
     memory: Mapping[str, Curve]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DeviceExplanation:
     """What happened to one device's memory.
 
@@ -913,7 +914,7 @@ class DeviceExplanation:
     uncertain_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DeviceFit:
     """Does the step fit on a device?
 
@@ -928,7 +929,7 @@ class DeviceFit:
     fits: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DeviceProfile:
     """What a device can do, measured by calibration or taken from a datasheet.
 
@@ -951,7 +952,7 @@ class DeviceProfile:
     transfers: Transfers | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Dropped:
     """One dropped or stored allocation.
 
@@ -973,7 +974,7 @@ class Dropped:
     home: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class End:
     """What becomes of the memory when the snapshot was taken.
 
@@ -1000,7 +1001,7 @@ class End:
     summary: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Estimate:
     """A predicted step.
 
@@ -1024,7 +1025,7 @@ Evidence = Literal["profiler", "stack", "stack_and_life", "life", "none"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Explanation:
     """What happened to the memory of every device in a snapshot.
 
@@ -1045,7 +1046,7 @@ class Explanation:
     problems: tuple[Contradiction, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Fragmentation:
     """The inactive bytes of the peak, or of the moment of a refusal.
 
@@ -1089,7 +1090,7 @@ FragmentationVerdict = Literal["negligible", "cached", "fragmented", "not_the_ca
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Front:
     """The answer.
 
@@ -1130,7 +1131,7 @@ class Front:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class FrontBound:
     """What no plan can beat.
 
@@ -1143,7 +1144,7 @@ class FrontBound:
     ratio: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class FrontPoint:
     """A plan on the front.
 
@@ -1180,7 +1181,7 @@ FrontStop = Literal["resolved", "plan_limit"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GpuFit:
     """Does the step fit on the GPU that was asked about?
 
@@ -1203,7 +1204,7 @@ class GpuFit:
     fits: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Growth:
     """A stack whose bytes rise at every step.
 
@@ -1224,7 +1225,7 @@ class Growth:
     pattern: Pattern
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HalfParameters:
     """Parameters held in 16 bits, their gradients with them.
 
@@ -1235,7 +1236,7 @@ class HalfParameters:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Head:
     """A linear layer over many classes of whose rows not all are used.
 
@@ -1248,7 +1249,7 @@ class Head:
     logit_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Held:
     """Bytes of a device at a moment.
 
@@ -1263,7 +1264,7 @@ class Held:
     reserved_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Int8Weights:
     """Weights of linear layers held in 8 bits, with a scale for each row.
 
@@ -1324,7 +1325,7 @@ Kind = Literal[
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LaterLoss:
     """The loss after steps on examples drawn from the batch, beside what other draws give.
 
@@ -1342,7 +1343,7 @@ class LaterLoss:
     highest: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LossChunk:
     """A loss over many classes in slices of rows: its logits never exist as a whole.
 
@@ -1361,7 +1362,7 @@ class LossChunk:
     logit_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LossOfPieces:
     """A loss that a model's call returns, put together from those of the pieces.
 
@@ -1374,7 +1375,7 @@ class LossOfPieces:
     reduction: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MeasuredDisk:
     """Where and how files were written and read."""
 
@@ -1382,7 +1383,7 @@ class MeasuredDisk:
     method: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MeasuredSize:
     """One size of one op.
 
@@ -1400,7 +1401,7 @@ class MeasuredSize:
     flops: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MicroBatch:
     """The ops that the proof is about: each treats the items of the batch alike and apart.
 
@@ -1421,7 +1422,7 @@ class MicroBatch:
     results: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ModelFacts:
     """What a model is, and takes in a step.
 
@@ -1434,7 +1435,7 @@ class ModelFacts:
     parameter_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class NextClass:
     """What a looser class would gain.
 
@@ -1451,7 +1452,7 @@ class NextClass:
     kinds: tuple[Kind, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class NextStep:
     """A command and what it tells.
 
@@ -1464,7 +1465,7 @@ class NextStep:
     tells: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Offload:
     """What to offload, addressed like ``Remat``.
 
@@ -1492,7 +1493,7 @@ class Offload:
     forward: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OffloadOptimizer:
     """Which of the optimizer's state to offload, and how.
 
@@ -1512,7 +1513,7 @@ class OffloadOptimizer:
     order: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OffloadParameters:
     """Which parameters to offload, and how.
 
@@ -1557,7 +1558,7 @@ OomCause = Literal[
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OomMessage:
     """One message and what it decides.
 
@@ -1621,7 +1622,7 @@ OomMessageKind = Literal["allocator", "rejected", "driver_pool", "driver", "host
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OomMessages:
     """The OOM messages of a text.
 
@@ -1642,7 +1643,7 @@ class OomMessages:
     messages: tuple[OomMessage, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OptimizerBits:
     """Whose state is in 8 bits.
 
@@ -1656,7 +1657,7 @@ class OptimizerBits:
     lower_halves: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OtherProcess:
     """Another process on the device.
 
@@ -1669,7 +1670,7 @@ class OtherProcess:
     bytes: Amount | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OutOfMemory:
     """One refusal.
 
@@ -1694,7 +1695,7 @@ class OutOfMemory:
     summary: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OutputError:
     """What approximate outputs are beside the unplanned ones.
 
@@ -1719,7 +1720,7 @@ class OutputError:
     max_error: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Owner:
     """Bytes that one stack holds for one purpose.
 
@@ -1740,7 +1741,7 @@ class Owner:
     evidence: Evidence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Parts:
     """How the device's memory divides.
 
@@ -1771,7 +1772,7 @@ Pattern = Literal["kept_graph", "kept_scalar", "kept"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Peak:
     """The peaks of a device.
 
@@ -1795,7 +1796,7 @@ class Peak:
     after_us: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PeakPoint:
     """Where the peak is.
 
@@ -1823,7 +1824,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PinnedSegment:
     """A segment with inactive bytes that the blocks in it keep from going back.
 
@@ -1844,7 +1845,7 @@ class PinnedSegment:
     blocks: tuple[PinningBlock, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PinningBlock:
     """A block that keeps a segment.
 
@@ -1859,7 +1860,7 @@ class PinningBlock:
     stack: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Plan:
     """The answer.
 
@@ -1919,7 +1920,7 @@ class Plan:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PlanSummary:
     """A plan without what only the executor needs.
 
@@ -1933,7 +1934,7 @@ class PlanSummary:
     lower_bound_ratio: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Point:
     """One measured size.
 
@@ -1946,7 +1947,7 @@ class Point:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Prediction:
     """What a prediction says.
 
@@ -2004,7 +2005,7 @@ class Prediction:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PrivatePool:
     """A private pool that holds bytes in no block.
 
@@ -2026,7 +2027,7 @@ Promise = Literal["exact", "equivalent", "approximate"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PrunedGroup:
     """Channels of one kind.
 
@@ -2041,7 +2042,7 @@ class PrunedGroup:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Pruning:
     """``memfit prune --format json``.
 
@@ -2073,7 +2074,7 @@ Reference = Literal["eager", "torch_compile"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Refusal:
     """Why an action is not in the plan.
 
@@ -2086,7 +2087,7 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Remat:
     """Where to drop, addressed by the order of ops in forward.
 
@@ -2105,7 +2106,7 @@ class Remat:
     forward: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Replay:
     """``memfit replay --format json``.
 
@@ -2119,7 +2120,7 @@ class Replay:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ReplayedCount:
     """How many of how many are as recorded."""
 
@@ -2127,7 +2128,7 @@ class ReplayedCount:
     total: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ReplayedDevice:
     """One device's requests, replayed.
 
@@ -2147,7 +2148,7 @@ class ReplayedDevice:
     replays: tuple[ReplayedSettings, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ReplayedSettings:
     """Settings, and what came of the requests under them.
 
@@ -2166,7 +2167,7 @@ class ReplayedSettings:
     oom_avoided: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Reserved:
     """What the allocator is predicted to hold.
 
@@ -2186,7 +2187,7 @@ class Reserved:
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Share:
     """One owner.
 
@@ -2201,7 +2202,7 @@ class Share:
     count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ShownCause:
     """A cause that the numbers show.
 
@@ -2220,7 +2221,7 @@ class ShownCause:
     summary: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Shrink:
     """What to shrink, addressed like ``Remat``.
 
@@ -2268,7 +2269,7 @@ SnapshotCategory = Literal[
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StayingParameters:
     """Parameters with dimensions that stay, for one reason.
 
@@ -2280,7 +2281,7 @@ class StayingParameters:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepFacts:
     """One way to run the step: what was predicted and what was measured.
 
@@ -2304,7 +2305,7 @@ StepSource = Literal["annotations", "optimizer_stacks", "backward_stacks", "rhyt
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepsFound:
     """The steps of a recording.
 
@@ -2340,7 +2341,7 @@ StopReason = Literal[
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Strips:
     """Large tensors that convolutions and products take a strip of rows at a time.
 
@@ -2365,7 +2366,7 @@ Tier = Literal["host", "disk"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TimelinePoint:
     """One point of the timeline.
 
@@ -2378,7 +2379,7 @@ class TimelinePoint:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TopAllocation:
     """One allocation alive at the peak.
 
@@ -2403,7 +2404,7 @@ class TopAllocation:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TorchCompile:
     """The step under ``torch.compile`` without memfit.
 
@@ -2417,7 +2418,7 @@ class TorchCompile:
     max_relative_error: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Transfers:
     """Bytes a second between a device and elsewhere, each absent where not known.
 
@@ -2438,7 +2439,7 @@ class Transfers:
     disk_read: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Undecided:
     """What the numbers do not tell.
 
@@ -2451,7 +2452,7 @@ class Undecided:
     summary: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class UnneededSaves:
     """What one line saves for nothing.
 
@@ -2479,7 +2480,7 @@ Verdict = Literal["fits", "does_not_fit"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Verification:
     """``memfit verify --format json``.
 
@@ -2529,7 +2530,7 @@ WideReason = Literal["float64", "mask", "compared", "named_mask", "index"]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WideTensors:
     """What one line holds at the peak in wider elements than its use asks for.
 

@@ -3,9 +3,9 @@
     python tests/schema/python_types.py            # exit code 1: what is kept differs
     python tests/schema/python_types.py --write    # writes python/memfit/schema.py
 
-One struct of the engine is one frozen dataclass, with its documentation; a list of words is a
-``Literal``; a struct that comes in kinds (an action of a plan) is a union of one dataclass for each
-kind, told apart by ``kind``.
+One struct of the engine is one record (a frozen dataclass), with its documentation; a list of words
+is a ``Literal``; a struct that comes in kinds (an action of a plan) is a union of one record for
+each kind, told apart by ``kind``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ Written by ``tests/schema/python_types.py --write``; a test compares it with the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from memfit.records import record
 '''
 
 SCALARS = {"integer": "int", "number": "float", "string": "str", "boolean": "bool"}
@@ -133,7 +134,7 @@ def _dataclass(name: str, schema: Schema, fields: Any) -> str:
     said = [f"    {field}: {_prose(meaning)}" for field, _, meaning in fields if meaning]
     meanings = ["Attributes:", *said] if said else []
     lines = [
-        "@dataclass(frozen=True, slots=True, kw_only=True)",
+        "@record",
         f"class {name}:",
         _docstring(schema, "    ", meanings),
         *(f"    {field}: {kind}" for field, kind, _ in fields),

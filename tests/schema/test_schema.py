@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import typing
 
 import pytest
@@ -60,3 +62,25 @@ def test_what_may_be_absent_is_left_out_again():
     assert plain(read(schema.Dropped, drop)) == drop
     with_home = {**drop, "home": 5}
     assert plain(read(schema.Dropped, with_home)) == with_home
+
+
+def test_a_record_is_as_a_frozen_dataclass():
+    drop = {"op": 3, "output": 0, "shape": (4, 4), "bytes": 64, "module": "a.b"}
+    made = schema.Dropped(**drop)
+    assert (made, hash(made)) == (schema.Dropped(**drop), hash(schema.Dropped(**drop)))
+    other = dataclasses.replace(made, home=5)
+    assert (other.home, other.op) == (5, 3)
+    assert other != made
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made  # noqa: S301 - its own
+    assert repr(made).startswith("Dropped(op=3, output=0,")
+    assert not hasattr(made, "__dict__")
+    for change in (
+        lambda: setattr(made, "op", 4),
+        lambda: delattr(made, "op"),
+        lambda: setattr(made, "new", 4),
+    ):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            change()
+    for wrong in ({**drop, "new": 1}, {"op": 3}):
+        with pytest.raises(TypeError, match="field `"):
+            schema.Dropped(**wrong)
