@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.plan.call_bytes import call_bytes
+from memfit.plan.call_bytes import CallMixedError, call_bytes
 from memfit.plan.items_apart import ItemsMixedError, items_apart
 from memfit.tensors.garbage import no_collection
 
@@ -33,7 +33,7 @@ class Checkpointed(nn.Module):
         self.inside = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
     def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inside, x, use_reentrant=False), x.sum()
+        return checkpoint(self.inside, x, use_reentrant=False), x[:, 0]
 
 
 class Attention(nn.Module):
@@ -94,6 +94,50 @@ def test_what_may_not_run_in_pieces_anyway_is_not_run():
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ItemsMixedError, match="has a forward hook"):
         call_bytes(model, (torch.randn(ROWS, 8),), {})
+
+
+class Rest(nn.Module):
+    """What comes after; it must not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError
+
+
+class Returns(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inside(x)
+        return {"state": (y, y[None]), "loss": (y, y.mean()), "two": (y.mean(), y.sum())}[self.what]
+
+
+def test_a_forward_ends_where_a_statistic_over_the_batch_is_computed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Rest())
+    message = r"`aten.native_batch_norm.default` in `1` computes a statistic over the batch"
+    with pytest.raises(CallMixedError, match=message):
+        call_bytes(model, (torch.randn(ROWS, 8),), {})
+    # Those of an item alone, or of what was trained, are no reason.
+    own = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4), nn.BatchNorm1d(4).eval())
+    assert call_bytes(own, (torch.randn(ROWS, 4, 8),), {}) is not None
+    with pytest.raises(ItemsMixedError, match="statistic"):
+        items_apart(nn.Sequential(*model[:2]), (torch.randn(ROWS, 8),), {}, lambda *_: lambda: "")
+
+
+@pytest.mark.parametrize("what", ["state", "two"])
+def test_no_backward_runs_of_what_is_returned_whole(what: str, monkeypatch: pytest.MonkeyPatch):
+    model, given = Returns(what), (torch.randn(ROWS, 8),)
+    with pytest.raises(ItemsMixedError, match="has no entry for each item"):
+        items_apart(model, given, {}, lambda *_: lambda: "")
+    monkeypatch.setattr(Tensor, "backward", None)
+    with pytest.raises(CallMixedError, match="has no entry for each item"):
+        call_bytes(model, given, {})
+
+
+def test_a_loss_that_is_returned_is_no_reason():
+    assert call_bytes(Returns("loss"), (torch.randn(ROWS, 8),), {}) is not None
 
 
 def test_what_is_given_an_object_that_it_may_change_is_not_run():

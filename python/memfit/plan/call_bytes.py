@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
@@ -20,6 +21,14 @@ from memfit.errors import MemfitError
 from memfit.plan.items_apart import CONVOLUTION, Called, ItemsMixedError, alive_bytes, items_to_cut
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.operators import Operator
+
+_OF_NORM = torch.ops.aten.native_batch_norm.default
+_TRAINS = 5
+"""Where it is told whether statistics are those of the batch."""
+
+
+class CallMixedError(ItemsMixedError):
+    """A call that may not run in pieces, whatever may become of others of the model."""
 
 
 def call_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -36,16 +45,17 @@ def call_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         The bytes; ``None`` where fakes do not tell.
 
     Raises:
-        ItemsMixedError: It may not run in pieces, as is known without a second recording.
+        ItemsMixedError: It may not run in pieces, as is known before it runs.
+        CallMixedError: The same, as is seen in its forward; the rest does not run.
     """
     given = (args, kwargs)
-    items_to_cut(model, given)
-    workload = Called(lambda *_: str).workload(model, given)
+    items = items_to_cut(model, given)
+    workload = _Whole(items).workload(model, given)
     try:
         with preserved_random_state(), no_collection():
             stage = fake_stage(workload)
             assert stage.fake_mode is not None, "a stage of fakes has one"
-            lives = _Lives(stage)
+            lives = _Lives(stage, items)
             with stage.fake_mode, ordinary_tensors():
                 StepRunner(stage, lives).run()
     except (MemfitError, RealStepNeeded) as error:
@@ -55,17 +65,49 @@ def call_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return lives.growth_bytes()
 
 
+class _Whole(Called):
+    """The call, given up where what it returns shows that it may not run in pieces."""
+
+    def __init__(self, items: int) -> None:
+        super().__init__(lambda *_: str)
+        self._items = items
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss among what it returns, or else something that depends on all."""
+        loss = super().loss(model, batch)
+        for place, shape in enumerate(self.returned):
+            if place != self.loss_place and shape[:1] != (self._items,):
+                message = (
+                    f"it returns a tensor of shape {list(shape)}, which has no entry for each item"
+                )
+                raise CallMixedError(message)
+        return loss
+
+
 class _Lives(Recorder):  # type: ignore[no-untyped-call]
     """Records when allocations lived, and nothing of the ops."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, items: int) -> None:
         """Record nothing yet.
 
         Args:
             stage: What will run.
+            items: Items of its batch.
         """
         super().__init__(stage.model, stage.fake_mode, originals=Originals(stage.workload))
         self._operands: dict[int, int] = {}
+        self._items = items
+
+    def _record(
+        self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # For a statistic of each item, the batch is among the channels and not first.
+        if func is _OF_NORM and args[_TRAINS] and args[0].shape[0] == self._items:
+            message = (
+                f"`{operator.name}` in `{self.modules.path}` computes a statistic over the batch"
+            )
+            raise CallMixedError(message)
+        return super()._record(func, operator, args, kwargs)
 
     def _write_down(
         self,

@@ -63,3 +63,20 @@ def test_an_evaluation_is_recorded_for_pieces_only_where_its_whole_does_not_fit(
             ):
                 model(*inputs[0])
             assert len(proofs) == count
+
+
+def test_that_one_call_mixes_items_refuses_no_other(proofs: list[str]):
+    """As of a network that is trained with its normalisations frozen from some epoch on."""
+    request = FitRequest("1GiB", Options(allow="equivalent"))
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
+    inputs = ((torch.randn(64, 64),), {})
+    of_batch = PiecesOfBatch(request)
+    needed = call_bytes(model.eval(), *inputs)
+    assert needed is not None
+    for is_training in (True, False):
+        model.train(is_training)
+        call = key_of(model, inputs), model, inputs
+        of_batch.begin(*call, live_bytes=0, budget_bytes=needed)
+        assert not of_batch.refusal
+        assert (of_batch.wants(call[0]) is None) == is_training
+    assert proofs == ["proof"]

@@ -22,7 +22,7 @@ from memfit.answers import Plan
 from memfit.apply.pieces.call import LEAST_ROWS
 from memfit.apply.pieces.in_pieces import InPieces
 from memfit.capture.record.effects import CallLook
-from memfit.plan.call_bytes import call_bytes
+from memfit.plan.call_bytes import CallMixedError, call_bytes
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
@@ -67,6 +67,7 @@ class PiecesOfBatch:
         self._evaluated: dict[Key, InPieces | None] = {}
         self._kinds: dict[Key, _Kind] = {}
         self._whole_bytes: dict[Key, int | None] = {}
+        self._mixed: set[Key] = set()
 
     def wants(self, key: Key) -> dict[str, Any] | None:
         """The action by which a step is to be recorded; ``None`` for whole.
@@ -204,7 +205,8 @@ class PiecesOfBatch:
 
     def _fits_whole(self, key: Key, model: nn.Module, inputs: Any, room: int) -> bool:
         """Whether a step fits while it is recorded, as far as can be told without a recording."""
-        if self.refusal or not self._may_run_again(model):
+        is_mixed = kind_of(key) in self._mixed
+        if self.refusal or is_mixed or not self._may_run_again(model):
             return True  # it has to
         larger = (whole for known, whole in self._whole_bytes.items() if covers(known, key))
         if any(whole is not None and whole <= room for whole in larger):
@@ -212,6 +214,9 @@ class PiecesOfBatch:
         if key not in self._whole_bytes:
             try:
                 self._whole_bytes[key] = call_bytes(model, *inputs)
+            except CallMixedError:
+                self._mixed.add(kind_of(key))
+                return True
             except ItemsMixedError as reason:
                 self.refuse(str(reason))
                 return True
