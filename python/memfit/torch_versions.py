@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from types import CodeType
+
     import torch
     from torch import fx
 
@@ -244,10 +246,38 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
         **{cpu: flop_registry[gpu] for cpu, gpu in on_cpu.items()},
         **flop_registry,
     }
+    wrapper = flop_registry[aten.mm].__code__
+    found = {op: _of_shapes(formula, wrapper) for op, formula in found.items()}
     return {
         op: _of_grouped_heads(formula) if "scaled_dot_product" in str(op) else formula
         for op, formula in found.items()
     }
+
+
+def _of_shapes(formula: Callable[..., Any], wrapper: CodeType) -> Callable[..., Any]:
+    """A formula of shapes, given tensors; torch's own wrapper takes as long as a small op runs.
+
+    Args:
+        formula: The formula.
+        wrapper: The code of torch's wrapper; what it does not wrap stays.
+    """
+    inside = getattr(formula, "__wrapped__", None)
+    if inside is None or formula.__code__ is not wrapper:
+        return formula
+
+    def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> Any:
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return inside(*map(_shape, args), out_shape=_shape(out_val), **named)
+
+    return counted
+
+
+def _shape(value: Any) -> Any:
+    """The shape of a tensor, or those of several; whatever is something else."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_shape, value))
+    shape = getattr(value, "shape", None)
+    return value if shape is None else shape
 
 
 def _of_grouped_heads(formula: Callable[..., Any]) -> Callable[..., int]:

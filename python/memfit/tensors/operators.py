@@ -162,8 +162,9 @@ class Operator:
 
     def hidden_positions(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of arguments this call writes to without saying so."""
-        if self._hidden_if is not None and not (
-            self._hidden_if < len(args) and args[self._hidden_if]
+        if not self._hidden or (
+            self._hidden_if is not None
+            and not (self._hidden_if < len(args) and args[self._hidden_if])
         ):
             return ()
         return tuple(p for p in self._hidden if p < len(args) and isinstance(args[p], Tensor))

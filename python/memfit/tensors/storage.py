@@ -22,10 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.tensors.barrier import without_barrier
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Classes of most tensors, of which nothing has to be asked."""
+
 
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of a class hold others: a quantised weight and its scales, a shard."""
-    return hasattr(kind, "__tensor_flatten__")
+    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

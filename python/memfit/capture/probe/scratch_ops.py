@@ -213,10 +213,9 @@ def takes_scratch(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Returns:
         Whether it is worth a probe.
     """
-    packet = name.split(".")[1]
-    if _always(packet):
-        return True
-    plain = packet.removesuffix("_")
+    plain, may = _known(name)
+    if may is not None:
+        return may
     operands = args[1:] if plain == "where" else args
     tensors = _tensors(operands)
     if any(tensor.layout is not torch.strided for tensor in tensors):
@@ -232,9 +231,14 @@ def takes_scratch(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 @cache
-def _always(packet: str) -> bool:
-    listed = packet in _PACKETS or packet.startswith(_PREFIXES)
-    return listed and packet not in _REDUCTIONS
+def _known(name: str) -> tuple[str, bool | None]:
+    """An op without overload and mark of writing in place; whether all of its calls do, or none."""
+    packet = name.split(".")[1]
+    plain = packet.removesuffix("_")
+    if (packet in _PACKETS or packet.startswith(_PREFIXES)) and packet not in _REDUCTIONS:
+        return plain, True
+    depends = (_REDUCTIONS, _ONE_TYPE, _MATRIX_PRODUCTS, _DENSE)
+    return plain, None if any(plain in listed for listed in depends) else False
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -22,7 +22,8 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 def are_strided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no argument is sparse: an executor can give all of them again."""
-    return all(tensor.layout is torch.strided for tensor in _given(args, kwargs))
+    tensors = _given(args, kwargs)
+    return _strided(tensors) is tensors
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -41,9 +42,10 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _strided(tensors: list[Tensor]) -> list[Tensor]:
-    if all(tensor.layout is torch.strided for tensor in tensors):
-        return tensors
-    return [part for tensor in tensors for part in plain_tensors(tensor)]
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return [part for one in tensors for part in plain_tensors(one)]
+    return tensors
 
 
 def written_tensors(

@@ -46,7 +46,7 @@ from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import address, gradient_of, is_fixed, plain_tensors, viewed
 from memfit.tensors.versions import version_of
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 class _Saved:
@@ -99,7 +99,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one op, and write it down as long as that works."""
         kwargs = kwargs or {}
-        if not self.problem and any(kind not in _PLAIN for kind in types):
+        if not self.problem and not _PLAIN.issuperset(types):
             self.problem = f"it uses a tensor class, `{_first_other(types).__name__}`"
         if self.problem:
             return func(*args, **kwargs)
