@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ NO_HOME = sys.maxsize
 """A home behind every op of forward: what has none stays once it is there."""
 
 
-@dataclass(slots=True, frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """How a tensor looks at its storage.
 
     Attributes:
@@ -88,8 +87,9 @@ class Geometry:
         """
         if Geometry.of(anchor) == self:
             return anchor
-        view = torch.empty(0, dtype=self.dtype, device=anchor.device)
-        view.set_(anchor.untyped_storage(), self.offset, self.shape, self.stride)
+        with torch._C._DisableTorchDispatch():  # no op of the step, for other modes either
+            view = torch.empty(0, dtype=self.dtype, device=anchor.device)
+            view.set_(anchor.untyped_storage(), self.offset, self.shape, self.stride)
         if self.conjugated:
             torch._C._set_conj(view, True)  # noqa: FBT003 - takes no keyword
         if self.negated:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.offload.activations import ask_for, fetch_now
@@ -201,11 +201,14 @@ def _bare_dispatch() -> Iterator[None]:
 
     But for those that have what ops are about to use: ops that run again use parameters too.
     """
+    if all(isinstance(mode, UseWatch) for mode in _get_current_dispatch_mode_stack()):
+        with torch._C._DisableAutocast():
+            yield
+        return
     with contextlib.ExitStack() as stack:
-        if torch._C._len_torch_dispatch_stack() > 0:
-            for mode in stack.enter_context(_disable_current_modes()):
-                if isinstance(mode, UseWatch):
-                    stack.enter_context(mode)
+        for mode in stack.enter_context(_disable_current_modes()):
+            if isinstance(mode, UseWatch):
+                stack.enter_context(mode)
         stack.enter_context(torch._C._DisableAutocast())
         yield
 
