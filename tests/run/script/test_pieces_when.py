@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from memfit.run.script import pieces
 from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.planned_step import key_of
 from memfit.run.script.request import FitRequest
+from memfit.run.script.sizes import most_growth
 
 
 @pytest.fixture
@@ -42,6 +45,8 @@ def test_a_model_is_recorded_for_pieces_only_where_its_whole_does_not_fit(
     smaller = ((torch.randn(48, 64),), {})
     monkeypatch.setattr(pieces, "call_bytes", None)  # a larger one fits: nobody asks again
     of_batch.begin(key_of(model, smaller), model, smaller, live_bytes=0, budget_bytes=2 * needed)
+    larger = ((torch.randn(80, 64),), {})  # 1.25 times as large takes 1.25 * 1.25 times at most
+    of_batch.begin(key_of(model, larger), model, larger, live_bytes=0, budget_bytes=2 * needed)
     assert not proofs
     assert of_batch.wants(call[0]) is None
     of_batch.begin(*call, live_bytes=0, budget_bytes=needed)
@@ -80,3 +85,34 @@ def test_that_one_call_mixes_items_refuses_no_other(proofs: list[str]):
         assert not of_batch.refusal
         assert (of_batch.wants(call[0]) is None) == is_training
     assert proofs == ["proof"]
+
+
+def test_a_larger_call_is_looked_at_where_it_may_not_fit():
+    request = FitRequest("1GiB", Options(allow="equivalent"))
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    of_batch = PiecesOfBatch(request)
+    needed = call_bytes(model, (torch.randn(64, 64),), {})
+    assert needed is not None
+    for rows in (64, 128):
+        inputs = ((torch.randn(rows, 64),), {})
+        call = key_of(model, inputs), model, inputs
+        of_batch.begin(*call, live_bytes=0, budget_bytes=4 * needed)
+    assert len(of_batch._whole_bytes) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "most"),
+    [
+        ((8, 64), (8, 64), 1.0),
+        ((8, 64), (4, 32), 1.0),
+        ((8, 64), (8, 128), 4.0),
+        ((8, 64), (4, 128), 4.0),
+        ((8, 64), (16, 128), 16.0),
+        ((8, 0), (8, 1), math.inf),
+        ((8, 0), (8, 0), 1.0),
+    ],
+)
+def test_a_call_grows_with_the_square_of_each_size_at_most(
+    shape: tuple[int, ...], wanted: tuple[int, ...], most: float
+):
+    assert most_growth(("mode", (shape, "f")), ("mode", (wanted, "f"))) == most

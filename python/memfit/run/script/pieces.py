@@ -27,7 +27,7 @@ from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
 from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest
-from memfit.run.script.sizes import covers, kind_of
+from memfit.run.script.sizes import kind_of, most_growth
 
 MOST_TRIES = 3
 """Numbers of pieces that are recorded for one step."""
@@ -208,8 +208,8 @@ class PiecesOfBatch:
         is_mixed = kind_of(key) in self._mixed
         if self.refusal or is_mixed or not self._may_run_again(model):
             return True  # it has to
-        larger = (whole for known, whole in self._whole_bytes.items() if covers(known, key))
-        if any(whole is not None and whole <= room for whole in larger):
+        alike = ((at, it) for at, it in self._whole_bytes.items() if kind_of(at) == kind_of(key))
+        if any(it is not None and it * most_growth(at, key) <= room for at, it in alike):
             return True
         if key not in self._whole_bytes:
             try:

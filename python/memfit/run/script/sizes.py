@@ -8,6 +8,7 @@ plans serve many. Not responsible for the law (the engine's) nor for planning
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -62,6 +63,27 @@ def growth(key: Key, other: Key) -> float:
     if any(wanted and not size for size, wanted in pairs):
         return math.inf
     return max((wanted / size for size, wanted in pairs if size), default=1.0)
+
+
+def most_growth(key: Key, other: Key) -> float:
+    """How many times as much a step of other sizes takes at most.
+
+    What it takes is taken to grow with the square of each size at most, as attention does, and
+    nothing is counted on from sizes that are smaller.
+
+    Args:
+        key: The key of a step.
+        other: The key of another one of the same kind.
+    """
+    pairs = zip(key[1:], other[1:], strict=True)
+    return max((_grown(shape, wanted) for (shape, _), (wanted, _) in pairs), default=1.0) ** 2
+
+
+def _grown(shape: Iterable[int], wanted: Iterable[int]) -> float:
+    pairs = list(zip(shape, wanted, strict=True))
+    if any(more and not size for size, more in pairs):
+        return math.inf
+    return math.prod(max(more / size, 1.0) for size, more in pairs if size)
 
 
 class RecordedSizes:
