@@ -59,6 +59,13 @@ def test_steps_that_no_plan_fits_run_as_they_were_recorded(tmp_path: Path):
     assert any("run as recorded" in note for note in loop["notes"])
     assert "it runs as it was recorded" in ran.stderr
     assert list((tmp_path / "disk").iterdir()) == []
+    # The smallest budget to ask for is what that takes, though every plan takes more.
+    least = loop["plan"]["minimum_budget_bytes"]
+    assert least < loop["plan"]["budget_bytes"]
+    other, disk = tmp_path / "again", str(tmp_path / "disk")
+    other.mkdir()
+    again = inline(other, str(least), SEVERAL_BACKWARDS, offload=disk)
+    assert again.fitting["verdict"]["kept"], again.stderr
 
 
 def test_steps_of_sizes_that_were_foreseen_run_as_the_recorded_ones(tmp_path: Path):

@@ -62,7 +62,7 @@ def found(loop: Loop, plan: Plan) -> str:
     if plan.fits:
         return f"{head}: a step takes {takes}; planned: {predicted}, {took}"
     head = f"{head}: a step takes {takes}, and no plan fits {size(plan.budget_bytes)}"
-    least = max(plan.minimum_budget_bytes, loop.placing.most_update_bytes)
+    least = max(_least_budget_bytes(plan, planned), loop.placing.most_update_bytes)
     ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
     if planned is not None and planned.runs_as_recorded:
         took = size(planned.recorded_peak_bytes)
@@ -70,6 +70,19 @@ def found(loop: Loop, plan: Plan) -> str:
     if not plan.actions:
         return f"{head} or saves anything: it runs as it is; {ask}"
     return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
+
+
+def _least_budget_bytes(plan: Plan, planned: PlannedStep | None) -> int:
+    """The smallest budget to ask for: that of a plan, or what steps take as recorded.
+
+    Args:
+        plan: A plan that does not fit.
+        planned: The step that it is for.
+    """
+    least = plan.minimum_budget_bytes
+    if planned is None or not planned.runs_as_recorded:
+        return least
+    return min(least, planned.recorded_peak_bytes)
 
 
 def described(loop: Loop) -> dict[str, Any]:
@@ -124,15 +137,17 @@ def _counted(loop: Loop, kind: Any) -> dict[str, int]:
 def _plan_described(planned: PlannedStep, update_bytes: int) -> dict[str, Any]:
     plan, whole = planned.plan, planned.unplanned_peak_bytes
     more = planned.rounding_bytes  # plans keep it free; it was not there
+    lowest = max(plan.minimum_peak_bytes - more, update_bytes)
     return {
         "budget_bytes": plan.budget_bytes,
         "fits": plan.fits,
         "unplanned_peak_bytes": None if whole is None else max(whole - more, update_bytes),
         "predicted_peak_bytes": max(plan.planned.predicted_peak_bytes - more, update_bytes),
-        "minimum_peak_bytes": None
+        # With what is kept free it does not fit; without, it is no reason why.
+        "minimum_peak_bytes": None if plan.fits or lowest <= plan.budget_bytes else lowest,
+        "minimum_budget_bytes": None
         if plan.fits
-        else max(plan.minimum_peak_bytes - more, update_bytes),
-        "minimum_budget_bytes": None if plan.fits else max(plan.minimum_budget_bytes, update_bytes),
+        else max(_least_budget_bytes(plan, planned), update_bytes),
         "predicted_step_ratio": plan.predicted_step_ratio,
         "may_round": planned.step.may_round,
         "actions": [
