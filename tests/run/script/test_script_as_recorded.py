@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from ran import inline
 from torch import nn
 
 from memfit.apply.executor import Executor, Subject
 from memfit.options import Options
+from memfit.run.script.as_recorded import AS_RECORDED, THOUGH_A_PLAN_FITS
 from memfit.run.script.observed import StepRecording
 from memfit.run.script.planned_step import PlannedStep
 from memfit.run.script.request import FitRequest
@@ -211,3 +213,46 @@ def test_steps_that_call_more_than_the_recorded_one_run_as_recorded_once_one_was
     loop = ran.loops[0]
     assert loop["plan"]["fits"]
     assert any("run as recorded" in note for note in loop["notes"]), loop["notes"]
+
+
+PACKED = """
+    import torch
+    from torch import nn
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnns = nn.ModuleList(nn.GRU(32, 32) for _ in range(3))
+            self.head = nn.Linear(32, 8)
+        def forward(self, x, lengths):
+            for rnn in self.rnns:
+                packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+                x = pad_packed_sequence(rnn(packed)[0])[0]
+            return self.head(x)
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for step in range(10):
+        lengths = torch.randint(10 + 4 * step, 14 + 4 * step, (256,))
+        loss = net(torch.randn(int(lengths.max()), 256, 32), lengths).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+@pytest.mark.parametrize(("budget", "most"), [("40MiB", 4), ("24MiB", 5)])
+def test_sizes_without_a_law_run_as_recorded_and_are_not_recorded_again(
+    tmp_path: Path, budget: str, most: int
+):
+    """A packed sequence has other ops for each set of lengths; each here is longer than before."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, budget, PACKED, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert loop["observed"]["steps"] <= most
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert THOUGH_A_PLAN_FITS in loop["notes"] or AS_RECORDED in loop["notes"]

@@ -382,6 +382,7 @@ class Loop:
         is_safe = self.recordings.is_again(key) and planned.is_safe_as_recorded
         gives_way = self.need.is_of_others and planned.may_run_as_recorded
         varies = self.recordings.has_taken_more(key) or self.recordings.ends_no_step(key)
+        varies = varies or self.plans.tell_nothing_of(key)
         tells_little = varies and planned.may_run_as_recorded
         if planned.runs_as_recorded or is_safe or gives_way or tells_little:
             self._latest = planned
@@ -597,7 +598,9 @@ class Loop:
             return True
         if self.recordings.asks_for_another(key):
             return True
-        return self._asks_for_more(key) or self.plans.must_record(key)
+        if self._asks_for_more(key):
+            return True
+        return self.plans.must_record(key) and not self.plans.tell_nothing_of(key)
 
     @property
     def root(self) -> nn.Module | None:

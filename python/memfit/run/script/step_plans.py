@@ -19,6 +19,10 @@ from memfit.run.script.sizes import RecordedSizes, covers, growth, kind_of
 MAX_PLANS = 32
 """Plans that are kept; foreseen ones make room for others."""
 
+_FEW, _ENOUGH = 2, 3
+"""Sizes of a kind that are recorded, where no plan fits them and where some do, before steps of
+other sizes run as recorded for want of a law."""
+
 _LITTLE = 1.1
 """How many times as large a step is at most that runs by the plan of another."""
 
@@ -102,6 +106,26 @@ class StepPlans:
             planned.is_of_another = True
             planned.executor = planned.lowest = None
 
+    def tell_nothing_of(self, key: Key) -> bool:
+        """Whether a pass had better run as others were recorded than be recorded, too.
+
+        Its kind was recorded for several sizes, and no law of sizes came of it: a packed sequence
+        has other ops for each set of lengths. And it has room so.
+
+        Args:
+            key: Its key.
+        """
+        kind = kind_of(key)
+        alike = [it for it in self._plans if kind_of(it.key) == kind and begin_alike(it.key, key)]
+        recorded = [it for it in alike if not it.is_foreseen]
+        if len(recorded) < _FEW or any(it.key == key for it in alike):
+            return False
+        nearest = self._nearest(key)
+        is_enough = len(recorded) >= _ENOUGH or nearest.runs_as_recorded
+        took = _recorded_peak_bytes(nearest, key)
+        has_room = 0 < took <= nearest.plan.budget_bytes
+        return is_enough and has_room and self._sizes.foreseen(key) is None
+
     def must_record(self, key: Key) -> bool:
         """Whether no plan says anything about a pass, or what one says of another is no help.
 
@@ -132,7 +156,7 @@ class StepPlans:
             planned = self._foreseen(key, outside_bytes, planning)
         if planned is None:
             planned = self._nearest(key)
-            if self._is_larger(key):
+            if self._is_larger(key) and not self.tell_nothing_of(key):
                 self.larger_steps += 1
                 return _lowest(planned, outside_bytes, planning)
         self.foreseen_steps += planned.is_foreseen
