@@ -267,7 +267,12 @@ def test_pieces_of_the_batch_run_under_autocast_too(kind):
         fitted.step()
         peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
         assert fitted.report().divergence == ""
-    assert peak == pytest.approx(plan.planned.predicted_peak_bytes, rel=1e-3)
+    # Where the processor multiplies bfloat16 in tiles, scratch memory of half the rows is less than
+    # a law of the whole batch's says.
+    predicted = plan.planned.predicted_peak_bytes
+    has_law = kind == "autocast_fp16" or not torch.cpu._is_amx_tile_supported()
+    assert peak <= predicted * (1 + 1e-3)
+    assert peak == pytest.approx(predicted, rel=1e-3 if has_law else 0.05)
     assert peak <= plan.budget_bytes
 
 

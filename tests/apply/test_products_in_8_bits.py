@@ -188,7 +188,9 @@ def test_what_is_faster_is_chosen(tmp_path):
         file.write_text(json.dumps({**document, "date": "2026-11-27", "profile": profile}))
         return file
 
-    budget = int(1.1 * plan_of(perceptron, "int8_dynamic").planned.predicted_peak_bytes)
+    # Either fits; on some processors `int8_weights` packs matrices in more scratch memory.
+    either = (plan_of(perceptron, kind).planned.predicted_peak_bytes for kind in BOTH)
+    budget = int(1.1 * max(either))
     kinds = {"allow": BOTH, "forbid": (*ALONE, "half_parameters")}
     for rates, chosen in [({"int8": 4e9}, 1), ({"int8": 1e8}, 0), ({}, 0)]:
         plan = memfit.plan(perceptron(), budget, costs=costs(**rates), **kinds)

@@ -596,9 +596,7 @@ class Loop:
             return False  # the nearest plan is all that there will be
         if self._looks_again or self._pending is not None:
             return True
-        if self.recordings.asks_for_another(key):
-            return True
-        if self._asks_for_more(key):
+        if self.recordings.asks_for_another(key) or self._asks_for_more(key):
             return True
         return self.plans.must_record(key) and not self.plans.tell_nothing_of(key)
 
