@@ -259,7 +259,8 @@ def test_the_smallest_slices_run_under_autocast_too():
 @pytest.mark.parametrize("kind", ["autocast", "autocast_fp16"])
 def test_pieces_of_the_batch_run_under_autocast_too(kind):
     others = ("remat", "chunk", "unneeded_saves", "fuse_optimizer", "one_by_one")
-    load = workload(rows=2048, optimizer=torch.optim.SGD)
+    # Of fewer rows, oneDNN packs other parts where the processor multiplies bfloat16 in tiles.
+    load = workload(rows=8192, optimizer=torch.optim.SGD)
     plan = memfit.plan(load, "55%", allow=["equivalent", kind], forbid=others)
     assert plan.fits
     assert {it.kind for it in plan.actions} == {kind, "micro_batch"}
@@ -267,12 +268,7 @@ def test_pieces_of_the_batch_run_under_autocast_too(kind):
         fitted.step()
         peak = measure_peak(fitted.step, static_tensors(load, fitted.optimizer)).peak_bytes
         assert fitted.report().divergence == ""
-    # Where the processor multiplies bfloat16 in tiles, scratch memory of half the rows is less than
-    # a law of the whole batch's says.
-    predicted = plan.planned.predicted_peak_bytes
-    has_law = kind == "autocast_fp16" or not torch.cpu._is_amx_tile_supported()
-    assert peak <= predicted * (1 + 1e-3)
-    assert peak == pytest.approx(predicted, rel=1e-3 if has_law else 0.05)
+    assert peak == pytest.approx(plan.planned.predicted_peak_bytes, rel=1e-3)
     assert peak <= plan.budget_bytes
 
 
