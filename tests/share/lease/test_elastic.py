@@ -69,7 +69,7 @@ def fitted(idle_broker: Broker) -> memfit.Fitted:
     peak = memfit.predict(step).predicted_peak_bytes
     besides = elastic.besides_of(step, "host")
     idle_broker.start(memory=f"host={besides + 4 * peak}")
-    # What the process takes besides falls now and then: what is asked for stays above the floor.
+    # The process may take less later, apart from its tensors: half of it is a floor that stays below.
     lease = memfit.lease(besides + 4 * peak, floor=besides // 2)
     return memfit.fit(step, lease=lease, forbid=["fuse_optimizer"])
 

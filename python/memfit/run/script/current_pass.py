@@ -49,7 +49,7 @@ class CurrentPass:
             running: How it runs.
         """
         self.loop = loop
-        self.root = root if isinstance(root, Together) else None  # which nobody else may hold
+        self.root = root if isinstance(root, Together) else None  # nothing else may hold it
         self.key: Key = call.key
         self.running = running
         self.wanted = Wanted()

@@ -347,14 +347,14 @@ def _tensors_at(starts: set[int]) -> list[list[Tensor]]:
 
 
 def _bring_back_together(starts: set[int]) -> None:
-    """Have mapped files in memory again that several tensors share, if nobody else sees them."""
+    """Bring mapped files back to memory that several tensors share and nothing else reads."""
     for tensors in _tensors_at(starts):
         if not has_others(tensors[0].untyped_storage(), len(tensors)):
             _to_memory_together(tensors)
 
 
 def _to_memory_together(tensors: list[Tensor]) -> None:
-    """Have tensors that share a mapped file in memory that they share."""
+    """Bring tensors that share a mapped file back to memory, which they share again."""
     with torch._C._DisableTorchDispatch():
         own = in_memory(tensors[0].untyped_storage())
     for tensor in tensors:

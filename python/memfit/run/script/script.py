@@ -5,12 +5,12 @@ at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`).
 
 A pass begins when a model is called that has trainable parameters, or with something that is
 trained, by no other model and with gradients on; or with an op on what an optimizer updates. Where
-that is only a part of what an optimizer
-updates, as in a method of the model's own, the pass is of the whole. It goes on through whatever
-the script computes, calls of other models included, to the first ``backward()``; it ends when an
-optimizer has updated the model, or with the next pass. That may begin before any backward, once
-nothing can be differentiated through what the models of this one returned. A step without an
-optimizer (the script updates parameters itself) ends with the next call of a model.
+that is only a part of what an optimizer updates, as in a method of the model's own, the pass is of
+the whole. It goes on through whatever the script computes, calls of other models included, to the
+first ``backward()``; it ends when an optimizer has updated the model, at the end of a backward in
+which optimizers stepped, or with the next pass. That may begin before any backward, once nothing
+can be differentiated through what the models of this one returned. A step without an optimizer (the
+script updates parameters itself) ends with the next call of a model.
 """
 
 from __future__ import annotations
