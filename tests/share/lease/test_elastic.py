@@ -69,7 +69,7 @@ def fitted(idle_broker: Broker) -> memfit.Fitted:
     peak = memfit.predict(step).predicted_peak_bytes
     besides = elastic.besides_of(step, "host")
     idle_broker.start(memory=f"host={besides + 4 * peak}")
-    # The process may take less later, apart from its tensors: half of it is a floor that stays below.
+    # Apart from tensors the process may take less later: a floor of half of it stays below.
     lease = memfit.lease(besides + 4 * peak, floor=besides // 2)
     return memfit.fit(step, lease=lease, forbid=["fuse_optimizer"])
 
