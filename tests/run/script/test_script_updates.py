@@ -133,7 +133,7 @@ def test_what_an_update_raises_is_the_scripts_to_see():
 
     listener = Listener()
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
-    signals = Signals(listener)
+    signals = Signals(listener, listener)
     signals.install()
     try:
         for closure in ([], [lambda: None]):

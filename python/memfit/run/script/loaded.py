@@ -3,7 +3,7 @@
 A checkpoint that is read lies beside the model that it is for, and often beside an optimizer: that
 is more than a step holds. Responsible for having each storage that ``torch.load`` reads in a mapped
 file before the next one is read. Not responsible for when there is no room for them
-(:mod:`memfit.run.script.script`), nor for what is written later
+(:mod:`memfit.run.script.between_passes`), nor for what is written later
 (:mod:`memfit.run.script.held_in_files`).
 
 The mapped file is memfit's own: the script may write over the one that it has read.

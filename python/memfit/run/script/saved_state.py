@@ -3,7 +3,8 @@
 State that is elsewhere is copied for ``optimizer.state_dict()``: all of it at once, beside all
 parameters, is more than any step holds. Responsible for having each copy in a mapped file before
 the next one is made. Not responsible for when there is no room for them
-(:mod:`memfit.run.script.script`) nor for the mapping (:mod:`memfit.run.script.held_in_files`).
+(:mod:`memfit.run.script.between_passes`), nor for the mapping
+(:mod:`memfit.run.script.held_in_files`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The training loops of an unmodified script, found and fitted while it runs.
 
 Responsible for where passes begin and end, for saying what was found and done, and for the record
-at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`).
+at the end. Not responsible for how a pass runs (:mod:`memfit.run.script.loop`), nor for what waits
+in files between two (:mod:`memfit.run.script.between_passes`).
 
 A pass begins when a model is called that has trainable parameters, or with something that is
 trained, by no other model and with gradients on; or with an op on what an optimizer updates. Where
@@ -19,45 +20,35 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.mapped import Moves
 from memfit.apply.offload.parameters import BEFORE_RETURN
-from memfit.apply.offload.state_view import away_bytes
+from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node
 from memfit.run.script.current_pass import CurrentPass, recorder_of
 from memfit.run.script.described import described, found, unplanned
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
-from memfit.run.script.gradients_between import (
-    GRADIENTS_IN_FILES,
-    STATE_IN_FILES,
-    Begin,
-    GradientsBetween,
-)
-from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
-from memfit.run.script.loaded import LOADED_IN_FILES, LoadCall, loadable_bytes
+from memfit.run.script.loaded import LOADED_IN_FILES
 from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.parameter_uses import ParameterUses
-from memfit.run.script.passes import ObservedPass, Pass
+from memfit.run.script.passes import ObservedPass
 from memfit.run.script.placing import updated_by
 from memfit.run.script.planned_step import Call
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, makes_graph
-from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.steps_of_others import StepsOfOthers
@@ -84,9 +75,8 @@ class AdoptedScript:
         self._say = say
         self._kept = BudgetKept(request.budget, say)
         self._strict = Strict(say) if request.is_strict else None
-        self._signals = Signals(self)
         self._checkpoints = ScriptCheckpoints()
-        self._has_compiled = self._has_loaded = False
+        self._has_compiled = False
         self._loops: list[Loop] = []
         self._current: CurrentPass | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -96,28 +86,35 @@ class AdoptedScript:
         self._parameter_uses = ParameterUses(
             self._may_begin, lambda *of: self._signals.tell(self._is_used, *of)
         )
+        self._files = BetweenPasses(
+            request,
+            self._loops,
+            self._optimizers,
+            lambda: self._kept.budget_bytes,
+            lambda: self._current is not None,
+            lambda: self._of_others.let_state_wait(),  # noqa: PLW0108 - it comes later
+            say,
+        )
+        self._signals = Signals(self, self._files)
         self._loose = LooseUpdates(
             StepUpdates(
                 request,
                 lambda: room.within(self._kept.budget_bytes or request.budget),
-                self._loose_go_to,
+                lambda place: self._files.goes_to(place, LOOSE_STATE),
                 self._say,
             )
         )
         self._of_others = StepsOfOthers(
             self._loops,
-            lambda: (self._place_of_state(), self._kept.budget_bytes),
+            lambda: (self._files.place_of_state(), self._kept.budget_bytes),
             self._leave_out_updates,
-            self._step_went_to,
-            self._note,
+            self._files.step_went_to,
+            self._files.note,
         )
-        self._held = HeldInFiles(request)
-        self._gradients = GradientsBetween(request)
         self._frozen = FrozenAway()
         self._lean_ops = LeanOps(request)
         self._in_pieces = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
-        self._copies: RemovableHandle | None = None
         self._stepping = self._uncollected = 0
         self._steps_inside = False
         self._thread = threading.get_ident()
@@ -130,7 +127,7 @@ class AdoptedScript:
         self._kept.pass_ended(torch.device("cpu"))
         self._hold(torch.device("cpu"))
         self._checkpoints.install()
-        BEFORE_RETURN.append(self._parameter_returns)
+        BEFORE_RETURN.append(self._files.parameter_returns)
 
     # What the script does
 
@@ -201,7 +198,7 @@ class AdoptedScript:
 
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
-        self._gradients.pass_begins()
+        self._files.gradients.pass_begins()
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
         known = self._known(loop)
@@ -215,7 +212,7 @@ class AdoptedScript:
                     other.need.is_of_others = not loop.need.fits()
             if self._loose.let_state_go(idle, self._loops):
                 loop.notes[LOOSE_STATE] = None
-        self._place_held(loop, call.inputs)
+        self._files.place_held(loop, call.inputs)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(call, known, in_closure=self._stepping > 0)
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
@@ -223,7 +220,7 @@ class AdoptedScript:
             self._say(unplanned(loop))
         self._current = CurrentPass(loop, root, call, running)
         self._parameter_uses.leave()
-        self._gradients_wait(loop, running)
+        self._files.gradients_wait(loop, running, recorder_of(self._current))
 
     def _known(self, loop: Loop) -> Iterable[Optimizer]:
         """Those that may step for a loop: until a step of its is over, all that were made.
@@ -234,42 +231,12 @@ class AdoptedScript:
         is_known = has_stepped and loop.placing.updated_by(self._optimizers)
         return self._optimizers if is_known else self._made
 
-    def _gradients_wait(self, loop: Loop, running: Pass) -> None:
-        """Have gradients in files in a pass that counts on it, or that has no plan for them."""
-        recorder, moves = recorder_of(self._current), None
-        if recorder is not None and recorder.gradients is not None:
-            recorder.gradients.place, moves = self._gradients.place(), recorder.moves
-        budget_bytes = self._kept.budget_bytes
-        counts_on_it = any(it.step.gradients_wait for it in loop.plans)
-        lacks_plan = recorder is not None and budget_bytes > 0
-        if lacks_plan or (running.kind == "planned" and counts_on_it):
-            place = self._gradients.go(budget_bytes, self._models(), moves)
-            if place:
-                self._goes_to(place, GRADIENTS_IN_FILES)
-
-    def _place_held(self, loop: Loop, inputs: Any) -> None:
-        """Have what the script holds in files, if the loop lacks room for its next pass."""
-        if self._held.count or loop.need.is_of_held():
-            place = self._held.place(loop.budget_bytes(), self._models(), inputs, self._trained())
-            if place and self._request.may_choose_place and not self._held.is_said:
-                self._held.is_said = True
-                self._say(f"{HELD_IN_FILES}; they lie in `{place}`; `--no-offload` forbids it")
-            if place:
-                loop.notes[HELD_IN_FILES] = None
-
     def _lean_ops_of(self, loop: Loop | None) -> contextlib.AbstractContextManager[None]:
         """What a pass, or another call of a model, runs inside."""
         if loop is None or loop.refusal or loop.device.type != "cpu":
             return contextlib.nullcontext()
         loop.cut_ops.pass_begins()
         return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes, loop.cut_ops)
-
-    def _models(self) -> Iterator[nn.Module]:
-        return (root for loop in self._loops if (root := loop.root) is not None)
-
-    def _trained(self) -> Iterator[nn.Module]:
-        """Models that steps may update, with or without an optimizer that memfit knows."""
-        return (root for loop in self._loops if loop.may_train and (root := loop.root) is not None)
 
     def _evaluate(self, root: nn.Module, call: Call) -> None:
         """A model is about to be called without gradients."""
@@ -283,72 +250,15 @@ class AdoptedScript:
                 self._evaluation.enter_context(self._lean_ops_of(loop))
             in_step = self._current is not None
             self._evaluation.enter_context(loop.evaluation(call, in_step=in_step))
-            self._gradients.parameters_went()
+            self._files.gradients.parameters_went()
 
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
-        if self._held.count:
-            self._held.place(self._kept.budget_bytes, self._models(), inputs, self._trained())
-        self._between("evaluation")
+        self._files.evaluation_begins(inputs)
         if any(loop.need.is_of_state() for loop in self._loops):
             for loop in self._loops:
                 loop.placing.let_state_go(self._optimizers)
             self._loose.let_state_go(self._optimizers, self._loops)
-
-    def _between(self, what: Begin, *, least_bytes: int = 0) -> None:
-        """Have gradients in files where what begins between steps lacks room."""
-        models, budget_bytes = self._models(), self._kept.budget_bytes
-        place = self._gradients.begins(what, budget_bytes, models, least_bytes=least_bytes)
-        if place:
-            self._goes_to(place, GRADIENTS_IN_FILES)
-        if what != "saving":  # of which state is what is copied
-            self._state_waits()
-
-    def _parameter_returns(self, size_bytes: int) -> None:
-        if self._current is None:
-            budget_bytes = self._kept.budget_bytes
-            place = self._gradients.make_room(size_bytes, budget_bytes, self._models())
-            if place:
-                self._goes_to(place, GRADIENTS_IN_FILES)
-            self._state_waits(size_bytes)
-
-    def _place_of_state(self) -> str:
-        """Where state in no plan may go; empty for nowhere."""
-        forbid = self._request.options.forbid
-        return "" if "offload_optimizer" in forbid else self._gradients.place()
-
-    def _state_waits(self, more_bytes: int = 0) -> None:
-        """Have optimizer state elsewhere where what runs between steps lacks room for it."""
-        place = self._gradients.place()
-        if place and self._gradients.lacks_room(self._kept.budget_bytes, more_bytes):
-            live = _native.counted_bytes()
-            for loop in self._loops:
-                loop.placing.let_state_wait(self._optimizers)
-            self._of_others.let_state_wait()
-            freed = live - _native.counted_bytes()
-            self._gradients.others_went(freed)
-            if freed > 0:
-                self._goes_to(place, STATE_IN_FILES)
-
-    def _loose_go_to(self, place: str) -> None:
-        """Say where state goes that is in no plan, once where memfit chose the place."""
-        self._goes_to(place, LOOSE_STATE)
-
-    def _step_went_to(self, place: str, what: str) -> None:
-        """Know what a step of another's optimizer left in files."""
-        self._gradients.adopt(self._models())
-        self._goes_to(place, what)
-
-    def _note(self, what: str) -> None:
-        for loop in self._loops:
-            loop.notes[what] = None
-
-    def _goes_to(self, place: str, what: str) -> None:
-        """Say what goes to files, once where memfit chose the place."""
-        if self._request.may_choose_place and not self._gradients.is_said:
-            self._gradients.is_said = True
-            self._say(f"{what}; they lie in `{place}`; `--no-offload` forbids it")
-        self._note(what)
 
     def failed(self) -> None:
         """The model raised: its pass is over."""
@@ -374,9 +284,9 @@ class AdoptedScript:
         if accumulates:
             recorder = recorder_of(self._current)
             if recorder is None or recorder.gradients is None:
-                self._gradients.backward_begins(None)
+                self._files.gradients.backward_begins(None)
             else:
-                self._gradients.backward_begins(recorder.moves, recorder.gradients.adding)
+                self._files.gradients.backward_begins(recorder.moves, recorder.gradients.adding)
         if accumulates or (of_parameters and not creates_graph):
             self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
         elif self._current is not None:
@@ -399,7 +309,7 @@ class AdoptedScript:
         current.loop.backward_begins(current.running)
         recorder, model = recorder_of(current), current.loop.root
         if recorder is not None and model is not None:
-            place = self._gradients.place()
+            place = self._files.place
             self._frozen.backward_begins(model, self._kept.budget_bytes, place, recorder.moves)
 
     def backward_ended(self) -> None:
@@ -421,7 +331,7 @@ class AdoptedScript:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Know it, and let go of models that the script may have let go of: others may come."""
         self._made.add(optimizer)
-        self._held.optimizer_made(optimizer)
+        self._files.held.optimizer_made(optimizer)
         self._roots.forget()
         self._watch_uses()
         if self._current is None:
@@ -506,48 +416,7 @@ class AdoptedScript:
         if current is not None and not current.running.in_forward:
             self._complete(current, optimizer)
             if self._current is None:
-                self._between("step")
-
-    def saves(self, optimizer: Optimizer) -> None:
-        """Have room for copies of the state that is elsewhere, or those in files.
-
-        Who saves keeps them, perhaps, in a checkpoint that lives on: then the next step has them.
-        """
-        copied, budget_bytes = away_bytes(optimizer), self._kept.budget_bytes
-        if self._current is None:
-            self._between("saving", least_bytes=copied)
-        place = self._gradients.place()
-        is_over = _native.counted_bytes() + copied > budget_bytes > 0
-        if copied and place and (is_over or any(it.need.fails_with(copied) for it in self._loops)):
-            self._copies = copies_in_files(optimizer, place)
-            self._goes_to(place, SAVED_IN_FILES)
-
-    def saved(self) -> None:
-        """It has been saved."""
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies.remove()
-
-    def state_loaded(self, optimizer: Optimizer) -> None:
-        """Have the state in memory that was loaded to files."""
-        self._held.state_loaded(optimizer)
-
-    def loads(self, call: LoadCall) -> None:
-        """Have what is read in files where it, or the next step beside it, lacks room."""
-        budget_bytes, place = self._kept.budget_bytes, self._gradients.place()
-        if self._current is not None or not (place and budget_bytes):
-            return
-        size = loadable_bytes(call.file, call.map_location, mmap=call.mmap)
-        is_over = _native.counted_bytes() + size > budget_bytes
-        if size and (is_over or any(loop.need.fails_with(size) for loop in self._loops)):
-            call.place = place
-
-    def loaded(self, call: LoadCall) -> None:
-        """Know of what was read to files."""
-        self._held.loaded(call.mapped)
-        if call.mapped:
-            self._has_loaded = True
-            self._goes_to(call.place, LOADED_IN_FILES)
+                self._files.begins("step")
 
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs, but for its optimizer's own."""
@@ -587,7 +456,7 @@ class AdoptedScript:
         self._signals.remove()
         self._of_others.give_up()
         self._checkpoints.remove()
-        BEFORE_RETURN.remove(self._parameter_returns)
+        BEFORE_RETURN.remove(self._files.parameter_returns)
         self._end_pass()
         self._parameter_uses.leave()
         for loop in self._loops:
@@ -613,7 +482,7 @@ class AdoptedScript:
             other.rest()
         again = next((it for it in self._loops if it.goes_on_with(root, self._made)), None)
         if again is not None:
-            self._held.look_anew()
+            self._files.held.look_anew()
             return again
         loop = Loop(
             root,
@@ -626,8 +495,8 @@ class AdoptedScript:
             self._strict,
         )
         self._loops.append(loop)
-        self._held.look_anew()
-        if self._has_loaded:
+        self._files.held.look_anew()
+        if self._files.has_loaded:
             loop.notes[LOADED_IN_FILES] = None
         if self._has_compiled:
             loop.compiled_runs()
@@ -696,10 +565,9 @@ class AdoptedScript:
                 might_train = loop.may_train
                 loop.recordings.forward_was(current.key, given_up=True)
                 if might_train and not loop.may_train:
-                    self._held.look_anew()  # at a teacher, say
+                    self._files.held.look_anew()  # at a teacher, say
             peak = current.running.end()
-            if isinstance(current.running, ObservedPass) and self._gradients.adopt(self._models()):
-                self._goes_to(self._gradients.place(), GRADIENTS_IN_FILES)
+            self._files.pass_ended(is_observed=isinstance(current.running, ObservedPass))
             self._in_pieces.close()
             loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
             loop.passed(kind, peak)

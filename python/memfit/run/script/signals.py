@@ -78,6 +78,16 @@ class Listener(Protocol):
     def method_ended(self, optimizer: Optimizer, name: str) -> None:
         """It is over."""
 
+    def compiled_runs(self) -> None:
+        """Something compiled is about to run; what it calls is not told."""
+
+    def broke(self, error: Exception) -> None:
+        """One of the methods above failed; nothing more is told."""
+
+
+class FileListener(Protocol):
+    """Told what the script saves and loads."""
+
     def saves(self, optimizer: Optimizer) -> None:
         """It is about to be asked for its ``state_dict()``."""
 
@@ -93,12 +103,6 @@ class Listener(Protocol):
     def loaded(self, call: LoadCall) -> None:
         """It has, to where it was told."""
 
-    def compiled_runs(self) -> None:
-        """Something compiled is about to run; what it calls is not told."""
-
-    def broke(self, error: Exception) -> None:
-        """One of the methods above failed; nothing more is told."""
-
 
 class Signals:
     """The stand-ins, from :meth:`install` to :meth:`remove`.
@@ -107,13 +111,15 @@ class Signals:
         are_ops_own: Whether ops that run now are memfit's: the listener is being told.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, files: FileListener) -> None:
         """Stand in for nothing yet.
 
         Args:
             listener: Told what happens.
+            files: Told of what is saved and loaded.
         """
         self._listener = listener
+        self._files = files
         self._thread = threading.get_ident()
         self._inside = False
         self._in_backward = False
@@ -281,11 +287,11 @@ class Signals:
         def save(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
             if threading.get_ident() != self._thread:
                 return original(optimizer, *args, **kwargs)
-            self.tell(self._listener.saves, optimizer)
+            self.tell(self._files.saves, optimizer)
             try:
                 return original(optimizer, *args, **kwargs)
             finally:
-                self.tell(self._listener.saved)
+                self.tell(self._files.saved)
 
         return save
 
@@ -294,23 +300,23 @@ class Signals:
         def restore(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if threading.get_ident() == self._thread:
-                self.tell(self._listener.state_loaded, optimizer)
+                self.tell(self._files.state_loaded, optimizer)
 
         return restore
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        listener = self._listener
+        files = self._files
 
         @functools.wraps(original)
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             if self._inside or threading.get_ident() != self._thread:
                 return original(f, map_location, *args, **kwargs)
             call = LoadCall(f, map_location, kwargs.get("mmap"))
-            self.tell(listener.loads, call)
+            self.tell(files.loads, call)
             if not call.place:
                 return original(f, map_location, *args, **kwargs)
             result = original(f, call.restored, *args, **kwargs)
-            self.tell(listener.loaded, call)
+            self.tell(files.loaded, call)
             return result
 
         return load
