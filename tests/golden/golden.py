@@ -202,7 +202,7 @@ def _texts(trace: memfit.Trace) -> Iterator[str]:
     """Each report that a trace and its plans have, as it is printed."""
     yield f"{memfit.predict(trace)}\n"
     yield f"{memfit.plan(trace, '75%', gpu='a100-80')}\n"
-    yield f"{memfit.plan(trace, '1', gpu='a100-80', allow='equivalent')}\n"
+    yield f"{memfit.plan(trace, '1B', gpu='a100-80', allow='equivalent')}\n"
     yield f"{memfit.pareto(trace, gpu='a100-80')}\n"
 
 
