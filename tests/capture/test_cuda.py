@@ -72,8 +72,8 @@ def test_the_engine_takes_the_memory_torchs_takes(name, monkeypatch):
         recorder.saved.file_by_node()
 
     def backward(self, loss):
-        def started(sequence):
-            self.recorder.running_sequence = sequence
+        def started(node):
+            self.recorder.running_node = node
 
         BackwardEngine(started, self.recorder.saved.release_node).run(loss)
 

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_any
@@ -52,6 +53,7 @@ from memfit.capture.stage.arguments import (
 )
 from memfit.capture.stage.call_shape import Call, describe_call
 from memfit.errors import CaptureError
+from memfit.tensors.as_without_modes import Formulas, OpMode
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
 from memfit.tensors.storage import is_wrapper, may_change_unseen
 from memfit.weights.one_device import AskedGpus
@@ -114,7 +116,7 @@ class OpRecord:
     replayable: bool
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(OpMode):
     """Records a step while it is entered, below a fake mode or on real tensors.
 
     Attributes:
@@ -127,8 +129,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reductions: By op index, how an op that may be the loss reduces.
         scratch_calls: By op index, the call of an op that may need scratch of its own.
         failure: Why the step cannot be followed on fakes, once that is known.
-        running_sequence: Sequence number of the node that runs, where the autograd engine is not
-            torch's own; ``None`` otherwise.
+        running_node: Sequence number and name of the node that runs, where the autograd engine is
+            not torch's own; ``None`` otherwise.
     """
 
     def __init__(
@@ -178,7 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origin: dict[int, tuple[str, str]] = {}
         self._current_node = torch._C._current_autograd_node
         self._sequence_number = torch._C._autograd._get_sequence_nr
-        self.running_sequence: int | None = None
+        self.running_node: tuple[int, str] | None = None
+        self._formulas = Formulas()
         self.saved.convert_foreign_with(self._adopt)
 
     supports_higher_order_operators = True
@@ -204,7 +207,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
             self._view_replays.ran(out)
             return out
-        return self._record(func, operator, args, kwargs)
+        running = self._running()
+        if running is None:
+            return self._record(func, operator, args, kwargs)
+        func = self._formulas.in_place(*running, func, args)
+        out = self._record(func, operator_of(func), args, kwargs)
+        self._formulas.has_made(out)
+        return out
+
+    def _running(self) -> tuple[int, str] | None:
+        """Sequence number and name of the node that runs; no name for a function of the user's."""
+        if self.running_node is not None:
+            return self.running_node
+        node = self._current_node()
+        if node is None:
+            return None
+        return node._sequence_nr(), "" if isinstance(node, BackwardCFunction) else node.name()
 
     def _record(
         self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -438,12 +456,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _where(self) -> tuple[str, str, int | None]:
         """Module path, source line and node of the op that just ran."""
         modules = self.modules
-        running = self.running_sequence
-        if running is None:
-            node = self._current_node()
-            if node is not None:
-                running = node._sequence_nr()
-        if running is not None:
+        node = self._running()
+        if node is not None:
+            running, _ = node
             origin = self._origin.get(running)
             if origin is not None and not modules.inside:
                 return (*origin, running)

@@ -29,14 +29,14 @@ class BackwardEngine:
 
     def __init__(
         self,
-        started: Callable[[int | None], None],
+        started: Callable[[tuple[int, str] | None], None],
         finished: Callable[[int], None],
     ) -> None:
         """Create an engine.
 
         Args:
-            started: Called with a node's sequence number before it runs, and with ``None`` once
-                the graph is done.
+            started: Called with a node's sequence number and name before it runs, and with
+                ``None`` once the graph is done. A function of the user's has no name.
             finished: Called with a node's sequence number after it ran, to let its saved tensors
                 go.
         """
@@ -84,7 +84,8 @@ class BackwardEngine:
         ready: list[Any],
     ) -> None:
         sequence = node._sequence_nr()
-        self._started(sequence)
+        name = "" if isinstance(node, BackwardCFunction) else node.name()
+        self._started((sequence, name))
         results = _call(node, held)
         self._finished(sequence)
         edges = node.next_functions
@@ -124,7 +125,7 @@ class BackwardEngine:
         """What the accumulation node of a leaf does with the leaf's whole gradient."""
         variable = node.variable
         gradient: Any = held.pop(0)
-        self._started(_FIRST)
+        self._started((_FIRST, ""))
         if variable.grad is not None:
             variable.grad.add_(gradient)
         elif sys.getrefcount(gradient) == _OWN_REFERENCES and _same_layout(gradient, variable):

@@ -122,8 +122,8 @@ class CudaRunner(StepRunner):
         """Differentiate the loss by the engine in Python."""
         recorder = self.recorder
 
-        def started(sequence: int | None) -> None:
-            recorder.running_sequence = sequence
+        def started(node: tuple[int, str] | None) -> None:
+            recorder.running_node = node
 
         BackwardEngine(started, recorder.saved.release_node).run(loss)
         for kernel in sorted(self._attention.kernels if self._attention is not None else ()):

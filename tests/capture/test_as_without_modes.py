@@ -1,0 +1,150 @@
+"""What torch does in place without a mode is recorded as done in place, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peaks import measured_peak, predicted_peak
+from ran import inline
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memfit.capture import record
+from memfit.tensors.as_without_modes import OpMode
+from memfit.workload import Workload
+
+
+class Of(nn.Module):
+    """Computes with one parameter what it is told to."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.compute = compute
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.compute(self.weight, batch)
+
+
+ROWS = torch.arange(64) * 7
+SIGNS = torch.randn(32, 200, 64)
+
+
+def weighted(weight: Tensor, batch: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(
+        weight * batch, batch.sigmoid(), pos_weight=torch.full((64,), 2.0), reduction="none"
+    )
+
+
+FORMULAS = {
+    "index": (lambda weight, rows: weight[rows], (2048, 256), ROWS),
+    "mask": (lambda weight, rows: weight.sin()[rows], (2048, 256), torch.arange(2048) % 9 == 0),
+    "gather": (
+        lambda weight, rows: torch.take_along_dim(weight.sin(), rows.unsqueeze(1), 0),
+        (2048, 256),
+        ROWS,
+    ),
+    "topk": (lambda weight, batch: (weight * batch).topk(8, -1)[0], (200, 64), SIGNS),
+    "max": (lambda weight, batch: (weight * batch).max(-1)[0], (200, 64), SIGNS),
+    "median": (lambda weight, batch: (weight * batch).median(-1)[0], (200, 64), SIGNS),
+    "weighted": (weighted, (200, 64), SIGNS),
+}
+
+
+def workload(name: str) -> Workload:
+    torch.manual_seed(0)
+    compute, shape, batch = FORMULAS[name]
+    return Workload(
+        Of(compute, *shape),
+        batch,
+        lambda model, batch: model(batch).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_of_autograd_take_what_they_take_without_a_mode(name):
+    assert predicted_peak(record(workload(name))) == measured_peak(workload(name))
+
+
+def test_a_bias_that_linear_adds_in_place_takes_nothing_more():
+    made = Workload(nn.Linear(64, 512), torch.randn(64, 100, 64).transpose(0, 1))
+    ops = [(made["name"], made["writes"]) for made in _ops(made)]
+    assert ops[-1][0] == "aten.add_.Tensor"
+    assert ops[-1][1], "the product is written to"
+
+
+def _ops(made: Workload) -> list[dict[str, object]]:
+    trace = record(made)
+    return [{**op, "name": trace["strings"][op["name"]]} for op in trace["ops"]]
+
+
+class Passing(OpMode):
+    """Runs each op."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 5, 16), (3, 8, 5, 16)])
+def test_linear_is_bitwise_what_it_is_alone(shape, dtype):
+    layer = nn.Linear(16, 24).to(dtype)
+    results = []
+    for mode in (None, Passing()):
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        batch = batch.transpose(0, 1).requires_grad_()
+        if mode is None:
+            out = layer(batch)
+        else:
+            with mode:
+                out = layer(batch)
+        out.square().sum().backward()
+        results.append((out, batch.grad, layer.weight.grad, layer.bias.grad))
+        layer.zero_grad()
+    assert all(map(torch.equal, *results))
+
+
+def test_linear_is_torchs_own_once_no_mode_is_on():
+    own = functional.linear
+    with Passing(), Passing():
+        assert functional.linear is not own
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = nn.Linear(16, 24)(torch.randn(8, 5, 16).transpose(0, 1))
+        assert cast.dtype is torch.bfloat16
+    assert functional.linear is own
+
+
+INDEXED = """
+    import torch
+    from torch import nn
+
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(4096, 512))
+            self.inner = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        def forward(self, rows):
+            return self.inner(self.table[rows].tanh())
+
+    torch.manual_seed(0)
+    model = Memory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        loss = model(torch.arange(64) * (step + 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()), model.table[7].sum().item().hex())
+"""
+
+
+def test_a_recorded_step_of_a_script_takes_what_it_takes_alone(tmp_path: Path):
+    """The table's gradient takes 8 MiB: beside another one the step would not fit."""
+    ran = inline(tmp_path, "28MiB", INDEXED, "--no-offload")
+    assert ran.loops[0]["plan"]["fits"], ran.stderr
+    assert ran.loops[0]["plan"]["actions"] == []
+    assert ran.fitting["verdict"]["kept"], ran.stderr
