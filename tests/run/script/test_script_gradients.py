@@ -225,3 +225,49 @@ def test_gradients_asked_of_what_is_no_parameter_of_the_model_are_part_of_the_st
     assert loop["refusal"] is None
     assert loop["planned"]["steps"] >= 4
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_gradients_of_parameters_asked_for_after_backward_are_part_of_it(tmp_path: Path):
+    """Weights of tasks that are the model's own, after the backward of all, as in GradNorm."""
+    ran = inline(
+        tmp_path,
+        "70%",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = [it for _ in range(6) for it in (nn.Linear(128, 128), nn.GELU())]
+            self.body = nn.Sequential(*layers)
+            self.heads = nn.ModuleList(nn.Linear(128, 1) for _ in range(2))
+            self.weights = nn.Parameter(torch.ones(2))
+        def forward(self, x):
+            shared = self.body(x)
+            return [head(shared) for head in self.heads]
+
+    model = Tasks()
+    optimizer = torch.optim.Adam(model.parameters())
+    last = model.body[-2].weight
+    for step in range(8):
+        losses = torch.stack([it.square().mean() for it in model(torch.randn(1024, 128))])
+        weighted = model.weights * losses
+        optimizer.zero_grad()
+        weighted.sum().backward(retain_graph=True)
+        norms = torch.stack([
+            torch.autograd.grad(it, last, retain_graph=True, create_graph=True)[0].norm()
+            for it in weighted
+        ])
+        balance = (norms - norms.mean().detach()).abs().sum()
+        model.weights.grad = torch.autograd.grad(balance, model.weights)[0]
+        optimizer.step()
+        print(repr(losses.sum().item()), repr(model.weights.grad.sum().item()))
+    """,
+        offload="chosen",
+    )
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    assert loop["planned"]["steps"] >= 4
+    assert ran.fitting["verdict"]["kept"], ran.stderr

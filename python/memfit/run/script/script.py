@@ -276,6 +276,7 @@ class AdoptedScript:
         """End the forward of the pass; until backward has run, what is elsewhere is in use.
 
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
+        Those of the model's parameters that are asked for after a backward are part of backward.
         """
         self._of_others.pause()
         model = None if self._current is None or not inputs else self._current.loop.root
@@ -298,7 +299,8 @@ class AdoptedScript:
         current = self._current
         if current is None:
             return
-        if creates_graph or not accumulates:
+        is_by_hand = not accumulates and current.running.in_forward
+        if is_by_hand or creates_graph:
             self._end_pass()
             self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
             return
