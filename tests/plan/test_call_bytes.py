@@ -171,3 +171,28 @@ def test_nothing_up_the_stack_waits_for_the_collector():
     gc.collect()
     with no_collection():
         assert asks()() is None
+
+
+class OverBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x))
+
+
+def test_a_batch_does_not_wait_for_the_collector_where_its_call_is_refused():
+    def asks(ask: Any) -> tuple[Any, ...]:
+        batch = torch.randn(16, 16)
+        with pytest.raises(ItemsMixedError, match="statistic over the batch"):
+            ask(OverBatch(), batch)
+        return weakref.ref(batch), weakref.ref(batch.untyped_storage())
+
+    gc.collect()
+    with no_collection():
+        for ask in (
+            lambda model, batch: call_bytes(model, (batch,), {}),
+            lambda model, batch: items_apart(model, (batch,), {}, lambda *_: str),
+        ):
+            assert [it() for it in asks(ask)] == [None, None]

@@ -18,7 +18,14 @@ from memfit.capture.record.step import StepRunner
 from memfit.capture.stage.fake import fake_stage, ordinary_tensors, preserved_random_state
 from memfit.capture.stage.stage import Stage
 from memfit.errors import MemfitError
-from memfit.plan.items_apart import CONVOLUTION, Called, ItemsMixedError, alive_bytes, items_to_cut
+from memfit.plan.items_apart import (
+    CONVOLUTION,
+    Called,
+    ItemsMixedError,
+    alive_bytes,
+    alone,
+    items_to_cut,
+)
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.operators import Operator
 
@@ -60,7 +67,7 @@ def call_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 StepRunner(stage, lives).run()
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):
-            raise error.__cause__ from None
+            raise alone(error.__cause__, error) from None
         return None
     return lives.growth_bytes()
 

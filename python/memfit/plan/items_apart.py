@@ -15,6 +15,7 @@ import functools
 import io
 import itertools
 import json
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -159,6 +160,18 @@ def items_apart(
         sum(row["bytes"] for row in found["allocations"] if row["category"] == "gradient"),
         first.result_bytes,
     )
+
+
+def alone(reason: ItemsMixedError, ended: BaseException) -> ItemsMixedError:
+    """The same reason without frames: they hold one another, and the batch until it is collected.
+
+    Args:
+        reason: Why a call may not run in pieces.
+        ended: The error that it led to.
+    """
+    traceback.clear_frames(reason.__traceback__)
+    traceback.clear_frames(ended.__traceback__)
+    return type(reason)(*reason.args)
 
 
 def items_to_cut(model: nn.Module, given: Any) -> int:
@@ -317,7 +330,7 @@ def _recorded(
                     )
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):
-            raise error.__cause__ from None
+            raise alone(error.__cause__, error) from None
         where = " at another batch size" if found else ""
         message = f"it cannot be recorded on fakes{where} ({error})"
         raise ItemsMixedError(message) from error

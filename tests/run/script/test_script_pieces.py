@@ -219,3 +219,42 @@ def test_gradients_kept_by_the_script_and_gradients_asked_for_on_the_way(tmp_pat
     assert net["planned"]["peak_bytes"] <= net["plan"]["predicted_peak_bytes"] <= 24 << 20
     assert "micro_batch" not in actions_of(critic)
     assert any("asks autograd for gradients" in note for note in critic["notes"])
+
+
+def test_the_batch_of_a_call_that_may_not_run_in_pieces_goes_with_its_step(tmp_path: Path):
+    """The proof failed on fakes, and what it knew of the batch waited for the collector."""
+    ran = allowed(
+        tmp_path,
+        "40MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(128, 192), nn.Linear(192, 12)
+            self.norm = nn.BatchNorm1d(192)
+        def forward(self, x, index):
+            h = torch.relu(self.norm(self.first(x)))[index]
+            rows = torch.arange(len(index)) % 500
+            return self.last(torch.zeros(500, 192).index_add(0, rows, h))
+
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    data = torch.randn(12000, 128)
+    for step in range(8):
+        nodes = torch.randint(0, 12000, (10000 + 37 * step,))
+        index = torch.randint(0, len(nodes), (20000 + 100 * step,))
+        loss = net(data[nodes], index).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.4f}")
+    """,
+        offload="chosen",
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    (loop,) = ran.loops
+    assert loop["plan"]["fits"]

@@ -137,6 +137,11 @@ class Shadows:
         """Forget the values of an allocation."""
         self._table.pop(allocation, None)
 
+    def close(self) -> None:
+        """Let go of all values: the step is over, whatever holds the table."""
+        self._table.clear()
+        self._waiting.clear()
+
     def knows(self, allocations: list[int]) -> bool:
         """Whether every allocation has a shadow, and there is at least one."""
         table = self._table

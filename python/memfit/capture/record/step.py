@@ -69,8 +69,10 @@ class StepRunner:
             recorder.saved.close(recorder.ledger.now)
             del result
         finally:
-            # The recorder may wait for the collector, and a frame holds all variables up the stack.
+            # The recorder may wait for the collector: a frame holds all variables up the stack, and
+            # shadows the batch.
             recorder.sources.stop_at(None)
+            recorder.shadows.close()
             recorder.ledger.closing = True
             for handle in handles:
                 handle.remove()
