@@ -72,6 +72,17 @@ def test_a_peak_between_steps_is_over_the_budget(tmp_path: Path):
     assert "OVER BUDGET by" in ran.stderr
 
 
+def test_a_peak_before_the_first_step_is_said_to_be_there(tmp_path: Path):
+    code = """
+    kept = [torch.zeros(1 << 20) for _ in range(4)]
+    del kept
+    for _ in range(3): step(512)
+    """
+    verdict = inline(tmp_path, "13MiB", STEPS + code).fitting["verdict"]
+    assert not verdict["kept"]
+    assert verdict["why"].startswith("before the first training step")
+
+
 def test_what_no_plan_fits_is_said_with_the_smallest_budget(tmp_path: Path):
     ran = inline(tmp_path, "1MiB", STEPS + "    for _ in range(3): step(512)")
     verdict = ran.fitting["verdict"]

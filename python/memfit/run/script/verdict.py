@@ -22,6 +22,9 @@ from memfit.track import cpu, cuda
 BETWEEN = "between"
 """Name of the stretches outside passes; the others bear the names of passes' kinds."""
 
+_BEFORE_STEPS = "before the first training step, where memfit plans nothing"
+_BETWEEN_STEPS = "between training steps, where memfit plans nothing"
+
 
 @dataclass(frozen=True, slots=True)
 class Over:
@@ -91,6 +94,7 @@ class BudgetKept:
         self._said: set[str] = set()
         self._earlier: list[Over] = []
         self._between: Peak | None = None
+        self._has_passed = False
 
     def resolve(self, budget_bytes: int) -> None:
         """Know what a percentage comes to, and judge what was before.
@@ -112,10 +116,11 @@ class BudgetKept:
                 Over(
                     BETWEEN,
                     between.close(),
-                    "between training steps, where memfit plans nothing",
+                    _BETWEEN_STEPS if self._has_passed else _BEFORE_STEPS,
                     "less held there, or a larger budget",
                 )
             )
+            self._has_passed = True
 
     def pass_ended(self, device: torch.device) -> None:
         """A stretch between passes begins.
