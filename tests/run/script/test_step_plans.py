@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from memfit.run.script.sizes import RecordedSizes
 from memfit.run.script.step_plans import StepPlans
 
 
@@ -56,3 +57,25 @@ def test_a_step_that_is_a_little_larger_is_not_recorded_where_it_has_room(
 def test_what_was_empty_and_another_part_are_recorded():
     assert plans(100, 100, 0).must_record(key(100, 1))
     assert plans(100, 100).must_record(key(120, part="actor"))
+
+
+class Recording:
+    """A recorded step that made so much, of which a law says what it makes at other sizes."""
+
+    def __init__(self, made: int, foreseen: int = 0) -> None:
+        self.made, self.foreseen = made, foreseen
+
+    def made_bytes(self) -> int:
+        return self.made
+
+    def at_sizes(self, _first: Any, _sizes: Any) -> Recording:
+        return Recording(self.foreseen)
+
+
+@pytest.mark.parametrize(("foreseen", "is_law"), [(1200, True), (1500, True), (4000, False)])
+def test_a_step_is_not_foreseen_to_grow_faster_than_attention_does(foreseen, is_law):
+    """From 104 rows to 128, 1,000 bytes become 1,515 at most; from 100, 950 become 1,556."""
+    sizes = RecordedSizes()
+    sizes.add(key(104), Recording(1000))  # type: ignore[arg-type]
+    sizes.add(key(100), Recording(950, foreseen))  # type: ignore[arg-type]
+    assert (sizes.foreseen(key(126)) is not None) is is_law

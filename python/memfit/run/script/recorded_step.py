@@ -165,6 +165,10 @@ class RecordedStep:
         rows = self._json["allocations"]
         return sum(int(row["bytes"]) for row in rows if row["category"] in kinds)
 
+    def made_bytes(self) -> int:
+        """Bytes of all allocations that were there at any time."""
+        return sum(int(row["bytes"]) for row in self._json["allocations"])
+
     def at_sizes(
         self, first: RecordedStep, sizes: tuple[list[int], list[int], list[int]]
     ) -> RecordedStep:

@@ -131,7 +131,10 @@ class RecordedSizes:
         ]
         rounded = _with_sizes(key, wanted)
         if rounded not in self._foreseen:
-            self._foreseen[rounded] = _of_two(known, wanted)
+            step = _of_two(known, wanted)
+            if step is not None and step.made_bytes() > _most_made_bytes(known, rounded):
+                step = None  # lines through numbers that follow no law of these sizes
+            self._foreseen[rounded] = step
         step = self._foreseen[rounded]
         return None if step is None else (rounded, step)
 
@@ -145,6 +148,11 @@ def _of_two(known: list[tuple[Key, RecordedStep]], wanted: list[int]) -> Recorde
             except MemfitError:
                 continue
     return None
+
+
+def _most_made_bytes(known: list[tuple[Key, RecordedStep]], key: Key) -> float:
+    """What a step makes in all at most, by what others of its kind made."""
+    return max(step.made_bytes() * most_growth(at, key) for at, step in known)
 
 
 def _rounded_up(size: int) -> int:
