@@ -161,9 +161,10 @@ class Options:
 
 
 def _one_of(name: str, given: object, known: Sequence[str]) -> None:
-    """Refuse a word that is not one of those known, with the nearest."""
+    """Refuse a word that is not one of those known, with the nearest and all of them."""
     if given in known:
         return
     near = get_close_matches(given, known, n=1) if isinstance(given, str) else []
-    hint = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(known)}"
+    all_of_them = f"one of {', '.join(known)}"
+    hint = f"did you mean `{near[0]}`? It is {all_of_them}" if near else all_of_them
     raise UsageError(f"`{name}` knows no `{given}`\nhint: {hint}")

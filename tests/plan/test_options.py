@@ -15,6 +15,10 @@ from memfit import Options, UsageError
     [
         ({"allow": "exactly"}, "`allow` knows no `exactly`\nhint: did you mean `exact`?"),
         (
+            {"allow": "shrnk"},
+            "`allow` knows no `shrnk`\nhint: did you mean `shrink`? It is one of exact, equivalent",
+        ),
+        (
             {"allow": "fast"},
             "`allow` knows no `fast`\nhint: one of exact, equivalent, approximate",
         ),
