@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.measure import measure_peak, static_tensors
+from memfit.prune.groups import Group, Member, removal
 from memfit.run.fitted import Fitted
 
 
@@ -72,6 +73,22 @@ def test_parameters_are_counted_and_the_model_stays_as_it_was():
     first, norm, last = pruned.model[0], pruned.model[1], pruned.model[7]
     assert first.weight.shape[0] == first.out_channels == norm.num_features == len(norm.running_var)
     assert last.in_features == last.weight.shape[1] == 4 * pruned.model[3].out_channels
+
+
+def test_small_groups_give_up_no_less_than_their_share():
+    groups = [
+        Group(channels, (Member("w", 0, unit, channels, tuple((at,) for at in range(channels))),))
+        for channels, unit in ((5, 1), (5, 16), (64, 1))
+    ]
+    scores = [torch.arange(float(group.channels)) for group in groups]
+
+    def counts(share):
+        return [len(gone) for gone in removal(groups, scores, share)]
+
+    assert counts(0.3) == [2, 1, 20]
+    assert counts(0.4) == [2, 2, 26]
+    assert counts(1.0) == [4, 4, 63]
+    assert counts(0.0) == [0, 0, 0]
 
 
 def test_the_weakest_channels_go():

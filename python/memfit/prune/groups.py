@@ -100,7 +100,14 @@ def removal(groups: Iterable[Group], scores: Sequence[Tensor], share: float) -> 
 
 
 def _count(group: Group, share: float) -> int:
-    return min(int(group.channels * share + 1e-9), group.channels - 1)
+    """How many go: no fewer than the share, but for heads, which are few and large.
+
+    Small groups are often those with large activations.
+    """
+    part = group.channels * share
+    is_of_heads = all(member.unit > 1 for member in group.members)
+    count = int(part + 1e-9) if is_of_heads else math.ceil(part - 1e-9)
+    return min(count, group.channels - 1)
 
 
 def kept(groups: Sequence[Group], removed: Removed, shapes: Mapping[str, Sequence[int]]) -> Kept:
