@@ -148,3 +148,20 @@ def test_a_recorded_step_of_a_script_takes_what_it_takes_alone(tmp_path: Path):
     assert ran.loops[0]["plan"]["fits"], ran.stderr
     assert ran.loops[0]["plan"]["actions"] == []
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_a_bias_is_added_in_place_for_a_gpu_too():
+    made = Workload(nn.Linear(64, 512), torch.randn(64, 100, 64).transpose(0, 1))
+    trace = record(made, device="cuda")
+    assert trace["strings"][trace["ops"][-1]["name"]] == "aten.add_.Tensor"
+
+
+def test_torchscript_takes_the_stand_in_for_linear():
+    with Passing():
+        scripted = torch.jit.script(one_layer)
+    batch, weight = torch.randn(3, 4), torch.randn(5, 4)
+    assert torch.equal(scripted(batch, weight), functional.linear(batch, weight))
+
+
+def one_layer(batch: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(batch, weight)

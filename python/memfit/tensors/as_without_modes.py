@@ -11,6 +11,7 @@ the same either way. Not responsible for the formulas that a mode replaces by ot
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from types import TracebackType
@@ -29,6 +30,9 @@ _SCATTER = {_aten.scatter.src: _aten.scatter_.src}
 
 _ELEMENTWISE = {_aten.sub.Tensor, _aten.mul.Tensor}
 _MATRIX = 2
+LINEAR = functional.linear
+"""Torch's own."""
+
 _DEVICES = ("cpu", "cuda")
 
 IN_PLACE: dict[str, dict[Any, Any]] = {
@@ -132,34 +136,49 @@ class _StandIn:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._linear = functional.linear
 
     def begin(self) -> None:
-        if self._depth == 0 and functional.linear is self._linear:
-            functional.linear = self._run
+        if self._depth == 0 and functional.linear is LINEAR:
+            _tell_torchscript()
+            functional.linear = linear
         self._depth += 1
 
     def end(self) -> None:
         self._depth -= 1
-        if self._depth == 0 and functional.linear == self._run:
-            functional.linear = self._linear
+        if self._depth == 0 and functional.linear is linear:
+            functional.linear = LINEAR
 
-    def _run(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        """What ``at::linear`` does (``ATen/native/Linear.cpp``).
 
-        Its bias is added to a product that is a tensor of its own where the input is neither a
-        matrix nor contiguous. Where autocast is on, it casts for the whole.
-        """
-        if (
-            bias is None
-            or input.dim() <= _MATRIX
-            or input.is_contiguous()
-            or not torch._C._len_torch_dispatch_stack()
-            or torch.compiler.is_compiling()
-            or not _is_plain(input, weight, bias)
-        ):
-            return self._linear(input, weight, bias)
-        return torch.matmul(input, weight.t()).add_(bias)
+@functools.cache
+def _tell_torchscript() -> None:
+    """Have TorchScript take the stand-in for what it stands for."""
+    torch.jit._builtins._register_builtin(linear, "aten::linear")
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """What ``at::linear`` does without a mode (``ATen/native/Linear.cpp``).
+
+    Its bias is added to a product that is a tensor of its own where the input is neither a matrix
+    nor contiguous. Where autocast is on, it casts for the whole.
+
+    Args:
+        input: Of shape ``(*, inputs)``.
+        weight: Of shape ``(outputs, inputs)``.
+        bias: Of shape ``(outputs)``.
+
+    Returns:
+        The result, of shape ``(*, outputs)``.
+    """
+    if (
+        bias is None
+        or input.dim() <= _MATRIX
+        or input.is_contiguous()
+        or not torch._C._len_torch_dispatch_stack()
+        or torch.compiler.is_compiling()
+        or not _is_plain(input, weight, bias)
+    ):
+        return LINEAR(input, weight, bias)
+    return torch.matmul(input, weight.t()).add_(bias)
 
 
 def _is_plain(*tensors: Tensor) -> bool:
