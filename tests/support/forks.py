@@ -65,11 +65,14 @@ _SHORT = 32
 """More bytes than a number has."""
 
 
+OWN = ("KINETO_LOG_LEVEL", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+"""What memfit and Inductor set in the process that uses them; the latter is an address there."""
+
+
 def environment() -> dict[str, str]:
     """Environment variables of a process: the caller's, with one thread for computing."""
     few = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    few.pop("KINETO_LOG_LEVEL", None)  # memfit sets it in this process, which tests use it in
-    return few
+    return {name: value for name, value in few.items() if name not in OWN}
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,18 @@ class Forks:
         return [one.end(timeout) for one in running]
 
     def close(self) -> None:
-        """End the process with torch."""
+        """End the process with torch.
+
+        Raises:
+            AssertionError: A variable was left in the environment since its start, and commands
+                have run in new processes from then on.
+        """
         if self._process is not None and self._control is not None:
             self._control.close()
             self._process.wait()
             self._process = self._control = None
+            left = {name for name, _ in self._environment.items() ^ environment().items()}
+            assert left <= READ_LATER, f"{left - READ_LATER} changed, so nothing was forked since"
 
     def _start(self, command: Command) -> _Fork | _Fresh:
         if self._control is None:
