@@ -10,9 +10,11 @@ Not followed: hooks on tensors and nodes other than post-accumulate hooks, and d
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _FIRST = 1 << 62
+_NO_TASK = -1
 _OWN_REFERENCES = 2
 """References to a tensor that one local variable and the asking itself make."""
 
@@ -53,7 +56,7 @@ class BackwardEngine:
         """
         root: Any = loss.grad_fn
         waiting = _edge_counts(root)
-        with torch.no_grad():
+        with torch.no_grad(), _one_task():
             seed = torch.ones_like(loss, memory_format=torch.preserve_format)
             self._sole_uses = _storage_uses(seed)
             gradients: dict[Any, list[Tensor | None]] = {root: [seed]}
@@ -89,13 +92,20 @@ class BackwardEngine:
         results = _call(node, held)
         self._finished(sequence)
         edges = node.next_functions
+        for place, (target, slot) in enumerate(edges):
+            if target is None or place >= len(results):
+                continue
+            gradient = results[place]
+            if gradient is not None:
+                results[place] = _as_expected(gradient, target._input_metadata[slot])
+            del gradient
+        held.clear()  # torch, too, lets go of them once results have their shapes
         results.reverse()
         for target, slot in edges:
             gradient = results.pop() if results else None
             if target is None:
                 continue
             if gradient is not None:
-                gradient = _as_expected(gradient, target._input_metadata[slot])
                 self._add(gradients, target, slot, gradient)
             del gradient
             waiting[target] -= 1
@@ -140,6 +150,28 @@ class BackwardEngine:
 
     def _is_sole(self, tensor: Tensor) -> bool:
         return _storage_uses(tensor) <= self._sole_uses
+
+
+_tasks = itertools.count(1 << 40)
+
+
+@contextlib.contextmanager
+def _one_task() -> Iterator[None]:
+    """A number for the backward that runs: a checkpoint computes again once for each.
+
+    Torch's engine has one of its own, also where a node runs it inside.
+    """
+    original, own = torch._C._current_graph_task_id, next(_tasks)
+
+    def current() -> int:
+        task = original()
+        return own if task == _NO_TASK else task
+
+    torch._C._current_graph_task_id = current
+    try:
+        yield
+    finally:
+        torch._C._current_graph_task_id = original
 
 
 def _storage_uses(tensor: Tensor) -> int:
@@ -194,10 +226,8 @@ def _call(node: Any, held: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _consume(function: Callable[..., Any], held: list[Tensor | None]) -> Any:
-    """Call a function with what a list holds, leaving the list empty."""
-    arguments = tuple(held)
-    held.clear()
-    return function(*arguments)
+    """Call a function with what a list holds."""
+    return function(*held)
 
 
 def _as_list(result: Any) -> list[Tensor | None]:
