@@ -55,7 +55,7 @@ def test_user_checkpointing_shows_as_recomputation_in_backward(reentrant):
 
 def test_a_checkpoint_computes_again_once_for_a_gpu_too():
     """Whatever of its tensors backward asks for first: it asks for six."""
-    trace = record(training(Checkpointed(False)), device="cuda")
+    trace = record(training(Checkpointed(reentrant=False)), device="cuda")
     assert names(trace, "backward").count("aten.gelu.default") == 1
 
 
