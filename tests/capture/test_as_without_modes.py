@@ -70,35 +70,6 @@ def test_formulas_of_autograd_take_what_they_take_without_a_mode(name):
     assert predicted_peak(record(workload(name))) == measured_peak(workload(name))
 
 
-def attention(weight: Tensor, batch: Tensor) -> Tensor:
-    packed = (batch @ weight).unflatten(-1, (3, -1))
-    return packed[..., 0, :].sin() + packed[..., 1, :].cos() + packed[..., 2, :].tanh()
-
-
-def hooked(weight: Tensor, batch: Tensor) -> Tensor:
-    product = weight * batch
-    product.register_hook(lambda gradient: torch.cat([gradient, gradient])[:32].clone())
-    return product.sin() + product.cos()
-
-
-@pytest.mark.parametrize(
-    ("compute", "shape"), [(attention, (64, 192)), (hooked, (200, 64))], ids=["alone", "with hooks"]
-)
-def test_gradients_that_meet_take_what_they_take_without_a_mode(compute, shape):
-    """Of a packed product all parts give a gradient to the whole; torch's own engine runs hooks."""
-    torch.manual_seed(0)
-
-    def build() -> Workload:
-        return Workload(
-            Of(compute, *shape),
-            SIGNS,
-            lambda model, batch: model(batch).square().mean(),
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        )
-
-    assert predicted_peak(record(build())) == measured_peak(build())
-
-
 def test_a_bias_that_linear_adds_in_place_takes_nothing_more():
     made = Workload(nn.Linear(64, 512), torch.randn(64, 100, 64).transpose(0, 1))
     ops = [(made["name"], made["writes"]) for made in _ops(made)]

@@ -39,7 +39,6 @@ from memfit.capture.stage.fake import (
     preserved_random_state,
     set_batch,
 )
-from memfit.capture.stage.fake_runner import FakeRunner
 from memfit.capture.stage.real import real_stage
 from memfit.capture.stage.stage import Stage, device_of
 from memfit.capture.trace_writer import Meta, with_held
@@ -328,13 +327,6 @@ def _record_real(
     return trace, learnt
 
 
-def _runner_of(stage: Stage) -> type[StepRunner]:
-    """What runs the step of a stage."""
-    if stage.fake_mode is None:
-        return StepRunner
-    return CudaRunner if stage.device == "cuda" else FakeRunner
-
-
 def _record(
     stage: Stage,
     target: str,
@@ -366,7 +358,9 @@ def _record(
             initialise_optimizer(stage)
         if stage.device == "cuda":
             stack.enter_context(pretended_gpu())
-        runner = _runner_of(stage)(stage, recorder)
+        is_faked = stage.device == "cuda" and stage.fake_mode is not None
+        runner_type = CudaRunner if is_faked else StepRunner
+        runner = runner_type(stage, recorder)
         runner.gradients = gradients
         checkpoints = ModelCheckpoints(recorder, undone=undone)
         with checkpoints.met():

@@ -166,10 +166,6 @@ class SavedTensors:
         """Keep tokens by node, so that :meth:`release_node` can empty them."""
         self._tokens = {}
 
-    def forget_nodes(self) -> None:
-        """Leave tokens to the graph, which lets go of them itself."""
-        self._tokens = None
-
     def release_node(self, sequence: int) -> None:
         """Empty the tokens of a node that has run.
 

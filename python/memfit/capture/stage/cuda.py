@@ -18,7 +18,8 @@ from torch.optim import Adafactor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from memfit.capture.stage.fake_runner import FakeRunner
+from memfit.capture.record.step import StepRunner
+from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.capture.stage.stage import Stage
 from memfit.tensors.as_without_modes import LINEAR, linear
 from memfit.tensors.storage import is_wrapper
@@ -93,7 +94,7 @@ def choose_foreach(optimizer: torch.optim.Optimizer | None) -> None:
             group["foreach"] = True
 
 
-class CudaRunner(FakeRunner):
+class CudaRunner(StepRunner):
     """Runs the step of a stage on a fake GPU."""
 
     def __init__(self, stage: Stage, recorder: Any) -> None:
@@ -105,6 +106,7 @@ class CudaRunner(FakeRunner):
         """
         super().__init__(stage, recorder)
         self._attention = AttentionChoice() if is_pretended() else None
+        recorder.saved.file_by_node()
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast around the forward, and the choice of attention kernels without a GPU.
@@ -120,8 +122,11 @@ class CudaRunner(FakeRunner):
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss by the engine in Python."""
         recorder = self.recorder
-        self.has_hooks = False  # which torch's own engine would run, but it asks for the device
-        super().backward(loss)
+
+        def started(node: tuple[int, str] | None) -> None:
+            recorder.running_node = node
+
+        BackwardEngine(started, recorder.saved.release_node).run(loss)
         for kernel in sorted(self._attention.kernels if self._attention is not None else ()):
             recorder.notes[f"attention was taken to run as {kernel} attention"] = None
 
