@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memfit.capture import record
-from memfit.tensors.as_without_modes import OpMode
 from memfit.workload import Workload
 
 
@@ -70,54 +69,6 @@ def test_formulas_of_autograd_take_what_they_take_without_a_mode(name):
     assert predicted_peak(record(workload(name))) == measured_peak(workload(name))
 
 
-def test_a_bias_that_linear_adds_in_place_takes_nothing_more():
-    made = Workload(nn.Linear(64, 512), torch.randn(64, 100, 64).transpose(0, 1))
-    ops = [(made["name"], made["writes"]) for made in _ops(made)]
-    assert ops[-1][0] == "aten.add_.Tensor"
-    assert ops[-1][1], "the product is written to"
-
-
-def _ops(made: Workload) -> list[dict[str, object]]:
-    trace = record(made)
-    return [{**op, "name": trace["strings"][op["name"]]} for op in trace["ops"]]
-
-
-class Passing(OpMode):
-    """Runs each op."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(8, 5, 16), (3, 8, 5, 16)])
-def test_linear_is_bitwise_what_it_is_alone(shape, dtype):
-    layer = nn.Linear(16, 24).to(dtype)
-    results = []
-    for mode in (None, Passing()):
-        batch = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-        batch = batch.transpose(0, 1).requires_grad_()
-        if mode is None:
-            out = layer(batch)
-        else:
-            with mode:
-                out = layer(batch)
-        out.square().sum().backward()
-        results.append((out, batch.grad, layer.weight.grad, layer.bias.grad))
-        layer.zero_grad()
-    assert all(map(torch.equal, *results))
-
-
-def test_linear_is_torchs_own_once_no_mode_is_on():
-    own = functional.linear
-    with Passing(), Passing():
-        assert functional.linear is not own
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = nn.Linear(16, 24)(torch.randn(8, 5, 16).transpose(0, 1))
-        assert cast.dtype is torch.bfloat16
-    assert functional.linear is own
-
-
 INDEXED = """
     import torch
     from torch import nn
@@ -148,20 +99,3 @@ def test_a_recorded_step_of_a_script_takes_what_it_takes_alone(tmp_path: Path):
     assert ran.loops[0]["plan"]["fits"], ran.stderr
     assert ran.loops[0]["plan"]["actions"] == []
     assert ran.fitting["verdict"]["kept"], ran.stderr
-
-
-def test_a_bias_is_added_in_place_for_a_gpu_too():
-    made = Workload(nn.Linear(64, 512), torch.randn(64, 100, 64).transpose(0, 1))
-    trace = record(made, device="cuda")
-    assert trace["strings"][trace["ops"][-1]["name"]] == "aten.add_.Tensor"
-
-
-def test_torchscript_takes_the_stand_in_for_linear():
-    with Passing():
-        scripted = torch.jit.script(one_layer)
-    batch, weight = torch.randn(3, 4), torch.randn(5, 4)
-    assert torch.equal(scripted(batch, weight), functional.linear(batch, weight))
-
-
-def one_layer(batch: Tensor, weight: Tensor) -> Tensor:
-    return functional.linear(batch, weight)

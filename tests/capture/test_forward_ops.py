@@ -7,14 +7,14 @@ import torch
 from small_examples import SMALL, small_example
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.capture import record
 from memfit.measure import measure_peak, static_tensors
-from memfit.tensors.as_without_modes import OpMode
 
 
-class CountingMode(OpMode):
+class CountingMode(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.names: list[str] = []

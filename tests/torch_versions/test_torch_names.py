@@ -93,7 +93,6 @@ def _objects() -> Iterator[object]:
     yield import_of("torch._inductor.compile_fx")
     yield import_of("torch.autograd.graph")
     yield import_of("torch.autograd.forward_ad")
-    yield from (torch.jit, torch.jit._builtins)
     yield import_of("torch.utils.checkpoint")
     yield import_of("torch.utils.data.dataloader")
     yield import_of("torch._dynamo.eval_frame")

@@ -15,9 +15,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.stage.arguments import arguments_text
-from memfit.tensors.as_without_modes import OpMode
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.storage import is_wrapper
 
@@ -95,7 +95,7 @@ def _settings(operator: Operator, arguments: str) -> list[str]:
     return [part for part in parts if part.partition("=")[0] not in others]
 
 
-class ProvenOps(OpMode):
+class ProvenOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, ends a forward that leaves the proof, by :class:`LeftProof`.
 
     Attributes:
@@ -129,7 +129,7 @@ class ProvenOps(OpMode):
         Raises:
             LeftProof: It ended too early, or was left and somebody caught that.
         """
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if kind is not None:
             return
         if self._index < len(self._proof) and not self.left:

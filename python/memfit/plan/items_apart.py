@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from memfit._native import Trace
@@ -32,7 +33,6 @@ from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
 from memfit.errors import MemfitError
-from memfit.tensors.as_without_modes import OpMode
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.gradient_hooks import forward_hooks, gradient_hooks
 from memfit.tensors.operators import operator_of
@@ -280,7 +280,7 @@ class Called:
         return functools.reduce(torch.add, [tensor.sum() for tensor in learning])
 
 
-class FewOps(OpMode):
+class FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ends a forward of more ops than a proof is worth the time of."""
 
     def __init__(self) -> None:

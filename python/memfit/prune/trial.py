@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
@@ -24,7 +25,6 @@ from memfit.errors import CaptureError, WorkloadError
 from memfit.prune.cut import cut
 from memfit.prune.groups import Group, Removed, kept, tensors_of
 from memfit.prune.sizes import mended
-from memfit.tensors.as_without_modes import OpMode
 from memfit.weights.weightless import WeightsNeededError, fake_mode_of
 from memfit.workload import Workload
 
@@ -183,7 +183,7 @@ class _Ops:
         return [ran] if is_known else []
 
 
-class _Progress(OpMode):
+class _Progress(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts ops.
 
     Attributes:
@@ -196,7 +196,7 @@ class _Progress(OpMode):
 
     def __enter__(self) -> Self:
         self.ops = 0
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

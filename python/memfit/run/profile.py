@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memfit._native import Trace
 from memfit.errors import UsageError
 from memfit.run.fitted import Fitted
-from memfit.tensors.as_without_modes import OpMode
 from memfit.tensors.operators import operator_of
 from memfit.tensors.storage import is_wrapper
 from memfit.workload import Workload, batch_size, slice_batch
@@ -52,7 +52,7 @@ class _Timed:
     moved_bytes: int
 
 
-class _Stopwatch(OpMode):
+class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times every op while it is entered."""
 
     def __init__(self, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
 from memfit.apply.borrowed import borrowed
@@ -43,7 +44,6 @@ from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import OneByOne, held_parameters
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
-from memfit.tensors.as_without_modes import OpMode
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
 from memfit.tensors.storage import viewed
 from memfit.torch_versions import offloaded_parameters_refusal
@@ -510,7 +510,7 @@ def parameters_elsewhere() -> int:
     return sum(it.elsewhere_bytes for it in _placed)
 
 
-class UseWatch(OpMode):
+class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells of the storages that ops are about to use."""
 
     def __init__(self, on_use: Callable[..., None]) -> None:

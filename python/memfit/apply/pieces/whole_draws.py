@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
-from memfit.tensors.as_without_modes import OpMode
 from memfit.tensors.operators import draws_random_numbers, operator_of
 
 _aten = torch.ops.aten
@@ -53,7 +53,7 @@ DRAWN_WHOLE = frozenset(str(func) for func in {*_IN_PLACE, *_LIKE, *_BY_SIZE, _D
 """Names of the ops that can draw for more items than they are asked for."""
 
 
-class WholeDraws(OpMode):
+class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, whatever is drawn is drawn for the whole batch."""
 
     def __init__(self, draws: Sequence[bool], size: int, start: int, rows: int) -> None:

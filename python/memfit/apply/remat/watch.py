@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
@@ -39,7 +40,6 @@ from memfit.apply.remat.records import (
     alias_of,
 )
 from memfit.apply.remat.saved_memory import SavedMemory
-from memfit.tensors.as_without_modes import OpMode
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.shape_saves import ShapeSaves
 from memfit.tensors.storage import (
@@ -125,7 +125,7 @@ class Observations:
     divergence: str = ""
 
 
-class Watch(OpMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the ops of one forward while entered; entered and left once per active region.
 
     Attributes:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.apply.borrowed import borrowed
@@ -38,7 +39,6 @@ from memfit.apply.slices.put_off import (
     rule_of,
 )
 from memfit.errors import UsageError
-from memfit.tensors.as_without_modes import OpMode
 
 LEAST_ROWS = 8
 """Rows of a strip, at least: what a kernel reaches beyond them is computed twice."""
@@ -167,7 +167,7 @@ def without_put_off(result: Any) -> Any:
     return tree_map_only(PutOff, lambda it: it._mode.real(it), result)
 
 
-class _InStrips(OpMode):
+class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts ops off while entered."""
 
     def __init__(self, strips: Strips) -> None:

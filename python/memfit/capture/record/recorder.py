@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memfit.capture.probe.any_scalar import SCALAR, scalar_or_any
@@ -53,7 +53,7 @@ from memfit.capture.stage.arguments import (
 )
 from memfit.capture.stage.call_shape import Call, describe_call
 from memfit.errors import CaptureError
-from memfit.tensors.as_without_modes import Formulas, OpMode
+from memfit.tensors.as_without_modes import Formulas
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
 from memfit.tensors.storage import is_wrapper, may_change_unseen
 from memfit.weights.one_device import AskedGpus
@@ -116,7 +116,7 @@ class OpRecord:
     replayable: bool
 
 
-class Recorder(OpMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a step while it is entered, below a fake mode or on real tensors.
 
     Attributes:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 from memfit.capture.record.step import StepRunner
 from memfit.capture.stage.backward_engine import BackwardEngine
 from memfit.capture.stage.stage import Stage
-from memfit.tensors.as_without_modes import LINEAR, linear
 from memfit.tensors.storage import is_wrapper
 from memfit.weights.absent_gpu import is_pretended
 from memfit.workload import Workload
@@ -157,8 +156,6 @@ class AttentionChoice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if func is LINEAR:
-            return linear(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attend(

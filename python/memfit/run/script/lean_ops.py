@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
 from memfit.run.script.contexts import Nesting
 from memfit.run.script.request import FitRequest
-from memfit.tensors.as_without_modes import OpMode
 
 LEAST_ITEMS = 2
 """A batch of one often gets an algorithm of its own."""
@@ -140,18 +140,18 @@ class LeanOps:
             yield
             return
         mode = _InPieces(budget_bytes, cut)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         nesting = Nesting()
         try:
             yield
         finally:
             with nesting.cleared():
-                mode.__exit__(None, None, None)
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if mode.has_cut:
                 notes[IN_PIECES] = None
 
 
-class _InPieces(OpMode):
+class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs large ops in pieces."""
 
     carries_out_ops = True
