@@ -99,3 +99,54 @@ def test_a_recorded_step_of_a_script_takes_what_it_takes_alone(tmp_path: Path):
     assert ran.loops[0]["plan"]["fits"], ran.stderr
     assert ran.loops[0]["plan"]["actions"] == []
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+OF_THE_SCRIPT = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    rows = torch.arange(64)
+
+    def weigh(gradient):  # while the node of an index runs
+        scale = torch.ones(64, 512)
+        other = scale.index_put((rows[:32],), torch.full((32, 512), 3.0))
+        return gradient * scale + other * 0.01
+
+    def computed_again(table):  # in that node, for its rows
+        with torch.no_grad():
+            scale = torch.ones(64, 512)
+            other = scale.index_put((rows[:32],), torch.full((32, 512), 3.0))
+        return ((table[:64] * scale) * other)[rows.clone()]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1024, 512))
+            self.inner = nn.Linear(512, 512)
+        def forward(self, kind):
+            if kind == "hook":
+                chosen = self.table[rows]
+                chosen.register_hook(weigh)
+            else:
+                chosen = checkpoint(computed_again, self.table.sin(), use_reentrant=False)
+            return self.inner(chosen).tanh()
+
+    torch.manual_seed(0)
+    import sys
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(sys.argv[1]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        print(repr(loss.item()), model.table.grad.sum().item().hex())
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["hook", "checkpoint"])
+def test_what_the_script_computes_while_a_node_runs_stays_as_it_is(kind, tmp_path: Path):
+    """It is compared with the script alone."""
+    ran = inline(tmp_path, "100MiB", OF_THE_SCRIPT, kind, fitting=["--forbid", "undo_checkpoints"])
+    assert ran.loops[0]["observed"]["steps"] > 0, ran.stderr

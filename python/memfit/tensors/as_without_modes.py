@@ -12,7 +12,9 @@ for the bias of a linear layer, which slices of layers know as it is under a mod
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _SCATTER = {_aten.scatter.src: _aten.scatter_.src}
+
+_ENGINES = {
+    ("torch.autograd.graph", "_engine_run_backward"),
+    ("memfit.capture.stage.backward_engine", "_consume"),
+}
+"""Functions that run nodes: torch's engine, and memfit's for a GPU that is not here."""
 
 _ELEMENTWISE = {_aten.sub.Tensor, _aten.mul.Tensor}
 
@@ -59,12 +67,16 @@ written to, where the formula has made it.
 
 
 class Formulas:
-    """The formula of autograd that runs, and what it has made so far."""
+    """The formula of autograd that runs, and what it has made so far.
+
+    What a hook or a checkpoint computes while a node runs is the script's, not the formula's.
+    """
 
     def __init__(self) -> None:
         """Know of none."""
         self._node: int | None = None
         self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._is_own = False
 
     def in_place(self, node: int, name: str, func: Any, args: Sequence[Any]) -> Any:
         """The op that a formula would run without a mode.
@@ -72,7 +84,7 @@ class Formulas:
         Args:
             node: Sequence number of its node.
             name: The name of that node; empty for a function of the user's.
-            func: The op that it runs under a mode.
+            func: The op that runs under a mode.
             args: Its arguments.
 
         Returns:
@@ -81,17 +93,29 @@ class Formulas:
         if node != self._node:
             self._node = node
             self._made.clear()
-        instead = IN_PLACE.get(name.rstrip("0123456789"), {}).get(func)
-        if instead is None or torch.is_grad_enabled():
+        ops = IN_PLACE.get(name.rstrip("0123456789"))
+        self._is_own = ops is not None and not torch.is_grad_enabled() and _is_called_by_engine()
+        instead = ops.get(func) if self._is_own and ops is not None else None
+        if instead is None:
             return func
         made = self._made.get(id(args[0]))
         is_made = made is not None and made() is args[0]
         return instead if is_made and _keeps_shape(func, args) else func
 
     def has_made(self, result: Any) -> None:
-        """Know what an op of the formula returned."""
-        if isinstance(result, Tensor):
+        """Know what the op returned that was asked about last."""
+        if self._is_own and isinstance(result, Tensor):
             self._made[id(result)] = weakref.ref(result)
+
+
+def _is_called_by_engine() -> bool:
+    """Whether no Python runs between an engine and the dispatch of an op."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
+        frame = frame.f_back
+    if frame is None:
+        return True  # a thread of the engine's own
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENGINES
 
 
 def _keeps_shape(func: Any, args: Sequence[Any]) -> bool:
