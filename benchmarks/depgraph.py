@@ -137,7 +137,7 @@ class _Apart(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> _Split:
-        """What is not packed, and can be split."""
+        """The three results, which a model that splits a packed one gets as they are."""
         return _Split(part(inputs) for part in self.parts)
 
     def packed(self) -> nn.Linear:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ran import inline
 
 NET = """
@@ -183,12 +184,7 @@ def test_parameters_that_are_lent_for_a_call_are_not_asked_for_gradients(tmp_pat
     assert sum(loop["planned"]["steps"] for loop in ran.loops) >= 2
 
 
-def test_gradients_asked_of_what_is_no_parameter_of_the_model_are_part_of_the_step(tmp_path: Path):
-    """Weights of tasks, which a balance of their gradients trains, as in GradNorm."""
-    ran = inline(
-        tmp_path,
-        "70%",
-        """
+TASKS = """
     import torch
     from torch import nn
 
@@ -203,6 +199,16 @@ def test_gradients_asked_of_what_is_no_parameter_of_the_model_are_part_of_the_st
             shared = self.body(x)
             return [head(shared) for head in self.heads]
 
+"""
+
+
+def test_gradients_asked_of_what_is_no_parameter_of_the_model_are_part_of_the_step(tmp_path: Path):
+    """Weights of tasks, which a balance of their gradients trains, as in GradNorm."""
+    ran = inline(
+        tmp_path,
+        "70%",
+        TASKS
+        + """
     model, weights = Tasks(), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam(model.parameters())
     last = model.body[-2].weight
@@ -227,28 +233,19 @@ def test_gradients_asked_of_what_is_no_parameter_of_the_model_are_part_of_the_st
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
-def test_gradients_of_parameters_asked_for_after_backward_are_part_of_it(tmp_path: Path):
-    """Weights of tasks that are the model's own, after the backward of all, as in GradNorm."""
+@pytest.mark.parametrize("fuses", [False, True])
+def test_gradients_of_parameters_asked_for_after_backward_are_part_of_it(fuses, tmp_path: Path):
+    """Weights of tasks that are the model's own, after the backward of all, as in GradNorm.
+
+    They are of parameters as that backward had them, which no optimizer may have updated in it.
+    """
     ran = inline(
         tmp_path,
         "70%",
-        """
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    class Tasks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            layers = [it for _ in range(6) for it in (nn.Linear(128, 128), nn.GELU())]
-            self.body = nn.Sequential(*layers)
-            self.heads = nn.ModuleList(nn.Linear(128, 1) for _ in range(2))
-            self.weights = nn.Parameter(torch.ones(2))
-        def forward(self, x):
-            shared = self.body(x)
-            return [head(shared) for head in self.heads]
-
+        TASKS
+        + """
     model = Tasks()
+    model.weights = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam(model.parameters())
     last = model.body[-2].weight
     for step in range(8):
@@ -266,6 +263,7 @@ def test_gradients_of_parameters_asked_for_after_backward_are_part_of_it(tmp_pat
         print(repr(losses.sum().item()), repr(model.weights.grad.sum().item()))
     """,
         offload="chosen",
+        fuses=fuses,
     )
     (loop,) = ran.loops
     assert loop["refusal"] is None
