@@ -23,8 +23,8 @@ from memfit.plan.items_apart import (
     Called,
     ItemsMixedError,
     alive_bytes,
-    alone,
     items_to_cut,
+    without_frames,
 )
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.operators import Operator
@@ -67,7 +67,7 @@ def call_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 StepRunner(stage, lives).run()
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):
-            raise alone(error.__cause__, error) from None
+            raise without_frames(error.__cause__, error) from None
         return None
     return lives.growth_bytes()
 

@@ -162,7 +162,7 @@ def items_apart(
     )
 
 
-def alone(reason: ItemsMixedError, ended: BaseException) -> ItemsMixedError:
+def without_frames(reason: ItemsMixedError, ended: BaseException) -> ItemsMixedError:
     """The same reason without frames: they hold one another, and the batch until it is collected.
 
     Args:
@@ -330,7 +330,7 @@ def _recorded(
                     )
     except (MemfitError, RealStepNeeded) as error:
         if isinstance(error.__cause__, ItemsMixedError):
-            raise alone(error.__cause__, error) from None
+            raise without_frames(error.__cause__, error) from None
         where = " at another batch size" if found else ""
         message = f"it cannot be recorded on fakes{where} ({error})"
         raise ItemsMixedError(message) from error

@@ -122,6 +122,10 @@ def _keeps_shape(func: Any, args: Sequence[Any]) -> bool:
     """Whether a result has the shape of the first argument, to which it is to be written."""
     if func not in _ELEMENTWISE:
         return True
-    shapes = (it.shape for it in args if isinstance(it, Tensor))
-    shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    return bool(shape == args[0].shape)
+    shape = args[0].shape
+    others = [it.shape for it in args[1:] if isinstance(it, Tensor)]
+    return all(
+        len(other) <= len(shape)
+        and all(size in (1, own) for size, own in zip(other[::-1], shape[::-1], strict=False))
+        for other in others
+    )
