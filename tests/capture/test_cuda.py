@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from peaks import predicted_peak
+from peaks import measured_peak, predicted_peak
 from small_examples import SMALL, small_example
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,10 +61,9 @@ def test_the_engine_runs_custom_functions_and_hooks():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet50", "convnext"])
-def test_the_engine_takes_the_memory_torchs_takes(name, monkeypatch):
-    workload = small_example(name)
-    expected = record(workload, probe=False)
+@pytest.fixture
+def by_the_engine(monkeypatch):
+    """Records a step on the CPU with its backward run by the engine in Python."""
     made = StepRunner.__init__
 
     def with_tokens_by_node(self, stage, recorder):
@@ -77,9 +76,19 @@ def test_the_engine_takes_the_memory_torchs_takes(name, monkeypatch):
 
         BackwardEngine(started, self.recorder.saved.release_node).run(loss)
 
-    monkeypatch.setattr(StepRunner, "__init__", with_tokens_by_node)
-    monkeypatch.setattr(StepRunner, "backward", backward)
-    found = record(workload, probe=False)
+    def recorded(workload):
+        with monkeypatch.context() as patched:
+            patched.setattr(StepRunner, "__init__", with_tokens_by_node)
+            patched.setattr(StepRunner, "backward", backward)
+            return record(workload, probe=False)
+
+    return recorded
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50", "convnext"])
+def test_the_engine_takes_the_memory_torchs_takes(name, by_the_engine):
+    workload = small_example(name)
+    expected, found = record(workload, probe=False), by_the_engine(workload)
 
     # Under a dispatch mode torch adds gradients out of place, which it does not do without one.
     def names(trace):
@@ -87,6 +96,28 @@ def test_the_engine_takes_the_memory_torchs_takes(name, monkeypatch):
 
     assert names(found) == names(expected)
     assert predicted_peak(expected) - predicted_peak(found) in range(1 << 17)
+
+
+class Scaled(nn.Module):
+    """One weight for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(200, 64))
+
+    def forward(self, batch):
+        return (self.weight * batch).topk(8, -1)[0]
+
+
+def test_a_gradient_lives_until_the_result_of_its_node_has_its_shape(by_the_engine):
+    """The weight's gradient, 50 KiB, is summed while the gradient of the product is there."""
+    workload = Workload(
+        Scaled(),
+        torch.randn(64, 200, 64),
+        lambda model, batch: model(batch).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    assert predicted_peak(by_the_engine(workload)) == measured_peak(workload)
 
 
 @pytest.mark.parametrize("name", SMALL)
