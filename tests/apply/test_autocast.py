@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rates import costs_file
 from torch import nn
 from torch.nn import functional
 
@@ -62,6 +63,12 @@ def run(load, plan, steps=3):
     return losses, [p.detach().clone() for p in load.model.parameters()]
 
 
+@pytest.fixture
+def quick(tmp_path):
+    """Op times of a machine where 16 bits pay: on some processors recomputing costs less."""
+    return costs_file(tmp_path, bfloat16=4e9, float16=4e9)
+
+
 def planned(load, budget, **options):
     options.setdefault("forbid", ALONE)
     return memfit.plan(load, budget, allow="autocast", **options)
@@ -69,8 +76,10 @@ def planned(load, budget, **options):
 
 @pytest.mark.parametrize("uses", [1, 4])
 @pytest.mark.parametrize("budget", ["85%", "70%"])
-def test_a_plan_is_to_the_bit_the_users_own_autocast_and_to_the_byte_as_predicted(uses, budget):
-    plan = planned(workload(uses=uses), budget)
+def test_a_plan_is_to_the_bit_the_users_own_autocast_and_to_the_byte_as_predicted(
+    uses, budget, quick
+):
+    plan = planned(workload(uses=uses), budget, costs=quick)
     said = action(plan)
     assert plan.promise == "approximate"
     assert said is not None
@@ -113,8 +122,8 @@ class Kept(nn.Module):
             return self.module(x.float())
 
 
-def test_modules_that_are_kept_compute_in_their_own_type():
-    plan = planned(workload(uses=2), "90%", keep=["middle.1", "head"])
+def test_modules_that_are_kept_compute_in_their_own_type(quick):
+    plan = planned(workload(uses=2), "90%", keep=["middle.1", "head"], costs=quick)
     assert action(plan)["keep"] == ["middle.1", "head"]
     assert any("`middle.1` and 1 more stay as they are" in note for note in plan.notes)
     losses, parameters = run(workload(uses=2), plan)
@@ -257,11 +266,11 @@ def test_the_smallest_slices_run_under_autocast_too():
 
 
 @pytest.mark.parametrize("kind", ["autocast", "autocast_fp16"])
-def test_pieces_of_the_batch_run_under_autocast_too(kind):
+def test_pieces_of_the_batch_run_under_autocast_too(kind, quick):
     others = ("remat", "chunk", "unneeded_saves", "fuse_optimizer", "one_by_one")
     # Of fewer rows, oneDNN packs other parts where the processor multiplies bfloat16 in tiles.
     load = workload(rows=8192, optimizer=torch.optim.SGD)
-    plan = memfit.plan(load, "55%", allow=["equivalent", kind], forbid=others)
+    plan = memfit.plan(load, "55%", allow=["equivalent", kind], forbid=others, costs=quick)
     assert plan.fits
     assert {it.kind for it in plan.actions} == {kind, "micro_batch"}
     with memfit.Fitted(load, plan) as fitted:

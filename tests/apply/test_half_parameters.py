@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rates import costs_file
 from torch import nn
 from torch.nn import functional
 
@@ -79,6 +80,12 @@ def pictures(optimizer=torch.optim.AdamW):
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True)
+
+
+@pytest.fixture
+def quick(tmp_path):
+    """Op times of a machine where 16 bits pay: on some processors recomputing costs less."""
+    return costs_file(tmp_path, bfloat16=4e9)
 
 
 def planned(load, budget, **options):
@@ -348,10 +355,10 @@ def test_a_moment_that_somebody_keeps_is_updated_with_the_parameter():
         assert not torch.equal(load.model.up.weight, weight)
 
 
-def test_frozen_parameters_need_no_form_of_an_optimizer():
+def test_frozen_parameters_need_no_form_of_an_optimizer(quick):
     load = words(optimizer=lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.1))
     load.model.up.requires_grad_(False)  # noqa: FBT003 - torch's own signature
-    plan = planned(load, "90%")
+    plan = planned(load, "90%", costs=quick)
     assert action(plan) == ["up.weight"]
     assert "optimizer_bits" not in kinds(plan)
     with memfit.Fitted(load, plan) as fitted:
@@ -464,7 +471,7 @@ def test_the_class_as_a_whole_takes_it_only_where_nothing_else_fits():
     assert "half_parameters" in kinds(tight)
 
 
-def test_what_trains_is_updated_by_memfit_or_not_narrowed():
+def test_what_trains_is_updated_by_memfit_or_not_narrowed(quick):
     """Torch would round to the nearest: a narrow parameter would hardly move, without a word."""
     load = words(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
     plan = planned(load, "50%").as_dict()
@@ -475,7 +482,7 @@ def test_what_trains_is_updated_by_memfit_or_not_narrowed():
 
     load = words(optimizer=lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.1))
     load.model.up.requires_grad_(False)  # noqa: FBT003 - torch's own signature
-    with memfit.Fitted(load, planned(load, "90%")) as fitted:
+    with memfit.Fitted(load, planned(load, "90%", costs=quick)) as fitted:
         fitted.step()
         load.model.up.requires_grad_(True)  # noqa: FBT003
         with pytest.raises(memfit.UsageError, match=r"`up.weight` in bfloat16 as one that does"):

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from rates import costs_file
 from torch import nn
 from torch.nn import functional
 
@@ -175,27 +176,14 @@ def test_bytes_are_predicted_and_numbers_are_those_of_torchao(build):
 
 
 def test_what_is_faster_is_chosen(tmp_path):
-    def costs(**rates):
-        profile = {
-            "name": "x",
-            "flops_per_second": {"float32": 1e9, **rates},
-            "bytes_per_second": 1e12,
-            "op_overhead_seconds": 1e-6,
-        }
-        of = {"device_kind": "cpu", "device_name": "x", "torch_version": "x", "threads": 1}
-        document = {"schema_version": 1, "kind": "device_profile", **of}
-        file = tmp_path / "costs.json"
-        file.write_text(json.dumps({**document, "date": "2026-11-27", "profile": profile}))
-        return file
-
     # Either fits; on some processors `int8_weights` packs matrices in more scratch memory.
     either = (plan_of(perceptron, kind).planned.predicted_peak_bytes for kind in BOTH)
     budget = int(1.1 * max(either))
     kinds = {"allow": BOTH, "forbid": (*ALONE, "half_parameters")}
     for rates, chosen in [({"int8": 4e9}, 1), ({"int8": 1e8}, 0), ({}, 0)]:
-        plan = memfit.plan(perceptron(), budget, costs=costs(**rates), **kinds)
+        plan = memfit.plan(perceptron(), budget, costs=costs_file(tmp_path, **rates), **kinds)
         assert [action.kind for action in plan.actions] == [BOTH[chosen]]
-    fast = costs(int8=4e9)
+    fast = costs_file(tmp_path, int8=4e9)
     for forbid, chosen in [((), 1), ((BOTH[1],), 0)]:
         forbidden = (*kinds["forbid"], "autocast", *forbid)
         plan = memfit.plan(perceptron(), budget, costs=fast, allow="approximate", forbid=forbidden)

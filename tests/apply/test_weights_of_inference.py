@@ -128,8 +128,8 @@ def test_float16_is_nearer_and_takes_no_more():
     half, float16 = (fitted(words, *kinds) for _, kinds in TYPES)
     peaks = [one.plan.planned.predicted_peak_bytes for one in (half, float16)]
     assert [measured(one) for one in (half, float16)] == peaks
-    # A processor with tiles for bfloat16 alone packs matrices of float16 first.
-    assert peaks[1] <= peaks[0] or torch.cpu._is_amx_tile_supported()
+    # A processor that multiplies bfloat16 alone, in tiles or not, packs matrices of float16 first.
+    assert peaks[1] <= peaks[0] or torch.cpu._is_avx512_bf16_supported()
     with torch.no_grad():
         exact = words().model(words().batch)
     errors = [float((one.step().float() - exact).norm()) for one in (half, float16)]

@@ -427,6 +427,10 @@ class Executor:
         """What the whole step runs inside, or whatever uses parameters besides."""
         return self._inside(lambda part: part.running())
 
+    def in_forward(self) -> contextlib.AbstractContextManager[None]:
+        """What code of the user's runs inside between the calls of a forward, until backward."""
+        return self._inside(lambda part: part.in_forward())
+
     def update_of(self, parameter: Any) -> contextlib.AbstractContextManager[None]:
         """What the update of one parameter runs inside: its state and itself are there.
 

@@ -45,6 +45,10 @@ class Part:
         """What a whole step runs inside."""
         return contextlib.nullcontext()
 
+    def in_forward(self) -> contextlib.AbstractContextManager[None]:
+        """What code of the user's runs inside between the calls of a forward, until backward."""
+        return contextlib.nullcontext()
+
     def update_of(self, parameter: Tensor) -> contextlib.AbstractContextManager[None]:
         """What the update of one parameter runs inside.
 

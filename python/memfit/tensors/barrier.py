@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.tensors.transforms import ask_classes
 
-OnUse = Callable[[list[Tensor]], contextlib.AbstractContextManager[Any]]
-"""Of tensors that are about to be used, what their use runs inside."""
+OnUse = Callable[[list[Tensor], Callable[..., Any]], contextlib.AbstractContextManager[Any]]
+"""Of tensors that are about to be used, and the function that uses them, what it runs inside."""
 
 
 class Barrier:
@@ -146,7 +146,7 @@ def _barred(kind: type, barrier: Barrier, owner: object, on_use: OnUse) -> type:
             with without_barrier():
                 return function(*args, **(kwargs or {}))
         leaves = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if _is_behind(leaf)}
-        with on_use(list(leaves.values())), barrier.passing():
+        with on_use(list(leaves.values()), function), barrier.passing():
             return function(*args, **(kwargs or {}))
 
     def _is_behind(leaf: Any) -> bool:
@@ -154,7 +154,7 @@ def _barred(kind: type, barrier: Barrier, owner: object, on_use: OnUse) -> type:
 
     def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Any:
         """Copy what is there: a parameter gives its copy the class that it has when it begins."""
-        with on_use([tensor]), barrier.opened(tensor):
+        with on_use([tensor], copy.deepcopy), barrier.opened(tensor):
             return copy.deepcopy(tensor, memo)
 
     members = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,19 @@ UNINITIALISED = frozenset(
 
 RESIZING = frozenset({"resize_", "resize_as_", "set_"})
 """Ops that may change the size of a storage."""
+
+
+_GIVES_MEMORY_AWAY = frozenset(
+    {"alias", "detach", "format", "get", *(name.strip("_") for name in RESIZING)}
+)
+"""Names of aten ops, of TorchScript's as well, that functions have from which Python may get the
+tensor itself outside of autograd: attributes, ``detach``, what prints."""
+
+_COMPUTES = frozenset({"getitem", "interpolate", "multi_head_attention_forward", "truediv"})
+"""Functions of torch that compute, without underscores, and are no aten op by that name."""
+
+_TRANSPOSED = frozenset(getattr(Tensor, name).__get__ for name in ("H", "T", "mH", "mT"))
+"""Attributes that are views for autograd as well."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -260,3 +274,21 @@ def _examine(func: OpOverload) -> Operator:
         _hidden=hidden,
         _hidden_if=hidden_if,
     )
+
+
+def only_computes(function: Callable[..., Any]) -> bool:
+    """Whether a function of torch's that Python calls runs ops, and gives no memory away.
+
+    Args:
+        function: As ``__torch_function__`` is told.
+    """
+    return function in _TRANSPOSED or _names_op(getattr(function, "__name__", ""))
+
+
+@cache
+def _names_op(name: str) -> bool:
+    plain = name.strip("_")
+    if plain in _COMPUTES:
+        return True
+    names = {plain, plain.removeprefix("r")} - _GIVES_MEMORY_AWAY  # `__rmul__` is `mul`
+    return any(hasattr(torch.ops.aten, it) for it in names if it)

@@ -210,7 +210,11 @@ def _freed_by_allocator() -> tuple[int, int] | None:
     So does a ``c10::DataPtr`` begin (``UniqueVoidPtr.h``). Looked for in memory that is known, and
     ``None`` where it is not found, or where arrays of numpy would not count as owners.
     """
-    own, lent = torch.empty(1, device="cpu"), torch.frombuffer(bytearray(4), dtype=torch.float32)
+    with torch._C._DisableTorchDispatch():  # no op of the script's, which may be under way
+        own, lent = (
+            torch.empty(1, device="cpu"),
+            torch.frombuffer(bytearray(4), dtype=torch.float32),
+        )
     storage, other = own.untyped_storage(), lent.untyped_storage()
     place, words, theirs = storage.data_ptr(), _words(storage), _words(other)
     found = [
@@ -302,7 +306,8 @@ def _through(storage: torch.UntypedStorage) -> tuple[int, int]:
 @cache
 def _alone() -> tuple[int, int]:
     """What :func:`_owners` counts for one tensor and one reference."""
-    tensor = torch.empty(1, device="cpu")
+    with torch._C._DisableTorchDispatch():  # as above
+        tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     return _through(storage)
 

@@ -42,4 +42,5 @@ def counter_of(tensor: Tensor) -> Tensor | None:
 @cache
 def _nothing(device: torch.device) -> Tensor:
     """A tensor without memory."""
-    return torch.empty(0, device=device)
+    with torch._C._DisableTorchDispatch():  # no op of the script's, which may be recorded
+        return torch.empty(0, device=device)

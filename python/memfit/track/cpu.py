@@ -34,7 +34,7 @@ def start() -> str | None:
         Why the CPU cannot be counted; ``None`` when it is counted.
     """
     global _started  # noqa: PLW0603 - the hooks are installed once in a process
-    with _lock:
+    with _lock, torch._C._DisableTorchDispatch():  # no op of the script's, which may be recorded
         torch.empty(1)  # the first call binds the functions that are to be redirected
         problem = _native.count_allocations()
         if problem is not None:

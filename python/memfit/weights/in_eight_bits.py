@@ -130,7 +130,7 @@ def _quantize(slot: Slot, *, multiplies: bool) -> None:
 def _barrier(own: nn.Parameter, name: str) -> Barrier:
     """What makes reading a parameter without numbers an error, once it is put up."""
 
-    def refuse(_used: list[Tensor]) -> NoReturn:
+    def refuse(_used: list[Tensor], _by: object) -> NoReturn:
         message = f"`{name}` is held in 8 bits by a plan: the model has another tensor in its place"
         raise UsageError(f"{message}\nhint: `Fitted.close()` puts it back")
 

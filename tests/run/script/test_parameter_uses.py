@@ -77,9 +77,21 @@ def test_what_calls_no_module_first_is_planned(tmp_path: Path, code: str, name: 
     (loop,) = ran.loops
     assert loop["models"] == [name]
     assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert loop["divergence"] is None
     assert_within_budget(loop)
     assert loop["planned"]["steps"] >= 3
     assert loop["observed"]["steps"] + loop["planned"]["steps"] == 6
+
+
+def test_offloaded_parameters_that_no_call_uses_go_again(tmp_path: Path):
+    """Half a MiB of weights is left in memory where each stays that a step uses."""
+    (tmp_path / "disk").mkdir()
+    forbid = ["--forbid", "offload", "--forbid", "offload_optimizer"]
+    ran = inline(tmp_path, "10.3MiB", OWN_METHODS, offload=str(tmp_path / "disk"), fitting=forbid)
+    (loop,) = ran.loops
+    counts = {action["kind"]: action["count"] for action in loop["plan"]["actions"]}
+    assert counts["offload_parameters"] == 8
+    assert_within_budget(loop)
 
 
 GRADIENT_ACCUMULATED = """

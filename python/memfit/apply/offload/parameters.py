@@ -45,6 +45,7 @@ from memfit.apply.optimizer_in_backward import OneByOne, held_parameters
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
+from memfit.tensors.operators import only_computes
 from memfit.tensors.storage import viewed
 from memfit.torch_versions import offloaded_parameters_refusal
 
@@ -167,7 +168,7 @@ class ParametersElsewhere(Part):
         self._directions = directions
         self._placed: _Place | None = None
         self._failure: OffloadError | None = None
-        self._is_running = False
+        self._is_running = self._is_in_forward = False
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
         self._is_shared = False
@@ -242,6 +243,21 @@ class ParametersElsewhere(Part):
         assert placed is not None, "placed before"
         with self._down(placed), UseWatch(partial(self._use, placed)):
             yield
+
+    @contextlib.contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Run the user's own code of a forward inside this: ops find the parameters they use.
+
+        What Python is given the memory of stays until the next step, as between steps.
+        """
+        placed = self._placed
+        assert placed is not None, "placed before"
+        self._is_in_forward = True
+        try:
+            with UseWatch(partial(self._use, placed)):
+                yield
+        finally:
+            self._is_in_forward = False
 
     @contextlib.contextmanager
     def update_of(self, parameter: Tensor) -> Iterator[None]:
@@ -374,12 +390,16 @@ class ParametersElsewhere(Part):
             raise OffloadError(message) from error
 
     @contextlib.contextmanager
-    def _on_use(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Somebody uses parameters between steps, or another thread does in one.
+    def _on_use(self, tensors: list[Tensor], function: Callable[..., Any]) -> Iterator[None]:
+        """Somebody uses parameters between calls or steps, or another thread does in one.
 
-        They are at home from then on, and those that another thread uses stay until the next step.
+        They are at home from then on. Those that another thread uses stay until the next step, and
+        those that a forward under way does more with than compute.
         """
         is_other = threading.get_ident() != self._thread
+        if self._is_in_forward and not is_other and only_computes(function):
+            yield  # its ops are watched
+            return
         # Transforms of `torch.func` take what is made inside them for their own.
         with self._lock, without_barrier(), torch._C._DisableFuncTorch():
             placed = self._placed
@@ -392,7 +412,7 @@ class ParametersElsewhere(Part):
                         told(item.size_bytes)
                     self._have(item)
                     self._before_write(item)
-                    item.is_held |= is_other
+                    item.is_held |= is_other or self._is_in_forward
                     item.readers += is_other
                     for shared in item.tensors:
                         # While other threads are about, they are to be noticed every time.

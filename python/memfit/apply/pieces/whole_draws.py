@@ -123,7 +123,7 @@ def _counts_in_32_bits() -> bool:
 
     MKL's kernel, which torch uses where it has it, draws whole numbers and converts them.
     """
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()), torch._C._DisableTorchDispatch():
         torch.manual_seed(0)
         floats = torch.empty(256).bernoulli_(0.5)
         torch.manual_seed(0)

@@ -276,8 +276,9 @@ def _through(gradient: Tensor) -> int:
 @cache
 def _alone() -> int:
     """References to a gradient that one variable of the caller holds, and its parameter."""
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    with torch._C._DisableTorchDispatch():  # no op of the script's, which may be recorded
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.zeros(1)
     gradient = gradient_of(parameter)
     assert gradient is not None, "it was given one"
     return _through(gradient)

@@ -143,6 +143,11 @@ class Placing:
         held = self.held
         return contextlib.nullcontext() if held is None else held.running()
 
+    def in_forward(self) -> contextlib.AbstractContextManager[None]:
+        """What the script's own code runs inside in a forward."""
+        held = self.held
+        return contextlib.nullcontext() if held is None else held.in_forward()
+
     def bring_home(self) -> None:
         """Have all parameters in memory until the next planned pass; nothing uses them meanwhile.
 

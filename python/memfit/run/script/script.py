@@ -221,6 +221,7 @@ class AdoptedScript:
         self._current = CurrentPass(loop, root, call, running)
         self._parameter_uses.leave()
         self._files.gradients_wait(loop, running, recorder_of(self._current))
+        self._uses.forward_begins(self._loops)
 
     def _known(self, loop: Loop) -> Iterable[Optimizer]:
         """Those that may step for a loop: until a step of its is over, all that were made.
@@ -307,6 +308,8 @@ class AdoptedScript:
         if current.running.in_forward and current.wanted.is_nothing():
             current.loop.differentiates_more = True
         self._checkpoints.backward_begins()
+        if current.running.in_forward:
+            self._uses.end()
         current.running.backward_begins()
         current.loop.backward_begins(current.running)
         recorder, model = recorder_of(current), current.loop.root
@@ -560,6 +563,8 @@ class AdoptedScript:
         current, self._current = self._current, None
         if current is not None:
             self._checkpoints.end_pass()
+            if current.running.in_forward:
+                self._uses.end()
             loop, kind = current.loop, current.running.kind
             if not current.running.in_forward:
                 loop.recordings.forward_was(current.key, given_up=False)

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Uses:
-    """Calls of models and backwards under way, one inside another.
+    """Forwards, calls of models and backwards under way, one inside another.
 
     Only inside these are parameters let go that the loops keep elsewhere. In between, whoever uses
-    one has it in memory for good: a script that saves its model must find all of it.
+    one has it in memory for good: a script that saves its model must find all of it. So has, in a
+    forward, who does more with one outside of calls than compute.
     """
 
     def __init__(self) -> None:
@@ -33,9 +34,20 @@ class Uses:
         Args:
             loops: Those that may keep parameters elsewhere.
         """
+        self._enter(loop.placing.in_use() for loop in loops)
+
+    def forward_begins(self, loops: Iterable[Loop]) -> None:
+        """The forward of a pass begins, in which the script may use parameters outside of calls.
+
+        Args:
+            loops: As above.
+        """
+        self._enter(loop.placing.in_forward() for loop in loops)
+
+    def _enter(self, contexts: Iterable[contextlib.AbstractContextManager[None]]) -> None:
         entered = contextlib.ExitStack()
-        for loop in loops:
-            entered.enter_context(loop.placing.in_use())
+        for context in contexts:
+            entered.enter_context(context)
         self._entered.append((entered, Nesting()))
 
     def end(self) -> None:

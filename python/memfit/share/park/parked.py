@@ -338,7 +338,7 @@ class ParkedModel:
         """Whether it is awake and some of it still has to be brought in."""
         return isinstance(self._memory, _native.ParkedMemory) and self._memory.is_arriving
 
-    def _on_use(self, tensors: list[Tensor]) -> AbstractContextManager[None]:
+    def _on_use(self, tensors: list[Tensor], _by: object) -> AbstractContextManager[None]:
         """Somebody is about to use tensors that are parked, or on their way."""
         # Without the lock, which in a forked child a thread may hold that is not there.
         if self.is_parked:
