@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from memfit import _native
 from memfit.options import Options
 from memfit.run.script import held_in_files
-from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
+from memfit.run.script.factories import about_to_take
+from memfit.run.script.held_in_files import HELD_IN_FILES, MADE_IN_FILES, HeldInFiles
 from memfit.run.script.request import FitRequest
 from memfit.run.script.written import CALLS
 from memfit.track import cpu
@@ -466,3 +467,91 @@ def test_parameters_that_an_optimizer_of_the_scripts_own_writes_stay(
     (loop,) = [loop for loop in ran.loops if loop["planned"]["steps"]]
     least = 2 * 6 * 512 * 512 * 4
     assert loop["planned"]["peak_bytes"] >= least, "what is trained, and its gradients"
+
+
+CUT = """
+    import copy, torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    def whole():
+        layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 1024)]
+        return nn.Sequential(*layers, *[nn.Linear(1024, 1024) for _ in range(4)])
+
+    cut = whole()[:2]
+    for p in cut.parameters():
+        p.requires_grad_(False)
+    twin = copy.deepcopy(cut)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+    optimizer = torch.optim.Adam(net.parameters())
+    for step in range(5):
+        x = torch.rand(2, 3, 32, 32)
+        loss = (cut(net(x)) - twin(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+def test_a_model_that_is_made_whole_and_cut_fits_one_layer_at_a_time(tmp_path: Path):
+    """44 MiB are made, of which one layer is 28 and a KiB stays."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "31MiB", CUT, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert all(MADE_IN_FILES in loop["notes"] for loop in ran.loops)
+
+
+def test_a_model_stays_in_memory_that_has_room_there(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    ran = inline(tmp_path, "60MiB", CUT, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["peak_bytes"] > 40 * MIB
+    assert not any(MADE_IN_FILES in loop["notes"] for loop in ran.loops)
+
+
+def test_a_model_that_went_is_back_to_be_trained(tmp_path: Path):
+    """4 MiB of weights beside 16 that are there for a moment."""
+    (tmp_path / "disk").mkdir()
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1024))
+    moment = torch.zeros(4096, 1024)
+    del moment
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        loss = model(torch.rand(64, 1024)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    torch.save(model.state_dict(), "end.pt")
+    """
+    ran = inline(tmp_path, "19MiB", code, offload=str(tmp_path / "disk"))
+    (loop,) = ran.loops
+    assert MADE_IN_FILES in loop["notes"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert loop["planned"]["steps"] >= 3
+
+
+def test_what_torch_is_about_to_make_is_told_in_bytes():
+    whole = torch.zeros(1024, 1024)
+    for function, args, kwargs in [
+        (torch.empty, ((1024, 512),), {"dtype": torch.float64}),
+        (torch.randn, (1024, 1024), {"device": "cpu"}),
+        (torch.zeros, (), {"size": (1 << 20,)}),
+        (torch.zeros_like, (whole,), {}),
+        (torch.Tensor.clone, (whole,), {}),
+    ]:
+        assert about_to_take(function, args, kwargs) == function(*args, **kwargs).nbytes
+    for function, args, kwargs in [
+        (torch.empty, (1 << 20,), {"device": "meta"}),
+        (torch.empty, (16,), {}),
+        (torch.clone, (whole.to("meta"),), {}),
+        (torch.add, (whole, whole), {}),
+        (torch.zeros, (), {}),
+    ]:
+        assert about_to_take(function, args, kwargs) == 0

@@ -116,7 +116,7 @@ def test_accumulated_gradients_take_a_pass_each(tmp_path: Path):
 
 def seen(idle: Callable[[], bool] = lambda: True) -> tuple[ParameterUses, list[Any]]:
     found: list[Any] = []
-    return ParameterUses(idle, lambda used, _op, _given: found.append(used)), found
+    return ParameterUses(idle, lambda used, _op, _given: found.append(used), found.append), found
 
 
 def test_a_use_is_seen_before_it_runs_and_a_look_is_none():

@@ -25,7 +25,7 @@ from memfit.run.script.gradients_between import (
     Begin,
     GradientsBetween,
 )
-from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
+from memfit.run.script.held_in_files import HELD_IN_FILES, MADE_IN_FILES, HeldInFiles
 from memfit.run.script.loaded import LOADED_IN_FILES, LoadCall, loadable_bytes
 from memfit.run.script.loop import Loop
 from memfit.run.script.observed import ScriptRecorder
@@ -40,7 +40,7 @@ class BetweenPasses:
     Attributes:
         gradients: The gradients of all models.
         held: What the script holds and never writes.
-        has_loaded: Whether ``torch.load`` has read something to files.
+        before_steps: What is said at the end of every loop, those to come as well.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BetweenPasses:
         self._copies: RemovableHandle | None = None
         self.gradients = GradientsBetween(request)
         self.held = HeldInFiles(request)
-        self.has_loaded = False
+        self.before_steps: dict[str, None] = {}
 
     @property
     def place(self) -> str:
@@ -186,6 +186,20 @@ class BetweenPasses:
             if freed > 0:
                 self.goes_to(place, STATE_IN_FILES)
 
+    def takes(self, size_bytes: int) -> None:
+        """Have models that were made and not used yet in files where what is made lacks room.
+
+        Args:
+            size_bytes: How much is about to be made.
+        """
+        budget_bytes = self._budget_bytes()
+        if self._in_pass() or _native.counted_bytes() + size_bytes <= budget_bytes:
+            return
+        place = self.held.make_room(budget_bytes)
+        if place:
+            self.before_steps[MADE_IN_FILES] = None
+            self.goes_to(place, MADE_IN_FILES)
+
     # What the script saves and loads
 
     def saves(self, optimizer: Optimizer) -> None:
@@ -223,7 +237,7 @@ class BetweenPasses:
         """Know of what was read to files."""
         self.held.loaded(call.mapped)
         if call.mapped:
-            self.has_loaded = True
+            self.before_steps[LOADED_IN_FILES] = None
             self.goes_to(call.place, LOADED_IN_FILES)
 
     def _lacks_room(self, more_bytes: int, budget_bytes: int) -> bool:

@@ -56,6 +56,11 @@ from memfit.track.owners import instances, storage_of
 HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"
 """What is said at the end where that was done."""
 
+MADE_IN_FILES = (
+    "models are mapped from files while others are made for which there is no room beside them"
+)
+"""Likewise, of what is made before the first step."""
+
 LEAST_HELD_BYTES = 1 << 14
 """Smaller ones stay that would go once: of their last page in a mapping, much would be nobody's."""
 
@@ -121,7 +126,7 @@ class HeldInFiles:
         self._stays: Counter[int] = Counter()
         self._looks = 0
         self._is_first = True
-        self._looked_at_bytes = 0
+        self._looked_at_bytes = self._after_room_bytes = 0
         self._live_bytes: list[int] = []
         self._leaving: list[torch.UntypedStorage] = []
         self.count = 0
@@ -145,8 +150,8 @@ class HeldInFiles:
         Returns:
             Where anything is; empty where all is in memory.
         """
-        place = "" if self._is_over else strays_to(self._request, "cpu")
-        if not takes_files(place):
+        place = self._place()
+        if not place:
             return ""
         self._leaving.clear()
         self._seen.update(self._written.rested())
@@ -162,6 +167,36 @@ class HeldInFiles:
         except (OSError, RuntimeError):
             self._is_over = True  # what went is there, and the others stay
         return place if self._mapped else ""
+
+    def make_room(self, budget_bytes: int) -> str:
+        """Have parameters in files that nothing trains yet.
+
+        Args:
+            budget_bytes: The budget.
+
+        Returns:
+            Where any are that went now; empty where none did.
+        """
+        place, worth = self._place(), int(budget_bytes * _WORTH)
+        has_grown = _native.counted_bytes() > self._after_room_bytes + worth
+        if not place or not has_grown or self._looks >= MOST_LOOKS:
+            return ""
+        self._looks += 1
+        self._leaving.clear()
+        count = self.count
+        try:
+            self._map(
+                [it for it in self._found(set()) if isinstance(it, nn.Parameter)], worth, place
+            )
+        except (OSError, RuntimeError):
+            self._is_over = True
+        self._after_room_bytes = _native.counted_bytes()
+        return place if self.count > count else ""
+
+    def _place(self) -> str:
+        """Where tensors may go; empty for nowhere."""
+        place = "" if self._is_over else strays_to(self._request, "cpu")
+        return place if takes_files(place) else ""
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Have in memory what it is going to write."""

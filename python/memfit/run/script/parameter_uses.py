@@ -1,9 +1,10 @@
-"""Parameters that are used outside any module's call, which begins a step as a call does.
+"""What a script does with tensors between steps, seen before it is done.
 
-A method of the model's own that reads its weights, a scene of bare parameters that a function
-renders: there is no call to see, or one comes when half of forward is over. Responsible for seeing
-the first op on such a parameter. Not responsible for what begins then
-(:mod:`memfit.run.script.script`).
+Responsible for seeing the first op on a parameter outside any module's call, which begins a step as
+a call does: a method of the model's own that reads its weights, a scene of bare parameters that a
+function renders. And for seeing how much memory is about to be taken, as models are made before the
+first step. Not responsible for what follows (:mod:`memfit.run.script.script`,
+:mod:`memfit.run.script.between_passes`).
 
 A mode of torch functions sees every op before it runs, for a microsecond or two. So it is there
 between steps only, and until all optimizers that were made have stepped, unless a step began by it.
@@ -20,8 +21,13 @@ from torch import Tensor
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
+from memfit.run.script.factories import about_to_take
+
 Used = Callable[[Tensor, str, Any], None]
 """Told of a parameter, the name of the op, and all that it is called with."""
+
+Takes = Callable[[int], None]
+"""Told of bytes that are about to be taken."""
 
 _COMPUTE = frozenset(
     """
@@ -50,15 +56,17 @@ between steps to tell a beginning by what it is not.
 class ParameterUses:
     """What sees them, from :meth:`watch` to :meth:`leave`."""
 
-    def __init__(self, is_idle: Callable[[], bool], used: Used) -> None:
+    def __init__(self, is_idle: Callable[[], bool], used: Used, takes: Takes) -> None:
         """Watch nothing yet.
 
         Args:
             is_idle: Whether a use would begin a step.
             used: Told of a use then.
+            takes: Told of bytes that are about to be taken then.
         """
         self._is_idle = is_idle
         self._used = used
+        self._takes = takes
         self._mode: _Uses | None = None
 
     def watch(self) -> None:
@@ -66,7 +74,7 @@ class ParameterUses:
         if self._mode is not None:
             self._mode.sees = True
         elif not _len_torch_function_stack():
-            self._mode = _Uses(self._is_idle, self._used)
+            self._mode = _Uses(self._is_idle, self._used, self._takes)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
@@ -80,13 +88,14 @@ class ParameterUses:
 
 
 class _Uses(TorchFunctionMode):
-    """Tells of ops on leaves that are trained."""
+    """Tells of ops on leaves that are trained, and of memory that is about to be taken."""
 
-    def __init__(self, is_idle: Callable[[], bool], used: Used) -> None:
+    def __init__(self, is_idle: Callable[[], bool], used: Used, takes: Takes) -> None:
         super().__init__()
         self.sees = True
         self._is_idle = is_idle
         self._used = used
+        self._takes = takes
         self._thread = threading.get_ident()
 
     def __torch_function__(
@@ -97,11 +106,15 @@ class _Uses(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.sees and torch.is_grad_enabled() and self._is_idle():
-            leaf = next(_leaves((*args, *kwargs.values())), None)
-            name = getattr(func, "__name__", "")
-            if leaf is not None and name in _COMPUTE and threading.get_ident() == self._thread:
-                self._used(leaf, name, (args, kwargs))
+        if self.sees and self._is_idle() and threading.get_ident() == self._thread:
+            size_bytes = about_to_take(func, args, kwargs)
+            if size_bytes:
+                self._takes(size_bytes)
+            elif torch.is_grad_enabled():
+                leaf = next(_leaves((*args, *kwargs.values())), None)
+                name = getattr(func, "__name__", "")
+                if leaf is not None and name in _COMPUTE:
+                    self._used(leaf, name, (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -40,7 +40,6 @@ from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
-from memfit.run.script.loaded import LOADED_IN_FILES
 from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.parameter_uses import ParameterUses
@@ -84,7 +83,9 @@ class AdoptedScript:
         self._roots = Roots()
         self._uses = Uses()
         self._parameter_uses = ParameterUses(
-            self._may_begin, lambda *of: self._signals.tell(self._is_used, *of)
+            self._may_begin,
+            lambda *of: self._signals.tell(self._is_used, *of),
+            lambda size_bytes: self._signals.tell(self._files.takes, size_bytes),
         )
         self._files = BetweenPasses(
             request,
@@ -128,6 +129,7 @@ class AdoptedScript:
         self._hold(torch.device("cpu"))
         self._checkpoints.install()
         BEFORE_RETURN.append(self._files.parameter_returns)
+        self._watch_uses()
 
     # What the script does
 
@@ -167,9 +169,13 @@ class AdoptedScript:
             self._begin_pass(root, call)
 
     def _watch_uses(self) -> None:
-        """Have a step begin with the use of a parameter, where one did or may do."""
-        may = not self._made <= self._optimizers or any(it.beginning_uses for it in self._loops)
-        if may and not (self._has_compiled or self._refusal):
+        """Have a step begin with the use of a parameter, where one did or may do.
+
+        Before the first one, models are made.
+        """
+        steps = not self._made <= self._optimizers or any(it.beginning_uses for it in self._loops)
+        makes = not self._loops and self._kept.budget_bytes > 0
+        if (steps or makes) and not (self._has_compiled or self._refusal):
             self._parameter_uses.watch()
         else:
             self._parameter_uses.leave()
@@ -501,8 +507,7 @@ class AdoptedScript:
         )
         self._loops.append(loop)
         self._files.held.look_anew()
-        if self._files.has_loaded:
-            loop.notes[LOADED_IN_FILES] = None
+        loop.notes.update(self._files.before_steps)
         if self._has_compiled:
             loop.compiled_runs()
         if loop.refusal:
