@@ -210,27 +210,25 @@ def _freed_by_allocator() -> tuple[int, int] | None:
     So does a ``c10::DataPtr`` begin (``UniqueVoidPtr.h``). Looked for in memory that is known, and
     ``None`` where it is not found, or where arrays of numpy would not count as owners.
     """
-    with torch._C._DisableTorchDispatch():  # no op of the script's, which may be under way
-        own, lent = (
-            torch.empty(1, device="cpu"),
-            torch.frombuffer(bytearray(4), dtype=torch.float32),
-        )
-    storage, other = own.untyped_storage(), lent.untyped_storage()
-    place, words, theirs = storage.data_ptr(), _words(storage), _words(other)
-    found = [
-        (index, words[index + 1])
-        for index in range(_LEAST_WORDS - 2)
-        if words[index] == words[index + 2] == place
-        and theirs[index] == other.data_ptr() != theirs[index + 2]
-        and theirs[index + 1] != words[index + 1]
-    ]
-    alone = _owners(storage)[0]
-    try:
-        array = own.numpy()
-    except RuntimeError:  # without numpy nothing gives arrays away
-        return found[0] if len(found) == 1 else None
-    is_seen = _owners(storage)[0] > alone
-    del array
+    with torch._C._DisableTorchDispatch():  # no op of the script's, which may be recorded
+        own = torch.empty(1, device="cpu")
+        lent = torch.frombuffer(bytearray(4), dtype=torch.float32)
+        storage, other = own.untyped_storage(), lent.untyped_storage()
+        place, words, theirs = storage.data_ptr(), _words(storage), _words(other)
+        found = [
+            (index, words[index + 1])
+            for index in range(_LEAST_WORDS - 2)
+            if words[index] == words[index + 2] == place
+            and theirs[index] == other.data_ptr() != theirs[index + 2]
+            and theirs[index + 1] != words[index + 1]
+        ]
+        alone = _owners(storage)[0]
+        try:
+            array = own.numpy()
+        except RuntimeError:  # without numpy nothing gives arrays away
+            return found[0] if len(found) == 1 else None
+        is_seen = _owners(storage)[0] > alone
+        del array
     return found[0] if len(found) == 1 and is_seen else None
 
 
