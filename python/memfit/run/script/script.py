@@ -58,6 +58,10 @@ from memfit.track.owners import instances
 from memfit.track.steps import STEPS
 
 
+BY_HAND = "`torch.autograd.grad` outside of its steps: nothing is planned there"
+"""What is said at the end of a loop whose steps are planned all the same."""
+
+
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
 
@@ -309,7 +313,12 @@ class AdoptedScript:
         is_by_hand = not accumulates and current.running.in_forward
         if is_by_hand or creates_graph:
             self._end_pass()
-            self._refuse(current.loop, "it asks autograd for gradients as part of its computation")
+            if any(count.steps for count in current.loop.counts.values()):
+                current.loop.notes[BY_HAND] = None  # its steps are others, as where a test adapts
+            else:
+                self._refuse(
+                    current.loop, "it asks autograd for gradients as part of its computation"
+                )
             return
         if current.running.in_forward and current.wanted.is_nothing():
             current.loop.differentiates_more = True
