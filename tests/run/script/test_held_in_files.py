@@ -503,6 +503,35 @@ def test_a_model_that_is_made_whole_and_cut_fits_one_layer_at_a_time(tmp_path: P
     assert all(MADE_IN_FILES in loop["notes"] for loop in ran.loops)
 
 
+def test_what_is_initialised_after_it_went_goes_again(tmp_path: Path):
+    """As torchvision's ResNets are: every weight is written once all layers are there."""
+    (tmp_path / "disk").mkdir()
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    teacher = nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)])
+    for module in teacher:
+        nn.init.kaiming_normal_(module.weight)
+    teacher.requires_grad_(False)
+    student = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 512))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(5):
+        x = torch.randn(64, 512)
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = (student(x) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "9MiB", code, offload=str(tmp_path / "disk"))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert all(MADE_IN_FILES in loop["notes"] for loop in ran.loops)
+
+
 def test_a_model_stays_in_memory_that_has_room_there(tmp_path: Path):
     (tmp_path / "disk").mkdir()
     ran = inline(tmp_path, "60MiB", CUT, offload=str(tmp_path / "disk"))

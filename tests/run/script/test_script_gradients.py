@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ran import inline
+from ran import assert_within_budget, inline
+
+from memfit.run.script.script import BY_HAND
 
 NET = """
     import torch
@@ -83,6 +85,38 @@ def test_gradients_that_the_script_puts_in_place_itself_are_named(tmp_path: Path
     )
     assert "`ByHand` runs unplanned: it asks autograd for gradients" in ran.stderr
     assert all(loop["planned"]["steps"] == 0 for loop in ran.loops)
+
+
+def test_a_test_that_adapts_by_hand_leaves_the_steps_planned(tmp_path: Path):
+    """As a MAML does: gradients of the model's parameters, and no step of its optimizer."""
+    ran = inline(
+        tmp_path,
+        "16MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)])
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(8):
+        x = torch.randn(2048, 128)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+        if step % 3 == 2:
+            tested = model(x).square().mean()
+            gradients = torch.autograd.grad(tested, list(model.parameters()))
+            print(repr(sum(g.norm() for g in gradients).item()))
+    """,
+    )
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    assert BY_HAND in loop["notes"]
+    assert loop["observed"]["steps"] + loop["planned"]["steps"] == 8
+    assert_within_budget(loop)
 
 
 def test_computed_weights_that_a_call_brings_along_are_no_parameters(tmp_path: Path):

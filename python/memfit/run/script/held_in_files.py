@@ -171,6 +171,8 @@ class HeldInFiles:
     def make_room(self, budget_bytes: int) -> str:
         """Have parameters in files that nothing trains yet.
 
+        They may go again at once when they are written, as when their model is initialised.
+
         Args:
             budget_bytes: The budget.
 
@@ -185,9 +187,12 @@ class HeldInFiles:
         self._leaving.clear()
         count = self.count
         try:
-            self._map(
-                [it for it in self._found(set()) if isinstance(it, nn.Parameter)], worth, place
-            )
+            self._look_at_writes(place)
+            found: list[Tensor] = [it for it in self._found(set()) if type(it) is nn.Parameter]
+            self._map(found, worth, place)
+            for it in found:
+                if (mapped := self._mapped.get(id(it))) is not None:
+                    mapped.goes_again = True
         except (OSError, RuntimeError):
             self._is_over = True
         self._after_room_bytes = _native.counted_bytes()

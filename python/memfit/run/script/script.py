@@ -57,7 +57,6 @@ from memfit.run.script.verdict import BudgetKept, Over
 from memfit.track.owners import instances
 from memfit.track.steps import STEPS
 
-
 BY_HAND = "`torch.autograd.grad` outside of its steps: nothing is planned there"
 """What is said at the end of a loop whose steps are planned all the same."""
 
