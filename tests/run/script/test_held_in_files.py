@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ from memfit.run.script import held_in_files
 from memfit.run.script.factories import about_to_take
 from memfit.run.script.held_in_files import HELD_IN_FILES, MADE_IN_FILES, HeldInFiles
 from memfit.run.script.request import FitRequest
+from memfit.run.script.shared_memory import Sharing
 from memfit.run.script.written import CALLS
+from memfit.tensors.storage import is_private_mapping
 from memfit.track import cpu
 
 MIB = 1 << 20
@@ -564,6 +569,64 @@ def test_a_model_that_went_is_back_to_be_trained(tmp_path: Path):
     assert MADE_IN_FILES in loop["notes"]
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert loop["planned"]["steps"] >= 3
+
+
+SHARED = """
+    import torch
+    import torch.multiprocessing as mp
+    from torch import nn
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 1024)).square().mean().backward()
+            optimizer.step()
+
+    if __name__ == "__main__":
+        torch.manual_seed(0)
+        model = nn.Linear(1024, 1024)
+        moment = torch.zeros(4096, 1024)
+        del moment
+        SHARES
+        worker = mp.get_context(START).Process(target=train, args=(model,))
+        worker.start()
+        worker.join()
+        print(worker.exitcode, model.weight.sum().item(), model.bias.sum().item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("shares", "start"), [("model.share_memory()", '"fork"'), ("pass", '"spawn"')]
+)
+def test_what_other_processes_write_to_is_shared_with_them(tmp_path: Path, shares: str, start: str):
+    """Hogwild: the model was in a file, as there was no room beside what was made next."""
+    (tmp_path / "disk").mkdir()
+    code = SHARED.replace("SHARES", shares).replace("START", start)
+    ran = inline(tmp_path, "18MiB", code, offload=str(tmp_path / "disk"))
+    assert ran.stdout.startswith("0 ")
+    assert ran.fitting["verdict"]["peak_bytes"] < 17 * MIB, "it had gone"
+
+
+def test_a_queue_sends_what_is_in_a_file(held: HeldInFiles):
+    """Its thread pickles: what it sends is a copy, since the tensor may be in use."""
+    sharing = Sharing(held.shares)
+    sent = large()
+    expected = sent.clone()
+    assert place(held)
+    assert is_mapped(sent)
+    sharing.install()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            copy = pool.submit(lambda: pickle.loads(ForkingPickler.dumps(sent))).result()  # noqa: S301
+        assert is_mapped(sent)
+        assert torch.equal(copy, expected)
+        assert sent.share_memory_() is sent
+        assert not is_private_mapping(sent.untyped_storage())
+        assert sent.is_shared()
+        assert torch.equal(sent, expected)
+    finally:
+        sharing.remove()
 
 
 def test_what_torch_is_about_to_make_is_told_in_bytes():

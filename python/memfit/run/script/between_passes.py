@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -200,7 +200,7 @@ class BetweenPasses:
             self.before_steps[MADE_IN_FILES] = None
             self.goes_to(place, MADE_IN_FILES)
 
-    # What the script saves and loads
+    # What the script saves, loads and shares
 
     def saves(self, optimizer: Optimizer) -> None:
         """Have room for copies of the state that is offloaded, or those in files.
@@ -239,6 +239,10 @@ class BetweenPasses:
         if call.mapped:
             self.before_steps[LOADED_IN_FILES] = None
             self.goes_to(call.place, LOADED_IN_FILES)
+
+    def shares(self, tensor: Tensor) -> None:
+        """Have in memory what other processes are to write to."""
+        self.held.shares(tensor)
 
     def _lacks_room(self, more_bytes: int, budget_bytes: int) -> bool:
         """Whether so much more is over the budget now, or beside the next step of a loop."""

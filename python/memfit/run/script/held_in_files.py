@@ -237,6 +237,17 @@ class HeldInFiles:
         mapped = (it for it in state if self._mapped.pop(id(it), None) is not None)
         bring_back([it for it in mapped if _is_mapped(it)])
 
+    def shares(self, tensor: Tensor) -> None:
+        """Have in memory what the script is about to share, with all tensors that have it too.
+
+        Args:
+            tensor: One in a mapped file.
+        """
+        for tensors in _tensors_at({tensor.untyped_storage().data_ptr()}):
+            for it in tensors:
+                self._mapped.pop(id(it), None)
+            _to_memory_together(tensors)
+
     def look_anew(self) -> None:
         """Map what is there now at once: another model's first pass begins, or one is not trained.
 

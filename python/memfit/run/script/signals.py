@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memfit.run.script.direct_calls import DirectCalls
 from memfit.run.script.fused import UpdatesMadeError
 from memfit.run.script.loaded import LoadCall
 from memfit.run.script.own_methods import OwnMethods
+from memfit.run.script.shared_memory import Sharing
 from memfit.track.steps import STEPS
 
 
@@ -86,7 +87,7 @@ class Listener(Protocol):
 
 
 class FileListener(Protocol):
-    """Told what the script saves and loads."""
+    """Told what the script saves, loads and shares."""
 
     def saves(self, optimizer: Optimizer) -> None:
         """It is about to be asked for its ``state_dict()``."""
@@ -103,6 +104,9 @@ class FileListener(Protocol):
     def loaded(self, call: LoadCall) -> None:
         """It has, to where it was told."""
 
+    def shares(self, tensor: Tensor) -> None:
+        """A tensor in a mapped file is about to be shared with other processes."""
+
 
 class Signals:
     """The stand-ins, from :meth:`install` to :meth:`remove`.
@@ -116,7 +120,7 @@ class Signals:
 
         Args:
             listener: Told what happens.
-            files: Told of what is saved and loaded.
+            files: Told of what is saved, loaded and shared.
         """
         self._listener = listener
         self._files = files
@@ -129,13 +133,15 @@ class Signals:
         self._call = self._calling(nn.Module.__call__)
         self._direct_calls = DirectCalls(self._calling)
         self._own_methods = OwnMethods(self._method)
+        self._sharing = Sharing(lambda tensor: self.tell(files.shares, tensor))
         self._in_compiled = self._watches_compiled = False
 
     def install(self) -> None:
         """Stand in for what tells of a training step; undone in children that the script forks."""
         self._replace(nn.Module, "__call__", self._call)
         self._direct_calls.install()
-        self._undo += [self._direct_calls.remove, self._own_methods.remove]
+        self._sharing.install()
+        self._undo += [self._direct_calls.remove, self._own_methods.remove, self._sharing.remove]
         if "torch._dynamo.eval_frame" in sys.modules:
             self._watch_compiled()
         else:
