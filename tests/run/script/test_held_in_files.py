@@ -537,6 +537,27 @@ def test_what_is_initialised_after_it_went_goes_again(tmp_path: Path):
     assert all(MADE_IN_FILES in loop["notes"] for loop in ran.loops)
 
 
+def test_what_is_written_before_the_first_step_is_memory_until_it_goes_again(held: HeldInFiles):
+    """No variable of a function holds the weight: such a tensor stays as it is."""
+    model = nn.Linear(1024, 1024)
+    size = model.weight.nbytes
+    assert held.make_room(1 << 20)
+    assert is_mapped(model.weight)
+    assert held.written_bytes() == 0
+    for _ in range(2):  # initialised, and read from a checkpoint
+        assert about_to_take(torch.Tensor.copy_, (model.weight, model.weight), {}) == size
+        assert about_to_take(nn.init.normal_, (), {"tensor": model.weight}) == size
+        nn.init.normal_(model.weight)
+        assert held.written_bytes() == size
+        expected = model.weight.detach().clone()
+        held.make_room(1 << 20)
+        assert is_mapped(model.weight)
+        assert held.written_bytes() == 0
+        assert torch.equal(model.weight, expected)
+    plain = torch.zeros(1024, 1024)
+    assert about_to_take(torch.Tensor.copy_, (plain, plain), {}) == 0
+
+
 def test_a_model_stays_in_memory_that_has_room_there(tmp_path: Path):
     (tmp_path / "disk").mkdir()
     ran = inline(tmp_path, "60MiB", CUT, offload=str(tmp_path / "disk"))

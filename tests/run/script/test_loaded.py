@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ran import inline
+from ran import in_processes, inline
 from torch import Tensor, nn
 
 from memfit import _native
@@ -67,6 +67,30 @@ def test_a_checkpoint_that_is_read_takes_no_memory(tmp_path: Path):
     ran = inline(tmp_path, "26MiB", TRAINS + READS_AT_THE_END, offload="chosen")
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert LOADED_IN_FILES in ran.loops[0]["notes"]
+
+
+def test_what_torch_has_not_imported_yet_is_no_failure(tmp_path: Path):
+    """Reading comes first, in a new process: nothing has imported torch's settings of it."""
+    torch.save(nn.Linear(512, 512).state_dict(), tmp_path / "first.pt")
+    code = """
+    import sys, torch
+    from torch import nn
+
+    model = nn.Linear(512, 512)
+    model.load_state_dict(torch.load(sys.argv[1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.ones(16, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    ran = inline(
+        tmp_path, "26MiB", code, str(tmp_path / "first.pt"), ways=in_processes, offload="chosen"
+    )
+    assert ran.fitting["refusal"] is None
+    assert len(ran.loops) == 1
 
 
 def test_what_is_resumed_from_may_be_written_over(tmp_path: Path):

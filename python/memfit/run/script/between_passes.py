@@ -193,7 +193,8 @@ class BetweenPasses:
             size_bytes: How much is about to be made.
         """
         budget_bytes = self._budget_bytes()
-        if self._in_pass() or _native.counted_bytes() + size_bytes <= budget_bytes:
+        live = _native.counted_bytes() + self.held.written_bytes()
+        if self._in_pass() or live + size_bytes <= budget_bytes:
             return
         place = self.held.make_room(budget_bytes)
         if place:

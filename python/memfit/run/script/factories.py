@@ -1,8 +1,9 @@
 """How much memory a call of one of torch's factory functions is about to take.
 
 Responsible for what models and their copies are made by: ``empty``, ``randn``, ``clone`` and the
-like, on the CPU. Not responsible for what is done where there is no room
-(:mod:`memfit.run.script.between_passes`).
+like, on the CPU; and for writing to what is in a mapped file, as when a model is initialised or a
+checkpoint is read, which makes memory of its pages. Not responsible for what is done where there is
+no room (:mod:`memfit.run.script.between_passes`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from memfit.tensors.storage import is_private_mapping
+from memfit.track.owners import storage_of
 
 LEAST_BYTES = 1 << 20
 """Smaller ones are not looked at."""
@@ -40,7 +44,16 @@ def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
         like = args[0] if args else kwargs.get("input")
         if isinstance(like, Tensor) and like.layout is torch.strided and like.is_cpu:
             return like.nbytes if like.nbytes >= LEAST_BYTES and not kwargs.get("device") else 0
+    written = args[0] if args else kwargs.get("tensor")  # as functions of `nn.init` are told
+    if isinstance(written, Tensor) and _writes(getattr(function, "__name__", "")):
+        storage = storage_of(written) if written.nbytes >= LEAST_BYTES else None
+        return written.nbytes if storage is not None and is_private_mapping(storage) else 0
     return 0
+
+
+def _writes(name: str) -> bool:
+    """Whether a function writes to its first argument, as its name says."""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _elements(sizes: Any) -> int:

@@ -171,7 +171,7 @@ class HeldInFiles:
     def make_room(self, budget_bytes: int) -> str:
         """Have parameters in files that nothing trains yet.
 
-        They may go again at once when they are written, as when their model is initialised.
+        What is written meanwhile goes again at once, as a model that is initialised.
 
         Args:
             budget_bytes: The budget.
@@ -180,23 +180,31 @@ class HeldInFiles:
             Where any are that went now; empty where none did.
         """
         place, worth = self._place(), int(budget_bytes * _WORTH)
-        has_grown = _native.counted_bytes() > self._after_room_bytes + worth
+        live = _native.counted_bytes() + self.written_bytes()
+        has_grown = live > self._after_room_bytes + worth
         if not place or not has_grown or self._looks >= MOST_LOOKS:
             return ""
         self._looks += 1
         self._leaving.clear()
         count = self.count
         try:
+            self._let_all_go_again()
             self._look_at_writes(place)
-            found: list[Tensor] = [it for it in self._found(set()) if type(it) is nn.Parameter]
-            self._map(found, worth, place)
-            for it in found:
-                if (mapped := self._mapped.get(id(it))) is not None:
-                    mapped.goes_again = True
+            self._map([it for it in self._found(set()) if type(it) is nn.Parameter], worth, place)
+            self._let_all_go_again()
         except (OSError, RuntimeError):
             self._is_over = True
         self._after_room_bytes = _native.counted_bytes()
         return place if self.count > count else ""
+
+    def _let_all_go_again(self) -> None:
+        for mapped in self._mapped.values():
+            mapped.goes_again = True
+
+    def written_bytes(self) -> int:
+        """Bytes of what was written since it went, whose pages are memory."""
+        mapped = ((it.tensor(), it.version) for it in self._mapped.values())
+        return sum(it.nbytes for it, version in mapped if it is not None and it._version != version)
 
     def _place(self) -> str:
         """Where tensors may go; empty for nowhere."""

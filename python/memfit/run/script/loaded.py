@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.serialization import default_restore_location
+from torch.utils.serialization import config
 
 from memfit.apply.offload.mapped import LEAST_BYTES, in_file
 
@@ -43,7 +44,7 @@ def loadable_bytes(file: Any, map_location: Any, *, mmap: bool | None) -> int:
         to another device, or comes in the format of before torch 1.6, whose storages are filled
         once they are where they belong.
     """
-    mmap = torch.utils.serialization.config.load.mmap if mmap is None else mmap
+    mmap = config.load.mmap if mmap is None else mmap
     is_of_host = map_location is None or str(map_location) == "cpu"
     if mmap or not is_of_host or not isinstance(file, str | os.PathLike):
         return 0

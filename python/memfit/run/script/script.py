@@ -312,7 +312,8 @@ class AdoptedScript:
         is_by_hand = not accumulates and current.running.in_forward
         if is_by_hand or creates_graph:
             self._end_pass()
-            if any(count.steps for count in current.loop.counts.values()):
+            has_stepped = any(count.steps for count in current.loop.counts.values())
+            if has_stepped and not creates_graph:
                 current.loop.notes[BY_HAND] = None  # its steps are others, as where a test adapts
             else:
                 self._refuse(
