@@ -656,6 +656,7 @@ def test_what_torch_is_about_to_make_is_told_in_bytes():
         (torch.empty, ((1024, 512),), {"dtype": torch.float64}),
         (torch.randn, (1024, 1024), {"device": "cpu"}),
         (torch.zeros, (), {"size": (1 << 20,)}),
+        (torch.ones, (1 << 20,), {"dtype": float}),
         (torch.zeros_like, (whole,), {}),
         (torch.Tensor.clone, (whole,), {}),
     ]:
@@ -666,5 +667,9 @@ def test_what_torch_is_about_to_make_is_told_in_bytes():
         (torch.clone, (whole.to("meta"),), {}),
         (torch.add, (whole, whole), {}),
         (torch.zeros, (), {}),
+        (torch.zeros, ((),), {}),
+        (torch.Tensor.add_, (whole.to_sparse(), 1), {}),
+        (nn.init.zeros_, (), {"tensor": whole}),
+        (len, ([whole],), {}),
     ]:
         assert about_to_take(function, args, kwargs) == 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memfit.tensors.storage import is_private_mapping
 from memfit.track.owners import storage_of
@@ -27,6 +27,8 @@ _OF_SIZES = frozenset({torch.empty, torch.full, torch.ones, torch.rand, torch.ra
 _ALIKE = frozenset({torch.clone, torch.empty_like, torch.ones_like, torch.zeros_like, Tensor.clone})
 """Called with a tensor as large as the one that they make."""
 
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
 
 def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes that a call takes from the CPU's memory; 0 for little, and for other functions.
@@ -37,18 +39,18 @@ def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
         kwargs: Likewise.
     """
     if function in _OF_SIZES:
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        size = _elements(kwargs.get("size", args)) * dtype.itemsize
+        size = _elements(kwargs.get("size", args)) * _element_bytes(kwargs.get("dtype"))
         return size if size >= LEAST_BYTES and _is_on_cpu(kwargs.get("device")) else 0
-    if function in _ALIKE:
-        like = args[0] if args else kwargs.get("input")
-        if isinstance(like, Tensor) and like.layout is torch.strided and like.is_cpu:
-            return like.nbytes if like.nbytes >= LEAST_BYTES and not kwargs.get("device") else 0
-    written = args[0] if args else kwargs.get("tensor")  # as functions of `nn.init` are told
-    if isinstance(written, Tensor) and _writes(getattr(function, "__name__", "")):
-        storage = storage_of(written) if written.nbytes >= LEAST_BYTES else None
-        return written.nbytes if storage is not None and is_private_mapping(storage) else 0
-    return 0
+    name = getattr(function, "__name__", "")
+    if function not in _ALIKE and not _writes(name):
+        return 0
+    tensor: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    if type(tensor) not in _KINDS or tensor.device.type != "cpu":
+        return 0  # a class of its own may refuse anything
+    size = tensor.nbytes if tensor.layout is torch.strided else 0
+    if size < LEAST_BYTES or (function in _ALIKE and kwargs.get("device") is not None):
+        return 0
+    return size if function in _ALIKE or _is_mapped(tensor) else 0
 
 
 def _writes(name: str) -> bool:
@@ -56,11 +58,24 @@ def _writes(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def _is_mapped(tensor: Tensor) -> bool:
+    storage = storage_of(tensor)
+    return storage is not None and is_private_mapping(storage)
+
+
 def _elements(sizes: Any) -> int:
-    """How many elements sizes come to; 0 of what is none."""
-    first = sizes[0] if sizes else None
-    numbers = first if isinstance(first, (list, tuple)) else sizes
+    """How many elements sizes come to, as far as they are numbers; 0 of what are none."""
+    if not isinstance(sizes, (list, tuple)) or not sizes:
+        return 0
+    numbers = sizes[0] if isinstance(sizes[0], (list, tuple)) else sizes
     return math.prod(it for it in numbers if isinstance(it, int))
+
+
+def _element_bytes(dtype: Any) -> int:
+    """Bytes of an element; a type of Python's stands for one of 8 bytes at most."""
+    if dtype is None:
+        return torch.get_default_dtype().itemsize
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 8
 
 
 def _is_on_cpu(device: Any) -> bool:

@@ -56,9 +56,7 @@ from memfit.track.owners import instances, storage_of
 HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"
 """What is said at the end where that was done."""
 
-MADE_IN_FILES = (
-    "models are mapped from files while others are made for which there is no room beside them"
-)
+MADE_IN_FILES = "models wait in mapped files while more is made than there is room for beside them"
 """Likewise, of what is made before the first step."""
 
 LEAST_HELD_BYTES = 1 << 14
