@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ran import Ran, assert_within_budget, in_forks, inline
 
+from memfit import _native
+from memfit.run.script.described import _least_budget_bytes
+from memfit.run.script.passes import Count
 from memfit.run.script.verdict import BudgetKept, Over
+from memfit.run.script.ways_out import why_over
 
 STEPS = """
     import torch
@@ -199,8 +205,23 @@ def test_a_folder_is_chosen_where_nothing_else_fits(tmp_path: Path):
     assert kinds & {"offload_optimizer", "offload_parameters"}
     assert loop["planned"]["peak_bytes"] <= 22 << 20
     assert "`--no-offload` forbids it" in chosen.stderr
-    assert "nothing else fits" not in none.stderr
+    assert "what lacks room is offloaded" not in none.stderr
     assert "without --no-offload a step would take" in none.stderr
+
+
+@pytest.mark.parametrize("size", [900, (46 << 20) + 27136, (3 << 30) + 5, (1 << 40) + 1])
+def test_a_budget_that_is_named_as_a_remedy_is_large_enough(size: int):
+    """46.03 MiB are 46.0 MiB as people read them, which would be too little."""
+    _, remedy = why_over("observed", size, None, "")
+    named = _native.parse_budget(remedy.removeprefix("a budget of "), 0)
+    assert size <= named <= size * 1.011
+
+
+def test_the_smallest_budget_to_ask_for_has_room_for_the_steps_that_are_recorded():
+    plan: Any = SimpleNamespace(minimum_budget_bytes=100)
+    for recorded, least in [(150, 150), (80, 100)]:
+        loop: Any = SimpleNamespace(counts={"observed": Count(1, recorded)})
+        assert _least_budget_bytes(loop, plan, None) == least
 
 
 def _strict(folder: Path, budget: str, code: str, *options: str) -> Ran:

@@ -62,7 +62,7 @@ def found(loop: Loop, plan: Plan) -> str:
     if plan.fits:
         return f"{head}: a step takes {takes}; planned: {predicted}, {took}"
     head = f"{head}: a step takes {takes}, and no plan fits {size(plan.budget_bytes)}"
-    least = max(_least_budget_bytes(plan, planned), loop.placing.most_update_bytes)
+    least = max(_least_budget_bytes(loop, plan, planned), loop.placing.most_update_bytes)
     ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
     if planned is not None and planned.runs_as_recorded:
         took = size(planned.recorded_peak_bytes)
@@ -72,17 +72,20 @@ def found(loop: Loop, plan: Plan) -> str:
     return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
 
 
-def _least_budget_bytes(plan: Plan, planned: PlannedStep | None) -> int:
+def _least_budget_bytes(loop: Loop, plan: Plan, planned: PlannedStep | None) -> int:
     """The smallest budget to ask for: that of a plan, or what steps take as recorded.
 
+    The steps that are recorded come first, whatever the budget is.
+
     Args:
+        loop: The loop.
         plan: A plan that does not fit.
         planned: The step that it is for.
     """
     least = plan.minimum_budget_bytes
-    if planned is None or not planned.runs_as_recorded:
-        return least
-    return min(least, planned.recorded_peak_bytes)
+    if planned is not None and planned.runs_as_recorded:
+        least = min(least, planned.recorded_peak_bytes)
+    return max(least, loop.counts["observed"].peak_bytes)
 
 
 def described(loop: Loop) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def described(loop: Loop) -> dict[str, Any]:
         "observed": _counted(loop, "observed"),
         "planned": _counted(loop, "planned"),
         "unplanned": _counted(loop, "unplanned"),
-        "plan": None if latest is None else _plan_described(latest, loop.placing.update_bytes),
+        "plan": None if latest is None else _plan_described(loop, latest),
         "replans": loop.replans,
         "divergence": loop.divergence or None,
         "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],
@@ -134,8 +137,9 @@ def _counted(loop: Loop, kind: Any) -> dict[str, int]:
     return {"steps": count.steps, "peak_bytes": count.peak_bytes}
 
 
-def _plan_described(planned: PlannedStep, update_bytes: int) -> dict[str, Any]:
+def _plan_described(loop: Loop, planned: PlannedStep) -> dict[str, Any]:
     plan, whole = planned.plan, planned.unplanned_peak_bytes
+    update_bytes = loop.placing.update_bytes
     more = planned.rounding_bytes  # plans keep it free; it was not there
     lowest = max(plan.minimum_peak_bytes - more, update_bytes)
     return {
@@ -147,7 +151,7 @@ def _plan_described(planned: PlannedStep, update_bytes: int) -> dict[str, Any]:
         "minimum_peak_bytes": None if plan.fits or lowest <= plan.budget_bytes else lowest,
         "minimum_budget_bytes": None
         if plan.fits
-        else max(_least_budget_bytes(plan, planned), update_bytes),
+        else max(_least_budget_bytes(loop, plan, planned), update_bytes),
         "predicted_step_ratio": plan.predicted_step_ratio,
         "may_round": planned.step.may_round,
         "actions": [

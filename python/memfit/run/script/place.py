@@ -50,7 +50,7 @@ def chosen(place: str) -> str:
     """What is said of a place that memfit chose."""
     files = f"files in `{place}`, which are gone afterwards"
     where = "the host's memory" if place == HOST else files
-    return f"nothing else fits: what does not is offloaded to {where}; `--no-offload` forbids it"
+    return f"what lacks room is offloaded to {where}; `--no-offload` forbids it"
 
 
 def strays_to(request: FitRequest, device_kind: str) -> str:

@@ -74,6 +74,15 @@ def _given(option: str) -> str:
     return f"with `{option}`" if option.startswith("--") else option
 
 
+def _rounded_up(size_bytes: int) -> str:
+    """Bytes as people read them, and no fewer when they are given back as a budget."""
+    text, more = _native.bytes_text(size_bytes), size_bytes
+    while _native.parse_budget(text, 0) < size_bytes:
+        more += max(size_bytes >> 10, 1)
+        text = _native.bytes_text(more)
+    return text
+
+
 def why_over(
     kind: str,
     peak_bytes: int,
@@ -90,7 +99,7 @@ def why_over(
         departure: Why it ran unplanned, or where it left its plan; empty if it did not.
         update_bytes: Most that updates in no plan take at once; 0 where that is not known.
     """
-    larger = f"a budget of {_native.bytes_text(peak_bytes)}"
+    larger = f"a budget of {_rounded_up(peak_bytes)}"
     if kind == "observed":
         return "a step that was recorded, to plan those like it, took more", larger
     if kind == "unplanned":
