@@ -152,11 +152,18 @@ LEFT_OUT = """
 """
 
 
-@pytest.mark.parametrize("budget", ["9.5MiB", "7.8MiB"], ids=["as it is", "planned"])
-def test_modules_that_the_recorded_step_did_not_call_save_elsewhere(tmp_path: Path, budget: str):
-    """As layers that are dropped at random: a plan without any action knows nothing of them."""
+@pytest.mark.parametrize(("budget", "without"), [("9.5MiB", "offload"), ("7.8MiB", "remat")])
+def test_modules_that_the_recorded_step_did_not_call_save_elsewhere(
+    tmp_path: Path, budget: str, without: str
+):
+    """As layers that are dropped at random: the plan knows nothing of them.
+
+    One recomputes, the other offloads all that the recorded step saves. Measured times would choose
+    a mixture, and with it what the pass takes that leaves its plan, as above.
+    """
     (tmp_path / "disk").mkdir()
-    ran = inline(tmp_path, budget, NET + LEFT_OUT, offload=str(tmp_path / "disk"))
+    disk, fitting = str(tmp_path / "disk"), ("--forbid", without)
+    ran = inline(tmp_path, budget, NET + LEFT_OUT, offload=disk, fitting=fitting)
     assert ran.fitting["verdict"]["kept"], ran.stderr
     (loop,) = ran.loops
     assert loop["divergence"] == "it calls `layers.3`, which the recorded step did not"
