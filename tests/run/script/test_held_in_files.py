@@ -629,18 +629,23 @@ def test_what_other_processes_write_to_is_shared_with_them(tmp_path: Path, share
     assert ran.fitting["verdict"]["peak_bytes"] < 17 * MIB, "it had gone"
 
 
-def test_a_queue_sends_what_is_in_a_file(held: HeldInFiles):
+@pytest.mark.parametrize("kind", [Tensor, nn.Parameter])
+def test_a_queue_sends_what_is_in_a_file(
+    held: HeldInFiles, monkeypatch: pytest.MonkeyPatch, kind: type
+):
     """Its thread pickles: what it sends is a copy, since the tensor may be in use."""
     sharing = Sharing(held.shares)
-    sent = large()
-    expected = sent.clone()
+    sent = large() if kind is Tensor else nn.Parameter(large())
+    expected = sent.detach().clone()
     assert place(held)
     assert is_mapped(sent)
-    sharing.install()
+    sharing.install(monkeypatch.setattr)
     try:
         with ThreadPoolExecutor(1) as pool:
             copy = pool.submit(lambda: pickle.loads(ForkingPickler.dumps(sent))).result()  # noqa: S301
         assert is_mapped(sent)
+        assert type(copy) is kind
+        assert copy.requires_grad == sent.requires_grad
         assert torch.equal(copy, expected)
         assert sent.share_memory_() is sent
         assert not is_private_mapping(sent.untyped_storage())

@@ -393,8 +393,8 @@ class ParametersElsewhere(Part):
     def _on_use(self, tensors: list[Tensor], function: Callable[..., Any]) -> Iterator[None]:
         """Somebody uses parameters between calls or steps, or another thread does in one.
 
-        They are at home from then on. Those that another thread uses stay until the next step, and
-        those that a forward under way does more with than compute.
+        They are at home from then on. They stay until the next step if another thread uses them,
+        or code of a forward for more than computing.
         """
         is_other = threading.get_ident() != self._thread
         if self._is_in_forward and not is_other and only_computes(function):

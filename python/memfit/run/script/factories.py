@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memfit.tensors.storage import is_private_mapping
-from memfit.track.owners import storage_of
+from memfit.run.script.shared_memory import is_in_mapped_file
 
 LEAST_BYTES = 1 << 20
 """Smaller ones are not looked at."""
@@ -50,17 +49,12 @@ def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
     size = tensor.nbytes if tensor.layout is torch.strided else 0
     if size < LEAST_BYTES or (function in _ALIKE and kwargs.get("device") is not None):
         return 0
-    return size if function in _ALIKE or _is_mapped(tensor) else 0
+    return size if function in _ALIKE or is_in_mapped_file(tensor) else 0
 
 
 def _writes(name: str) -> bool:
     """Whether a function writes to its first argument, as its name says."""
     return name.endswith("_") and not name.endswith("__")
-
-
-def _is_mapped(tensor: Tensor) -> bool:
-    storage = storage_of(tensor)
-    return storage is not None and is_private_mapping(storage)
 
 
 def _elements(sizes: Any) -> int:

@@ -1,9 +1,9 @@
 """Tensors that the script is about to share with other processes.
 
-To torch, memory that is a mapped file is shared already, whoever sees the file: ``share_memory_()``
-would do nothing, and another process would write to pages of its own. Responsible for seeing that
-something in a mapped file of memfit's is about to be shared. Not responsible for having it in
-memory before (:mod:`memfit.run.script.held_in_files`).
+Torch takes every mapped file for shared memory. Those of memfit's are private: ``share_memory_()``
+would do nothing, and another process would write to its own copy. Responsible for noticing that a
+tensor in such a file is about to be shared. Not responsible for bringing it back to memory
+(:mod:`memfit.run.script.held_in_files`).
 """
 
 from __future__ import annotations
@@ -36,27 +36,25 @@ class Sharing:
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], None]] = []
 
-    def install(self) -> None:
-        """See what is shared, and what is sent to other processes."""
+    def install(self, replace: Callable[[Any, str, Any], None]) -> None:
+        """See what is shared, and what is sent to other processes.
+
+        Args:
+            replace: Sets an attribute until it is put back.
+        """
         original: Any = Tensor.share_memory_
 
         @functools.wraps(original)
-        def share(tensor: Tensor) -> Tensor:
+        def share(tensor: Tensor) -> Any:
             self._about_to_share(tensor)
-            return original(tensor)  # type: ignore[no-any-return]
+            return original(tensor)
 
-        Tensor.share_memory_ = share  # type: ignore[method-assign]
-
-        def put_back() -> None:
-            if Tensor.share_memory_ is share:
-                Tensor.share_memory_ = original  # type: ignore[method-assign]
-
-        self._undo.append(put_back)
+        replace(Tensor, "share_memory_", share)
         for kind in _KINDS:
             self._stand_in_for_sending(kind)
 
     def remove(self) -> None:
-        """Put everything back."""
+        """Send as torch does again."""
         while self._undo:
             self._undo.pop()()
 
@@ -69,8 +67,12 @@ class Sharing:
         def reduce(tensor: Tensor) -> Any:
             if threading.get_ident() == self._thread:
                 self._about_to_share(tensor)
-            elif _is_mapped(tensor):  # a queue's thread, beside which the script may use it
-                tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            elif is_in_mapped_file(tensor):  # a queue's thread: the script may be using it
+                copied, trains = tensor.detach().clone(), tensor.requires_grad
+                is_parameter = kind is nn.Parameter
+                tensor = (
+                    nn.Parameter(copied, trains) if is_parameter else copied.requires_grad_(trains)
+                )
             return original(tensor)
 
         ForkingPickler.register(kind, reduce)
@@ -87,16 +89,21 @@ class Sharing:
         Raises:
             OffloadError: It is in a mapped file still, and would not be shared.
         """
-        if not _is_mapped(tensor):
+        if not is_in_mapped_file(tensor):
             return
         self._shares(tensor)
-        if _is_mapped(tensor):
+        if is_in_mapped_file(tensor):
             raise OffloadError(
                 "a tensor that is to be shared with other processes is in a mapped file of "
                 "memfit's, and cannot come back\nhint: run the script with `--no-offload`"
             )
 
 
-def _is_mapped(tensor: Tensor) -> bool:
+def is_in_mapped_file(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is a mapped file of memfit's.
+
+    Args:
+        tensor: The tensor.
+    """
     storage = storage_of(tensor)
     return storage is not None and is_private_mapping(storage)

@@ -140,7 +140,7 @@ class Signals:
         """Stand in for what tells of a training step; undone in children that the script forks."""
         self._replace(nn.Module, "__call__", self._call)
         self._direct_calls.install()
-        self._sharing.install()
+        self._sharing.install(self._replace)
         self._undo += [self._direct_calls.remove, self._own_methods.remove, self._sharing.remove]
         if "torch._dynamo.eval_frame" in sys.modules:
             self._watch_compiled()

@@ -20,8 +20,8 @@ class Uses:
     """Forwards, calls of models and backwards under way, one inside another.
 
     Only inside these are parameters let go that the loops keep elsewhere. In between, whoever uses
-    one has it in memory for good: a script that saves its model must find all of it. So has, in a
-    forward, who does more with one outside of calls than compute.
+    one has it in memory for good: a script that saves its model must find all of it. The same
+    holds for code of a forward, outside of calls, that does more with one than compute.
     """
 
     def __init__(self) -> None:
