@@ -29,15 +29,18 @@ if TYPE_CHECKING:
 SLICES = 16
 """Into how many slices a parameter is cut, if they are neither too small nor too large then."""
 
-LEAST_BYTES = {"cpu": 256 << 10}
-"""Smallest slice, by kind of device: calling ops must not matter beside it. AdamW on one core takes
-0.8 times as long in slices of 1 MiB as whole, since they stay in its cache, and 1.1 in these."""
+_LEAST_BYTES = 256 << 10
+"""Smallest slice on the CPU: calling ops must not matter beside it. AdamW on one core takes 0.8
+times as long in slices of 1 MiB as whole, since they stay in its cache, and 1.1 in these."""
 
-MOST_BYTES = {"cpu": 1 << 20}
-"""Largest slice: what stays in the cache of one core."""
+_MOST_BYTES = 1 << 20
+"""Largest slice on the CPU: what stays in the cache of one core."""
 
-_LEAST_BYTES_ELSEWHERE = 8 << 20
-_MOST_BYTES_ELSEWHERE = 64 << 20
+_LEAST_BYTES_ON_GPU = 8 << 20
+_MOST_BYTES_ON_GPU = 64 << 20
+
+_OF_CPU = ("cpu", "meta")
+"""Tensors of the meta device are twins of the CPU's here; those of a GPU's are fakes."""
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -69,13 +72,14 @@ def state_slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tens
         group: The group that lists it.
         parameter: The parameter, perhaps with its gradient; slices are those of the CPU.
     """
-    return _slices(optimizer, group, parameter) if parameter.device.type == "cpu" else 1
+    return _slices(optimizer, group, parameter) if parameter.device.type in _OF_CPU else 1
 
 
 def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int:
     """In how many slices a parameter can be updated, as far as its state does not matter."""
     size_bytes = parameter.numel() * parameter.itemsize
-    least = LEAST_BYTES.get(parameter.device.type, _LEAST_BYTES_ELSEWHERE)
+    is_of_cpu = parameter.device.type in _OF_CPU
+    least = _LEAST_BYTES if is_of_cpu else _LEAST_BYTES_ON_GPU
     if size_bytes < 2 * least:
         return 1  # first: it is so of most parameters, and asked in every step
     asks = ("fused", "capturable", "differentiable")
@@ -86,7 +90,7 @@ def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
         gradient is None or _lies_like(gradient, parameter)
     ):
         return 1
-    most = MOST_BYTES.get(parameter.device.type, _MOST_BYTES_ELSEWHERE)
+    most = _MOST_BYTES if is_of_cpu else _MOST_BYTES_ON_GPU
     return max(size_bytes // min(max(size_bytes // SLICES, least), most), 1)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import _native
 from memfit.apply.optimizer_in_backward import OneByOne
+from memfit.capture.probe.meta_tensors import MetaTensors
 from memfit.run.script import update_needs as script_needs
 from memfit.run.script.update_needs import update_needs
 from memfit.track import cpu
@@ -20,6 +23,21 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
     "adafactor": torch.optim.Adafactor,
     "nadam": lambda p: torch.optim.NAdam(p, 1e-3),
+}
+
+_STEADY = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+ALL_OF_TORCH = {
+    f"{name}{' at once' * at_once}": lambda p, name=name, at_once=at_once: getattr(
+        torch.optim, name
+    )(p, foreach=at_once)
+    for name in (*_STEADY, "SGD")
+    for at_once in (False, True)
+} | {
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
+    "rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "momentum": OPTIMIZERS["momentum"],
+    "adafactor": torch.optim.Adafactor,
 }
 
 
@@ -75,6 +93,9 @@ def test_what_is_known_is_used_again_for_the_same_updates_alone(monkeypatch: pyt
     optimizer.param_groups[0]["lr"] = 1e-4
     assert update_needs(optimizer, needs).new_state_bytes == 0
     assert len(ran) == 1
+    optimizer.param_groups[0]["betas"] = (0.85, 0.999)  # as schedules of one cycle do
+    assert update_needs(optimizer, needs).new_state_bytes == 0
+    assert len(ran) == 1
     for change in (
         lambda: setattr(model[0].weight, "grad", None),
         lambda: optimizer.param_groups[0].update(weight_decay=0.0),
@@ -84,6 +105,51 @@ def test_what_is_known_is_used_again_for_the_same_updates_alone(monkeypatch: pyt
         expected = update_needs(optimizer)
         assert update_needs(optimizer, needs) == expected
         assert len(ran) == before + 2
+
+
+@pytest.mark.parametrize("name", ALL_OF_TORCH)
+def test_tensors_of_the_meta_device_tell_what_fakes_tell(name: str):
+    """In a quarter of the time; where they cannot tell, they raise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))  # the second goes in slices
+    optimizer = ALL_OF_TORCH[name](model.parameters())
+    has_told = False
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 256)).sum().backward()
+        kind = script_needs._kind(optimizer)
+        with contextlib.suppress(RuntimeError):
+            told = script_needs._learnt(optimizer, kind, MetaTensors())
+            expected = script_needs._learnt(optimizer, kind, FakeTensorMode())
+            assert told.state_bytes == expected.state_bytes
+            assert told.alone == expected.alone
+            # Numbers are made below the mode.
+            assert told.first_bytes == pytest.approx(expected.first_bytes, abs=256)
+            assert told.together_bytes == expected.together_bytes
+            has_told = True
+        optimizer.step()
+    assert has_told or "fused" in name
+
+
+def test_what_an_optimizer_makes_of_nothing_takes_no_memory_either():
+    class Averaged(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros(parameter.shape)
+                state["mean"].lerp_(parameter.grad, 0.1)
+                norm = state["mean"].norm().item()
+                parameter.data.add_(state["mean"], alpha=-0.1 / norm if norm > 0 else 0.0)
+
+    assert cpu.start() is None
+    model = nn.Linear(1024, 1024)
+    optimizer = Averaged(model.parameters(), 0.1)
+    model(torch.randn(4, 1024)).sum().backward()
+    found: list[Any] = []
+    taken, _ = _taken(lambda: found.append(update_needs(optimizer)))
+    assert taken < model.weight.nbytes / 8
+    assert _taken(optimizer.step)[0] == pytest.approx(found[0].first_bytes, abs=8192)
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum", "nadam"])

@@ -31,10 +31,15 @@ def scalar_or_any(tensor: Tensor) -> Any:
     try:
         return SCALAR(tensor)
     except DataDependentOutputException:
-        return _any(tensor)
+        return any_of(tensor)
 
 
-def _any(tensor: Tensor) -> Any:
+def any_of(tensor: Tensor) -> Any:
+    """A number of a tensor's type, which is neither 0 nor 1 where it can be.
+
+    Args:
+        tensor: The tensor.
+    """
     if tensor.dtype is torch.bool:
         return True
     return 0.5 if tensor.dtype.is_floating_point else 1

@@ -1,16 +1,19 @@
 """What the updates of a script's optimizer take, learnt without memory.
 
-Responsible for running the optimizer's step on fakes of its parameters, gradients and state: all
-parameters at once, and each alone. Not responsible for which optimizers may update parameters one
-by one (:mod:`memfit.tensors.optimizers`) nor for doing so (:mod:`memfit.apply`).
+Responsible for running the optimizer's step on twins of its parameters, gradients and state that
+have no memory: all parameters at once, and each alone. Not responsible for which optimizers may
+update parameters one by one (:mod:`memfit.tensors.optimizers`) nor for doing so
+(:mod:`memfit.apply`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.optimizer_in_backward import OneByOne, plain_step
+from memfit.capture.probe.meta_tensors import MetaTensors
 from memfit.capture.probe.optimizer_updates import SLICES_TOLD, Temporaries
 from memfit.run.script.sparse_updates import (
     SparseUpdate,
@@ -30,6 +34,9 @@ from memfit.run.script.sparse_updates import (
 from memfit.tensors.optimizers import with_room
 from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import gradient_of
+
+_Tensors = MetaTensors | FakeTensorMode
+Learnt = TypeVar("Learnt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +106,32 @@ def update_needs(optimizer: Optimizer, before: UpdateNeeds | None = None) -> Upd
     kind = _kind(optimizer)
     if before is not None and before.kind == kind and _has_all_state(optimizer):
         return replace(before, first_bytes=before.together_bytes)
+    return _without_memory(optimizer, lambda tensors: _learnt(optimizer, kind, tensors))
+
+
+def _without_memory(optimizer: Optimizer, learn: Callable[[_Tensors], Learnt]) -> Learnt:
+    """What is learnt on tensors of the meta device, or on fakes where those cannot tell."""
+    listed = (p for group in optimizer.param_groups for p in group["params"])
+    if all(p.device.type == "cpu" for p in listed):
+        with contextlib.suppress(RuntimeError, TypeError):
+            return learn(MetaTensors())
+    return learn(FakeTensorMode())
+
+
+def _learnt(optimizer: Optimizer, kind: tuple[Any, ...], tensors: _Tensors) -> UpdateNeeds:
     alike = _alike(optimizer)
-    with _disable_current_modes():
-        fakes = FakeTensorMode()
-        # One of each kind tells about all of that kind, but for what is done to all at once.
-        at_once = any(map(_is_at_once, optimizer.param_groups))
-        twins = _Twins(optimizer, fakes, None if at_once else {id(of[0]) for of in alike.values()})
-    with _disable_current_modes(), fakes:
+    # One of each kind tells about all of that kind, but for what is done to all at once.
+    at_once = any(map(_is_at_once, optimizer.param_groups))
+    twins = _Twins(optimizer, tensors, None if at_once else {id(of[0]) for of in alike.values()})
+    with _disable_current_modes(), tensors:
         step = plain_step(optimizer)
         with Temporaries() as first:
             step(twins.optimizer)
         with Temporaries() as later:
             step(twins.optimizer)
         state = {
-            real: [leaf.untyped_storage().nbytes() for leaf in _tensors(twins.optimizer, fake)]
-            for real, fake in twins.pairs.items()
+            real: [leaf.untyped_storage().nbytes() for leaf in _tensors(twins.optimizer, twin)]
+            for real, twin in twins.pairs.items()
         }
         alone = _each_alone(twins, {id(of[0]) for of in alike.values()})
     sparse = _by_rows(optimizer)
@@ -162,6 +180,8 @@ def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
 def _setting(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {value.device} {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_setting, value))})"  # betas, which a schedule may move
     is_rate = isinstance(value, float) and value > 0.0
     return "a positive number" if is_rate else repr(value)
 
@@ -194,14 +214,14 @@ def _is_at_once(group: dict[str, Any]) -> bool:
 
 
 class _Twins:
-    """An optimizer over fakes of another one's parameters.
+    """An optimizer over twins of another one's parameters, which have no memory.
 
     Attributes:
         optimizer: The optimizer.
-        pairs: The fake of each parameter that has a gradient, by the ``id`` of that.
+        pairs: The twin of each parameter that has a gradient, by the ``id`` of that.
     """
 
-    def __init__(self, real: Optimizer, fakes: FakeTensorMode, which: set[int] | None) -> None:
+    def __init__(self, real: Optimizer, tensors: _Tensors, which: set[int] | None) -> None:
         def takes_part(parameter: Tensor) -> bool:
             if gradient_of(parameter) is None or is_sparse(parameter):
                 return False
@@ -212,47 +232,48 @@ class _Twins:
         def twin_of(parameter: Tensor) -> Tensor:
             known = self.pairs.get(id(parameter))
             if known is None:
-                known = nn.Parameter(fakes.from_tensor(parameter.detach()))
+                known = nn.Parameter(tensors.from_tensor(parameter.detach()))
                 gradient = gradient_of(parameter)
                 assert gradient is not None, "others were left out"
-                known.grad = _without_values(gradient, fakes)
+                known.grad = _without_values(gradient, tensors)
                 self.pairs[id(parameter)] = known
             return known
 
-        twin = copy.copy(real)
-        twin.param_groups = [
-            {
-                **group,
-                **_as_on_the_device(group),
-                "params": [twin_of(p) for p in group["params"] if takes_part(p)],
-            }
-            for group in real.param_groups
-        ]
-        twin.state = defaultdict(dict)
-        for parameter in (p for group in real.param_groups for p in group["params"]):
-            if takes_part(parameter) and parameter in real.state:
-                with fakes:
-                    held = dict(with_room(real.state[parameter]))
-                twin.state[self.pairs[id(parameter)]] = {
-                    key: _fake(value, fakes) for key, value in held.items()
+        with _disable_current_modes():
+            twin = copy.copy(real)
+            twin.param_groups = [
+                {
+                    **group,
+                    **_as_on_the_device(group),
+                    "params": [twin_of(p) for p in group["params"] if takes_part(p)],
                 }
-        twin._optimizer_step_pre_hooks = OrderedDict()
-        twin._optimizer_step_post_hooks = OrderedDict()
+                for group in real.param_groups
+            ]
+            twin.state = defaultdict(dict)
+            for parameter in (p for group in real.param_groups for p in group["params"]):
+                if takes_part(parameter) and parameter in real.state:
+                    with tensors:
+                        held = dict(with_room(real.state[parameter]))
+                    twin.state[self.pairs[id(parameter)]] = {
+                        key: _twin(value, tensors) for key, value in held.items()
+                    }
+            twin._optimizer_step_pre_hooks = OrderedDict()
+            twin._optimizer_step_post_hooks = OrderedDict()
         self.optimizer = twin
 
 
-def _without_values(gradient: Tensor, fakes: FakeTensorMode) -> Tensor:
-    """A fake of a gradient, which may have no memory now."""
+def _without_values(gradient: Tensor, tensors: _Tensors) -> Tensor:
+    """A twin of a gradient, which may have no memory now."""
     if gradient.layout is not torch.strided or type(gradient) is not Tensor:
-        return fakes.from_tensor(gradient.detach())
+        return tensors.from_tensor(gradient.detach())
     sizes = gradient.size(), gradient.stride()
-    with fakes:
+    with tensors:
         return torch.empty_strided(*sizes, dtype=gradient.dtype, device=gradient.device)
 
 
-def _fake(value: Any, fakes: FakeTensorMode) -> Any:
-    real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
-    return fakes.from_tensor(value.detach()) if real else value
+def _twin(value: Any, tensors: _Tensors) -> Any:
+    is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
+    return tensors.from_tensor(value.detach()) if is_real else value
 
 
 def _as_on_the_device(group: dict[str, Any]) -> dict[str, Any]:
@@ -279,17 +300,14 @@ def _first_alone_bytes(optimizer: Optimizer, state_bytes: dict[int, list[int]]) 
     room that makes this matter, so it is learnt when it is asked for.
     """
     new = {id(of[0]) for of in _alike(optimizer).values() if of[0] not in optimizer.state}
-    most = 0
-    fakes = FakeTensorMode()
-    with _disable_current_modes():
-        twins = _Twins(optimizer, fakes, new)
-    with _disable_current_modes(), fakes:
-        one_by_one = OneByOne(twins.optimizer)
-        for real in new:
-            with Temporaries() as temporaries:
-                one_by_one.update(twins.pairs[real], most_slices=SLICES_TOLD)
-            most = max(most, temporaries.peak_bytes - sum(state_bytes[real]))
-    return most
+
+    def learn(tensors: _Tensors) -> dict[int, tuple[int, int]]:
+        twins = _Twins(optimizer, tensors, new)
+        with _disable_current_modes(), tensors:
+            return _each_alone(twins, new)
+
+    alone = _without_memory(optimizer, learn)
+    return max((took - sum(state_bytes[real]) for real, (took, _) in alone.items()), default=0)
 
 
 def _tensors(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
