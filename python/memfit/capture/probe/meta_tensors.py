@@ -27,6 +27,10 @@ class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Single numbers stay numbers, as the counter of an optimizer's steps, from which it reads.
     """
 
+    def __init__(self) -> None:
+        """Make no twin yet."""
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def from_tensor(self, tensor: Tensor) -> Tensor:
         """A twin: of the same size, strides and type, without memory; a single number is copied.
 
@@ -56,7 +60,7 @@ def _writes_only(func: Any) -> bool:
     """Whether an op writes to its first argument, element by element, and makes nothing."""
     name = func._schema.name.partition("::")[2]
     is_pointwise = torch.Tag.pointwise in func.tags or name.startswith("_foreach_")
-    return is_pointwise and name.endswith("_")
+    return bool(is_pointwise and name.endswith("_"))
 
 
 def _is_meta(argument: Any) -> bool:
