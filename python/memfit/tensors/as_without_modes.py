@@ -94,7 +94,7 @@ class Formulas:
             self._node = node
             self._made.clear()
         ops = IN_PLACE.get(name.rstrip("0123456789"))
-        self._is_own = ops is not None and not torch.is_grad_enabled() and _is_called_by_engine()
+        self._is_own = ops is not None and not torch.is_grad_enabled() and is_called_by_engine()
         instead = ops.get(func) if self._is_own and ops is not None else None
         if instead is None:
             return func
@@ -108,8 +108,11 @@ class Formulas:
             self._made[id(result)] = weakref.ref(result)
 
 
-def _is_called_by_engine() -> bool:
-    """Whether no Python runs between an engine and the dispatch of an op."""
+def is_called_by_engine() -> bool:
+    """Whether no Python runs between an engine and the dispatch of an op.
+
+    To be asked in a function that ``__torch_dispatch__`` calls.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
         frame = frame.f_back

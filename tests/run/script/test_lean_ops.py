@@ -10,7 +10,7 @@ from ran import inline
 from torch import nn
 
 from memfit.options import Options
-from memfit.run.script.lean_ops import IN_PIECES, CutOps, LeanOps
+from memfit.run.script.lean_ops import IN_PIECES, LeanOps, LeanWay
 from memfit.run.script.request import FitRequest
 from memfit.run.script.verdict import Peak
 from memfit.track import cpu
@@ -80,7 +80,7 @@ def test_results_are_those_of_whole_ops(module: nn.Module, order: torch.memory_f
         module.zero_grad()
         batch.grad = None
         notes: dict[str, None] = {}
-        with lean().in_pieces(budget_bytes, notes, CutOps(always=True)):
+        with lean().in_pieces(budget_bytes, notes, LeanWay(always=True)):
             out = module(batch)
             out.square().mean().backward()
         gradients = [batch.grad, *(parameter.grad for parameter in module.parameters())]
@@ -115,7 +115,7 @@ def test_results_in_strips_are_those_of_whole_ops(
         module.zero_grad()
         batch.grad = None
         notes: dict[str, None] = {}
-        with lean().in_pieces(budget_bytes, notes, CutOps(always=True)):
+        with lean().in_pieces(budget_bytes, notes, LeanWay(always=True)):
             out = module(batch)
             out.square().mean().backward()
         assert (IN_PIECES in notes) == (budget_bytes > 0)
@@ -126,7 +126,7 @@ def test_results_in_strips_are_those_of_whole_ops(
 
 def test_a_kernel_as_large_as_the_image_makes_no_strips():
     notes: dict[str, None] = {}
-    with lean().in_pieces(1 << 12, notes, CutOps(always=True)):
+    with lean().in_pieces(1 << 12, notes, LeanWay(always=True)):
         out = nn.Conv2d(4, 4, (60, 3))(torch.randn(1, 4, 64, 9))
     assert out.shape == (1, 4, 5, 7)
     assert not notes
@@ -141,7 +141,7 @@ def test_one_volume_takes_less_inside(channels: int):
     batch = torch.randn(1, channels, 32, 32, 32, requires_grad=True)
     peaks = []
     for budget_bytes in (0, 32 * MIB):
-        with lean().in_pieces(budget_bytes, {}, CutOps(always=True)):
+        with lean().in_pieces(budget_bytes, {}, LeanWay(always=True)):
             peak = Peak(torch.device("cpu"))
             loss = module(batch).sum()
             peaks.append(peak.close())
@@ -162,7 +162,7 @@ def test_one_volume_takes_less_inside(channels: int):
 def test_a_frozen_convolution_has_no_gradients_of_weights():
     module = nn.Conv2d(4, 4, 3).requires_grad_(requires_grad=False)
     batch = torch.randn(8, 4, 9, 9, requires_grad=True)
-    with lean().in_pieces(1 << 12, {}, CutOps(always=True)):
+    with lean().in_pieces(1 << 12, {}, LeanWay(always=True)):
         module(batch).sum().backward()
     assert module.weight.grad is None
     assert batch.grad is not None
@@ -173,7 +173,7 @@ def test_a_convolution_takes_less_inside():
     module, batch = nn.Conv2d(32, 32, 3, padding=1), torch.randn(32, 32, 32, 32, requires_grad=True)
     peaks = []
     for budget_bytes in (0, 16 * MIB):
-        with lean().in_pieces(budget_bytes, {}, CutOps(always=True)):
+        with lean().in_pieces(budget_bytes, {}, LeanWay(always=True)):
             loss = module(batch).sum()
             peak = Peak(torch.device("cpu"))
             loss.backward()
@@ -199,7 +199,7 @@ def test_ops_run_whole_where_a_plan_of_whole_ones_fits(tmp_path: Path):
 @pytest.mark.parametrize(("promise", "forbid"), [("exact", ()), ("equivalent", ("micro_batch",))])
 def test_nothing_is_cut_without_leave(promise: str, forbid: tuple[str, ...]):
     notes: dict[str, None] = {}
-    with lean(promise, forbid).in_pieces(1 << 12, notes, CutOps(always=True)):
+    with lean(promise, forbid).in_pieces(1 << 12, notes, LeanWay(always=True)):
         nn.Conv2d(4, 4, 3)(torch.randn(8, 4, 9, 9))
     assert not notes
 

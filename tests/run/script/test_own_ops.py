@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.apply.offload import mapped
 from memfit.apply.pieces import whole_draws
 from memfit.run.script import gradients_between
-from memfit.tensors import storage, versions
+from memfit.tensors import backward_in_place, storage, versions
 from memfit.track import cpu
 
 
@@ -38,6 +38,7 @@ def _nothing_of_the_cpu() -> None:
     [
         (storage._freed_by_allocator, storage._freed_by_allocator),
         (storage._alone, storage._alone),
+        (backward_in_place.alone, backward_in_place.alone),
         (gradients_between._alone, gradients_between._alone),
         (versions._nothing, _nothing_of_the_cpu),
         (whole_draws._counts_in_32_bits, whole_draws._counts_in_32_bits),

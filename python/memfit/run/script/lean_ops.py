@@ -57,61 +57,61 @@ _IMAGES = 4
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class CutOps:
-    """Whether large ops of one loop run in pieces.
+class LeanWay:
+    """Whether large ops of one loop run in a way that takes less.
 
     Attributes:
-        always: All do that are large: with whole ones nothing fits.
-        planned_whole: Those of the pass under way are planned whole.
-        has_cut: One ran in pieces in it.
-        would_cut: One is large enough to.
+        always: All do that are large: as they are, nothing fits.
+        is_planned_without: Those of the pass under way are planned as they are.
+        has_run: One ran so in it.
+        would_run: One is large enough to.
     """
 
     def __init__(self, *, always: bool = False) -> None:
-        """None runs in pieces yet.
+        """None runs so yet.
 
         Args:
             always: Whether all do that are large.
         """
         self.always = always
-        self.planned_whole = self.has_cut = self.would_cut = False
+        self.is_planned_without = self.has_run = self.would_run = False
 
-    def pass_begins(self, *, planned_whole: bool = False) -> None:
+    def pass_begins(self, *, is_planned_without: bool = False) -> None:
         """A pass begins.
 
         Args:
-            planned_whole: Whether it is planned, from a step that ran whole ops.
+            is_planned_without: Whether it is planned, from a step whose ops ran as they are.
         """
-        self.planned_whole = planned_whole
-        self.has_cut = False
+        self.is_planned_without = is_planned_without
+        self.has_run = False
 
     def was_mixed(self) -> bool:
-        """Whether some ops of a recorded step ran whole, others in pieces: from now on, all do."""
-        is_mixed = self.has_cut and not self.always
+        """Whether some ops of a recorded step ran so, others did not: from now on, all do."""
+        is_mixed = self.has_run and not self.always
         self.always |= is_mixed
         return is_mixed
 
     def may_help(self, *, fits: bool) -> bool:
-        """Whether a step is to be recorded in pieces, where no plan of whole ops fits.
+        """Whether a step is to be recorded so, where no plan fits.
 
         Args:
             fits: Whether the plan does.
         """
-        helps = not fits and self.would_cut and not self.always
+        helps = not fits and self.would_run and not self.always
         self.always |= helps
         return helps
 
-    def cuts(self, inside_bytes: int, taken_bytes: int, budget_bytes: int) -> bool:
-        """Whether an op is to run in pieces.
+    def runs(self, spared_bytes: int, taken_bytes: int, budget_bytes: int) -> bool:
+        """Whether an op is to run so.
 
         Args:
-            inside_bytes: What it takes inside, of which pieces take a part.
+            spared_bytes: What it takes less of, or nothing.
             taken_bytes: What it takes at most, with its results.
             budget_bytes: The budget.
         """
-        if self.planned_whole or inside_bytes <= _PART * budget_bytes:
+        if self.is_planned_without or spared_bytes <= _PART * budget_bytes:
             return False
-        self.would_cut = True
+        self.would_run = True
         return self.always or _native.counted_bytes() + taken_bytes > budget_bytes
 
 
@@ -128,7 +128,7 @@ class LeanOps:
         self._may = options.promise != "exact" and "micro_batch" not in options.forbid
 
     @contextlib.contextmanager
-    def in_pieces(self, budget_bytes: int, notes: dict[str, None], cut: CutOps) -> Iterator[None]:
+    def in_pieces(self, budget_bytes: int, notes: dict[str, None], cut: LeanWay) -> Iterator[None]:
         """Run those inside this on pieces that are large for a budget.
 
         Args:
@@ -156,7 +156,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     carries_out_ops = True
 
-    def __init__(self, budget_bytes: int, cut: CutOps) -> None:
+    def __init__(self, budget_bytes: int, cut: LeanWay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._budget_bytes = budget_bytes
         self._cut = cut
@@ -275,13 +275,13 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         items = along or len(batch)
         may = type(batch) in _KINDS and batch.device.type == "cpu"
         count = min(int(copies / (_PART * self._budget_bytes)) + 1, items // LEAST_ITEMS)
-        if not may or count <= 1 or not self._cut.cuts(copies, taken, self._budget_bytes):
+        if not may or count <= 1 or not self._cut.runs(copies, taken, self._budget_bytes):
             return [items]
         size, more = divmod(items, count)
         return [size + 1] * more + [size] * (count - more)
 
     def _note_cut(self) -> None:
-        self.has_cut = self._cut.has_cut = True
+        self.has_cut = self._cut.has_run = True
 
     def _strips(self, args: tuple[Any, ...], copies: int, taken: int) -> list[_Strip]:
         """Pieces of rows where a convolution's batch is too small to be cut; none for the whole."""
@@ -290,7 +290,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not may or batch.dim() < _IMAGES:
             return []
         inside = max(copies, _columns_bytes(args))
-        if not self._cut.cuts(inside, taken + inside - copies, self._budget_bytes):
+        if not self._cut.runs(inside, taken + inside - copies, self._budget_bytes):
             return []
         count = min(int(inside / (_PART * self._budget_bytes)) + 1, _made(args)[0] // LEAST_ROWS)
         while count > 1:

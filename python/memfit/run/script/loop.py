@@ -31,7 +31,8 @@ from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
-from memfit.run.script.lean_ops import CutOps
+from memfit.run.script.lean_backward import LeanBackward
+from memfit.run.script.lean_ops import LeanWay
 from memfit.run.script.lease import Room
 from memfit.run.script.make import are_named, make_of
 from memfit.run.script.model_refusals import are_lent, model_refusal
@@ -144,7 +145,8 @@ class Loop:
         self.beginning_uses: set[tuple[int, str]] = set()
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
-        self.cut_ops = CutOps()
+        self.cut_ops = LeanWay()
+        self.lean_backward = LeanBackward(self.budget_bytes, self.notes)
         self.evaluations = Evaluations(request, self.device, self._choose_place)
         self._on_gone = on_gone
         self._root = weakref.ref(root, lambda _: on_gone(self))
@@ -456,7 +458,7 @@ class Loop:
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
         left = planned.left_besides(inputs)
-        self.cut_ops.pass_begins(planned_whole=not planned.step.may_round)
+        self.cut_ops.pass_begins(is_planned_without=not planned.step.may_round)
 
         def forward_ended(where: str, is_given_up: bool) -> None:  # noqa: FBT001
             if executor.remat is not None and executor.remat.overflow:
@@ -527,7 +529,7 @@ class Loop:
             self.refuse(observation.recorder.problem)
             return
         observation.fusing_refusal = _IN_STEP if self._in_step else self._updates.fusing_refusal()
-        observation.may_round = self.cut_ops.has_cut
+        observation.may_round = self.cut_ops.has_run
         if observation.effect:
             self.pieces.refuse(observation.effect)
             if observation.way is not None and observation.way["kind"] == "micro_batch":
@@ -538,7 +540,8 @@ class Loop:
                 self._kept = (inputs_key, observation)
         else:
             is_open = self._checkpoints.unsettled() and not self.plans
-            self._looks_again = self.cut_ops.was_mixed() or is_open
+            mixed = [it.was_mixed() for it in (self.lean_backward.way, self.cut_ops)]
+            self._looks_again = any(mixed) or is_open
             self._pending = (inputs_key, observation)
             self._outside.recorded(inputs_key, observation)
 
@@ -689,7 +692,8 @@ class Loop:
         planned.is_as(observation, recorded_peak_bytes(observation, self._request, self.device))
         self.plans.add(planned)
         self._consider_ways(planned, made, step.pieces, call)
-        self._looks_again |= self.cut_ops.may_help(fits=made.fits)
+        lean = (self.lean_backward.way, self.cut_ops)  # the exact one comes first
+        self._looks_again |= any(it.may_help(fits=made.fits) for it in lean)
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         if not (made.fits or self._has_offered):  # each way takes as long as a plan
             budget, self._has_offered = self._room.within(self._budget), True

@@ -33,12 +33,14 @@ from memfit.capture.record.roles import Roles
 from memfit.capture.stage.arguments import written_tensors
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
+from memfit.run.script.lean_backward import LeanBackward
 from memfit.run.script.recomputed import Recomputed
 from memfit.run.script.remains import Passing, Remains
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
+from memfit.tensors.backward_in_place import InPlace
 from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
@@ -72,6 +74,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         seconds: What each op took.
         scratch: Bytes that each op took inside, above what was there before and after it.
         gradients: Where gradients are meanwhile; ``None`` where they stay.
+        lean: Has ops of backward write over the gradient that they read; ``None`` for none.
         since: Number of the event of allocation before which everything was there.
     """
 
@@ -87,6 +90,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.seconds: list[float] = []
         self.scratch: list[int] = []
         self.gradients: GradientStash | None = None
+        self.lean: LeanBackward | None = None
         self._op_is_reached = False
         self._took = (0.0, 0)
         self.since = _native.last_event()
@@ -105,12 +109,25 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._op_is_reached = False
         try:
+            if self.lean is not None and self.phase is BACKWARD:
+                call = self.lean.ops.instead(func, args, kwargs)
+                if call is not None and self.lean.writes(call):
+                    return self._in_place(call, types)
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception as error:
             if self._op_is_reached:
                 raise  # the op's own
             self.problem = _broken(error)
             return func(*args, **kwargs)
+
+    def _in_place(self, call: InPlace, types: Any) -> Any:
+        """Run what writes over a gradient, and write that down."""
+
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._op_is_reached = False
+            return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
+
+        return call.run(run)
 
     def _run(self, func: Any, facts: Any, args: Any, kwargs: Any, read: Any) -> Any:
         self._op_is_reached = True

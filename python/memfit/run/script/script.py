@@ -117,7 +117,7 @@ class AdoptedScript:
         )
         self._frozen = FrozenAway()
         self._lean_ops = LeanOps(request)
-        self._in_pieces = contextlib.ExitStack()
+        self._in_pieces, self._in_place = contextlib.ExitStack(), contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
         self._stepping = self._uncollected = 0
         self._steps_inside = False
@@ -229,7 +229,10 @@ class AdoptedScript:
             self._say(unplanned(loop))
         self._current = CurrentPass(loop, root, call, running)
         self._parameter_uses.leave()
-        self._files.gradients_wait(loop, running, recorder_of(self._current))
+        recorder = recorder_of(self._current)
+        if recorder is not None:
+            recorder.lean = loop.lean_backward
+        self._files.gradients_wait(loop, running, recorder)
         self._uses.forward_begins(self._loops)
 
     def _known(self, loop: Loop) -> Iterable[Optimizer]:
@@ -246,6 +249,7 @@ class AdoptedScript:
         if loop is None or loop.refusal or loop.device.type != "cpu":
             return contextlib.nullcontext()
         loop.cut_ops.pass_begins()
+        loop.lean_backward.way.pass_begins()
         return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes, loop.cut_ops)
 
     def _evaluate(self, root: nn.Module, call: Call) -> None:
@@ -328,12 +332,15 @@ class AdoptedScript:
         current.running.backward_begins()
         current.loop.backward_begins(current.running)
         recorder, model = recorder_of(current), current.loop.root
+        if recorder is None:
+            self._in_place.enter_context(current.loop.lean_backward.planned())
         if recorder is not None and model is not None:
             place = self._files.place
             self._frozen.backward_begins(model, self._kept.budget_bytes, place, recorder.moves)
 
     def backward_ended(self) -> None:
         """Go on with the pass."""
+        self._in_place.close()
         recorder = recorder_of(self._current)
         self._frozen.backward_ended(None if recorder is None else recorder.moves)
         if self._current is not None and not self._current.running.in_forward:

@@ -1,0 +1,95 @@
+"""Gradients written over those that they come from, where a backward lacks room.
+
+Responsible for when that is done: from then on that a recorded backward had no room, or no plan
+fits without; and for doing it in planned backwards, as the recorder does in those that it records.
+Not responsible for which ops can (:mod:`memfit.tensors.backward_in_place`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.run.script.contexts import Nesting
+from memfit.run.script.lean_ops import LeanWay
+from memfit.tensors.backward_in_place import BackwardInPlace, InPlace
+
+IN_PLACE = "large gradients are written over those that they come from"
+"""What is said at the end where some were."""
+
+
+class LeanBackward:
+    """The backwards of one loop.
+
+    Attributes:
+        way: Whether they write in place.
+        ops: Which of their ops can.
+    """
+
+    def __init__(self, budget_bytes: Callable[[], int], notes: dict[str, None]) -> None:
+        """None has written in place yet.
+
+        Args:
+            budget_bytes: Tells the budget; 0 while nobody knows it, and nothing is done.
+            notes: Said at the end; of those that did, too.
+        """
+        self.way = LeanWay()
+        self.ops = BackwardInPlace()
+        self._budget_bytes = budget_bytes
+        self._notes = notes
+
+    def writes(self, call: InPlace) -> bool:
+        """Whether an op that can write over the gradient that it reads is to do so.
+
+        Args:
+            call: The op in place.
+        """
+        budget_bytes, spared = self._budget_bytes(), call.spared_bytes
+        taken = 2 * spared if call.copies else spared
+        if not budget_bytes or not self.way.runs(spared, taken, budget_bytes):
+            return False
+        self.way.has_run = True
+        self._notes[IN_PLACE] = None
+        return True
+
+    @contextlib.contextmanager
+    def planned(self) -> Iterator[None]:
+        """A planned backward runs inside this."""
+        if not self.way.always:
+            yield
+            return
+        mode = _InPlace(self)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        nesting = Nesting()
+        try:
+            yield
+        finally:
+            with nesting.cleared():
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has ops write over the gradient that they read."""
+
+    carries_out_ops = True
+
+    def __init__(self, lean: LeanBackward) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lean = lean
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for dynamo: nothing comes between torch's engine and what it calls."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = self._lean.ops.instead(func, args, kwargs)
+        if call is not None and self._lean.writes(call):
+            return call.run(lambda op, given, named: op(*given, **named))
+        return func(*args, **kwargs)

@@ -1,0 +1,341 @@
+"""Ops of backward whose result may lie where the gradient lies that they read.
+
+A node of autograd reads the gradient of its output, makes that of its input, and both are there for
+a moment: at the peak of a backward these are often its two largest tensors. Where nothing else has
+the first one, an op that computes element by element, or row by row, may write over it: the same
+numbers, and one tensor less. Responsible for which ops those are, and for telling that nothing else
+has the gradient. Not responsible for when that is worth it (:mod:`memfit.run.script.lean_backward`)
+nor for what torch does in place itself (:mod:`memfit.tensors.as_without_modes`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memfit.tensors.as_without_modes import is_called_by_engine
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs an op with arguments by place and by name."""
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """An op that does in place what another one does.
+
+    Attributes:
+        op: It.
+        target: The argument by which it is told where to write; empty where that is its first.
+    """
+
+    op: Any
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """What to run in the place of an op of backward.
+
+    Attributes:
+        way: The op.
+        args: Arguments of the one that it replaces.
+        kwargs: Likewise.
+        copies: Whether it writes over a copy in order, which the other one would make inside too.
+    """
+
+    way: _Way
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    copies: bool
+
+    @property
+    def spared_bytes(self) -> int:
+        """As much as its result, which is as large as the gradient."""
+        return int(self.args[0].nbytes)
+
+    def run(self, run: Run) -> Any:
+        """The same result.
+
+        Args:
+            run: Runs an op.
+        """
+        gradient, *others = self.args
+        if self.copies:
+            gradient = run(_CLONE, (gradient,), {"memory_format": torch.contiguous_format})
+        target = {self.way.target: gradient} if self.way.target else {}
+        return run(self.way.op, (gradient, *others), {**self.kwargs, **target})
+
+
+_CLONE = _aten.clone.default
+
+_ACTIVATIONS: dict[str, tuple[Any, _Way]] = {
+    "EluBackward": (_aten.elu_backward.default, _Way(_aten.elu_backward.grad_input, "grad_input")),
+    "GeluBackward": (
+        _aten.gelu_backward.default,
+        _Way(_aten.gelu_backward.grad_input, "grad_input"),
+    ),
+    "HardtanhBackward": (
+        _aten.hardtanh_backward.default,
+        _Way(_aten.hardtanh_backward.grad_input, "grad_input"),
+    ),
+    "LeakyReluBackward": (
+        _aten.leaky_relu_backward.default,
+        _Way(_aten.leaky_relu_backward.grad_input, "grad_input"),
+    ),
+    "ReluBackward": (
+        _aten.threshold_backward.default,
+        _Way(_aten.threshold_backward.grad_input, "grad_input"),
+    ),
+    "SigmoidBackward": (
+        _aten.sigmoid_backward.default,
+        _Way(_aten.sigmoid_backward.grad_input, "grad_input"),
+    ),
+    "SiluBackward": (
+        _aten.silu_backward.default,
+        _Way(_aten.silu_backward.grad_input, "grad_input"),
+    ),
+    "SoftplusBackward": (
+        _aten.softplus_backward.default,
+        _Way(_aten.softplus_backward.grad_input, "grad_input"),
+    ),
+    "TanhBackward": (
+        _aten.tanh_backward.default,
+        _Way(_aten.tanh_backward.grad_input, "grad_input"),
+    ),
+}
+_ARITHMETIC: dict[str, tuple[Any, _Way]] = {
+    "DivBackward": (_aten.div.Tensor, _Way(_aten.div_.Tensor)),
+    "ExpBackward": (_aten.mul.Tensor, _Way(_aten.mul_.Tensor)),
+    "LogBackward": (_aten.div.Tensor, _Way(_aten.div_.Tensor)),
+    "MaskedFillBackward": (_aten.masked_fill.Scalar, _Way(_aten.masked_fill_.Scalar)),
+    "MulBackward": (_aten.mul.Tensor, _Way(_aten.mul_.Tensor)),
+    "NegBackward": (_aten.neg.default, _Way(_aten.neg_.default)),
+    "SqrtBackward": (_aten.div.Tensor, _Way(_aten.div_.Tensor)),
+}
+_OF_ROWS: dict[str, tuple[Any, _Way]] = {
+    "LogSoftmaxBackward": (
+        _aten._log_softmax_backward_data.default,
+        _Way(_aten._log_softmax_backward_data.out, "out"),
+    ),
+    "SoftmaxBackward": (
+        _aten._softmax_backward_data.default,
+        _Way(_aten._softmax_backward_data.out, "grad_input"),
+    ),
+}
+WAYS = {**_ACTIVATIONS, **_ARITHMETIC, **_OF_ROWS}
+"""By the node of autograd, without its number: the op of its formula that reads the gradient last,
+and its way in place. From ``tools/autograd/derivatives.yaml``."""
+
+_OPS = frozenset(op for op, _ in WAYS.values())
+_FOR_BOTH = "MulBackward"
+"""Of two inputs that want a gradient, the one of the second is computed last."""
+
+_FOR_ONE = ("DivBackward", "MaskedFillBackward")
+"""Their first op is the last one that reads the gradient only where one input wants one."""
+
+_Owners = tuple[int, int, int, int]
+_NO_OWNERS: _Owners = (0, 0, 0, 0)
+_PLAIN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class BackwardInPlace:
+    """Tells which op of the node that runs may write over the gradient that it reads."""
+
+    def __init__(self) -> None:
+        """No node has run yet."""
+        self._alone = alone()
+        self._half = -1
+
+    def instead(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> InPlace | None:
+        """What writes over the gradient instead; to be asked in ``__torch_dispatch__`` itself.
+
+        Args:
+            func: The op that is about to run.
+            args: Its arguments, which nothing else has: the tuple that torch has handed over.
+            kwargs: Those by name.
+
+        Returns:
+            What to run instead; ``None`` where the op is none, or others may see the gradient.
+        """
+        if func not in _OPS or torch.is_grad_enabled():
+            return None
+        node = torch._C._current_autograd_node()
+        if node is None or not is_called_by_engine():
+            return None
+        name = node.name().rstrip("0123456789")
+        op, way = WAYS.get(name, (None, None))
+        if op is not func or way is None or not self._is_last(node, name):
+            return None
+        if _is_copied(name, args):
+            return InPlace(way, args, kwargs, copies=True)
+        if owners(args[0]) not in self._alone[name] or not _takes_its_place(name, args, kwargs):
+            return None
+        return InPlace(way, args, kwargs, copies=False)
+
+    def _is_last(self, node: Any, name: str) -> bool:
+        """Whether the op that runs is the last of its node to read the gradient."""
+        wanted = sum(before is not None for before, _ in node.next_functions)
+        if wanted == 1:
+            return True
+        if name in _FOR_ONE:
+            return False
+        if name != _FOR_BOTH:
+            return True
+        number = node._sequence_nr()
+        is_second, self._half = number == self._half, number
+        return bool(is_second)
+
+
+def _is_copied(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an op by rows first copies its gradient in order, as torch does where it is not."""
+    if name not in _OF_ROWS:
+        return False
+    gradient, result, along = args[:3]
+    return (
+        type(gradient) is Tensor
+        and gradient.device.type == "cpu"
+        and gradient.dtype in _PLAIN
+        and gradient.dtype is result.dtype
+        and gradient.layout is torch.strided
+        and not gradient.is_contiguous()
+        and result.is_contiguous()
+        and along in (-1, gradient.dim() - 1)
+    )
+
+
+def _takes_its_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the result would have lain as the gradient does, in a type that is the same."""
+    gradient = args[0]
+    if type(gradient) is not Tensor or gradient.device.type != "cpu":
+        return False
+    if gradient.dtype not in _PLAIN or gradient.layout is not torch.strided:
+        return False
+    others = [it for it in (*args[1:], *kwargs.values()) if isinstance(it, Tensor)]
+    if not all(_lies_alike(gradient, it) for it in others):
+        return False
+    if name in _OF_ROWS:
+        return gradient.is_contiguous() and args[2] in (-1, gradient.dim() - 1)
+    return bool(others) or gradient.is_contiguous() or _is_dense_image(gradient)
+
+
+def _lies_alike(gradient: Tensor, other: Tensor) -> bool:
+    """Whether a result of both lies as the gradient does."""
+    if other.dtype is not torch.bool and other.dtype is not gradient.dtype:
+        return False
+    if other.shape == gradient.shape and other.stride() == gradient.stride():
+        return gradient.is_contiguous() or _is_dense_image(gradient)
+    if not gradient.is_contiguous() or other.dim() > gradient.dim():
+        return False
+    # One that is the same along some dimensions leaves it to the gradient how the result lies.
+    sizes = zip(other.shape[::-1], gradient.shape[::-1], strict=False)
+    return other.numel() < gradient.numel() and all(size in (1, own) for size, own in sizes)
+
+
+def _is_dense_image(tensor: Tensor) -> bool:
+    images = 4
+    return tensor.dim() == images and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def owners(gradient: Any) -> _Owners:
+    """How many have a gradient.
+
+    Args:
+        gradient: The first argument of an op, where ``__torch_dispatch__`` has just been called.
+
+    Returns:
+        Owners that torch counts, that Python counts, those of the memory, and those of the tensor
+        that it is a view of; 0 of the last where it is none.
+    """
+    if not isinstance(gradient, Tensor):
+        return _NO_OWNERS
+    with torch._C.DisableTorchFunction():
+        storage = gradient.untyped_storage()
+        seen = torch._C._storage_Use_Count(storage._cdata)
+        base = gradient._base
+        of_base = 0 if base is None else base._use_count()
+        return gradient._use_count(), sys.getrefcount(gradient), seen, of_base
+
+
+_EXAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "DivBackward": lambda x: x / 3.0,
+    "EluBackward": functional.elu,
+    "ExpBackward": torch.exp,
+    "GeluBackward": functional.gelu,
+    "HardtanhBackward": functional.hardtanh,
+    "LeakyReluBackward": functional.leaky_relu,
+    "LogBackward": torch.log,
+    "LogSoftmaxBackward": lambda x: functional.log_softmax(x, -1),
+    "MaskedFillBackward": lambda x: x.masked_fill(x < 0.0, 0.0),
+    "MulBackward": lambda x: x * 3.0,
+    "NegBackward": torch.neg,
+    "ReluBackward": functional.relu,
+    "SigmoidBackward": torch.sigmoid,
+    "SiluBackward": functional.silu,
+    "SoftmaxBackward": lambda x: functional.softmax(x, -1),
+    "SoftplusBackward": functional.softplus,
+    "SqrtBackward": torch.sqrt,
+    "TanhBackward": torch.tanh,
+}
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the owners of a gradient that goes from node to node and is nobody's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._op, _ = WAYS[name]
+        self._name = name
+        self.found = _NO_OWNERS
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in the recorder: what is counted is what that would count."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        node = torch._C._current_autograd_node()
+        if func is self._op and node is not None and node.name().startswith(self._name):
+            self.found = self._count(args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, args: tuple[Any, ...]) -> _Owners:
+        return owners(args[0])  # as many calls away as in `BackwardInPlace`
+
+
+@cache
+def alone() -> dict[str, tuple[_Owners, ...]]:
+    """What :func:`owners` counts for a gradient that only the node has that runs, by its name.
+
+    Torch tells: its engine counts owners too, before it takes a gradient for a parameter's own.
+    Each op is called in a way of its own, with a tensor or with a view that alone has its base. To
+    be asked first where no op is being dispatched.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    found = {}
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        for name, example in _EXAMPLES.items():
+            counts = []
+            for is_view in (False, True):
+                leaf = torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True)
+                made = example(leaf.cos())
+                made = (made.view(-1) if is_view else made).sin()
+                with _Counting(name) as counting:
+                    gradient = torch.ones_like(made)
+                    engine.run_backward((made,), (gradient,), False, False, (leaf,), False, False)  # noqa: FBT003
+                counts.append(counting.found)
+            found[name] = tuple(counts)
+    return found
