@@ -257,6 +257,21 @@ def test_a_step_fits_whose_two_largest_gradients_did_not_both(tmp_path: Path):
     assert wide.report["fitting"]["verdict"]["kept"], wide.stderr
 
 
+def test_gradients_are_written_over_where_parameters_are_offloaded(tmp_path: Path):
+    """What watches the use of parameters in backward stands below what writes in place."""
+    wide = SCORES.replace("width=64", "width=512").replace(
+        "nn.Linear(64, 10)", "nn.Linear(512, 10)"
+    )
+    wide = wide.replace("torch.randn(4, 256, 64)", "torch.randn(6, 256, 512)")
+    ran = inline(tmp_path, "48MiB", wide, offload="chosen", fitting=("--forbid", "remat"))
+    (loop,) = ran.loops
+    kinds = [action["kind"] for action in loop["plan"]["actions"]]
+    assert "offload_parameters" in kinds
+    assert IN_PLACE in loop["notes"]
+    assert ran.report["fitting"]["verdict"]["kept"], ran.stderr
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]
+
+
 def test_small_gradients_are_left_alone():
     way = LeanWay(always=True)
     assert not way.runs(1 << 10, 1 << 10, 1 << 20)

@@ -38,8 +38,29 @@ class LeanBackward:
         """
         self.way = LeanWay()
         self.ops = BackwardInPlace()
+        self._spared_bytes = 0
         self._budget_bytes = budget_bytes
         self._notes = notes
+
+    def may_help(self, lacking_bytes: int) -> bool:
+        """Whether a step is to be recorded in place, which has just been planned.
+
+        A peak falls by one gradient at most: that of the op that runs there.
+
+        Args:
+            lacking_bytes: What it takes above the budget; 0 where it is kept.
+        """
+        helps = 0 < lacking_bytes <= self._spared_bytes
+        self.way.always |= helps
+        return helps
+
+    def is_recorded(self) -> None:
+        """A recorded step is over: if one op wrote in place, from now on all do.
+
+        A plan for it foresees no more for that than is so.
+        """
+        self._spared_bytes = self.way.most_spared_bytes
+        self.way.always |= self.way.has_run
 
     def writes(self, call: InPlace) -> bool:
         """Whether an op that can write over the gradient that it reads is to do so.

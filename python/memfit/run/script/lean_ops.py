@@ -65,6 +65,7 @@ class LeanWay:
         is_planned_without: Those of the pass under way are planned as they are.
         has_run: One ran so in it.
         would_run: One is large enough to.
+        most_spared_bytes: The most that one would have spared in it that ran as it is.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -75,6 +76,7 @@ class LeanWay:
         """
         self.always = always
         self.is_planned_without = self.has_run = self.would_run = False
+        self.most_spared_bytes = 0
 
     def pass_begins(self, *, is_planned_without: bool = False) -> None:
         """A pass begins.
@@ -84,6 +86,7 @@ class LeanWay:
         """
         self.is_planned_without = is_planned_without
         self.has_run = False
+        self.most_spared_bytes = 0
 
     def was_mixed(self) -> bool:
         """Whether some ops of a recorded step ran so, others did not: from now on, all do."""
@@ -112,7 +115,10 @@ class LeanWay:
         if self.is_planned_without or spared_bytes <= _PART * budget_bytes:
             return False
         self.would_run = True
-        return self.always or _native.counted_bytes() + taken_bytes > budget_bytes
+        runs = self.always or _native.counted_bytes() + taken_bytes > budget_bytes
+        if not runs:
+            self.most_spared_bytes = max(self.most_spared_bytes, spared_bytes)
+        return runs
 
 
 class LeanOps:

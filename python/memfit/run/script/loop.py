@@ -540,8 +540,8 @@ class Loop:
                 self._kept = (inputs_key, observation)
         else:
             is_open = self._checkpoints.unsettled() and not self.plans
-            mixed = [it.was_mixed() for it in (self.lean_backward.way, self.cut_ops)]
-            self._looks_again = any(mixed) or is_open
+            self.lean_backward.is_recorded()
+            self._looks_again = self.cut_ops.was_mixed() or is_open
             self._pending = (inputs_key, observation)
             self._outside.recorded(inputs_key, observation)
 
@@ -692,8 +692,8 @@ class Loop:
         planned.is_as(observation, recorded_peak_bytes(observation, self._request, self.device))
         self.plans.add(planned)
         self._consider_ways(planned, made, step.pieces, call)
-        lean = (self.lean_backward.way, self.cut_ops)  # the exact one comes first
-        self._looks_again |= any(it.may_help(fits=made.fits) for it in lean)
+        helps = self.lean_backward.may_help(planned.lacking_bytes)  # the exact way comes first
+        self._looks_again |= helps or self.cut_ops.may_help(fits=made.fits)
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         if not (made.fits or self._has_offered):  # each way takes as long as a plan
             budget, self._has_offered = self._room.within(self._budget), True

@@ -230,6 +230,16 @@ class PlannedStep:
         return not plan.fits or plan.planned.predicted_peak_bytes + more_bytes > plan.budget_bytes
 
     @property
+    def lacking_bytes(self) -> int:
+        """What it takes above the budget, by its plan or as recorded; 0 where it keeps that."""
+        if self.plan.fits or self.keeps_as_recorded:
+            return 0
+        least = self.plan.planned.predicted_peak_bytes
+        if self.recorded_peak_bytes:
+            least = min(least, self.recorded_peak_bytes)
+        return max(least - self.plan.budget_bytes, 0)
+
+    @property
     def may_run_as_recorded(self) -> bool:
         """Whether it would keep the budget as it was recorded, whatever a plan does."""
         return 0 < self.recorded_peak_bytes <= self.plan.budget_bytes

@@ -308,6 +308,10 @@ class AdoptedScript:
             self._current.running.asks_for_gradients()
             self._current.loop.differentiates_more = True
         self._uses.begin(self._loops)
+        current = self._current
+        if current is not None and recorder_of(current) is None and not current.running.in_forward:
+            # On top: it counts who has a gradient where torch's engine calls.
+            self._in_place.enter_context(current.loop.lean_backward.planned())
 
     def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
         current = self._current
@@ -332,8 +336,6 @@ class AdoptedScript:
         current.running.backward_begins()
         current.loop.backward_begins(current.running)
         recorder, model = recorder_of(current), current.loop.root
-        if recorder is None:
-            self._in_place.enter_context(current.loop.lean_backward.planned())
         if recorder is not None and model is not None:
             place = self._files.place
             self._frozen.backward_begins(model, self._kept.budget_bytes, place, recorder.moves)
