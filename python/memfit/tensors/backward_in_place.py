@@ -180,7 +180,9 @@ class BackwardInPlace:
             return None
         if _is_copied(name, args):
             return InPlace(way, args, kwargs, copies=True)
-        if owners(args[0]) not in self._alone[name] or not _takes_its_place(name, args, kwargs):
+        if owners(args[0]) not in self._alone.get(name, ()) or not _takes_its_place(
+            name, args, kwargs
+        ):
             return None
         return InPlace(way, args, kwargs, copies=False)
 
@@ -322,13 +324,21 @@ def alone() -> dict[str, tuple[_Owners, ...]]:
 
     Torch tells: its engine counts owners too, before it takes a gradient for a parameter's own.
     Each op is called in a way of its own, with a tensor or with a view that alone has its base. To
-    be asked first where no op is being dispatched.
+    be asked first where no op is being dispatched; where torch cannot tell, nothing is known.
     """
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
+            return _counted()
+    except (AttributeError, RuntimeError):  # of a torch that counts otherwise, or forbids hooks
+        return {}
+
+
+def _counted() -> dict[str, tuple[_Owners, ...]]:
     engine = torch.autograd.Variable._execution_engine
     found = {}
     # Hooks of the script's for what autograd saves, as of a checkpoint, do not see the inner ones'.
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), hooks:
+    with torch._C.DisableTorchFunction(), hooks:
         for name, example in _EXAMPLES.items():
             counts = []
             for is_view in (False, True):

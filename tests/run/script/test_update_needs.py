@@ -152,6 +152,21 @@ def test_what_an_optimizer_makes_of_nothing_takes_no_memory_either():
     assert _taken(optimizer.step)[0] == pytest.approx(found[0].first_bytes, abs=8192)
 
 
+def test_numbers_that_an_optimizer_draws_are_the_scripts():
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                scale = torch.rand(()) * torch.rand(1).item()
+                parameter.data.add_(torch.randn_like(parameter) * scale)
+
+    model = nn.Linear(64, 64)
+    optimizer = Noisy(model.parameters(), 0.1)
+    model(torch.randn(4, 64)).sum().backward()
+    before = torch.get_rng_state()
+    assert update_needs(optimizer).together_bytes >= model.weight.nbytes
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", ["adamw", "momentum", "nadam"])
 def test_first_updates_one_by_one_take_what_is_foreseen(name: str):
     """In slices: an update makes the state of a slice beside that of the whole parameter."""
