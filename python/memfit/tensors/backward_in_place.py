@@ -318,13 +318,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return owners(args[0])  # as many calls away as in `BackwardInPlace`
 
 
-@cache
 def alone() -> dict[str, tuple[_Owners, ...]]:
     """What :func:`owners` counts for a gradient that only the node has that runs, by its name.
 
     Torch tells: its engine counts owners too, before it takes a gradient for a parameter's own.
     Each op is called in a way of its own, with a tensor or with a view that alone has its base. To
-    be asked first where no op is being dispatched; where torch cannot tell, nothing is known.
+    be asked first where no op is being dispatched; where torch cannot tell, as under a transform of
+    functions, nothing is known.
     """
     try:
         with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
@@ -333,6 +333,7 @@ def alone() -> dict[str, tuple[_Owners, ...]]:
         return {}
 
 
+@cache
 def _counted() -> dict[str, tuple[_Owners, ...]]:
     engine = torch.autograd.Variable._execution_engine
     found = {}

@@ -38,7 +38,7 @@ def _nothing_of_the_cpu() -> None:
     [
         (storage._freed_by_allocator, storage._freed_by_allocator),
         (storage._alone, storage._alone),
-        (backward_in_place.alone, backward_in_place.alone),
+        (backward_in_place._counted, backward_in_place.alone),
         (gradients_between._alone, gradients_between._alone),
         (versions._nothing, _nothing_of_the_cpu),
         (whole_draws._counts_in_32_bits, whole_draws._counts_in_32_bits),
