@@ -156,6 +156,10 @@ class BackwardInPlace:
         self._alone = alone()
         self._half = -1
 
+    def begins(self) -> None:
+        """A backward begins, in which each node runs once."""
+        self._half = -1
+
     def instead(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> InPlace | None:

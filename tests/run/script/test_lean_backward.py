@@ -187,6 +187,20 @@ def _tensors(kept: Any) -> list[Any]:
     return [it for one in kept if one is not None for it in _tensors(one)]
 
 
+def test_the_first_product_of_a_node_is_not_taken_for_its_second_in_the_next_backward():
+    x, y = (torch.randn(64, 96, requires_grad=True) for _ in range(2))
+    found = []
+    for in_place in (False, True):
+        ways = lean()
+        ways.way.always = in_place
+        loss = (x * y).cos().sum()
+        for wanted in ((y,), (x, y)):
+            ways.ops.begins()
+            with ways.planned():
+                found.extend(torch.autograd.grad(loss, wanted, retain_graph=True))
+    assert all(map(torch.equal, found[:3], found[3:]))
+
+
 def test_a_gradient_that_was_given_keeps_its_numbers():
     x = torch.randn(64, 96, requires_grad=True)
     given = torch.randn(64, 96)

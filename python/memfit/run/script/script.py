@@ -309,9 +309,12 @@ class AdoptedScript:
             self._current.loop.differentiates_more = True
         self._uses.begin(self._loops)
         current = self._current
-        if current is not None and recorder_of(current) is None and not current.running.in_forward:
-            # On top: it counts who has a gradient where torch's engine calls.
-            self._in_place.enter_context(current.loop.lean_backward.planned())
+        if current is not None and not current.running.in_forward:
+            lean = current.loop.lean_backward
+            lean.ops.begins()
+            if recorder_of(current) is None:
+                # On top: it counts who has a gradient where torch's engine calls.
+                self._in_place.enter_context(lean.planned())
 
     def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
         current = self._current
