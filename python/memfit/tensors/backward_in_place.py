@@ -140,8 +140,8 @@ _OPS = frozenset(op for op, _ in WAYS.values())
 _FOR_BOTH = "MulBackward"
 """Of two inputs that want a gradient, the one of the second is computed last."""
 
-_FOR_ONE = ("DivBackward", "MaskedFillBackward")
-"""Their first op is the last one that reads the gradient only where one input wants one."""
+_FOR_FIRST = ("DivBackward", "MaskedFillBackward")
+"""Their op reads the gradient, and is the last to, where only the first input wants one."""
 
 _Owners = tuple[int, int, int, int]
 _NO_OWNERS: _Owners = (0, 0, 0, 0)
@@ -192,12 +192,10 @@ class BackwardInPlace:
 
     def _is_last(self, node: Any, name: str) -> bool:
         """Whether the op that runs is the last of its node to read the gradient."""
-        wanted = sum(before is not None for before, _ in node.next_functions)
-        if wanted == 1:
-            return True
-        if name in _FOR_ONE:
-            return False
-        if name != _FOR_BOTH:
+        wanted = [before is not None for before, _ in node.next_functions]
+        if name in _FOR_FIRST:
+            return wanted[0] and not any(wanted[1:])
+        if name != _FOR_BOTH or sum(wanted) == 1:
             return True
         number = node._sequence_nr()
         is_second, self._half = number == self._half, number
