@@ -143,8 +143,8 @@ _FOR_BOTH = "MulBackward"
 _FOR_FIRST = ("DivBackward", "MaskedFillBackward")
 """Their op reads the gradient, and is the last to, where only the first input wants one."""
 
-_Owners = tuple[int, int, int, int]
-_NO_OWNERS: _Owners = (0, 0, 0, 0)
+_Owners = tuple[int, int, int, int, int]
+_NO_OWNERS: _Owners = (0, 0, 0, 0, 0)
 _PLAIN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -259,8 +259,8 @@ def owners(gradient: Any) -> _Owners:
         gradient: The first argument of an op, where ``__torch_dispatch__`` has just been called.
 
     Returns:
-        Owners that torch counts, that Python counts, those of the memory, and those of the tensor
-        that it is a view of; 0 of the last where it is none.
+        Owners that torch counts, that Python counts, those of the memory, and both kinds of the
+        tensor that it is a view of; 0 of the last where it is none.
     """
     if not isinstance(gradient, Tensor):
         return _NO_OWNERS
@@ -268,8 +268,8 @@ def owners(gradient: Any) -> _Owners:
         storage = gradient.untyped_storage()
         seen = torch._C._storage_Use_Count(storage._cdata)
         base = gradient._base
-        of_base = 0 if base is None else base._use_count()
-        return gradient._use_count(), sys.getrefcount(gradient), seen, of_base
+        of_base = (0, 0) if base is None else (base._use_count(), sys.getrefcount(base))
+        return gradient._use_count(), sys.getrefcount(gradient), seen, *of_base
 
 
 _EXAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
