@@ -81,6 +81,7 @@ def _objects() -> Iterator[object]:
     result = (tensor * 2).sum()
     module = nn.Linear(2, 2)
     yield from (sys, torch, torch._C, torch._C._autograd, torch.autograd, torch.cuda)
+    yield torch.autograd.Variable
     yield nn.modules.module
     yield from (torch.ops.aten, torch.ops.aten.add.Tensor, torch.cuda.memory)
     yield from (tensor, tensor.untyped_storage(), result.grad_fn, module)
