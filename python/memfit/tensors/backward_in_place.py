@@ -78,40 +78,20 @@ class InPlace:
 
 _CLONE = _aten.clone.default
 
-_ACTIVATIONS: dict[str, tuple[Any, _Way]] = {
-    "EluBackward": (_aten.elu_backward.default, _Way(_aten.elu_backward.grad_input, "grad_input")),
-    "GeluBackward": (
-        _aten.gelu_backward.default,
-        _Way(_aten.gelu_backward.grad_input, "grad_input"),
-    ),
-    "HardtanhBackward": (
-        _aten.hardtanh_backward.default,
-        _Way(_aten.hardtanh_backward.grad_input, "grad_input"),
-    ),
-    "LeakyReluBackward": (
-        _aten.leaky_relu_backward.default,
-        _Way(_aten.leaky_relu_backward.grad_input, "grad_input"),
-    ),
-    "ReluBackward": (
-        _aten.threshold_backward.default,
-        _Way(_aten.threshold_backward.grad_input, "grad_input"),
-    ),
-    "SigmoidBackward": (
-        _aten.sigmoid_backward.default,
-        _Way(_aten.sigmoid_backward.grad_input, "grad_input"),
-    ),
-    "SiluBackward": (
-        _aten.silu_backward.default,
-        _Way(_aten.silu_backward.grad_input, "grad_input"),
-    ),
-    "SoftplusBackward": (
-        _aten.softplus_backward.default,
-        _Way(_aten.softplus_backward.grad_input, "grad_input"),
-    ),
-    "TanhBackward": (
-        _aten.tanh_backward.default,
-        _Way(_aten.tanh_backward.grad_input, "grad_input"),
-    ),
+_NAMES = {
+    "EluBackward": "elu_backward",
+    "GeluBackward": "gelu_backward",
+    "HardtanhBackward": "hardtanh_backward",
+    "LeakyReluBackward": "leaky_relu_backward",
+    "ReluBackward": "threshold_backward",
+    "SigmoidBackward": "sigmoid_backward",
+    "SiluBackward": "silu_backward",
+    "SoftplusBackward": "softplus_backward",
+    "TanhBackward": "tanh_backward",
+}
+_ACTIVATIONS = {
+    node: (getattr(_aten, name).default, _Way(getattr(_aten, name).grad_input, "grad_input"))
+    for node, name in _NAMES.items()
 }
 _ARITHMETIC: dict[str, tuple[Any, _Way]] = {
     "DivBackward": (_aten.div.Tensor, _Way(_aten.div_.Tensor)),
