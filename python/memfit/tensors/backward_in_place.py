@@ -275,7 +275,7 @@ _EXAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the owners of a gradient that goes from node to node and is nobody's."""
+    """Counts the owners of a gradient that only autograd holds, on its way from node to node."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -40,6 +41,22 @@ def in_node() -> bool:
     What is put on or taken off either stack inside is as it was before once the node has run.
     """
     return torch._C._current_autograd_node() is not None
+
+
+@contextlib.contextmanager
+def entered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Stand on the stack of dispatch modes, whatever the script enters and does not leave inside.
+
+    Args:
+        mode: The mode.
+    """
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    nesting = Nesting()
+    try:
+        yield
+    finally:
+        with nesting.cleared():
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class Nesting:

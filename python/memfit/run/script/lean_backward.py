@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.run.script.contexts import Nesting
+from memfit.run.script.contexts import entered
 from memfit.run.script.lean_ops import LeanWay
 from memfit.tensors.backward_in_place import BackwardInPlace, InPlace
 
@@ -33,7 +33,7 @@ class LeanBackward:
         """None has written in place yet.
 
         Args:
-            budget_bytes: Tells the budget; 0 while nobody knows it, and nothing is done.
+            budget_bytes: Returns the budget; while that is 0, not known yet, nothing is done.
             notes: Said at the end; of those that did, too.
         """
         self.way = LeanWay()
@@ -82,14 +82,8 @@ class LeanBackward:
         if not self.way.always:
             yield
             return
-        mode = _InPlace(self)
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        nesting = Nesting()
-        try:
+        with entered(_InPlace(self)):
             yield
-        finally:
-            with nesting.cleared():
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
-from memfit.run.script.contexts import Nesting
+from memfit.run.script.contexts import entered
 from memfit.run.script.request import FitRequest
 
 LEAST_ITEMS = 2
@@ -146,13 +146,10 @@ class LeanOps:
             yield
             return
         mode = _InPieces(budget_bytes, cut)
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        nesting = Nesting()
         try:
-            yield
+            with entered(mode):
+                yield
         finally:
-            with nesting.cleared():
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if mode.has_cut:
                 notes[IN_PIECES] = None
 
