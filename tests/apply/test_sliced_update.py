@@ -37,7 +37,7 @@ MAKE = {
     "rmsprop": lambda p: RMSprop(p, centered=True, momentum=0.9),
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
 }
-ELEMENTS = 3 * LEAST_BYTES["cpu"] // 4 + 77
+ELEMENTS = 3 * LEAST_BYTES // 4 + 77
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 SLICES = 16
 """Into how many slices a parameter is cut, if they are neither too small nor too large then."""
 
-_LEAST_BYTES = 256 << 10
+LEAST_BYTES = 256 << 10
 """Smallest slice on the CPU: calling ops must not matter beside it. AdamW on one core takes 0.8
 times as long in slices of 1 MiB as whole, since they stay in its cache, and 1.1 in these."""
 
-_MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
 """Largest slice on the CPU: what stays in the cache of one core."""
 
 _LEAST_BYTES_ON_GPU = 8 << 20
@@ -79,7 +79,7 @@ def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     """In how many slices a parameter can be updated, as far as its state does not matter."""
     size_bytes = parameter.numel() * parameter.itemsize
     is_of_cpu = parameter.device.type in _OF_CPU
-    least = _LEAST_BYTES if is_of_cpu else _LEAST_BYTES_ON_GPU
+    least = LEAST_BYTES if is_of_cpu else _LEAST_BYTES_ON_GPU
     if size_bytes < 2 * least:
         return 1  # first: it is so of most parameters, and asked in every step
     asks = ("fused", "capturable", "differentiable")
@@ -90,7 +90,7 @@ def _slices(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
         gradient is None or _lies_like(gradient, parameter)
     ):
         return 1
-    most = _MOST_BYTES if is_of_cpu else _MOST_BYTES_ON_GPU
+    most = MOST_BYTES if is_of_cpu else _MOST_BYTES_ON_GPU
     return max(size_bytes // min(max(size_bytes // SLICES, least), most), 1)
 
 
