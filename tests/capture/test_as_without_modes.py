@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ from peaks import measured_peak, predicted_peak
 from ran import inline
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.capture import record
+from memfit.tensors.as_without_modes import Formulas
 from memfit.workload import Workload
 
 
@@ -150,3 +156,139 @@ def test_what_the_script_computes_while_a_node_runs_stays_as_it_is(kind, tmp_pat
     """It is compared with the script alone."""
     ran = inline(tmp_path, "100MiB", OF_THE_SCRIPT, kind, fitting=["--forbid", "undo_checkpoints"])
     assert ran.loops[0]["observed"]["steps"] > 0, ran.stderr
+
+
+class Plainly(TorchDispatchMode):
+    """Runs a backward as one without a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formulas = Formulas()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.formulas.run(func, args, kwargs or {})
+
+
+def reordered(tensor: Tensor) -> Tensor:
+    """A leaf with the same numbers in another order, where it has several dimensions."""
+    given = tensor.detach()
+    if tensor.dim() > 1 and tensor.layout is torch.strided:
+        given = given.transpose(0, -1).contiguous().transpose(0, -1)
+    return given.clone().requires_grad_(tensor.requires_grad)
+
+
+def gradients(op: Any, given: Any, *, in_order: bool, mode: Plainly | None) -> list[Tensor]:
+    """Of a sample; empty where nothing has one."""
+    alike = torch.clone if in_order else reordered
+    args, kwargs = tree_map_only(
+        Tensor,
+        lambda it: alike(it.detach()).requires_grad_(it.requires_grad),
+        ((given.input, *given.args), given.kwargs),
+    )
+    leaves = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
+    leaves = [it for it in leaves if it.requires_grad]
+    torch.manual_seed(1)
+    made = [it for it in tree_leaves(op.op(*args, **kwargs)) if isinstance(it, Tensor)]
+    made = [it for it in made if it.requires_grad and it.is_floating_point()]
+    if not (leaves and made):
+        return []
+    torch.manual_seed(2)
+    begin = [alike(torch.randn(it.shape)) for it in made]
+    if mode is None:
+        found = torch.autograd.grad(made, leaves, begin, allow_unused=True)
+    else:
+        with mode:
+            found = torch.autograd.grad(made, leaves, begin, allow_unused=True)
+    return [it for it in found if it is not None and it.layout is torch.strided]
+
+
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether they are, and lie alike; what is one long may have any stride."""
+    ways = zip(one.shape, one.stride(), other.stride(), strict=True)
+    lies_alike = one.numel() == 0 or all(a == b for size, a, b in ways if size > 1)
+    return lies_alike and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+VARY = ("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",)
+"""Its gradients differ from run to run where its mask lies in another order."""
+
+
+@pytest.mark.filterwarnings("ignore")  # samples of what torch advises against
+def test_any_op_of_torch_has_the_same_gradients_in_the_same_order_or_that_is_said():
+    cases, said = 0, set()
+    for op in op_db:
+        if not op.supports_autograd or torch.float32 not in op.dtypes or op.name in VARY:
+            continue
+        torch.manual_seed(0)
+        for given in islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 6):
+            for in_order in (True, False):
+                try:
+                    plain = gradients(op, given, in_order=in_order, mode=None)
+                except (RuntimeError, ValueError):  # not of what lies in another order
+                    assert not in_order or "as_strided" in op.name  # past a clone
+                    continue
+                mode = Plainly()
+                others = gradients(op, given, in_order=in_order, mode=mode)
+                cases += 1
+                if all(map(are_same, plain, others)):
+                    continue
+                assert mode.formulas.others, f"{op.name}: {given}"
+                said |= set(mode.formulas.others)
+    assert cases > 3000
+    assert said <= {
+        "LinalgHouseholderProductBackward",
+        "MaskedFillBackward",
+        "MaxBackward",
+        "MinBackward",
+        "OrmqrBackward",
+        "ProdBackward",
+    }
+
+
+ORDERED = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+            self.scale = nn.Parameter(torch.rand(512))
+        def forward(self, x):
+            for number, layer in enumerate(self.inner):
+                other = torch.maximum(x.t(), layer(x).t().contiguous())
+                x = (x + other.t() * self.scale).tanh()
+                if PROD:
+                    x = x * (1 + x.mean(0).tanh().view(64, 8).prod(1).mean())
+            return x
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        loss = model(torch.randn(48, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = sum(it.double().sum().item() for it in model.parameters())
+        print(f"{loss.item():.4f}" if PROD else total.hex())
+"""
+
+
+def test_the_bits_of_a_script_stay_where_a_mode_would_lay_gradients_in_another_order(
+    tmp_path: Path,
+):
+    """It is compared with the script alone; parameters come to backward under a mode."""
+    ran = inline(tmp_path, "9MiB", ORDERED.replace("PROD", "False"), offload="chosen")
+    actions = {one["kind"] for one in ran.loops[0]["plan"]["actions"]}
+    assert "offload_parameters" in actions, ran.stderr
+
+
+def test_a_gradient_by_another_formula_is_said(tmp_path: Path):
+    script = ORDERED.replace("PROD", "True")
+    ran = inline(tmp_path, "100MiB", script)
+    assert "computes `ProdBackward` by another formula" in ran.stderr

@@ -2,12 +2,13 @@
 
 Some of them write in place to a tensor that they have just made, unless a dispatch mode is on the
 stack (``isTensorSubclassLike`` in ``ATen/TensorSubclassLikeUtils.h``): then they make another
-tensor, and for a moment both are there.
-A step that is recorded under a mode would take more than the one that runs without it. Responsible
-for doing in place under memfit's own modes what torch does in place without them: the numbers are
-the same either way. Not responsible for the formulas that a mode replaces by others
-(``prod_backward``, ``cumprod_backward``), nor for sums of gradients that meet in the engine, nor
-for the bias of a linear layer, which slices of layers know as it is under a mode.
+tensor, and for a moment both are there. That one may also lie in another order, in which a later
+sum rounds otherwise.
+A step that runs under a mode would take more than the one that runs without it, and its last bits
+might differ. Responsible for doing in place under memfit's own modes what torch does in place
+without them, and for naming the formulas that a mode replaces by others, whose numbers differ. Not
+responsible for sums of gradients that meet in the engine, which take more and are the same, nor for
+the bias of a linear layer, which slices of layers know as it is under a mode.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,7 @@ _ENGINES = {
 """Functions that run nodes: torch's engine, and memfit's for a GPU that is not here."""
 
 _ELEMENTWISE = {_aten.sub.Tensor, _aten.mul.Tensor}
+_MASK = {_aten.masked_fill.Scalar: _aten.masked_fill_.Scalar}
 
 IN_PLACE: dict[str, dict[Any, Any]] = {
     "BinaryCrossEntropyWithLogitsBackward": {
@@ -45,6 +48,18 @@ IN_PLACE: dict[str, dict[Any, Any]] = {
     "MaskedSelectBackward": {_aten.masked_scatter.default: _aten.masked_scatter_.default},
     "TakeBackward": {_aten.put.default: _aten.put_.default},
     "TraceBackward": {_aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar},
+    **dict.fromkeys(
+        (
+            "ClampBackward",
+            "ClampMaxBackward",
+            "ClampMinBackward",
+            "FmaxBackward",
+            "FminBackward",
+            "MaximumBackward",
+            "MinimumBackward",
+        ),
+        _MASK,
+    ),
     **dict.fromkeys(
         (
             "KthvalueBackward",
@@ -61,22 +76,57 @@ IN_PLACE: dict[str, dict[Any, Any]] = {
 }
 """By the node of autograd, without its number: ops of its formula, and what they are in place.
 
-From ``torch/csrc/autograd/FunctionsManual.cpp`` and ``ATen/native``; the first argument is what is
-written to, where the formula has made it.
+From ``torch/csrc/autograd/FunctionsManual.cpp``, ``tools/autograd/derivatives.yaml`` and
+``ATen/native``; the first argument is what is written to, where the formula has made it.
 """
+
+_OTHERS = {
+    "LinalgHouseholderProductBackward": _aten.cat.default,
+    "MaskedFillBackward": _aten.where.self,
+    "MaxBackward": _aten.logical_and.default,
+    "MedianBackward": _aten.logical_and.default,
+    "MinBackward": _aten.logical_and.default,
+    "NanmedianBackward": _aten.logical_and.default,
+    "OrmqrBackward": _aten.cat.default,
+    "ProdBackward": _aten.cumprod.default,
+}
+"""By the node: an op of the formula that torch has for it under a mode alone. Its numbers are those
+of the other one but for rounding, or lie in another order."""
+
+_ORDERED = frozenset({"MaxBackward", "MedianBackward", "MinBackward", "NanmedianBackward"})
+"""The same numbers in the same order, where what they read lies in order."""
 
 
 class Formulas:
     """The formula of autograd that runs, and what it has made so far.
 
     What a hook or a checkpoint computes while a node runs is the script's, not the formula's.
+
+    Attributes:
+        others: Names of nodes that have run by another formula than without a mode.
     """
 
     def __init__(self) -> None:
         """Know of none."""
+        self.others: dict[str, None] = {}
         self._node: int | None = None
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._is_own = False
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op as torch does without a mode; to be called in ``__torch_dispatch__`` itself.
+
+        Args:
+            func: The op.
+            args: Its arguments.
+            kwargs: Those by name.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or isinstance(node, BackwardCFunction):
+            return func(*args, **kwargs)
+        out = self.in_place(node._sequence_nr(), node.name(), func, args)(*args, **kwargs)
+        self.has_made(out)
+        return out
 
     def in_place(self, node: int, name: str, func: Any, args: Sequence[Any]) -> Any:
         """The op that a formula would run without a mode.
@@ -93,7 +143,10 @@ class Formulas:
         if node != self._node:
             self._node = node
             self._made.clear()
-        ops = IN_PLACE.get(name.rstrip("0123456789"))
+        name = name.rstrip("0123456789")
+        if func is _OTHERS.get(name) and (name not in _ORDERED or not args[0].is_contiguous()):
+            self.others[name] = None
+        ops = IN_PLACE.get(name)
         self._is_own = ops is not None and not torch.is_grad_enabled() and is_called_by_engine()
         instead = ops.get(func) if self._is_own and ops is not None else None
         if instead is None:
@@ -114,7 +167,9 @@ def is_called_by_engine() -> bool:
     To be asked in a function that ``__torch_dispatch__`` calls.
     """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code is Formulas.run.__code__
+    ):
         frame = frame.f_back
     if frame is None:
         return True  # a thread of the engine's own

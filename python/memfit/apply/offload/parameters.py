@@ -44,6 +44,7 @@ from memfit.apply.offload.tiers import open_tier
 from memfit.apply.optimizer_in_backward import OneByOne, held_parameters
 from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
+from memfit.tensors.as_without_modes import Formulas
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
 from memfit.tensors.operators import only_computes
 from memfit.tensors.storage import viewed
@@ -541,6 +542,12 @@ class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_use = on_use
+        self._formulas = Formulas()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for dynamo: nothing comes between torch's engine and what it calls."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -556,7 +563,7 @@ class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _collect(kwargs.values(), storages)
         if storages:
             self._on_use(storages, is_written=_is_mutable(func))
-        return func(*args, **(kwargs or {}))
+        return self._formulas.run(func, args, dict(kwargs or {}))
 
 
 def _collect(values: Iterable[Any], storages: list[int]) -> None:

@@ -128,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         notes: Things the reader of the trace should know.
         reductions: By op index, how an op that may be the loss reduces.
         scratch_calls: By op index, the call of an op that may need scratch of its own.
+        formulas: The formulas of autograd that have run.
         failure: Why the step cannot be followed on fakes, once that is known.
         running_node: Sequence number and name of the node that runs, where the autograd engine is
             not torch's own; ``None`` otherwise.
@@ -181,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current_node = torch._C._current_autograd_node
         self._sequence_number = torch._C._autograd._get_sequence_nr
         self.running_node: tuple[int, str] | None = None
-        self._formulas = Formulas()
+        self.formulas = Formulas()
         self.saved.convert_foreign_with(self._adopt)
 
     supports_higher_order_operators = True
@@ -210,9 +211,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         running = self._running()
         if running is None:
             return self._record(func, operator, args, kwargs)
-        func = self._formulas.in_place(*running, func, args)
+        func = self.formulas.in_place(*running, func, args)
         out = self._record(func, operator_of(func), args, kwargs)
-        self._formulas.has_made(out)
+        self.formulas.has_made(out)
         return out
 
     def _running(self) -> tuple[int, str] | None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.run.script.contexts import entered
 from memfit.run.script.lean_ops import LeanWay
+from memfit.tensors.as_without_modes import Formulas
 from memfit.tensors.backward_in_place import BackwardInPlace, InPlace
 
 IN_PLACE = "large gradients are written over those that they come from"
@@ -94,6 +95,7 @@ class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, lean: LeanBackward) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lean = lean
+        self._formulas = Formulas()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -107,4 +109,4 @@ class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = self._lean.ops.instead(func, args, kwargs)
         if call is not None and self._lean.writes(call):
             return call.run(lambda op, given, named: op(*given, **named))
-        return func(*args, **kwargs)
+        return self._formulas.run(func, args, kwargs)

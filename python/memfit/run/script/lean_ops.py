@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit import _native
 from memfit.run.script.contexts import entered
 from memfit.run.script.request import FitRequest
+from memfit.tensors.as_without_modes import Formulas
 
 LEAST_ITEMS = 2
 """A batch of one often gets an algorithm of its own."""
@@ -163,7 +164,13 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._budget_bytes = budget_bytes
         self._cut = cut
+        self._formulas = Formulas()
         self.has_cut = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for dynamo: nothing comes between torch's engine and what it calls."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -178,7 +185,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._backward(args)
         if func is _OF_NORM and not kwargs:
             return self._of_norm(args)
-        return func(*args, **(kwargs or {}))
+        return self._formulas.run(func, args, dict(kwargs or {}))
 
     def _forward(self, args: tuple[Any, ...]) -> Tensor:
         batch, weight = args[0], args[1]

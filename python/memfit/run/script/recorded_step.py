@@ -103,6 +103,7 @@ class RecordedStep:
         self._json = trace_json(recorder, roles, meta, scratch)
         self._native: _native.Trace | None = None
         self._costs = _costs(observation)
+        self._other_formulas = tuple(recorder.formulas.others)
         self._request = request
         # Who updates parameters without an optimizer is not seen to do it.
         by_hand = [] if observation.optimizer else [_PARAMETERS]
@@ -151,13 +152,17 @@ class RecordedStep:
         return int(self.way["count"]) if self.way and self.way["kind"] == "micro_batch" else 1
 
     def notes(self) -> list[str]:
-        """What is not offloaded although a place was named."""
+        """What rounds otherwise in it, and what is not offloaded although a place was named."""
+        said = [
+            f"in recorded steps torch computes `{name}` by another formula: last bits may differ"
+            for name in self._other_formulas
+        ]
         if self.not_offloaded:
-            return [f"nothing is offloaded: {self.not_offloaded}"]
+            return [*said, f"nothing is offloaded: {self.not_offloaded}"]
         why = offloaded_parameters_refusal()
         if self._request.options.place is not None and why is not None:
-            return [f"parameters are not offloaded: {why}"]
-        return []
+            said.append(f"parameters are not offloaded: {why}")
+        return said
 
     def lasting_bytes(self) -> int:
         """Bytes that are there whatever the batch is cut into."""
