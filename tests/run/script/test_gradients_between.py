@@ -51,6 +51,30 @@ def test_what_runs_between_steps_finds_room_and_gradients(tmp_path: Path):
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+SUMS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        loss = model(torch.randn(512, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    print(sum(p.detach().double().abs().sum().item() for p in model.parameters()).hex())
+    print(sum(p.grad.double().square().sum().item() for p in model.parameters()).hex())
+"""
+
+
+def test_weights_looked_at_after_training_find_room(tmp_path: Path):
+    """8 MiB of weights and as much of gradients; a weight of 4 MiB is looked at in two of 8."""
+    ran = inline(tmp_path, "25MiB", SUMS, offload="chosen")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 @pytest.fixture(autouse=True)
 def worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets here are of what is live, and other tests may have left tensors."""

@@ -169,9 +169,13 @@ class BetweenPasses:
             size_bytes: Its size.
         """
         if not self._in_pass():
-            budget_bytes = self._budget_bytes()
-            self._gradients_went(self.gradients.make_room(size_bytes, budget_bytes, self.models()))
-            self._state_waits(size_bytes)
+            self._gradients_and_state_wait(size_bytes)
+
+    def _gradients_and_state_wait(self, more_bytes: int) -> None:
+        """Have them in files where what is about to be in memory lacks room."""
+        budget_bytes = self._budget_bytes()
+        self._gradients_went(self.gradients.make_room(more_bytes, budget_bytes, self.models()))
+        self._state_waits(more_bytes)
 
     def _state_waits(self, more_bytes: int = 0) -> None:
         """Have optimizer state in files where what runs between steps lacks room for it."""
@@ -187,19 +191,26 @@ class BetweenPasses:
                 self.goes_to(place, STATE_IN_FILES)
 
     def takes(self, size_bytes: int) -> None:
-        """Have models that were made and not used yet in files where what is made lacks room.
+        """Have in files what need not be in memory where what is made lacks room.
+
+        That is gradients and optimizer state, then models that were made and not used yet.
 
         Args:
             size_bytes: How much is about to be made.
         """
         budget_bytes = self._budget_bytes()
-        live = _native.counted_bytes() + self.held.written_bytes()
-        if self._in_pass() or live + size_bytes <= budget_bytes:
+        if self._in_pass() or not self._has_no_room(size_bytes, budget_bytes):
+            return
+        self._gradients_and_state_wait(size_bytes)
+        if not self._has_no_room(size_bytes, budget_bytes):
             return
         place = self.held.make_room(budget_bytes)
         if place:
             self.before_steps[MADE_IN_FILES] = None
             self.goes_to(place, MADE_IN_FILES)
+
+    def _has_no_room(self, more_bytes: int, budget_bytes: int) -> bool:
+        return _native.counted_bytes() + self.held.written_bytes() + more_bytes > budget_bytes
 
     # What the script saves, loads and shares
 

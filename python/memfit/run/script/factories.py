@@ -1,7 +1,8 @@
-"""How much memory a call of one of torch's factory functions is about to take.
+"""How much memory a call of one of torch's functions is about to take.
 
 Responsible for what models and their copies are made by: ``empty``, ``randn``, ``clone`` and the
-like, on the CPU; and for writing to what is in a mapped file, as when a model is initialised or a
+like, on the CPU; for what weights are looked at by once they are trained: ``double``, ``abs``,
+``square``; and for writing to what is in a mapped file, as when a model is initialised or a
 checkpoint is read, which makes memory of its pages. Not responsible for what is done where there is
 no room (:mod:`memfit.run.script.between_passes`).
 """
@@ -23,8 +24,21 @@ LEAST_BYTES = 1 << 20
 _OF_SIZES = frozenset({torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros})
 """Called with sizes, as one argument or as many."""
 
-_ALIKE = frozenset({torch.clone, torch.empty_like, torch.ones_like, torch.zeros_like, Tensor.clone})
+_ALIKE = frozenset(
+    {
+        *(torch.abs, torch.clone, torch.empty_like, torch.ones_like, torch.pow, torch.square),
+        *(torch.zeros_like, Tensor.__pow__, Tensor.abs, Tensor.clone, Tensor.pow, Tensor.square),
+    }
+)
 """Called with a tensor as large as the one that they make."""
+
+_CONVERSIONS = {
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.double: torch.float64,
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+}
+"""The types that they make, where a tensor has another one."""
 
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -41,12 +55,16 @@ def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
         size = _elements(kwargs.get("size", args)) * _element_bytes(kwargs.get("dtype"))
         return size if size >= LEAST_BYTES and _is_on_cpu(kwargs.get("device")) else 0
     name = getattr(function, "__name__", "")
-    if function not in _ALIKE and not _writes(name):
+    becomes = _CONVERSIONS.get(function)
+    if becomes is None and function not in _ALIKE and not _writes(name):
         return 0
     tensor: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     if type(tensor) not in _KINDS or tensor.device.type != "cpu":
         return 0  # a class of its own may refuse anything
     size = tensor.nbytes if tensor.layout is torch.strided else 0
+    if becomes is not None:
+        made = size // tensor.itemsize * becomes.itemsize if tensor.dtype is not becomes else 0
+        return made if made >= LEAST_BYTES else 0
     if size < LEAST_BYTES or (function in _ALIKE and kwargs.get("device") is not None):
         return 0
     return size if function in _ALIKE or is_in_mapped_file(tensor) else 0

@@ -157,7 +157,7 @@ class HeldInFiles:
         try:
             self._look_at_writes(place)
             own = {id(buffer) for model in models for buffer in model.buffers()}
-            own.update(id(it) for model in trained for it in model.parameters())
+            own.update(id(it) for model in trained for it in model.parameters() if it.requires_grad)
             self._map(self._aged(own), worth, place)
             has_grown = self._has_grown(worth) or self._is_first
             if has_grown and self._looks < MOST_LOOKS:

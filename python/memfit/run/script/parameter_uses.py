@@ -69,13 +69,17 @@ class ParameterUses:
         self._takes = takes
         self._mode: _Uses | None = None
 
-    def watch(self) -> None:
-        """See ops from now on, unless the script has a mode of its own: it takes off the last."""
-        if self._mode is not None:
-            self._mode.sees = True
-        elif not _len_torch_function_stack():
+    def watch(self, *, begin: bool = True) -> None:
+        """See ops from now on, unless the script has a mode of its own: it takes off the last.
+
+        Args:
+            begin: Whether uses may begin a step; else what is about to be taken is told alone.
+        """
+        if self._mode is None and not _len_torch_function_stack():
             self._mode = _Uses(self._is_idle, self._used, self._takes)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if self._mode is not None:
+            self._mode.sees, self._mode.begin = True, begin
 
     def leave(self) -> None:
         """See none; the mode itself goes if none of the script's lies above it."""
@@ -92,7 +96,7 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, is_idle: Callable[[], bool], used: Used, takes: Takes) -> None:
         super().__init__()
-        self.sees = True
+        self.sees = self.begin = True
         self._is_idle = is_idle
         self._used = used
         self._takes = takes
@@ -110,7 +114,7 @@ class _Uses(TorchFunctionMode):
             size_bytes = about_to_take(func, args, kwargs)
             if size_bytes:
                 self._takes(size_bytes)
-            elif torch.is_grad_enabled():
+            elif self.begin and torch.is_grad_enabled():
                 leaf = next(_leaves((*args, *kwargs.values())), None)
                 name = getattr(func, "__name__", "")
                 if leaf is not None and name in _COMPUTE:

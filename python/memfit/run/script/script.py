@@ -174,12 +174,14 @@ class AdoptedScript:
     def _watch_uses(self) -> None:
         """Have a step begin with the use of a parameter, where one did or may do.
 
-        Before the first one, models are made.
+        Before the first step models are made, and between tight ones weights are looked at: what
+        that takes is seen as well.
         """
         steps = not self._made <= self._optimizers or any(it.beginning_uses for it in self._loops)
         makes = not self._loops and self._kept.budget_bytes > 0
-        if (steps or makes) and not (self._has_compiled or self._refusal):
-            self._parameter_uses.watch()
+        looks = self._current is None and any(loop.plans.any_acts for loop in self._loops)
+        if (steps or makes or looks) and not (self._has_compiled or self._refusal):
+            self._parameter_uses.watch(begin=steps or makes)
         else:
             self._parameter_uses.leave()
 
