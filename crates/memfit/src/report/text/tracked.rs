@@ -426,14 +426,17 @@ fn approximate(plan: &LoopPlan) -> &'static str {
 }
 
 fn no_plan_fits(plan: &LoopPlan) -> String {
-    let least = plan
-        .minimum_peak_bytes
-        .map(|least| format!(": the smallest peak that keeps the script's own loop is {least}"));
-    format!(
-        "no plan fits {}{}",
-        plan.budget_bytes,
-        least.unwrap_or_default()
-    )
+    let (budget, predicted) = (plan.budget_bytes, plan.predicted_peak_bytes);
+    match plan.minimum_peak_bytes {
+        Some(least) => format!(
+            "no plan fits {budget}: the smallest peak that keeps the script's own loop is {least}"
+        ),
+        // What the script may hold more of by then has to fit as well.
+        None if predicted.0 <= budget.0 => {
+            format!("no plan fits {budget} with room to spare: the smallest peak is {predicted}")
+        }
+        None => format!("no plan fits {budget}"),
+    }
 }
 
 /// The budget to ask for where no plan fits, unless the verdict has said it already.

@@ -105,6 +105,27 @@ fn steps_are_not_said_to_keep_nothing_where_backwards_keep_more_and_more() {
     );
 }
 
+#[test]
+fn why_no_plan_fits_is_not_a_peak_within_the_budget() {
+    let said = |predicted: u64, least: Option<u64>| {
+        let plan = json!({
+            "budget_bytes": 8 << 20, "fits": false, "unplanned_peak_bytes": 16 << 20,
+            "predicted_peak_bytes": predicted, "minimum_peak_bytes": least,
+            "minimum_budget_bytes": 9 << 20, "predicted_step_ratio": 1.5, "actions": []
+        });
+        no_plan_fits(&serde_json::from_value(plan).unwrap())
+    };
+    assert_eq!(
+        said(9 << 20, Some(9 << 20)),
+        "no plan fits 8.0 MiB: the smallest peak that keeps the script's own loop is 9.0 MiB"
+    );
+    assert_eq!(
+        said(7 << 20, None),
+        "no plan fits 8.0 MiB with room to spare: the smallest peak is 7.0 MiB"
+    );
+    assert_eq!(said(9 << 20, None), "no plan fits 8.0 MiB");
+}
+
 /// A loop of which only calls were seen.
 fn never_stepped(model: &str) -> FittedLoop {
     let none = json!({ "steps": 0, "peak_bytes": 0 });
