@@ -75,6 +75,33 @@ def test_weights_looked_at_after_training_find_room(tmp_path: Path):
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+ROWS = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(20000, 64, mode="sum", sparse=True)
+    model = nn.Sequential(table, nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        loss = model(torch.randint(20000, (2048, 8))).square().mean()
+        if step % 3:  # else added to the gradient of the step before
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = sum(p.detach().double().abs().sum().item() for p in model.parameters())
+        print(repr(loss.item()), total.hex())
+    print(table.weight.grad.coalesce().values().double().sum().item().hex())
+"""
+
+
+def test_rows_of_sparse_gradients_wait_in_files_too(tmp_path: Path):
+    """4.9 MiB of weights and 4 of rows, which twice the weights in two types find no room with."""
+    ran = inline(tmp_path, "26MiB", ROWS, offload="chosen")
+    assert GRADIENTS_IN_FILES in ran.loops[0]["notes"], ran.stderr
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 @pytest.fixture(autouse=True)
 def worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets here are of what is live, and other tests may have left tensors."""
@@ -114,6 +141,26 @@ def test_gradients_wait_in_files_until_backward(tmp_path: Path):
     gradients.backward_begins(None)
     assert not is_mapped(model)
     assert torch.equal(model.weight.grad, expected)
+
+
+def test_the_rows_of_a_sparse_gradient_go_unless_others_see_them(tmp_path: Path):
+    gradients = between(tmp_path)
+    models = [nn.Embedding(5000, 64, sparse=True) for _ in range(2)]
+    rows = torch.arange(4000) % 1500
+    for model in models:
+        model(rows).square().sum().backward()
+    gone, seen = (model.weight.grad for model in models)
+    assert gone is not None
+    assert seen is not None
+    before, values = gone.to_dense(), seen._values()
+    assert gradients.go(room(0), models)
+    assert not _native.is_counted(gone._values().data_ptr())
+    assert _native.is_counted(values.data_ptr())
+    assert models[0].weight.grad is gone
+    assert torch.equal(gone.to_dense(), before)
+    gradients.backward_begins(None)
+    models[0](rows).square().sum().backward()
+    assert torch.equal(models[0].weight.grad.to_dense(), before + before)
 
 
 def test_gradients_that_dlpack_lends_stay_where_they_are(tmp_path: Path):

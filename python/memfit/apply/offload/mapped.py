@@ -124,6 +124,47 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return own
 
 
+def rows_may_go(gradient: Tensor) -> bool:
+    """Whether the values of a sparse gradient are torch's own memory that nobody else sees.
+
+    Args:
+        gradient: A gradient of any layout.
+    """
+    if type(gradient) is not Tensor or gradient.layout is not torch.sparse_coo:
+        return False
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        values = gradient._values()
+    storage = values.untyped_storage()
+    place = address(storage)
+    if gradient.device.type != "cpu" or place is None or not is_from_allocator(storage):
+        return False
+    is_large = _native.is_counted(place) and storage.nbytes() >= LEAST_BYTES
+    return is_large and not has_others(storage, 2)
+
+
+def rows_to_file(gradient: Tensor, place: str) -> None:
+    """Have the values of a sparse gradient in a mapped file.
+
+    Args:
+        gradient: One whose values may go.
+        place: Where the file is.
+
+    Raises:
+        OSError: They cannot be written.
+        RuntimeError: They cannot be mapped.
+    """
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        values = gradient._values()
+        exchange_memory(values, in_file(values.untyped_storage(), place))
+        gradient.data = torch.sparse_coo_tensor(
+            gradient._indices(),
+            values,
+            gradient.size(),
+            is_coalesced=gradient.is_coalesced(),
+            check_invariants=False,
+        )
+
+
 def bytes_sampled(tensor: Tensor) -> bytes:
     """A few of a tensor's bytes: of what is written through ``.data`` no version tells.
 

@@ -25,10 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from memfit import _native
-from memfit.apply.offload.mapped import OF_GRADIENT, Moves, is_lent, may_go, to_file, to_memory
+from memfit.apply.offload.mapped import (
+    OF_GRADIENT,
+    Moves,
+    is_lent,
+    may_go,
+    rows_may_go,
+    rows_to_file,
+    to_file,
+    to_memory,
+)
 from memfit.apply.offload.parameters import parameters_elsewhere
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
+from memfit.run.script.sparse_updates import is_sparse, values_of
 from memfit.tensors.storage import gradient_of
 
 GRADIENTS_IN_FILES = "gradients wait in mapped files from the end of a step to the next backward"
@@ -187,12 +197,15 @@ class GradientsBetween:
         found = [it for model in models for it in model.parameters() if _gradient_may_go(it)]
         found = list(dict.fromkeys(found))
         gradients = [gradient for it in found if (gradient := gradient_of(it)) is not None]
-        size = sum(it.nbytes for it in gradients)
+        size = sum(values_of(it).nbytes for it in gradients)
         if not max(budget_bytes * _WORTH, 1) <= size <= free_bytes(place):
             return ""
         try:
             for parameter, gradient in zip(found, gradients, strict=True):
-                to_file(gradient, place, moves)
+                if is_sparse(parameter):
+                    rows_to_file(gradient, place)  # what is added to them makes others
+                else:
+                    to_file(gradient, place, moves)
                 self._mapped[id(parameter)] = weakref.ref(parameter), gradient._version
         except (OSError, RuntimeError):
             self._is_over = True  # the others stay
@@ -257,7 +270,9 @@ def _version(parameter: nn.Parameter | None) -> int | None:
 
 def _gradient_may_go(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter) if parameter.requires_grad else None
-    return gradient is not None and may_go(gradient) and not is_lent(gradient, OF_GRADIENT)
+    if gradient is None or is_lent(gradient, OF_GRADIENT):
+        return False
+    return may_go(gradient) or rows_may_go(gradient)
 
 
 def _is_unseen(gradient: Tensor) -> bool:

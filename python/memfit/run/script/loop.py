@@ -258,7 +258,7 @@ class Loop:
         key, budget, live = call.key, self.budget_bytes(), live_bytes(self.device)
         if self._request.options.promise != "exact":
             return self.pieces.evaluation(key, call.module, call.inputs, live, budget)
-        is_tight = not self.plans or self.plans.any_acts
+        is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or "offload_parameters" in self._without:
             return contextlib.nullcontext()
         placed = self.placing.for_evaluation(key, self.evaluations)

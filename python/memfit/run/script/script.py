@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.mapped import Moves
@@ -56,6 +57,9 @@ from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
 from memfit.track.owners import instances
 from memfit.track.steps import STEPS
+
+_WORTH_A_LOOK = 3
+"""What the script takes between steps is seen where this part of the budget is live, and above."""
 
 BY_HAND = "`torch.autograd.grad` outside of its steps: nothing is planned there"
 """What is said at the end of a loop whose steps are planned all the same."""
@@ -174,12 +178,14 @@ class AdoptedScript:
     def _watch_uses(self) -> None:
         """Have a step begin with the use of a parameter, where one did or may do.
 
-        Before the first step models are made, and between tight ones weights are looked at: what
-        that takes is seen as well.
+        Before the first step models are made, and between steps weights are looked at: what that
+        takes is seen as well.
         """
+        budget_bytes = self._kept.budget_bytes
         steps = not self._made <= self._optimizers or any(it.beginning_uses for it in self._loops)
-        makes = not self._loops and self._kept.budget_bytes > 0
-        looks = self._current is None and any(loop.plans.any_acts for loop in self._loops)
+        makes = not self._loops and budget_bytes > 0
+        is_tight = _native.counted_bytes() > budget_bytes / _WORTH_A_LOOK > 0
+        looks = is_tight and self._loops and self._current is None
         if (steps or makes or looks) and not (self._has_compiled or self._refusal):
             self._parameter_uses.watch(begin=steps or makes)
         else:

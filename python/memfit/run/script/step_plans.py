@@ -61,11 +61,6 @@ class StepPlans:
         """The plans, oldest first."""
         return list(self._plans)
 
-    @property
-    def any_acts(self) -> bool:
-        """Whether one of them does anything."""
-        return any(planned.plan.actions for planned in self._plans)
-
     def add(self, planned: PlannedStep) -> None:
         """Know a plan for a recorded step.
 
