@@ -116,7 +116,12 @@ def test_accumulated_gradients_take_a_pass_each(tmp_path: Path):
 
 def seen(idle: Callable[[], bool] = lambda: True) -> tuple[ParameterUses, list[Any]]:
     found: list[Any] = []
-    return ParameterUses(idle, lambda used, _op, _given: found.append(used), found.append), found
+    uses = ParameterUses(
+        idle,
+        lambda used, _op, _given: found.append(used),
+        lambda size_bytes, makes: found.append((size_bytes, makes)),
+    )
+    return uses, found
 
 
 def test_a_use_is_seen_before_it_runs_and_a_look_is_none():
@@ -210,3 +215,17 @@ def test_steps_that_begin_with_calls_are_not_watched_for_long(tmp_path: Path):
     )
     assert script.exists()
     assert ran.code == 0
+
+
+def test_what_is_about_to_be_taken_is_told_also_where_no_use_begins_a_step():
+    uses, found = seen()
+    weight = torch.randn(1024, 1024, requires_grad=True)
+    uses.watch(begin=False)
+    try:
+        weight.detach().double()
+        weight * 2.0
+        uses.watch()
+        weight.detach().clone()
+    finally:
+        uses.leave()
+    assert found == [(8 << 20, False), (4 << 20, True)]

@@ -190,19 +190,18 @@ class BetweenPasses:
             if freed > 0:
                 self.goes_to(place, STATE_IN_FILES)
 
-    def takes(self, size_bytes: int) -> None:
+    def takes(self, size_bytes: int, makes: bool) -> None:  # noqa: FBT001 - a callback
         """Have in files what need not be in memory where what is made lacks room.
-
-        That is gradients and optimizer state, then models that were made and not used yet.
 
         Args:
             size_bytes: How much is about to be made.
+            makes: Whether that may be a model: then those go, too, that no step has used yet.
         """
         budget_bytes = self._budget_bytes()
         if self._in_pass() or not self._has_no_room(size_bytes, budget_bytes):
             return
         self._gradients_and_state_wait(size_bytes)
-        if not self._has_no_room(size_bytes, budget_bytes):
+        if not makes or not self._has_no_room(size_bytes, budget_bytes):
             return
         place = self.held.make_room(budget_bytes)
         if place:

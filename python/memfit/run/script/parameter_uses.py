@@ -26,8 +26,8 @@ from memfit.run.script.factories import about_to_take
 Used = Callable[[Tensor, str, Any], None]
 """Told of a parameter, the name of the op, and all that it is called with."""
 
-Takes = Callable[[int], None]
-"""Told of bytes that are about to be taken."""
+Takes = Callable[[int, bool], None]
+"""Told of bytes that are about to be taken, and whether that may be a model's that is made."""
 
 _COMPUTE = frozenset(
     """
@@ -113,7 +113,7 @@ class _Uses(TorchFunctionMode):
         if self.sees and self._is_idle() and threading.get_ident() == self._thread:
             size_bytes = about_to_take(func, args, kwargs)
             if size_bytes:
-                self._takes(size_bytes)
+                self._takes(size_bytes, self.begin)
             elif self.begin and torch.is_grad_enabled():
                 leaf = next(_leaves((*args, *kwargs.values())), None)
                 name = getattr(func, "__name__", "")

@@ -92,7 +92,7 @@ class AdoptedScript:
         self._parameter_uses = ParameterUses(
             self._may_begin,
             lambda *of: self._signals.tell(self._is_used, *of),
-            lambda size_bytes: self._signals.tell(self._files.takes, size_bytes),
+            lambda *of: self._signals.tell(self._files.takes, *of),
         )
         self._files = BetweenPasses(
             request,
