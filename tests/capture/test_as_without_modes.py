@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,16 @@ VARY = ("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",)
 """Its gradients differ from run to run where its mask lies in another order."""
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two would mostly wait for each other on small tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # samples of what torch advises against
 def test_any_op_of_torch_has_the_same_gradients_in_the_same_order_or_that_is_said():
     cases, said = 0, set()
@@ -224,7 +234,7 @@ def test_any_op_of_torch_has_the_same_gradients_in_the_same_order_or_that_is_sai
         if not op.supports_autograd or torch.float32 not in op.dtypes or op.name in VARY:
             continue
         torch.manual_seed(0)
-        for given in islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 6):
+        for given in islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 2):
             for in_order in (True, False):
                 try:
                     plain = gradients(op, given, in_order=in_order, mode=None)
@@ -238,7 +248,7 @@ def test_any_op_of_torch_has_the_same_gradients_in_the_same_order_or_that_is_sai
                     continue
                 assert mode.formulas.others, f"{op.name}: {given}"
                 said |= set(mode.formulas.others)
-    assert cases > 3000
+    assert cases > 1000
     assert said <= {
         "LinalgHouseholderProductBackward",
         "MaskedFillBackward",
