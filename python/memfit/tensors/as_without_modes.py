@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _aten = torch.ops.aten
 _SCATTER = {_aten.scatter.src: _aten.scatter_.src}
@@ -113,7 +113,7 @@ class Formulas:
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._is_own = False
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an op as torch does without a mode; to be called in ``__torch_dispatch__`` itself.
 
         Args:

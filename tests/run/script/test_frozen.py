@@ -1,4 +1,4 @@
-"""Frozen parameters of a recorded step are in files while backward runs, and nobody can tell."""
+"""Frozen parameters are in files where a step lacks room, and the script cannot tell."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from memfit import _native
 from memfit.run.script import frozen
 from memfit.run.script.frozen import FrozenAway
+from memfit.run.script.held_in_files import HELD_IN_FILES
 from memfit.track import cpu
 
 MIB = 1 << 20
@@ -108,3 +109,44 @@ def test_a_frozen_parameter_that_dlpack_lends_stays_where_it_is(model: nn.Module
     )
     assert not is_mapped(model[1])
     assert array[0, 0] == model[1].weight[0, 0].item()
+
+
+ADAPTERS = """
+    import torch
+    from torch import nn
+
+    class Adapted(nn.Module):
+        def __init__(self, width=512, rank=4):
+            super().__init__()
+            self.whole = nn.Linear(width, width).requires_grad_(False)
+            self.down = nn.Linear(width, rank, bias=False)
+            self.up = nn.Linear(rank, width, bias=False)
+
+        def forward(self, x):
+            return torch.relu(self.whole(x) + self.up(self.down(x)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted() for _ in range(8)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for step in range(12):
+        if step == 6:
+            for parameter in model[-1].parameters():
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": [*model[-1].whole.parameters()]})
+        if step == 9:
+            with torch.no_grad():
+                model[0].whole.weight.mul_(0.9)
+        loss = model(torch.randn(256, 512)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()), model[-1].whole.weight.double().sum().item().hex())
+"""
+
+
+def test_frozen_weights_beside_trained_ones_take_nothing(tmp_path: Path):
+    """8 MiB of them are in files, until two are trained and one is written by hand."""
+    ran = inline(tmp_path, "14MiB", ADAPTERS, offload="chosen")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert HELD_IN_FILES in ran.loops[0]["notes"]
+    assert ran.loops[0]["observed"]["peak_bytes"] < 8 * MIB

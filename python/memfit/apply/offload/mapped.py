@@ -125,7 +125,7 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def rows_may_go(gradient: Tensor) -> bool:
-    """Whether the values of a sparse gradient are torch's own memory that nobody else sees.
+    """Whether nothing but a sparse gradient uses the memory of its values.
 
     Args:
         gradient: A gradient of any layout.

@@ -563,7 +563,7 @@ class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _collect(kwargs.values(), storages)
         if storages:
             self._on_use(storages, is_written=_is_mutable(func))
-        return self._formulas.run(func, args, dict(kwargs or {}))
+        return self._formulas.run(func, args, kwargs or {})
 
 
 def _collect(values: Iterable[Any], storages: list[int]) -> None:

@@ -185,7 +185,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._backward(args)
         if func is _OF_NORM and not kwargs:
             return self._of_norm(args)
-        return self._formulas.run(func, args, dict(kwargs or {}))
+        return self._formulas.run(func, args, kwargs or {})
 
     def _forward(self, args: tuple[Any, ...]) -> Tensor:
         batch, weight = args[0], args[1]

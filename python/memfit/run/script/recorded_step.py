@@ -152,9 +152,9 @@ class RecordedStep:
         return int(self.way["count"]) if self.way and self.way["kind"] == "micro_batch" else 1
 
     def notes(self) -> list[str]:
-        """What rounds otherwise in it, and what is not offloaded although a place was named."""
+        """Which gradients may round differently, and why something asked for is not offloaded."""
         said = [
-            f"in recorded steps torch computes `{name}` by another formula: last bits may differ"
+            f"a step that is watched computes `{name}` by another formula: last bits may differ"
             for name in self._other_formulas
         ]
         if self.not_offloaded:
