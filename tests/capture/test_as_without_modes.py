@@ -234,7 +234,8 @@ def test_any_op_of_torch_has_the_same_gradients_in_the_same_order_or_that_is_sai
         if not op.supports_autograd or torch.float32 not in op.dtypes or op.name in VARY:
             continue
         torch.manual_seed(0)
-        for given in islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 2):
+        samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        for given in islice(samples, 0, 6, 3):  # of two tensors, the fourth is the first to differ
             for in_order in (True, False):
                 try:
                     plain = gradients(op, given, in_order=in_order, mode=None)
