@@ -42,14 +42,17 @@ class Words(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions with batch norms."""
+    """Convolutions with batch norms, and most of its bytes in parameters.
+
+    What convolutions take while they run is not the same on all processors.
+    """
 
     def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(3, 64, 3, padding=1)
         self.norm = nn.BatchNorm2d(64)
         self.second = nn.Conv2d(64, 64, 3, padding=1, bias=False)
-        self.head = nn.Linear(64, 100)
+        self.head = nn.Linear(64, 1000)
 
     def forward(self, x):
         x = torch.relu(self.norm(self.first(x)))
@@ -69,7 +72,7 @@ def words(rows=8, optimizer=torch.optim.AdamW, **form):
 
 def pictures(optimizer=torch.optim.AdamW):
     torch.manual_seed(0)
-    batch = (torch.randn(4, 3, 16, 16), torch.randint(0, 100, (4,)))
+    batch = (torch.randn(4, 3, 8, 8), torch.randint(0, 1000, (4,)))
     return Workload(
         Pictures(),
         batch,

@@ -217,10 +217,10 @@ def measured(function, share, size=96):
 @pytest.mark.parametrize(
     ("function", "share", "size"),
     [
-        pytest.param(twice, 0.80, 96, id="residual"),
+        pytest.param(twice, 0.80, 192, id="residual"),
         pytest.param(upsampled, 0.75, 96, id="upsampled"),
         pytest.param(attention, 0.40, 24, id="attention"),
-        pytest.param(seen_again, 0.85, 96, id="used again"),
+        pytest.param(seen_again, 0.85, 192, id="used again"),
     ],
 )
 def test_a_plan_of_one_image_takes_what_it_says(function, share, size):
