@@ -105,7 +105,7 @@ def of_frames(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
             continue
         caller = _caller(frame, lines) if code.co_filename.startswith(_TORCH) else None
         file = Path(code.co_filename).name
-        for name, value in _local_variables(frame).items():
+        for name, value in local_variables(frame).items():
             yield caller or Variable(_spoken(name, value), file, code.co_name, line), value
 
 
@@ -138,7 +138,12 @@ def _spoken(name: str, value: Any) -> str:
     return type(value).__name__ if name == "self" else name
 
 
-def _local_variables(frame: FrameType) -> dict[str, Any]:
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a function, or what is left of them while a tracer runs.
+
+    Args:
+        frame: The function's.
+    """
     if sys.version_info < (3, 13) and (sys.gettrace() or sys.getprofile()):
         # Between two events of a tracer a function's variables live in `f_locals` alone, and are
         # taken from there afterwards: emptied, they would be gone.

@@ -144,6 +144,38 @@ def test_what_torch_has_read_goes_unless_others_see_it(held: HeldInFiles, tmp_pa
     del capsule
 
 
+def test_what_an_array_alone_holds_stays(held: HeldInFiles):
+    """``model(x).numpy()``: the tensor has one owner, and the array reads its memory."""
+    arrays = [large().numpy(), np.asarray(large()), large().reshape(256, 256).numpy()[3:]]
+    known = [it.copy() for it in arrays]
+    goes = large()
+    place(held)
+    place(held)
+    assert is_mapped(goes)
+    taken_again = [large() for _ in range(8)]
+    assert all((array == it).all() for array, it in zip(arrays, known, strict=True))
+    del taken_again
+
+
+def test_a_file_that_an_array_reads_stays_there(held: HeldInFiles, tmp_path: Path):
+    """A parameter made of it would come back, and leave the array no memory."""
+    torch.save(large(), tmp_path / "saved.pt")
+    loaded = [torch.load(tmp_path / "saved.pt")]
+    place(held)
+    parameter, array = nn.Parameter(loaded[0]), loaded[0].numpy()
+    known = array.copy()
+    assert is_mapped(parameter)
+    held.optimizer_made(torch.optim.SGD([parameter], 0.1))
+    held.shares(loaded[0])
+    assert is_mapped(parameter)
+    assert (array == known).all()
+    del array
+    held.optimizer_made(torch.optim.SGD([parameter], 0.1))
+    assert not is_mapped(parameter)
+    assert parameter.data_ptr() == loaded[0].data_ptr()
+    assert (parameter.detach().numpy() == known).all()
+
+
 def test_what_dlpack_lends_stays(held: HeldInFiles):
     lent, written = large(), large()
     array = np.from_dlpack(lent)
@@ -411,13 +443,13 @@ def test_owners_are_sought_seldom_of_what_never_comes_back(
 ):
     """An input that each batch is copied to: the search looks through all objects there are."""
     sought: list[int] = []
-    found = held_in_files._held_by_python_alone
+    found = held_in_files.held_by_python_alone
 
     def seeking(tensors: list[Tensor]) -> list[Tensor]:
         sought.append(len(tensors))
         return found(tensors)
 
-    monkeypatch.setattr(held_in_files, "_held_by_python_alone", seeking)
+    monkeypatch.setattr(held_in_files, "held_by_python_alone", seeking)
     batch = [large()]
     array = None
     place(held)

@@ -13,8 +13,6 @@ what has one owner goes: no view, no array of numpy sees the memory.
 
 from __future__ import annotations
 
-import gc
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -52,6 +50,7 @@ from memfit.tensors.storage import (
     is_private_mapping,
 )
 from memfit.track.owners import instances, storage_of
+from memfit.track.references import held_by_python_alone
 
 HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"
 """What is said at the end where that was done."""
@@ -250,6 +249,9 @@ class HeldInFiles:
             tensor: One in a mapped file.
         """
         for tensors in _tensors_at({tensor.untyped_storage().data_ptr()}):
+            others = [it for it in tensors if it is not tensor]
+            if len(held_by_python_alone(others)) < len(others):
+                return  # an array of numpy would go on to read the file
             for it in tensors:
                 self._mapped.pop(id(it), None)
             _to_memory_together(tensors)
@@ -315,7 +317,6 @@ class HeldInFiles:
                     del self._mapped[key], self._stays[key]
                 elif not is_lent(tensor) and self._is_due(key):  # else once its graph is gone
                     changed.append(tensor)
-        tensor = None  # who counts its owners knows of the list alone
         alone = is_alone()
         for tensor in _mapped_alone(changed):
             storage, mapped = tensor.untyped_storage(), self._mapped.pop(id(tensor))
@@ -366,6 +367,7 @@ class HeldInFiles:
             and may_go(it, least_bytes=least, untrained=True)
             and not is_lent(it)
         ]
+        free = _unseen_by_arrays(free)
         free.sort(key=_bytes_of, reverse=True)
         return free
 
@@ -406,7 +408,9 @@ def _tensors_at(starts: set[int]) -> list[list[Tensor]]:
 def _bring_back_together(starts: set[int]) -> None:
     """Bring mapped files back to memory that several tensors share and nothing else reads."""
     for tensors in _tensors_at(starts):
-        if not has_others(tensors[0].untyped_storage(), len(tensors)):
+        if not has_others(tensors[0].untyped_storage(), len(tensors)) and len(
+            held_by_python_alone(tensors)
+        ) == len(tensors):
             _to_memory_together(tensors)
 
 
@@ -422,7 +426,7 @@ def bring_back(tensors: list[Tensor], moves: Moves | None = None) -> None:
     """Have those of some tensors in memory again whose mapped file nobody else sees.
 
     Args:
-        tensors: They; nobody else holds one but objects, and no variable of the caller.
+        tensors: They.
         moves: As :func:`to_file`.
     """
     for tensor in _mapped_alone(tensors):
@@ -437,17 +441,22 @@ def _is_mapped(tensor: Tensor) -> bool:
 
 def _mapped_alone(tensors: list[Tensor]) -> Iterator[Tensor]:
     """Those of some tensors whose mapped file nobody else sees."""
-    for tensor in _held_by_python_alone(tensors) if tensors else ():
+    for tensor in held_by_python_alone(tensors) if tensors else ():
         if not has_others(tensor.untyped_storage(), 1):
             yield tensor
 
 
-def _held_by_python_alone(tensors: list[Tensor]) -> list[Tensor]:
-    """Those that nobody holds but objects that the garbage collector knows: no array of numpy."""
-    holders = [it for it in gc.get_referrers(*tensors) if it is not tensors]
-    counts: Counter[int] = Counter(id(it) for holder in holders for it in gc.get_referents(holder))
-    # The list above, the loop's variable and the argument hold it as well.
-    return [it for it in tensors if sys.getrefcount(it) - 3 <= counts[id(it)]]
+def _unseen_by_arrays(tensors: list[Tensor]) -> list[Tensor]:
+    """Those of some tensors that no array of numpy has made for itself.
+
+    An array holds a tensor of its own, whose memory torch does not let anybody resize. That of
+    what ``torch.load`` has read cannot be resized either, so it is asked who refers to each.
+    """
+    asked = [it for it in tensors if type(it) is Tensor and not it.untyped_storage().resizable()]
+    if not asked:
+        return tensors
+    seen = set(map(id, asked)).difference(map(id, held_by_python_alone(asked)))
+    return [it for it in tensors if id(it) not in seen]
 
 
 def _bytes_of(tensor: Tensor) -> int:
