@@ -14,8 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from memfit import _native
-from memfit.apply.offload.mapped import is_alone, is_lent, may_go, to_file
-from memfit.run.script.held_in_files import bring_back
+from memfit.apply.offload.mapped import is_alone, is_lent, may_go, to_file, to_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,6 +63,6 @@ class FrozenAway:
             moves: As above; ``None`` where nobody records any more.
         """
         mapped, self._mapped = self._mapped, []
-        bring_back(
-            [it for of in mapped if (it := of()) is not None and may_go(it, is_mapped=True)], moves
-        )
+        for parameter in (it for of in mapped if (it := of()) is not None):
+            if may_go(parameter, is_mapped=True):
+                to_memory(parameter, moves)

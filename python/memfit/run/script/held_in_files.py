@@ -7,15 +7,14 @@ exchanging their memory. Not responsible for when a loop lacks room
 
 A tensor's memory becomes a private mapping of a file that has its bytes. So whoever reads it,
 Python, an op, a child that was forked, finds what was there, and nobody has to notice. Who writes
-it has pages of his own, which are memory again: what was written is brought back, and stays. Only
-what has one owner goes: no view, no array of numpy sees the memory.
+it has pages of his own, which are memory again: what was written is brought back, and stays. All
+tensors that see one memory go together, where they are known: no graph, no array of numpy sees it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,30 +24,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
-from memfit.apply.offload.mapped import (
-    Moves,
-    bytes_sampled,
-    exchange_memory,
-    in_file,
-    in_memory,
-    is_alone,
-    is_lent,
-    may_go,
-    to_file,
-    to_memory,
-)
+from memfit.apply.offload.mapped import bytes_sampled, is_alone, may_exchange, may_go
+from memfit.apply.offload.views import Memory, held_tensors, key_of, memories
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
 from memfit.run.script.written import Written
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import state_tensors
-from memfit.tensors.storage import (
-    address,
-    gradient_of,
-    has_others,
-    is_leaf,
-    is_private_mapping,
-)
+from memfit.tensors.storage import address, gradient_of, is_leaf, is_private_mapping
 from memfit.track.owners import instances, storage_of
 from memfit.track.references import held_by_python_alone
 
@@ -61,8 +44,8 @@ MADE_IN_FILES = "models wait in mapped files while more is made than there is ro
 LEAST_HELD_BYTES = 1 << 14
 """Smaller ones stay that would go once: of their last page in a mapping, much would be nobody's."""
 
-MOST_TENSORS = 4096
-"""Each takes a mapping, of which a process has 65530."""
+MOST_MAPPINGS = 4096
+"""Of which a process has 65530."""
 
 MOST_LOOKS = 64
 """Times that the script's tensors are looked through."""
@@ -76,28 +59,46 @@ _WORTH = 1 / 64
 
 @dataclass(slots=True)
 class _Mapped:
-    """A tensor in a file, and what it was when it went there.
+    """Memory in a file, and what it was when it went there.
 
     Attributes:
-        tensor: It.
-        version: Its version.
+        versions: The tensors that see it, and their versions. Of a base that no variable holds,
+            its views' version tells.
         sample: A few of its bytes.
         goes_again: Whether it may go again at once; ``None`` while nobody has written it.
     """
 
-    tensor: weakref.ref[Tensor]
-    version: int
+    versions: list[tuple[weakref.ref[Tensor], int]]
     sample: bytes
     goes_again: bool | None = None
 
     @staticmethod
-    def now(tensor: Tensor) -> _Mapped:
-        """A tensor that has just gone."""
-        return _Mapped(weakref.ref(tensor), tensor._version, bytes_sampled(tensor))
+    def now(tensors: list[Tensor]) -> _Mapped:
+        """What has just gone."""
+        versions = [(weakref.ref(it), it._version) for it in tensors]
+        return _Mapped(versions, bytes_sampled(tensors[0]))
 
-    def is_written(self, tensor: Tensor) -> bool:
-        """Whether it has been written since."""
-        return tensor._version != self.version or bytes_sampled(tensor) != self.sample
+    def alive(self) -> list[Tensor]:
+        """Those of the tensors that are there still."""
+        return [it for of, _ in self.versions if (it := of()) is not None]
+
+    def tensors(self, key: int) -> list[Tensor]:
+        """Those of the tensors that see it still, in its file.
+
+        Args:
+            key: What tells the memory from others.
+        """
+        return [it for it in self.alive() if key_of(it) == key and _is_mapped(it)]
+
+    def has_newer(self) -> bool:
+        """Whether a version tells of a write since."""
+        known = ((it, version) for of, version in self.versions if (it := of()) is not None)
+        return any(it._version != version for it, version in known)
+
+    def is_written(self) -> bool:
+        """Whether it has been written since, or there is none of the tensors any more."""
+        alive = self.alive()
+        return not alive or self.has_newer() or bytes_sampled(alive[0]) != self.sample
 
 
 class HeldInFiles:
@@ -120,7 +121,6 @@ class HeldInFiles:
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._written = Written()
-        self._stays: Counter[int] = Counter()
         self._looks = 0
         self._is_first = True
         self._looked_at_bytes = self._after_room_bytes = 0
@@ -154,13 +154,14 @@ class HeldInFiles:
         self._seen.update(self._written.rested())
         worth = int(budget_bytes * _WORTH)
         try:
-            self._look_at_writes(place)
+            leaves = [it for it in tree_leaves(inputs) if isinstance(it, Tensor)]
+            self._look_at_writes(place, leaves)
             own = {id(buffer) for model in models for buffer in model.buffers()}
             own.update(id(it) for model in trained for it in model.parameters() if it.requires_grad)
-            self._map(self._aged(own), worth, place)
+            self._map(self._aged(own, leaves), worth, place)
             has_grown = self._has_grown(worth) or self._is_first
             if has_grown and self._looks < MOST_LOOKS:
-                self._look(own, inputs, worth, place)
+                self._look(own, leaves, worth, place)
         except (OSError, RuntimeError):
             self._is_over = True  # what went is there, and the others stay
         return place if self._mapped else ""
@@ -186,8 +187,8 @@ class HeldInFiles:
         count = self.count
         try:
             self._let_all_go_again()
-            self._look_at_writes(place)
-            self._map([it for it in self._found(set()) if type(it) is nn.Parameter], worth, place)
+            self._look_at_writes(place, ())
+            self._map([it for it in self._found(set()) if _is_of_parameter(it)], worth, place)
             self._let_all_go_again()
         except (OSError, RuntimeError):
             self._is_over = True
@@ -200,8 +201,8 @@ class HeldInFiles:
 
     def written_bytes(self) -> int:
         """Bytes of what was written since it went, whose pages are memory."""
-        mapped = ((it.tensor(), it.version) for it in self._mapped.values())
-        return sum(it.nbytes for it, version in mapped if it is not None and it._version != version)
+        written = (it.tensors(key) for key, it in self._mapped.items() if it.has_newer())
+        return sum(tensors[0].untyped_storage().nbytes() for tensors in written if tensors)
 
     def _place(self) -> str:
         """Where tensors may go; empty for nowhere."""
@@ -211,14 +212,8 @@ class HeldInFiles:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Have in memory what it is going to write."""
         self._optimizers.append(weakref.ref(optimizer))
-        listed = [it for group in optimizer.param_groups for it in group["params"]]
-        mapped = (it for it in listed if self._mapped.pop(id(it), None) is not None)
-        bring_back([it for it in mapped if _is_mapped(it)])
-        # A parameter that was made of a loaded tensor shares its memory.
-        known = [storage for it in listed if (storage := storage_of(it)) is not None]
-        starts = {it.data_ptr() for it in known if is_private_mapping(it)}
-        del listed, known
-        _bring_back_together(starts)
+        listed = (it for group in optimizer.param_groups for it in group["params"])
+        self._bring_back(_starts_in_files(listed))
 
     def loaded(self, starts: set[int]) -> None:
         """Know of what was loaded to files; what several tensors share is in memory again.
@@ -226,12 +221,13 @@ class HeldInFiles:
         Args:
             starts: Where in memory the files are.
         """
-        for tensors in _tensors_at(starts):
+        for memory in _at(starts):
+            tensors = memory.tensors
             if len(tensors) == 1 and may_go(tensors[0], is_mapped=True, untrained=True):
-                self._mapped[id(tensors[0])] = _Mapped.now(tensors[0])
+                self._mapped[key_of(tensors[0])] = _Mapped.now(tensors)
                 self.count += 1
             else:
-                _to_memory_together(tensors)
+                memory.exchange("")
         for optimizer in instances(Optimizer) if starts else ():
             self.optimizer_made(optimizer)  # it was loaded with what it writes
             self.state_loaded(optimizer)
@@ -239,8 +235,8 @@ class HeldInFiles:
     def state_loaded(self, optimizer: Optimizer) -> None:
         """Have in memory what an optimizer has been given as its state, and is going to write."""
         state = (it for of in optimizer.state.values() for it in state_tensors(of))
-        mapped = (it for it in state if self._mapped.pop(id(it), None) is not None)
-        bring_back([it for it in mapped if _is_mapped(it)])
+        went = (it for it in state if storage_of(it) is not None and key_of(it) in self._mapped)
+        self._bring_back(_starts_in_files(went))
 
     def shares(self, tensor: Tensor) -> None:
         """Have in memory what the script is about to share, with all tensors that have it too.
@@ -248,13 +244,34 @@ class HeldInFiles:
         Args:
             tensor: One in a mapped file.
         """
-        for tensors in _tensors_at({tensor.untyped_storage().data_ptr()}):
-            others = [it for it in tensors if it is not tensor]
-            if len(held_by_python_alone(others)) < len(others):
-                return  # an array of numpy would go on to read the file
-            for it in tensors:
-                self._mapped.pop(id(it), None)
-            _to_memory_together(tensors)
+        for memory in _at({tensor.untyped_storage().data_ptr()}):
+            if self._is_seen_by_arrays(memory, [tensor]):
+                return  # they would go on to read the file
+            self._mapped.pop(key_of(tensor), None)
+            memory.exchange("")
+
+    def _bring_back(self, starts: set[int]) -> None:
+        """Have in memory what is in files and nothing unknown sees.
+
+        Args:
+            starts: Where in memory the files are.
+        """
+        for memory in _at(starts):
+            if memory.is_known_whole() and not self._is_seen_by_arrays(memory):
+                self._mapped.pop(key_of(memory.tensors[0]), None)
+                memory.exchange("")
+
+    def _is_seen_by_arrays(self, memory: Memory, known: Iterable[Tensor] = ()) -> bool:
+        """Whether arrays of numpy may see memory that is in a file.
+
+        Args:
+            memory: It.
+            known: Tensors that are no array's own.
+        """
+        key = key_of(memory.tensors[0])
+        went = self._mapped[key].tensors(key) if key in self._mapped else []
+        others = set(map(id, memory.tensors)).difference(map(id, went), map(id, known))
+        return _hold_for_arrays([it for it in memory.tensors if id(it) in others]) != set()
 
     def look_anew(self) -> None:
         """Map what is there now at once: another model's first pass begins, or one is not trained.
@@ -279,7 +296,7 @@ class HeldInFiles:
             self._live_bytes.clear()
         return has_grown
 
-    def _look(self, own: set[int], inputs: Any, worth: int, place: str) -> None:
+    def _look(self, own: set[int], inputs: list[Tensor], worth: int, place: str) -> None:
         """Find what the script holds; of a model's first pass, map it, else once it is still there.
 
         Raises:
@@ -289,148 +306,128 @@ class HeldInFiles:
         is_first, self._is_first = self._is_first, False
         self._looks += 1
         found = self._found(own)
-        passing = set(map(id, tree_leaves(inputs)))
-        known = [it for it in found if is_first and id(it) not in passing]
+        passing = set(map(id, inputs))
+        known = [it for it in found if is_first and not passing.issuperset(map(id, it.tensors))]
         before = _native.counted_bytes()
         self._map(known, worth, place)
         self._looked_at_bytes = (
             max(self._looked_at_bytes, before) - before + _native.counted_bytes()
         )
-        self._seen = {id(it): weakref.ref(it) for it in found if id(it) not in self._mapped}
+        left = (it for memory in found for it in memory.tensors if key_of(it) not in self._mapped)
+        self._seen = {id(it): weakref.ref(it) for it in left}
 
-    def _look_at_writes(self, place: str) -> None:
+    def _look_at_writes(self, place: str, inputs: Iterable[Tensor]) -> None:
         """Give other memory to what was written since it went.
+
+        Args:
+            place: Where tensors may go.
+            inputs: What a model is about to be called with, which may be views of it.
 
         Raises:
             OSError: A tensor cannot be written.
             RuntimeError: One cannot be mapped.
         """
-        changed: list[Tensor] = []
-        for key, mapped in list(self._mapped.items()):
-            tensor = mapped.tensor()
-            if tensor is None:
-                del self._mapped[key], self._stays[key]
-            elif mapped.is_written(tensor):
-                if mapped.goes_again is None:
-                    mapped.goes_again = self._written.note(tensor)
-                if not _is_mapped(tensor):
-                    del self._mapped[key], self._stays[key]
-                elif not is_lent(tensor) and self._is_due(key):  # else once its graph is gone
-                    changed.append(tensor)
+        passing = [it for it in inputs if _is_plain_view(it)] if self._mapped else []
         alone = is_alone()
-        for tensor in _mapped_alone(changed):
-            storage, mapped = tensor.untyped_storage(), self._mapped.pop(id(tensor))
+        written = [(key, it) for key, it in self._mapped.items() if it.is_written()]
+        for key, mapped in written:
+            tensors = mapped.tensors(key)
+            if not tensors:
+                del self._mapped[key]
+                continue
+            if mapped.goes_again is None:
+                have_rested = [self._written.note(it) for it in tensors]
+                mapped.goes_again = all(have_rested)
+            known = set(map(id, tensors))
+            views = [it for it in passing if key_of(it) == key and id(it) not in known]
+            memory = Memory(tensors + views)
+            if not memory.is_known_whole():
+                continue  # it may be once a graph is gone
+            del self._mapped[key]
+            before = memory.exchange(place if mapped.goes_again else "")
             if mapped.goes_again:
-                to_file(tensor, place)
-                self._mapped[id(tensor)] = _Mapped.now(tensor)
-            else:
-                to_memory(tensor)
-            del self._stays[id(tensor)]
+                self._mapped[key_of(tensors[0])] = _Mapped.now(tensors)
             if not alone:
-                self._leaving.append(storage)  # another thread may be reading
+                self._leaving.append(before)  # another thread may be reading
 
-    def _is_due(self, key: int) -> bool:
-        """Whether to look for the owners of a tensor: seldom of one that never comes back.
-
-        An input that each batch is copied to is held by the calls that it passes through, and
-        the search takes as long as a small step.
-        """
-        self._stays[key] += 1
-        return self._stays[key].bit_count() == 1
-
-    def _found(self, own: set[int]) -> list[Tensor]:
-        """Tensors that may go."""
-        known = instances(Tensor, Optimizer)
-        tensors = [it for it in known if isinstance(it, Tensor)]
-        self._optimizers = [weakref.ref(it) for it in known if isinstance(it, Optimizer)]
+    def _found(self, own: set[int]) -> list[Memory]:
+        """What may go, largest first."""
+        tensors = held_tensors(self._search)
         with without_barrier():
             gradients = {id(gradient_of(it)) for it in tensors if it.requires_grad and is_leaf(it)}
-        return self._free(tensors, own | gradients)
+        found = self._free(tensors, own | gradients)
+        seen = _hold_for_arrays([it for memory in found for it in memory.tensors])
+        return [it for it in found if seen.isdisjoint(map(id, it.tensors))]
 
-    def _aged(self, own: set[int]) -> list[Tensor]:
-        """Those seen at the last look that are still there and may go."""
-        alive = [tensor for ref in self._seen.values() if (tensor := ref()) is not None]
-        return self._free(alive, set(own)) if alive else []  # gradients are lent by now
+    def _search(self) -> list[Tensor]:
+        """All tensors there are; optimizers are known from here on."""
+        known = instances(Tensor, Optimizer)
+        self._optimizers = [weakref.ref(it) for it in known if isinstance(it, Optimizer)]
+        return [it for it in known if isinstance(it, Tensor)]
 
-    def _free(self, tensors: list[Tensor], written: set[int]) -> list[Tensor]:
-        """Those of some tensors that are not known to be written, largest first."""
+    def _aged(self, own: set[int], inputs: list[Tensor]) -> list[Memory]:
+        """Those seen at the last look that are still there and may go, with what is passing."""
+        alive = {key: tensor for key, of in self._seen.items() if (tensor := of()) is not None}
+        if not alive:
+            return []
+        views = {id(it): it for it in inputs if _is_plain_view(it)}
+        found = self._free(list((views | alive).values()), set(own))  # gradients are lent by now
+        return [it for it in found if not alive.keys().isdisjoint(map(id, it.tensors))]
+
+    def _free(self, tensors: list[Tensor], written: set[int]) -> list[Memory]:
+        """Memory of some tensors that is not known to be written, largest first."""
         for optimizer in (it for ref in self._optimizers if (it := ref()) is not None):
             written.update(id(it) for group in optimizer.param_groups for it in group["params"])
             for state in optimizer.state.values():
                 written.update(map(id, state_tensors(state)))
         written |= self._written.resting()
-        least = LEAST_HELD_BYTES
-        free = [
+        plain = (
             it
             for it in tensors
             if id(it) not in written
-            and may_go(it, least_bytes=least, untrained=True)
-            and not is_lent(it)
-        ]
-        free = _unseen_by_arrays(free)
-        free.sort(key=_bytes_of, reverse=True)
+            and may_exchange(it, untrained=True)
+            and it.device.type == "cpu"
+        )
+        free = [it for it in memories(plain) if it.may_go(LEAST_HELD_BYTES)]
+        free.sort(key=lambda it: it.size_bytes, reverse=True)
         return free
 
-    def _map(self, tensors: list[Tensor], worth: int, place: str) -> None:
-        """Write tensors to files and have them from there.
+    def _map(self, found: list[Memory], worth: int, place: str) -> None:
+        """Write memory to files and have it from there.
 
         Raises:
-            OSError: One cannot be written.
-            RuntimeError: One cannot be mapped.
+            OSError: It cannot be written.
+            RuntimeError: It cannot be mapped.
         """
-        tensors = tensors[: max(MOST_TENSORS - len(self._mapped), 0)]
-        total = sum(map(_bytes_of, tensors))
+        found = found[: max(MOST_MAPPINGS - len(self._mapped), 0)]
+        total = sum(it.size_bytes for it in found)
         if total < worth or total > free_bytes(place):
             return
         alone = is_alone()
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            exchange_memory(tensor, in_file(storage, place))
-            self._mapped[id(tensor)] = _Mapped.now(tensor)
-            self._seen.pop(id(tensor), None)
+        for memory in found:
+            before = memory.exchange(place)
+            self._mapped[key_of(memory.tensors[0])] = _Mapped.now(memory.tensors)
+            for it in memory.tensors:
+                self._seen.pop(id(it), None)
             self.count += 1
             if not alone:
-                self._leaving.append(storage)  # another thread may be reading
+                self._leaving.append(before)  # another thread may be reading
 
 
-def _tensors_at(starts: set[int]) -> list[list[Tensor]]:
-    """Those of Python's tensors whose memory begins at some addresses, by address."""
-    found: dict[int, list[Tensor]] = {}
+def _starts_in_files(tensors: Iterable[Tensor]) -> set[int]:
+    """Where mapped files begin that some tensors see."""
+    known = filter(None, map(storage_of, tensors))
+    return {it.data_ptr() for it in known if is_private_mapping(it)}
+
+
+def _at(starts: set[int]) -> list[Memory]:
+    """What begins at some addresses, with those of Python's tensors that see it."""
+    found: list[Tensor] = []
     for tensor in instances(Tensor) if starts else ():
         storage = storage_of(tensor)
-        if storage is not None and storage.device.type == "cpu":
-            start = storage.data_ptr()
-            if start in starts:
-                found.setdefault(start, []).append(tensor)
-    return list(found.values())
-
-
-def _bring_back_together(starts: set[int]) -> None:
-    """Bring mapped files back to memory that several tensors share and nothing else reads."""
-    for tensors in _tensors_at(starts):
-        if not has_others(tensors[0].untyped_storage(), len(tensors)) and len(
-            held_by_python_alone(tensors)
-        ) == len(tensors):
-            _to_memory_together(tensors)
-
-
-def _to_memory_together(tensors: list[Tensor]) -> None:
-    """Bring tensors that share a mapped file back to memory, which they share again."""
-    with torch._C._DisableTorchDispatch():
-        own = in_memory(tensors[0].untyped_storage())
-    for tensor in tensors:
-        exchange_memory(tensor, own)
-
-
-def bring_back(tensors: list[Tensor], moves: Moves | None = None) -> None:
-    """Have those of some tensors in memory again whose mapped file nobody else sees.
-
-    Args:
-        tensors: They.
-        moves: As :func:`to_file`.
-    """
-    for tensor in _mapped_alone(tensors):
-        to_memory(tensor, moves)
+        if storage is not None and storage.device.type == "cpu" and storage.data_ptr() in starts:
+            found.append(tensor)
+    return memories(found)
 
 
 def _is_mapped(tensor: Tensor) -> bool:
@@ -439,25 +436,25 @@ def _is_mapped(tensor: Tensor) -> bool:
     return start is not None and not _native.is_counted(start)
 
 
-def _mapped_alone(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Those of some tensors whose mapped file nobody else sees."""
-    for tensor in held_by_python_alone(tensors) if tensors else ():
-        if not has_others(tensor.untyped_storage(), 1):
-            yield tensor
+def _is_plain_view(tensor: Tensor) -> bool:
+    """Whether a tensor that passes may be one of those that see what is in a file."""
+    return may_exchange(tensor) and tensor._is_view()
 
 
-def _unseen_by_arrays(tensors: list[Tensor]) -> list[Tensor]:
-    """Those of some tensors that no array of numpy has made for itself.
+def _is_of_parameter(memory: Memory) -> bool:
+    return any(type(it) is nn.Parameter for it in memory.tensors)
 
-    An array holds a tensor of its own, whose memory torch does not let anybody resize. That of
-    what ``torch.load`` has read cannot be resized either, so it is asked who refers to each.
+
+def _hold_for_arrays(tensors: list[Tensor]) -> set[int]:
+    """The ``id`` of those that an array of numpy may have made for itself.
+
+    It holds a tensor of its own, which is no view, and whose memory torch does not let anybody
+    resize. What ``torch.load`` has read cannot be resized either, so it is asked who refers to it.
     """
-    asked = [it for it in tensors if type(it) is Tensor and not it.untyped_storage().resizable()]
-    if not asked:
-        return tensors
-    seen = set(map(id, asked)).difference(map(id, held_by_python_alone(asked)))
-    return [it for it in tensors if id(it) not in seen]
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+    asked = [
+        it
+        for it in tensors
+        if type(it) is Tensor and not it._is_view() and not it.untyped_storage().resizable()
+    ]
+    known = map(id, held_by_python_alone(asked)) if asked else ()
+    return set(map(id, asked)).difference(known)
