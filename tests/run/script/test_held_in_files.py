@@ -301,6 +301,41 @@ def test_what_an_array_alone_holds_stays(held: HeldInFiles):
     del taken_again
 
 
+def test_arrays_made_of_tensors_are_read_on(tmp_path: Path):
+    """8 MiB of data in an array, a teacher's answers in another, and predictions in more."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(
+        tmp_path,
+        "16MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    images = torch.rand(2048, 1024).numpy()
+    model = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 64))
+    teacher = nn.Linear(1024, 64)
+    with torch.no_grad():
+        soft = teacher(torch.from_numpy(images)).numpy()
+    optimizer = torch.optim.Adam(model.parameters())
+    answers = []
+    for step in range(8):
+        rows = slice(step * 256, (step + 1) * 256)
+        answer = model(torch.from_numpy(images[rows].copy()))
+        loss = nn.functional.mse_loss(answer, torch.from_numpy(soft[rows].copy()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        answers.append(answer.detach().numpy())
+        print(repr(loss.item()))
+    print([float(it.sum()) for it in (images, soft, *answers)])
+    """,
+        offload=str(tmp_path / "disk"),
+    )
+    (loop,) = ran.loops
+    assert HELD_IN_FILES in loop["notes"]
+
+
 def test_a_file_that_an_array_reads_stays_there(held: HeldInFiles, tmp_path: Path):
     """A parameter made of it would come back, and leave the array no memory."""
     torch.save(large(), tmp_path / "saved.pt")
