@@ -181,6 +181,10 @@ def reordered(tensor: Tensor) -> Tensor:
     return given.clone().requires_grad_(tensor.requires_grad)
 
 
+SEED: Callable[[int], object] = torch.default_generator.manual_seed
+"""`torch.manual_seed` would note the whole stack for each kind of device that is not here."""
+
+
 def gradients(op: Any, given: Any, *, in_order: bool, mode: Plainly | None) -> list[Tensor]:
     """Of a sample; empty where nothing has one."""
     alike = torch.clone if in_order else reordered
@@ -191,12 +195,12 @@ def gradients(op: Any, given: Any, *, in_order: bool, mode: Plainly | None) -> l
     )
     leaves = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
     leaves = [it for it in leaves if it.requires_grad]
-    torch.manual_seed(1)
+    SEED(1)
     made = [it for it in tree_leaves(op.op(*args, **kwargs)) if isinstance(it, Tensor)]
     made = [it for it in made if it.requires_grad and it.is_floating_point()]
     if not (leaves and made):
         return []
-    torch.manual_seed(2)
+    SEED(2)
     begin = [alike(torch.randn(it.shape)) for it in made]
     if mode is None:
         found = torch.autograd.grad(made, leaves, begin, allow_unused=True)
@@ -233,7 +237,7 @@ def test_any_op_of_torch_has_the_same_gradients_in_the_same_order_or_that_is_sai
     for op in op_db:
         if not op.supports_autograd or torch.float32 not in op.dtypes or op.name in VARY:
             continue
-        torch.manual_seed(0)
+        SEED(0)
         # `op.sample_inputs` would look for the name of this test at each, through the whole stack.
         samples = op.sample_inputs_func(op, "cpu", torch.float32, requires_grad=True)
         for given in islice(samples, 6):
