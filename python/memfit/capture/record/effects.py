@@ -148,14 +148,14 @@ class Shows:
             sys.setprofile(None)
 
     def _called(self, frame: Any, event: str, called: Any) -> None:
-        name = getattr(called, "__name__", "") if event == "c_call" else ""
-        if name not in _SHOWS:
+        # Called at every call and return of torch and memfit too: most end at the first look.
+        if event != "c_call" or called.__name__ not in _SHOWS:
             return
         while frame is not None and not frame.f_code.co_filename.startswith(_MEMFIT):
             frame = frame.f_back
         # Of memfit, those stand around the function; all others were called by what runs in it.
         if frame is None or frame.f_code.co_filename.endswith(_AROUND):
-            self.found = f"it calls `{name}`"
+            self.found = f"it calls `{called.__name__}`"
 
 
 class CallLook:
