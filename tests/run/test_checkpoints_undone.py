@@ -97,14 +97,19 @@ def kinds(plan):
     return {action.kind for action in plan.actions}
 
 
+@functools.cache
+def least_without_any():
+    """What the least peak would be if the model had no checkpoints."""
+    return memfit.plan(workload(chain), "7.5MiB").minimum_peak_bytes
+
+
 @pytest.mark.parametrize("run", [whole, reentrant, nested, sequential, selective])
 def test_without_its_checkpoints_a_step_fits_with_the_same_bits(run):
     plan = memfit.plan(workload(run), "7.5MiB")
     assert plan.promise == "exact"
     assert {"undo_checkpoints", "remat"} <= kinds(plan)
     assert any("checkpoints of the model are undone" in note for note in plan.notes)
-    plain = memfit.plan(workload(chain), "7.5MiB")  # as good as if the model had none
-    assert plan.minimum_peak_bytes <= 1.02 * plain.minimum_peak_bytes
+    assert plan.minimum_peak_bytes <= 1.02 * least_without_any()
     found = memfit.verify(workload(run), "7.5MiB")
     assert found.holds
     assert kinds(found.plan) == kinds(plan)
@@ -209,7 +214,7 @@ def written_later(blocks, x):
     ],
 )
 def test_what_may_compute_something_else_stays_and_that_is_said(run, block, reason):
-    plan = memfit.plan(workload(run, block=block), "6MiB", forbid=["micro_batch"])
+    plan = memfit.plan(workload(run, block=block, depth=2), "6MiB", forbid=["micro_batch"])
     assert "undo_checkpoints" not in kinds(plan)
     said = {it.kind: it.reason for it in plan.refusals}
     assert reason in said["undo_checkpoints"]
