@@ -89,11 +89,17 @@ class Run:
     seen: list[Any]
 
 
-def compare(build: Callable[[], memfit.Workload], change: Change, options: dict[str, Any]) -> str:
+def compare(
+    build: Callable[[], memfit.Workload],
+    trace: Callable[[], memfit.Trace],
+    change: Change,
+    options: dict[str, Any],
+) -> str:
     """Run both and say how they compare.
 
     Args:
         build: Makes the workload, the same each time.
+        trace: Records one; once for all that are the same.
         change: What happens between steps.
         options: As in :func:`memfit.fit`.
 
@@ -102,17 +108,22 @@ def compare(build: Callable[[], memfit.Workload], change: Change, options: dict[
     """
     with warnings.catch_warnings():  # memfit's own of what left its plan, and what torch says of it
         warnings.simplefilter("ignore")
-        return _compare(build, change, options)
+        return _compare(build, trace, change, options)
 
 
-def _compare(build: Callable[[], memfit.Workload], change: Change, options: dict[str, Any]) -> str:
+def _compare(
+    build: Callable[[], memfit.Workload],
+    trace: Callable[[], memfit.Trace],
+    change: Change,
+    options: dict[str, Any],
+) -> str:
     plain = build()
     expected = _run(Side(plain, plain.optimizer(plain.model.parameters())), change)
     planned = build()
     try:
-        trace = memfit.trace(planned)
-        least = memfit.plan(trace, "1B", **options).minimum_budget_bytes
-        plan = memfit.plan(trace, least, **options)
+        recorded = trace()
+        least = memfit.plan(recorded, "1B", **options).minimum_budget_bytes
+        plan = memfit.plan(recorded, least, **options)
         fitted = memfit.fit(planned, plan=plan, **options)  # replans are held to them too
     except MemfitError as refusal:
         return _refused(refusal)

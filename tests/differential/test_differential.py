@@ -5,6 +5,7 @@ A third of the cases run here; ``make differential`` runs all of them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 
@@ -12,6 +13,8 @@ import pytest
 from changes import CHANGES
 from comparison import compare
 from subjects import BODIES, workload
+
+import memfit
 
 KINDS = (
     "remat",
@@ -79,6 +82,12 @@ def test_there_are_enough():
     assert len(RUN) >= 150
 
 
+@functools.cache
+def trace(body: str, *, wide: bool, exact: bool) -> memfit.Trace:
+    """A step of a workload, which is the same whatever changes afterwards."""
+    return memfit.trace(workload(body, wide=wide, exact=exact))
+
+
 @pytest.mark.offloads_parameters
 @pytest.mark.parametrize(("body", "change", "plan"), RUN, ids=map(", ".join, RUN))
 def test_a_planned_step_is_the_step_or_says_why_not(tmp_path, body, change, plan):
@@ -86,6 +95,7 @@ def test_a_planned_step_is_the_step_or_says_why_not(tmp_path, body, change, plan
     exact = "micro_batch" not in allowed
     outcome = compare(
         lambda: workload(body, wide=plan in WIDE, exact=exact),
+        lambda: trace(body, wide=plan in WIDE, exact=exact),
         CHANGES[change],
         {
             "forbid": [kind for kind in KINDS if kind not in allowed],
