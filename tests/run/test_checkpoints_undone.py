@@ -248,8 +248,8 @@ def test_a_model_without_checkpoints_is_captured_no_more_often(monkeypatch):
     monkeypatch.setattr(
         alternatives, "record_stage", lambda *a, **o: recorded.append(o) or record(*a, **o)
     )
-    memfit.plan(workload(chain), "8MiB")
+    memfit.plan(workload(chain, depth=2), "6MiB")
     assert not recorded
-    memfit.plan(workload(whole), "8MiB")
+    memfit.plan(workload(whole, depth=2), "6MiB")
     assert recorded
     assert all(options["undone"] for options in recorded)
