@@ -707,12 +707,11 @@ class Store:
             OffloadError: The folder cannot be used.
         """
 
-    def write(self, address: int, length: int, owner: object) -> StoredBlock:
+    def write(self, source: tuple[int, int], owner: object) -> StoredBlock:
         """Send memory out in the background; waits while the window is full.
 
         Args:
-            address: Its first byte.
-            length: Its bytes; nobody may write to them before the block settled.
+            source: Its address and its bytes; nobody may write to them before the block settled.
             owner: What keeps it alive; the block holds it until the transfer ended.
 
         Raises:
@@ -761,15 +760,15 @@ class StoredBlock:
             OffloadError: The write failed; says so every time.
         """
 
-    def fetch(self, address: int, length: int) -> None:
-        """Read it to ``address``.
+    def fetch(self, target: tuple[int, int]) -> None:
+        """Read it to memory, which is given as its address and its bytes.
 
         Raises:
             OffloadError: The write or the read failed, or the bytes are not those written.
         """
 
-    def prefetch(self, address: int, length: int, owner: object) -> None:
-        """Have it read to ``address`` in the background, holding ``owner`` until :meth:`wait`.
+    def prefetch(self, target: tuple[int, int], owner: object) -> None:
+        """Have it read to memory in the background, holding ``owner`` until :meth:`wait`.
 
         Raises:
             OffloadError: The write failed, or the block is being fetched ahead already.

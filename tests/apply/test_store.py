@@ -29,12 +29,12 @@ def store(tmp_path):
 
 def send(store: Store, tensor: torch.Tensor) -> StoredBlock:
     storage = tensor.untyped_storage()
-    return store.write(storage.data_ptr(), storage.nbytes(), storage)
+    return store.write((storage.data_ptr(), storage.nbytes()), storage)
 
 
 def fetch(block: StoredBlock, like: torch.Tensor) -> torch.Tensor:
     back = torch.empty_like(like)
-    block.fetch(back.data_ptr(), back.nbytes)
+    block.fetch((back.data_ptr(), back.nbytes))
     return back
 
 
@@ -51,7 +51,7 @@ def test_tensors_come_back_as_they_were(store):
         block.settle()
         assert torch.equal(fetch(block, tensor), tensor)
         ahead = torch.empty_like(tensor)
-        block.prefetch(ahead.data_ptr(), ahead.nbytes, ahead.untyped_storage())
+        block.prefetch((ahead.data_ptr(), ahead.nbytes), ahead.untyped_storage())
         block.wait()
         assert torch.equal(ahead, tensor)
     statistics = store.statistics()
@@ -67,11 +67,11 @@ def test_the_owner_is_held_until_the_transfer_ended_and_no_longer(store):
     tensor = torch.randn(100_000)
     storage = tensor.untyped_storage()
     holders = sys.getrefcount(storage)
-    block = store.write(storage.data_ptr(), storage.nbytes(), storage)
+    block = store.write((storage.data_ptr(), storage.nbytes()), storage)
     assert sys.getrefcount(storage) == holders + 1
     block.settle()
     assert sys.getrefcount(storage) == holders
-    block.prefetch(storage.data_ptr(), storage.nbytes(), storage)
+    block.prefetch((storage.data_ptr(), storage.nbytes()), storage)
     assert sys.getrefcount(storage) == holders + 1
     del block
     assert sys.getrefcount(storage) == holders
@@ -81,11 +81,11 @@ def test_misuse_is_refused(store, tmp_path):
     tensor = torch.randn(10)
     block = send(store, tensor)
     with pytest.raises(OffloadError, match="block of 40 bytes cannot be fetched into 36"):
-        block.fetch(tensor.data_ptr(), 36)
+        block.fetch((tensor.data_ptr(), 36))
     with pytest.raises(OffloadError, match="was not fetched ahead"):
         block.wait()
     with pytest.raises(UsageError, match="no memory at that address"):
-        store.write(0, 40, tensor)
+        store.write((0, 40), tensor)
     block.forget()
     with pytest.raises(OffloadError, match="was forgotten"):
         block.settle()
@@ -135,7 +135,7 @@ def test_nothing_is_left_after_a_kill_in_the_middle_of_a_transfer(tmp_path):
         """
         store = Store(sys.argv[1], 1 << 30, allow_memory=True)
         storage = torch.ones(1 << 24).untyped_storage()
-        blocks = [store.write(storage.data_ptr(), storage.nbytes(), storage) for _ in range(4)]
+        blocks = [store.write((storage.data_ptr(), storage.nbytes()), storage) for _ in range(4)]
         os.kill(os.getpid(), 9)
         """,
         tmp_path,
@@ -152,14 +152,14 @@ def test_a_file_that_may_not_grow_is_an_error_of_its_write(tmp_path):
         store = Store(sys.argv[1], {MIB}, allow_memory=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {resource.RLIM_INFINITY}))
         kept, large = torch.ones(1000), torch.ones(1 << 20)
-        first = store.write(kept.data_ptr(), kept.nbytes, kept)
-        second = store.write(large.data_ptr(), large.nbytes, large)
+        first = store.write((kept.data_ptr(), kept.nbytes), kept)
+        second = store.write((large.data_ptr(), large.nbytes), large)
         for _ in range(2):
             try:
                 second.settle()
             except OffloadError as error:
                 print(error)
-        first.fetch(large.data_ptr(), kept.nbytes)
+        first.fetch((large.data_ptr(), kept.nbytes))
         print(torch.equal(large[:1000], kept))
         """,
         tmp_path,
@@ -183,14 +183,14 @@ def test_a_full_disk_is_an_error_of_its_write(tmp_path):
     subprocess.run(mount, check=True)
     store = Store(sys.argv[1], 1 << 20, allow_memory=True)
     tensors = [torch.ones(1 << 18) * i for i in range(3)]
-    blocks = [store.write(t.data_ptr(), t.nbytes, t) for t in tensors]
+    blocks = [store.write((t.data_ptr(), t.nbytes), t) for t in tensors]
     for block in blocks:
         try:
             block.settle()
         except OffloadError as error:
             print(error)
     back = torch.empty(1 << 18)
-    blocks[1].fetch(back.data_ptr(), back.nbytes)
+    blocks[1].fetch((back.data_ptr(), back.nbytes))
     print(torch.equal(back, tensors[1]))
     """
     prelude = "import os, sys, torch\nfrom memfit._native import Store\n"
@@ -211,9 +211,9 @@ def test_a_fork_says_that_the_store_is_its_parents(tmp_path):
         from memfit.errors import OffloadError
         store = Store(sys.argv[1], 1 << 20, allow_memory=True)
         tensor = torch.ones(1000)
-        block = store.write(tensor.data_ptr(), tensor.nbytes, tensor)
+        block = store.write((tensor.data_ptr(), tensor.nbytes), tensor)
         if os.fork() == 0:
-            for use in (block.settle, lambda: store.write(tensor.data_ptr(), 4000, tensor)):
+            for use in (block.settle, lambda: store.write((tensor.data_ptr(), 4000), tensor)):
                 try:
                     use()
                 except OffloadError as error:
@@ -250,7 +250,7 @@ def test_ctrl_c_ends_a_wait_and_memory_is_held_until_the_transfer_ended(tmp_path
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for tries in range(1, 11):  # on a busy machine an alarm may come when all is written
-            block = store.write(storage.data_ptr(), storage.nbytes(), storage)
+            block = store.write((storage.data_ptr(), storage.nbytes()), storage)
             with pytest.raises(KeyboardInterrupt):
                 wait(block)
             held = sys.getrefcount(storage)

@@ -1,81 +1,73 @@
-//! What Python calls, as a table: functions and methods that are one call of a crate below.
+//! What Python calls, as tables: functions and methods that are one call of a crate below.
 //!
-//! Each crosses as a value (`value.rs`), and `?` in the call raises. The interpreter is released meanwhile, but for what is
-//! `quick`, whose call takes less than that. Python's side of the table, with the words, is `_native.pyi`.
+//! Each line begins with the way in which its call crosses: a module here. `?` in a call raises. Python's side of the
+//! tables, with the words, is `_native.pyi`.
 
-/// `fn name(arguments) -> answer = call;`, and `quick fn`. `add_functions` puts all into the module.
+use pyo3::Python;
+
+/// Calls whose answers cross as values. The interpreter is released meanwhile.
+pub(crate) mod free {
+    pub(crate) use crate::errors::Answer;
+    use crate::errors::Result;
+
+    pub(crate) fn answer<T: Send>(call: impl FnOnce() -> Result<T> + Send) -> Answer<T> {
+        super::released(call).map(crate::value::Value)
+    }
+}
+
+/// The same for calls that take less time than it takes to release the interpreter.
+pub(crate) mod quick {
+    pub(crate) use crate::errors::Answer;
+    use crate::errors::Result;
+
+    pub(crate) fn answer<T>(call: impl FnOnce() -> Result<T>) -> Answer<T> {
+        call().map(crate::value::Value)
+    }
+}
+
+/// Calls whose answers are objects for Python already. The interpreter is released meanwhile.
+pub(crate) mod object {
+    pub(crate) use super::released as answer;
+    pub(crate) use crate::errors::Result as Answer;
+}
+
+/// Does something without the interpreter.
+pub(crate) fn released<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    Python::attach(|py| py.detach(work))
+}
+
+/// `way fn name(arguments) -> answer = call;`. `add_functions` puts all into the module.
 macro_rules! functions {
-    (@ [$($known:ident)*] $(#[$about:meta])* fn $name:ident($($given:tt)*) -> $answer:ty = $call:expr; $($more:tt)*) => {
-        #[pyo3::pyfunction]
-        $(#[$about])*
-        fn $name(py: pyo3::Python<'_>, $($given)*) -> $crate::errors::Answer<$answer> {
-            py.detach(move || Ok($crate::value::Value($call)))
-        }
-        $crate::functions::functions! { @ [$($known)* $name] $($more)* }
-    };
-    (@ [$($known:ident)*] $(#[$about:meta])* quick fn $name:ident($($given:tt)*) -> $answer:ty = $call:expr; $($more:tt)*) => {
-        #[pyo3::pyfunction]
-        $(#[$about])*
-        fn $name($($given)*) -> $crate::errors::Answer<$answer> {
-            Ok($crate::value::Value($call))
-        }
-        $crate::functions::functions! { @ [$($known)* $name] $($more)* }
-    };
-    (@ [$($known:ident)*]) => {
+    ($($(#[$about:meta])* $way:ident fn $name:ident($($given:tt)*) -> $answer:ty = $call:expr;)*) => {
+        $(
+            #[pyo3::pyfunction]
+            $(#[$about])*
+            fn $name($($given)*) -> $crate::functions::$way::Answer<$answer> {
+                $crate::functions::$way::answer(move || Ok($call))
+            }
+        )*
+
         pub(crate) fn add_functions(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
             use pyo3::types::PyModuleMethods as _;
-            $(module.add_function(pyo3::wrap_pyfunction!($known, module)?)?;)*
+            $(module.add_function(pyo3::wrap_pyfunction!($name, module)?)?;)*
             Ok(())
         }
     };
-    ($($all:tt)*) => { $crate::functions::functions! { @ [] $($all)* } };
 }
 
-/// The same for the methods of a class, with `self` first: also `make fn`, which makes one, and `waiting fn name(self,
-/// stop; arguments)`, which a signal ends. What is in braces stays as it is written.
+/// The same for the methods of a class.
 macro_rules! methods {
-    (@ $class:ident [$($known:tt)*] $(#[$about:meta])* make fn $name:ident($($given:tt)*) = $call:expr; $($more:tt)*) => {
-        $crate::functions::methods! { @ $class [$($known)*
-            $(#[$about])*
-            fn $name(py: pyo3::Python<'_>, $($given)*) -> $crate::errors::Result<Self> { py.detach(move || Ok($call)) }
-        ] $($more)* }
-    };
-    (@ $class:ident [$($known:tt)*] $(#[$about:meta])* fn $name:ident($this:ident $(, $($given:tt)*)?) -> Self = $call:expr; $($more:tt)*) => {
-        $crate::functions::methods! { @ $class [$($known)*
-            $(#[$about])*
-            fn $name(&$this, py: pyo3::Python<'_>, $($($given)*)?) -> $crate::errors::Result<Self> { py.detach(move || Ok($call)) }
-        ] $($more)* }
-    };
-    (@ $class:ident [$($known:tt)*] $(#[$about:meta])* fn $name:ident($this:ident $(, $($given:tt)*)?) -> $answer:ty = $call:expr; $($more:tt)*) => {
-        $crate::functions::methods! { @ $class [$($known)*
-            $(#[$about])*
-            fn $name(&$this, py: pyo3::Python<'_>, $($($given)*)?) -> $crate::errors::Answer<$answer> {
-                py.detach(move || Ok($crate::value::Value($call)))
-            }
-        ] $($more)* }
-    };
-    (@ $class:ident [$($known:tt)*] $(#[$about:meta])* quick fn $name:ident($this:ident $(, $($given:tt)*)?) -> $answer:ty = $call:expr; $($more:tt)*) => {
-        $crate::functions::methods! { @ $class [$($known)*
-            $(#[$about])*
-            fn $name(&$this, $($($given)*)?) -> $crate::errors::Answer<$answer> { Ok($crate::value::Value($call)) }
-        ] $($more)* }
-    };
-    (@ $class:ident [$($known:tt)*] $(#[$about:meta])* waiting fn $name:ident($this:ident, $stop:ident $(; $($given:tt)*)?) -> $answer:ty = $call:expr; $($more:tt)*) => {
-        $crate::functions::methods! { @ $class [$($known)*
-            $(#[$about])*
-            fn $name(&$this, py: pyo3::Python<'_>, $($($given)*)?) -> $crate::errors::Answer<$answer> {
-                $crate::signals::waiting(py, |$stop| $call).map($crate::value::Value)
-            }
-        ] $($more)* }
-    };
-    (@ $class:ident [$($known:tt)*] { $($written:tt)* } $($more:tt)*) => {
-        $crate::functions::methods! { @ $class [$($known)* $($written)*] $($more)* }
-    };
-    (@ $class:ident [$($known:tt)*]) => {
+    (impl $class:ident {
+        $($(#[$about:meta])* $way:ident fn $name:ident($($given:tt)*) -> $answer:ty = $call:expr;)*
+    }) => {
         #[pyo3::pymethods]
-        impl $class { $($known)* }
+        impl $class {$(
+            $(#[$about])*
+            fn $name($($given)*) -> $crate::functions::$way::Answer<$answer> {
+                $crate::functions::$way::answer(move || Ok($call))
+            }
+        )*}
     };
-    (impl $class:ident { $($all:tt)* }) => { $crate::functions::methods! { @ $class [] $($all)* } };
 }
 
 pub(crate) use {functions, methods};

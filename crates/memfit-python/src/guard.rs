@@ -1,6 +1,14 @@
-//! What `memfit-guard` counts and holds to a budget.
+//! What `memfit-guard` counts and holds to a budget, and Python called when what is live has risen.
 //!
-//! Responsible for conversion, as the rest of the binding. These calls come with every op, and keep the interpreter.
+//! Responsible for conversion, as the rest of the binding, and for calling Python at the next moment at which that is
+//! safe: the alarm rings in the middle of an allocation, on any thread, with or without the interpreter's lock. So Python
+//! is only asked to call back, which it does on the main thread between two of its instructions, as it does with signals.
+//! Not responsible for when the alarm rings, nor for what is done then. Calls that come with every op keep the interpreter.
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use memfit_guard::{Bounds, BudgetId, Category, Reading, Refusal, Survivor, WindowId};
 use pyo3::prelude::*;
@@ -29,7 +37,6 @@ functions! {
     quick fn refused_bytes() -> u64 = memfit_guard::refused_bytes();
     quick fn uncounted_blocks() -> u64 = memfit_guard::uncounted_blocks();
     quick fn taken_bytes() -> u64 = memfit_guard::taken_bytes();
-    fn resident_bytes() -> u64 = memfit_guard::resident_bytes();
     quick fn refusals() -> u64 = memfit_guard::refusals();
     quick fn last_refusal() -> Option<Refusal> = memfit_guard::last_refusal();
     quick fn forget_refusal() -> () = memfit_guard::forget_refusal();
@@ -41,15 +48,12 @@ functions! {
     )));
     quick fn switch_alarm_off() -> () = memfit_guard::set_alarm(None);
     quick fn alarm_event() -> u64 = memfit_guard::alarm_event();
-}
-
-/// Live blocks that came with an event in `[since, until)`, with or without those of models and optimizers, the oldest
-/// first: `(address, bytes, event)`. They may be many, and no value, which would take a quarter longer.
-#[pyfunction]
-#[pyo3(signature = (since, until, *, with_models))]
-pub(crate) fn survivors(since: u64, until: u64, with_models: bool) -> Vec<(usize, u64, u64)> {
-    let found = memfit_guard::survivors(since, until, with_models);
-    found.iter().map(Survivor::told).collect()
+    quick fn on_alarm(look: Py<PyAny>, obstacle: Py<PyAny>) -> () = have_looked(look, obstacle);
+    free fn resident_bytes() -> u64 = memfit_guard::resident_bytes();
+    // They may be many, and values would take a quarter longer.
+    #[pyo3(signature = (since, until, *, with_models))]
+    object fn survivors(since: u64, until: u64, with_models: bool) -> Vec<(usize, u64, u64)> =
+        memfit_guard::survivors(since, until, with_models).iter().map(Survivor::told).collect();
 }
 
 /// A budget, on from the start until it is lifted or dropped.
@@ -58,9 +62,9 @@ pub(crate) struct AllocationBudget(BudgetId);
 
 methods! { impl AllocationBudget {
     #[new]
-    make fn new(budget_bytes: u64) = Self(memfit_guard::set_budget(budget_bytes)?);
-    quick fn change(self, budget_bytes: u64) -> () = memfit_guard::change_budget(self.0, budget_bytes)?;
-    quick fn lift(self) -> () = memfit_guard::lift_budget(self.0);
+    object fn new(budget_bytes: u64) -> Self = Self(memfit_guard::set_budget(budget_bytes)?);
+    quick fn change(&self, budget_bytes: u64) -> () = memfit_guard::change_budget(self.0, budget_bytes)?;
+    quick fn lift(&self) -> () = memfit_guard::lift_budget(self.0);
 }}
 
 impl Drop for AllocationBudget {
@@ -75,11 +79,11 @@ pub(crate) struct AllocationWindow(WindowId);
 
 methods! { impl AllocationWindow {
     #[new]
-    make fn new() = Self(memfit_guard::open_window());
-    quick fn peak(self) -> (u64, u64) = memfit_guard::window_peak(self.0).unwrap_or_default();
-    quick fn restart(self) -> () = memfit_guard::restart_window(self.0);
-    quick fn read(self) -> Option<Reading> = memfit_guard::read_window(self.0);
-    quick fn close(self) -> Option<Reading> = memfit_guard::close_window(self.0);
+    object fn new() -> Self = Self(memfit_guard::open_window());
+    quick fn peak(&self) -> (u64, u64) = memfit_guard::window_peak(self.0).unwrap_or_default();
+    quick fn restart(&self) -> () = memfit_guard::restart_window(self.0);
+    quick fn read(&self) -> Option<Reading> = memfit_guard::read_window(self.0);
+    quick fn close(&self) -> Option<Reading> = memfit_guard::close_window(self.0);
 }}
 
 impl Drop for AllocationWindow {
@@ -87,4 +91,60 @@ impl Drop for AllocationWindow {
         // An open window costs a little at every allocation.
         let _unread = memfit_guard::close_window(self.0);
     }
+}
+
+/// Whom to call, and who says whether this is no moment for it.
+static LOOK: Mutex<Option<(Py<PyAny>, Py<PyAny>)>> = Mutex::new(None);
+/// Whether Python has been asked and has not called yet.
+static IS_ASKED: AtomicBool = AtomicBool::new(false);
+
+/// Says whom to call when the alarm rings: `look()`, unless `obstacle()` returns something.
+///
+/// `obstacle` must be a function of C: where a compiler watches Python's frames, none may begin.
+fn have_looked(look: Py<PyAny>, obstacle: Py<PyAny>) {
+    *LOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some((look, obstacle));
+    memfit_guard::on_alarm(ask);
+}
+
+/// The alarm rings.
+#[expect(unsafe_code, reason = "asks Python to call back")]
+fn ask() {
+    if !IS_ASKED.swap(true, Ordering::Relaxed) {
+        // SAFETY: it may be called on any thread, with and without the interpreter's lock, and the
+        // function that it is given is never unloaded.
+        let refused = unsafe { pyo3::ffi::Py_AddPendingCall(Some(called), ptr::null_mut()) };
+        if refused != 0 {
+            IS_ASKED.store(false, Ordering::Relaxed);
+            memfit_guard::put_alarm_off();
+        }
+    }
+}
+
+/// Called by Python, which holds its lock. What is raised is raised where the program is.
+extern "C" fn called(_: *mut c_void) -> c_int {
+    IS_ASKED.store(false, Ordering::Relaxed);
+    Python::attach(|py| match look(py) {
+        Ok(()) => 0,
+        Err(error) => {
+            error.restore(py);
+            -1
+        }
+    })
+}
+
+fn look(py: Python<'_>) -> PyResult<()> {
+    let known = LOOK.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((look, obstacle)) = known
+        .as_ref()
+        .map(|(look, obstacle)| (look.clone_ref(py), obstacle.clone_ref(py)))
+    else {
+        return Ok(());
+    };
+    drop(known);
+    if obstacle.call0(py)?.is_none(py) {
+        look.call0(py)?;
+    } else {
+        memfit_guard::put_alarm_off();
+    }
+    Ok(())
 }

@@ -16,18 +16,11 @@ mod functions;
 mod guard;
 mod host;
 mod leases;
-mod lent;
-mod looking;
-mod numbers;
-mod offload;
-mod parameters;
+mod machines;
 mod parking;
-mod parking_cuda;
-mod planning;
-mod pool;
+mod recordings;
 mod signals;
-mod snapshot;
-mod trace;
+mod tensors;
 mod value;
 
 use pyo3::prelude::*;
@@ -42,17 +35,12 @@ mod _native {
     use super::host::PythonHost;
     #[pymodule_export]
     use super::{
-        guard::{AllocationBudget, AllocationWindow, survivors},
-        leases::{LeaseClient, broker_path},
-        looking::on_alarm,
-        offload::{Store, StoredBlock},
-        parameters::Room,
-        parking::ParkedMemory,
-        parking_cuda::ParkedCudaMemory,
-        planning::PlanSession,
-        pool::PoolMachine,
-        snapshot::Snapshot,
-        trace::{Separation, Trace},
+        guard::{AllocationBudget, AllocationWindow},
+        leases::LeaseClient,
+        machines::{PlanSession, PoolMachine, Room},
+        parking::{ParkedCudaMemory, ParkedMemory},
+        recordings::{Separation, Snapshot, Trace},
+        tensors::{Store, StoredBlock},
     };
 
     #[pymodule_init]
@@ -60,8 +48,8 @@ mod _native {
         super::answers::add_functions(module)?;
         super::guard::add_functions(module)?;
         super::leases::add_functions(module)?;
-        super::numbers::add_functions(module)?;
-        super::parking_cuda::add_functions(module)
+        super::parking::add_functions(module)?;
+        super::tensors::add_functions(module)
     }
 
     /// Runs the program with `argv` and returns its exit code.

@@ -12,22 +12,17 @@ use crate::errors::{Failure, Result};
 /// Between two questions whether a signal is pending: each waits for the interpreter.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Runs `work` without the interpreter, which is asked now and then for a pending signal.
-pub(crate) fn waiting<T: Send, E: Into<Failure> + Send>(
-    py: Python<'_>,
-    work: impl FnOnce(Interrupted<'_>) -> std::result::Result<T, E> + Send,
+/// Runs `work`, which has no interpreter; that is asked now and then for a pending signal.
+pub(crate) fn waiting<T, E: Into<Failure>>(
+    work: impl FnOnce(Interrupted<'_>) -> std::result::Result<T, E>,
 ) -> Result<T> {
-    let mut signal = None;
-    let result = py.detach(|| {
-        let mut asked = Instant::now();
-        let mut interrupted = || {
-            if asked.elapsed() >= PATIENCE {
-                signal = Python::attach(|py| py.check_signals().err());
-                asked = Instant::now();
-            }
-            signal.is_some()
-        };
-        work(&mut interrupted)
+    let (mut signal, mut asked) = (None, Instant::now());
+    let result = work(&mut || {
+        if asked.elapsed() >= PATIENCE {
+            signal = Python::attach(|py| py.check_signals().err());
+            asked = Instant::now();
+        }
+        signal.is_some()
     });
     result.map_err(|error| signal.map_or_else(|| error.into(), Failure::from))
 }

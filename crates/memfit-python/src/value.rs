@@ -2,35 +2,16 @@
 //!
 //! Responsible for the conversion in both directions, of arguments and of results. Not responsible for what crosses.
 
-use std::ops::Deref;
-
 use memfit_engine::bytes::Budget;
 use pyo3::prelude::*;
 use pythonize::{depythonize, pythonize};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Serialize, Serializer};
 
 use crate::errors::{BudgetError, UsageError};
 
 /// A value on its way between the languages.
 pub(crate) struct Value<T>(pub(crate) T);
-
-impl<T> Deref for Value<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        &self.0
-    }
-}
-
-/// Bytes, which are `bytes` in Python and no list.
-pub(crate) struct ByteString(pub(crate) Vec<u8>);
-
-impl Serialize for ByteString {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_bytes(&self.0)
-    }
-}
 
 impl<'a, 'py, T: DeserializeOwned> FromPyObject<'a, 'py> for Value<T> {
     type Error = PyErr;

@@ -302,7 +302,7 @@ class StagedParcel:
         staging = self._staging = self._take()
         memory = staging.memory.bytes
         self._target = target
-        self._block.prefetch(memory.data_ptr(), memory.nbytes, staging)
+        self._block.prefetch((memory.data_ptr(), memory.nbytes), staging)
 
     def wait(self) -> None:
         """Wait until it is read, and let the device wait for the copy of it."""
@@ -324,7 +324,7 @@ class StagedParcel:
         """An interrupt may have come before the transfer began, or after it had ended."""
         assert self._block is not None
         try:
-            self._block.fetch(memory.data_ptr(), memory.nbytes)
+            self._block.fetch((memory.data_ptr(), memory.nbytes))
         except OffloadError:
             self._target = None  # it is the caller's again
             raise
@@ -343,7 +343,7 @@ class StagedParcel:
 
     def _write(self, staging: Staging) -> None:
         memory = staging.memory.bytes
-        self._block = self._store.write(memory.data_ptr(), memory.nbytes, staging)
+        self._block = self._store.write((memory.data_ptr(), memory.nbytes), staging)
 
     def _let_go(self) -> None:
         staging, self._staging = self._staging, None

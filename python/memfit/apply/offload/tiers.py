@@ -156,7 +156,7 @@ class DiskTier:
         if source.device.type == "cuda":
             return self._staged.send(source)
         storage = source.untyped_storage()
-        return _Written(self._store.write(storage.data_ptr(), storage.nbytes(), storage))
+        return _Written(self._store.write((storage.data_ptr(), storage.nbytes()), storage))
 
     def moved(self) -> Moved:
         """What it did so far."""
@@ -184,18 +184,18 @@ class _Written:
 
     def __init__(self, block: _native.StoredBlock) -> None:
         self._block = block
-        self._coming: tuple[int, int, Tensor] | None = None
+        self._coming: tuple[tuple[int, int], Tensor] | None = None
 
     def settle(self) -> None:
         self._block.settle()
 
     def fetch(self, target: Tensor) -> None:
-        self._block.fetch(target.data_ptr(), target.nbytes)
+        self._block.fetch((target.data_ptr(), target.nbytes))
 
     def prefetch(self, target: Tensor) -> None:
         if self._coming is not None:  # who began that was interrupted
             self.wait()
-        self._coming = (target.data_ptr(), target.nbytes, target)
+        self._coming = ((target.data_ptr(), target.nbytes), target)
         try:
             self._block.prefetch(*self._coming)
         except OffloadError:
@@ -205,17 +205,17 @@ class _Written:
     def wait(self) -> None:
         if self._coming is None:
             return
-        address, length, _ = self._coming
+        memory, _ = self._coming
         try:
             self._block.wait()
         except OffloadError:
-            self._fetch_again(address, length)
+            self._fetch_again(memory)
         self._coming = None
 
-    def _fetch_again(self, address: int, length: int) -> None:
+    def _fetch_again(self, memory: tuple[int, int]) -> None:
         """An interrupt may have come before the transfer began, or after it had ended."""
         try:
-            self._block.fetch(address, length)
+            self._block.fetch(memory)
         except OffloadError:
             self._coming = None  # its memory is the caller's again
             raise
