@@ -23,10 +23,7 @@ functions! {
         prediction::reserved_beside_model(&trace.0);
     #[pyo3(name = "plan", signature = (trace, costs, request, time_limit=None, work_limit=None))]
     free fn plan_step(
-        trace: &Trace,
-        costs: Value<CostSource>,
-        request: Value<PlanRequest>,
-        time_limit: Option<f64>,
+        trace: &Trace, costs: Value<CostSource>, request: Value<PlanRequest>, time_limit: Option<f64>,
         work_limit: Option<f64>
     ) -> Plan = memfit::within(time_limit, |limit| {
         plan::plan_within(&trace.0, &costs.0, &request.0, work_limit.map_or(limit, Limit::Work))
@@ -48,11 +45,7 @@ functions! {
     free fn oom_messages(text: &[u8], source: &str) -> Option<memfit::Answer> =
         memfit::oom_messages(text, source)?;
     free fn verification(
-        plan: Value<Plan>,
-        measured: Option<Value<Json>>,
-        compiled: bool,
-        capture_seconds: f64,
-        plan_seconds: f64
+        plan: Value<Plan>, measured: Option<Value<Json>>, compiled: bool, capture_seconds: f64, plan_seconds: f64
     ) -> memfit::Answer = {
         let measured = measured.map(|it| it.0);
         memfit::verification(&plan.0, measured, compiled, capture_seconds, plan_seconds)?

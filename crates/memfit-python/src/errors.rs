@@ -11,14 +11,8 @@ use pyo3::prelude::*;
 
 use crate::value::Value;
 
-import_exception!(memfit.errors, BudgetError);
-import_exception!(memfit.errors, CaptureError);
 import_exception!(memfit.errors, LeaseError);
-import_exception!(memfit.errors, OffloadError);
 import_exception!(memfit.errors, ParkError);
-import_exception!(memfit.errors, SnapshotError);
-import_exception!(memfit.errors, TraceFileError);
-import_exception!(memfit.errors, UsageError);
 
 /// An error on its way to Python.
 pub(crate) struct Failure(PyErr);
@@ -43,7 +37,7 @@ impl From<Failure> for PyErr {
 
 /// `Exception: errors;` for errors whose words are all that Python needs.
 macro_rules! raise {
-    ($($exception:ident: $($error:ty),+;)+) => {$($(
+    ($($exception:ident: $($error:ty),+;)+) => {$(import_exception!(memfit.errors, $exception); $(
         impl From<$error> for Failure {
             fn from(error: $error) -> Self {
                 Self($exception::new_err(error.to_string()))
@@ -58,7 +52,8 @@ raise! {
     OffloadError: memfit_memory::store::StoreError;
     SnapshotError: memfit_engine::snapshot::SnapshotError;
     TraceFileError: memfit_engine::file::FileError;
-    UsageError: String, &'static str, memfit_guard::NoCategory, memfit_memory::moments::LengthError,
+    UsageError: String, memfit_guard::NoCategory, memfit_memory::arena::host::NoMemory,
+        memfit_memory::moments::LengthError,
         memfit_memory::narrow::LengthError, serde_json::Error, memfit_engine::cost::CostError,
         memfit_engine::cost::devices::UnknownGpu, memfit_engine::plan::AnswerError,
         memfit_engine::plan::PlanError, memfit_engine::predict::PredictError,
@@ -82,13 +77,8 @@ impl From<ParkFailure> for Failure {
 
 impl From<LeaseFailure> for Failure {
     fn from(error: LeaseFailure) -> Self {
-        let (message, reason) = (error.to_string(), error.reason());
-        let LeaseFailure::Refused(refused) = error else {
-            return Self(LeaseError::new_err((message, reason)));
-        };
-        let (device, asked, largest) = (refused.device, refused.asked_bytes, refused.largest_bytes);
-        Self(LeaseError::new_err((
-            message, reason, device, asked, largest,
-        )))
+        let ((device, asked, largest), reason) = (error.shortage(), error.reason());
+        let fields = (error.to_string(), reason, device, asked, largest);
+        Self(LeaseError::new_err(fields))
     }
 }

@@ -8,7 +8,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use memfit_guard::{Bounds, BudgetId, Category, Reading, Refusal, Survivor, WindowId};
 use pyo3::prelude::*;
@@ -94,7 +94,8 @@ impl Drop for AllocationWindow {
 }
 
 /// Whom to call, and who says whether this is no moment for it.
-static LOOK: Mutex<Option<(Py<PyAny>, Py<PyAny>)>> = Mutex::new(None);
+type Look = Arc<(Py<PyAny>, Py<PyAny>)>;
+static LOOK: Mutex<Option<Look>> = Mutex::new(None);
 /// Whether Python has been asked and has not called yet.
 static IS_ASKED: AtomicBool = AtomicBool::new(false);
 
@@ -102,7 +103,7 @@ static IS_ASKED: AtomicBool = AtomicBool::new(false);
 ///
 /// `obstacle` must be a function of C: where a compiler watches Python's frames, none may begin.
 fn have_looked(look: Py<PyAny>, obstacle: Py<PyAny>) {
-    *LOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some((look, obstacle));
+    *LOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new((look, obstacle)));
     memfit_guard::on_alarm(ask);
 }
 
@@ -133,14 +134,10 @@ extern "C" fn called(_: *mut c_void) -> c_int {
 }
 
 fn look(py: Python<'_>) -> PyResult<()> {
-    let known = LOOK.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some((look, obstacle)) = known
-        .as_ref()
-        .map(|(look, obstacle)| (look.clone_ref(py), obstacle.clone_ref(py)))
-    else {
+    let known = LOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let Some((look, obstacle)) = known.as_deref() else {
         return Ok(());
     };
-    drop(known);
     if obstacle.call0(py)?.is_none(py) {
         look.call0(py)?;
     } else {

@@ -45,9 +45,8 @@ methods! { impl Trace {
         Self(self.0.with_captured_piece(&way.0, piece)?.into());
     free fn json(&self) -> String = serde_json::to_string(&*self.0)?;
     free fn mixed_items(&self) -> Option<String> = plan::mixed_items(&self.0);
-    free fn op_names(&self, way: Value<Way>) -> Option<Vec<String>> = self.0.in_way(&way.0).map(|step| {
-        step.ops.iter().map(|op| step.string(op.name).to_owned()).collect()
-    });
+    free fn op_names(&self, way: Value<Way>) -> Option<Vec<&str>> =
+        self.0.in_way(&way.0).map(trace::Trace::op_names);
     free fn ways(&self) -> Vec<Way> = plan::ways_without_leave(&self.0);
     free fn text(&self) -> String = memfit::of_trace(&self.0);
     quick fn knows_other_sizes(&self) -> bool = self.0.couplings.is_some();

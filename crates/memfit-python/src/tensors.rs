@@ -21,9 +21,6 @@ use crate::functions::{functions, methods};
 use crate::signals::waiting;
 use crate::value::Value;
 
-/// What is wrong with an address.
-const NO_MEMORY: &str = "there is no memory at that address";
-
 /// Memory to read: the argument `(address, bytes)`.
 pub(crate) struct Read(LentBytes);
 
@@ -36,8 +33,7 @@ impl FromPyObject<'_, '_> for Read {
         // SAFETY: the executor passes the memory of a tensor that it holds during the call, or whose storage it passes to
         // be held until the transfer has ended. It writes nothing there meanwhile without settling first; writes that it
         // cannot see it refuses afterwards, as autograd would.
-        let lent = unsafe { LentBytes::new(address, length) };
-        lent.map(Self).ok_or_else(|| NO_MEMORY.into())
+        Ok(Self(unsafe { LentBytes::new(address, length) }?))
     }
 }
 
@@ -53,8 +49,7 @@ impl FromPyObject<'_, '_> for Written {
         // SAFETY: as for `Read`, and nobody else uses that memory before the call, or the transfer, has ended: it is of a
         // tensor that nobody has yet, of a parameter while its optimizer updates it, or the executor's own. No two
         // arguments of a call share memory.
-        let lent = unsafe { LentBytesMut::new(address, length) };
-        lent.map(Self).ok_or_else(|| NO_MEMORY.into())
+        Ok(Self(unsafe { LentBytesMut::new(address, length) }?))
     }
 }
 
@@ -154,10 +149,8 @@ methods! { impl StoredBlock {
 
 impl StoredBlock {
     /// Holds an owner, and lets go of the one before when nothing is locked.
-    fn hold(&self, owner: Option<Py<PyAny>>) {
+    fn hold(&self, mut owner: Option<Py<PyAny>>) {
         let mut held = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut *held, owner);
-        drop(held);
-        drop(before);
+        std::mem::swap(&mut *held, &mut owner);
     }
 }

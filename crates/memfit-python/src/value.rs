@@ -34,16 +34,13 @@ fn unreadable_budget(request: &Bound<'_, PyAny>) -> Option<PyErr> {
 
 /// What a type is called in a sentence: `PlanRequest` is a plan request.
 fn noun<T>() -> String {
-    let path = std::any::type_name::<T>();
-    let name = path.rsplit("::").next().unwrap_or(path);
-    let mut words = String::new();
-    for letter in name.chars() {
-        if letter.is_uppercase() && !words.is_empty() {
-            words.push(' ');
-        }
-        words.extend(letter.to_lowercase());
-    }
-    words
+    let path = std::any::type_name::<T>().trim_end_matches('>');
+    let name = path.rsplit("::").next().unwrap_or(path).chars();
+    let words = name.flat_map(|letter| {
+        let space = letter.is_uppercase().then_some(' ');
+        space.into_iter().chain(letter.to_lowercase())
+    });
+    words.collect::<String>().trim_start().to_owned()
 }
 
 impl<'py, T: Serialize> IntoPyObject<'py> for Value<T> {

@@ -154,6 +154,10 @@ mod tests {
         assert_eq!(alternatives.refusals, refusals);
         let captured = whole.in_way(&cast()).unwrap();
         assert_eq!(
+            captured.op_names()[..3],
+            ["aten.mm.default", "aten.gelu.default", "aten.sin.default"]
+        );
+        assert_eq!(
             *captured,
             Trace::from_captures(first.clone(), Some(&second), 4)
         );

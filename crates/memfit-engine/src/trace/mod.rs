@@ -416,6 +416,12 @@ impl Trace {
         self.strings.get(index as usize).map_or("", String::as_str)
     }
 
+    /// The names of the ops, in order.
+    #[must_use]
+    pub fn op_names(&self) -> Vec<&str> {
+        self.ops.iter().map(|op| self.string(op.name)).collect()
+    }
+
     /// The allocation behind a value.
     #[must_use]
     pub fn allocation_of(&self, value: ValueId) -> AllocationId {

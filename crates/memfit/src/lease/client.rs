@@ -84,6 +84,16 @@ impl LeaseError {
         };
         reason.to_owned()
     }
+
+    /// Where there is not enough, what was asked for there, and the largest that could have been had, where it is that.
+    #[must_use]
+    pub fn shortage(&self) -> (Option<String>, Option<u64>, Option<u64>) {
+        let Self::Refused(refused) = self else {
+            return (None, None, None);
+        };
+        let device = refused.device.clone();
+        (device, refused.asked_bytes, refused.largest_bytes)
+    }
 }
 
 /// What a lease shall be.
@@ -410,5 +420,21 @@ mod tests {
         for (micros, millis) in cases {
             assert_eq!(milliseconds(Duration::from_micros(micros)), millis);
         }
+    }
+
+    #[test]
+    fn a_refusal_says_where_there_is_not_enough() {
+        let LeaseError::Refused(refused) = LeaseError::too_long() else {
+            panic!("not refused");
+        };
+        let refused = Refused {
+            device: Some("host".to_owned()),
+            asked_bytes: Some(8),
+            largest_bytes: Some(5),
+            ..refused
+        };
+        let shortage = LeaseError::Refused(refused).shortage();
+        assert_eq!(shortage, (Some("host".to_owned()), Some(8), Some(5)));
+        assert_eq!(LeaseError::Forked.shortage(), (None, None, None));
     }
 }

@@ -7,6 +7,11 @@
 
 use std::ptr::NonNull;
 
+/// There can be no memory where it is said to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("there is no memory at that address")]
+pub struct NoMemory;
+
 /// Memory to read from.
 #[derive(Debug)]
 pub struct LentBytes {
@@ -27,28 +32,36 @@ unsafe impl Send for LentBytes {}
 unsafe impl Send for LentBytesMut {}
 
 impl LentBytes {
-    /// Borrows `length` bytes at `address`; `None` where no memory can be.
+    /// Borrows `length` bytes at `address`.
+    ///
+    /// # Errors
+    ///
+    /// No memory can be there.
     ///
     /// # Safety
     ///
     /// Until the value is dropped, those bytes are memory of this process that has been initialised (as
     /// all memory from the system has), and nobody writes to them or gives them back.
-    #[must_use]
-    pub unsafe fn new(address: usize, length: usize) -> Option<Self> {
-        place(address, length).map(|start| Self { start, length })
+    pub unsafe fn new(address: usize, length: usize) -> Result<Self, NoMemory> {
+        let start = place(address, length).ok_or(NoMemory)?;
+        Ok(Self { start, length })
     }
 }
 
 impl LentBytesMut {
-    /// Borrows `length` bytes at `address`; `None` where no memory can be.
+    /// Borrows `length` bytes at `address`.
+    ///
+    /// # Errors
+    ///
+    /// No memory can be there.
     ///
     /// # Safety
     ///
     /// Until the value is dropped, those bytes are memory of this process that has been initialised (as
     /// all memory from the system has), and nobody else reads them, writes to them or gives them back.
-    #[must_use]
-    pub unsafe fn new(address: usize, length: usize) -> Option<Self> {
-        place(address, length).map(|start| Self { start, length })
+    pub unsafe fn new(address: usize, length: usize) -> Result<Self, NoMemory> {
+        let start = place(address, length).ok_or(NoMemory)?;
+        Ok(Self { start, length })
     }
 }
 
@@ -98,9 +111,9 @@ mod tests {
     fn addresses_where_no_memory_can_be_are_refused() {
         // SAFETY: nothing is made of what is refused, and an empty range is no memory.
         unsafe {
-            assert!(LentBytes::new(0, 1).is_none());
-            assert!(LentBytes::new(usize::MAX, 2).is_none());
-            assert!(LentBytesMut::new(64, usize::MAX / 2 + 1).is_none());
+            assert!(LentBytes::new(0, 1).is_err());
+            assert!(LentBytes::new(usize::MAX, 2).is_err());
+            assert!(LentBytesMut::new(64, usize::MAX / 2 + 1).is_err());
             assert!(LentBytes::new(0, 0).unwrap().as_ref().is_empty());
         }
     }

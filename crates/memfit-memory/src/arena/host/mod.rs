@@ -24,7 +24,7 @@ use std::io;
 use std::ptr::NonNull;
 
 pub use files::{Ahead, FilePart, Shown, major_faults};
-pub use lent::{LentBytes, LentBytesMut};
+pub use lent::{LentBytes, LentBytesMut, NoMemory};
 
 /// What a large page's address is a multiple of, on the processors that PyTorch is built for.
 const LARGE_PAGE_BYTES: usize = 2 << 20;
