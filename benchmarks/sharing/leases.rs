@@ -32,10 +32,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfit::lease::{Client, LeaseError, LeaseRequest};
-use memfit::{Calibration, Host, HostError, HostErrorKind, Script, Settings, Streams};
+use memfit::{Host, HostError, HostErrorKind, Pruning, Script, Settings, Streams};
+use memfit_engine::cost::DeviceProfile;
+use memfit_engine::plan::{Asked, Plan, PlanRequest};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
-use serde_json::json;
+use serde_json::{Value, json};
 
 const CAPACITY: u64 = 1000;
 const WORKERS: usize = 12;
@@ -380,32 +382,32 @@ impl Host for NoHost {
         _: &Settings,
         _: Option<&str>,
         _: &[u8],
-        _: &str,
+        _: &[Asked],
     ) -> Result<Vec<u8>, HostError> {
         no()
     }
-    fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
+    fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<Value, HostError> {
         no()
     }
-    fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<String, HostError> {
+    fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<Value, HostError> {
         no()
     }
     fn overhead_bytes(&mut self, _: &str) -> Result<u64, HostError> {
         no()
     }
-    fn examine(&mut self, _: Option<&str>) -> Result<String, HostError> {
+    fn examine(&mut self, _: Option<&str>) -> Result<Value, HostError> {
         no()
     }
     fn profile_path(&mut self, _: &str) -> Result<PathBuf, HostError> {
         no()
     }
-    fn calibrate(&mut self, _: &Calibration) -> Result<String, HostError> {
+    fn calibrate(&mut self, _: &str, _: f64, _: Option<&Path>) -> Result<String, HostError> {
         no()
     }
-    fn prune(&mut self, _: &str, _: &Settings, _: &memfit::Pruning) -> Result<String, HostError> {
+    fn prune(&mut self, _: &str, _: &Settings, _: &Pruning) -> Result<Value, HostError> {
         no()
     }
-    fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
+    fn verify(&mut self, _: &str, _: &Settings, _: &Plan) -> Result<Value, HostError> {
         no()
     }
     fn verify_compiled(
@@ -414,14 +416,14 @@ impl Host for NoHost {
         _: &Settings,
         _: &[u8],
         _: u64,
-        _: &str,
-    ) -> Result<String, HostError> {
+        _: &PlanRequest,
+    ) -> Result<Value, HostError> {
         no()
     }
-    fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
+    fn offer(&mut self, _: &str, _: &str, _: Option<&DeviceProfile>) -> Result<Value, HostError> {
         no()
     }
-    fn run_script(&mut self, _: &Script) -> Result<String, HostError> {
+    fn run_script(&mut self, _: &Script) -> Result<Value, HostError> {
         no()
     }
     fn interrupted(&mut self) -> bool {

@@ -1,38 +1,47 @@
-//! The program's questions, asked of a Python object.
+//! The program, and its questions asked of a Python object.
 //!
 //! Responsible for calling `memfit.program.host.Host` and for turning its exceptions into [`HostError`]. Which
 //! exception means what is decided there, by `Host.explain`.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use memfit::{Calibration, Host, HostError, HostErrorKind, Pruning, Script, Settings};
+use memfit::{Host, HostError, HostErrorKind, Pruning, Script, Settings};
+use memfit_engine::cost::DeviceProfile;
+use memfit_engine::plan::{Asked, Plan, PlanRequest};
 use pyo3::call::PyCallArgs;
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
+use serde_json::Value as Json;
 
+use crate::functions::functions;
 use crate::value::Value;
 
-/// A `memfit.program.host.Host`.
-pub(crate) struct PythonHost(pub(crate) Py<PyAny>);
+functions! {
+    /// Runs the program with `argv` and returns its exit code.
+    free fn run(argv: Vec<OsString>, host: Py<PyAny>) -> u8 = {
+        let (mut stdout, mut stderr) = (std::io::stdout(), std::io::stderr());
+        let streams = memfit::Streams::process(&mut stdout, &mut stderr);
+        memfit::run(argv, &mut PythonHost(host), streams)
+    };
+}
 
-/// `(kind, message, traceback, hint)` as `Host.explain` returns it.
-type Explanation = (Value<HostErrorKind>, String, Option<String>, Option<String>);
+/// A `memfit.program.host.Host`.
+struct PythonHost(Py<PyAny>);
 
 impl PythonHost {
     /// Calls the method of that name.
-    fn ask<T>(
+    fn ask<T: for<'py> FromPyObjectOwned<'py>>(
         &self,
         question: &str,
         arguments: impl for<'py> PyCallArgs<'py>,
-    ) -> Result<T, HostError>
-    where
-        T: for<'py> FromPyObjectOwned<'py>,
-    {
+    ) -> Result<T, HostError> {
         Python::attach(|py| {
             let host = self.0.bind(py);
             let answer = host.call_method1(question, arguments);
-            let answer = answer.and_then(|answer| answer.extract().map_err(Into::into));
-            answer.map_err(|error| explain(host, &error))
+            let answer = answer.map_err(|error| explain(host, &error))?;
+            let answer: PyResult<T> = answer.extract().map_err(Into::into);
+            answer.map_err(|error| HostError::bad_answer(question, error))
         })
     }
 }
@@ -40,75 +49,47 @@ impl PythonHost {
 fn explain(host: &Bound<'_, PyAny>, error: &PyErr) -> HostError {
     let explained = host
         .call_method1("explain", (error.value(host.py()),))
-        .and_then(|answer| answer.extract::<Explanation>());
+        .and_then(|answer| answer.extract());
     match explained {
-        Ok((Value(kind), message, traceback, hint)) => HostError {
-            kind,
-            message,
-            traceback,
-            hint,
-        },
+        Ok(Value(explained)) => explained,
         Err(second) => HostError::new(HostErrorKind::Internal, format!("{error}; then {second}")),
     }
 }
 
-/// Questions that are methods of the same name, with the same arguments.
+/// Questions that are methods of the same name, with the same arguments. What is marked so crosses as a `Value`.
 macro_rules! ask {
-    ($(fn $question:ident($($argument:ident: $type:ty),+) -> $answer:ty;)+) => {$(
-        fn $question(&mut self, $($argument: $type),+) -> Result<$answer, HostError> {
-            self.ask(stringify!($question), ($($argument,)+))
+    ($(fn $name:ident($($argument:ident: $type:ty $(= $as:ident)?),*) -> $answer:ty $(= $by:ident)?;)+) => {$(
+        fn $name(&mut self, $($argument: $type),*) -> Result<$answer, HostError> {
+            let answer = self.ask(stringify!($name), ($($($as)?($argument),)*));
+            answer.map(|$($by)?(answer)| answer)
         }
     )+};
 }
 
+#[expect(unused_parens, reason = "around what crosses as it is")]
 impl Host for PythonHost {
     ask! {
+        fn insist_on_weights() -> () = Value;
+        fn build(target: &str, settings: &Settings, device: Option<&str>) -> () = Value;
         fn capture(target: &str, settings: &Settings, device: Option<&str>) -> Vec<u8>;
         fn alternatives(
-            target: &str, settings: &Settings, device: Option<&str>, trace: &[u8], ways: &str
+            target: &str, settings: &Settings, device: Option<&str>, trace: &[u8], ways: &[Asked] = Value
         ) -> Vec<u8>;
-        fn op_seconds(target: &str, settings: &Settings, trace: &[u8]) -> String;
-        fn device_profile(device_kind: &str, file: Option<&Path>) -> String;
-        fn offer(device_kind: &str, place: &str, profile: Option<&str>) -> String;
+        fn op_seconds(target: &str, settings: &Settings, trace: &[u8]) -> Json = Value;
+        fn device_profile(device_kind: &str, file: Option<&Path>) -> Json = Value;
+        fn offer(device_kind: &str, place: &str, profile: Option<&DeviceProfile> = Value) -> Json = Value;
         fn overhead_bytes(device: &str) -> u64;
-        fn examine(offload: Option<&str>) -> String;
+        fn examine(offload: Option<&str>) -> Json = Value;
         fn profile_path(device_kind: &str) -> PathBuf;
-        fn verify(target: &str, settings: &Settings, plan_json: &str) -> String;
+        fn calibrate(device_kind: &str, seconds: f64, folder: Option<&Path>) -> String;
+        fn verify(target: &str, settings: &Settings, plan: &Plan = Value) -> Json = Value;
         fn verify_compiled(
-            target: &str, settings: &Settings, trace: &[u8], budget_bytes: u64, request_json: &str
-        ) -> String;
+            target: &str, settings: &Settings, trace: &[u8], budget_bytes: u64, request: &PlanRequest = Value
+        ) -> Json = Value;
+        fn prune(target: &str, settings: &Settings, request: &Pruning = Value) -> Json = Value;
     }
 
-    fn insist_on_weights(&mut self) -> Result<(), HostError> {
-        self.ask::<Py<PyAny>>("insist_on_weights", ()).map(drop)
-    }
-
-    fn build(
-        &mut self,
-        target: &str,
-        settings: &Settings,
-        device: Option<&str>,
-    ) -> Result<(), HostError> {
-        let arguments = (target, settings, device);
-        self.ask::<Py<PyAny>>("build", arguments).map(drop)
-    }
-
-    fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError> {
-        let folder = calibration.folder.as_ref();
-        let arguments = (&calibration.device_kind, calibration.seconds, folder);
-        self.ask("calibrate", arguments)
-    }
-
-    fn prune(
-        &mut self,
-        target: &str,
-        settings: &Settings,
-        request: &Pruning,
-    ) -> Result<String, HostError> {
-        self.ask("prune", (target, settings, Value(request)))
-    }
-
-    fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
+    fn run_script(&mut self, script: &Script) -> Result<Json, HostError> {
         let arguments = (
             &script.command,
             script.is_module,
@@ -117,7 +98,7 @@ impl Host for PythonHost {
             Value(&script.lease),
             script.announce,
         );
-        self.ask("run_script", arguments)
+        self.ask("run_script", arguments).map(|Value(seen)| seen)
     }
 
     fn interrupted(&mut self) -> bool {

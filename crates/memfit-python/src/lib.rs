@@ -28,11 +28,8 @@ use pyo3::prelude::*;
 /// The native half of memfit; private to the `memfit` package.
 #[pymodule]
 mod _native {
-    use std::ffi::OsString;
-
     use pyo3::prelude::*;
 
-    use super::host::PythonHost;
     #[pymodule_export]
     use super::{
         guard::{AllocationBudget, AllocationWindow},
@@ -47,19 +44,9 @@ mod _native {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::answers::add_functions(module)?;
         super::guard::add_functions(module)?;
+        super::host::add_functions(module)?;
         super::leases::add_functions(module)?;
         super::parking::add_functions(module)?;
         super::tensors::add_functions(module)
-    }
-
-    /// Runs the program with `argv` and returns its exit code.
-    #[pyfunction]
-    fn run(py: Python<'_>, argv: Vec<OsString>, host: Py<PyAny>) -> u8 {
-        py.detach(|| {
-            let mut host = PythonHost(host);
-            let (mut stdout, mut stderr) = (std::io::stdout(), std::io::stderr());
-            let streams = memfit::Streams::process(&mut stdout, &mut stderr);
-            memfit::run(argv, &mut host, streams)
-        })
     }
 }

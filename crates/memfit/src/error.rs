@@ -61,9 +61,7 @@ impl Failure {
 
     /// The host answered something that is no answer.
     pub(crate) fn bad_answer(question: &str, error: impl std::fmt::Display) -> Self {
-        Self::Internal(format!(
-            "the Python side's answer to `{question}` is not valid: {error}"
-        ))
+        Self::Internal(HostError::bad_answer(question, error).message)
     }
 
     pub(crate) fn exit(&self) -> Exit {

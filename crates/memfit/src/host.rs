@@ -6,8 +6,10 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use memfit_engine::plan::{ActionKind, Class};
+use memfit_engine::cost::DeviceProfile;
+use memfit_engine::plan::{ActionKind, Asked, Class, Plan, PlanRequest};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// Settings of a target's function, as `--set name=value` gave them.
 pub type Settings = [(String, String)];
@@ -63,17 +65,6 @@ pub struct ScriptLease {
     pub is_alone_allowed: bool,
 }
 
-/// What to calibrate.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Calibration {
-    /// `cpu` or `cuda`.
-    pub device_kind: String,
-    /// About how long to measure.
-    pub seconds: f64,
-    /// Whose disk to measure; the folder for temporary files when absent.
-    pub folder: Option<PathBuf>,
-}
-
 /// How a model shall be pruned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Pruning {
@@ -90,6 +81,8 @@ pub struct Pruning {
 }
 
 /// The side that can build a model and run it.
+///
+/// What it answers as a [`Value`] is read by whoever asks: an answer that cannot be read is a bug in memfit.
 pub trait Host {
     /// Has every build from now on make the weights for real, however much memory there is.
     ///
@@ -123,8 +116,7 @@ pub trait Host {
         device: Option<&str>,
     ) -> Result<Vec<u8>, HostError>;
 
-    /// Records the step of an encoded trace in other ways, a list of the engine's `Way` as JSON, and returns the trace
-    /// with what came of it.
+    /// Records the step of an encoded trace in other ways, and returns the trace with what came of it.
     ///
     /// # Errors
     ///
@@ -135,10 +127,10 @@ pub trait Host {
         settings: &Settings,
         device: Option<&str>,
         trace: &[u8],
-        ways: &str,
+        ways: &[Asked],
     ) -> Result<Vec<u8>, HostError>;
 
-    /// Times the ops of one real step and returns a cost source as JSON.
+    /// Times the ops of one real step and returns the engine's cost source.
     ///
     /// # Errors
     ///
@@ -148,9 +140,9 @@ pub trait Host {
         target: &str,
         settings: &Settings,
         trace: &[u8],
-    ) -> Result<String, HostError>;
+    ) -> Result<Value, HostError>;
 
-    /// Finds or measures the profile of a device for the roofline and returns it as JSON.
+    /// Finds or measures the profile of a device for the roofline.
     ///
     /// `device_kind` is that of the trace, `cpu` or `cuda`; `file` is a profile that the user named. The
     /// profile's name says what it is.
@@ -162,9 +154,9 @@ pub trait Host {
         &mut self,
         device_kind: &str,
         file: Option<&Path>,
-    ) -> Result<String, HostError>;
+    ) -> Result<Value, HostError>;
 
-    /// Finds or measures how fast bytes move to and from a place, and returns the engine's offer of it as JSON.
+    /// Finds or measures how fast bytes move to and from a place, and returns the engine's offer of it.
     ///
     /// `place` is a folder, or `host` for the host's memory; `profile` is the device profile that plans use.
     ///
@@ -175,8 +167,8 @@ pub trait Host {
         &mut self,
         device_kind: &str,
         place: &str,
-        profile: Option<&str>,
-    ) -> Result<String, HostError>;
+        profile: Option<&DeviceProfile>,
+    ) -> Result<Value, HostError>;
 
     /// Measures what a process with torch takes on a device apart from tensors, once, and keeps it.
     ///
@@ -185,14 +177,14 @@ pub trait Host {
     /// There is no such device, or torch is not there.
     fn overhead_bytes(&mut self, device: &str) -> Result<u64, HostError>;
 
-    /// Says what is installed, and which features work with it, as JSON; torch is looked at, not needed.
+    /// Says what is installed, and which features work with it; torch is looked at, not needed.
     ///
     /// `offload` is a place whose speed is measured, a folder or `host`.
     ///
     /// # Errors
     ///
     /// A bug in memfit: what is wrong with the machine is part of the answer.
-    fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError>;
+    fn examine(&mut self, offload: Option<&str>) -> Result<Value, HostError>;
 
     /// Where the calibrated profile of this machine's device is kept.
     ///
@@ -201,14 +193,21 @@ pub trait Host {
     /// There is no such place.
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError>;
 
-    /// Measures a device of this machine at length and returns the profile file's text.
+    /// Measures a device of this machine for about so many seconds and returns the profile file's text.
+    ///
+    /// `folder` is whose disk is measured; the one for temporary files when absent.
     ///
     /// # Errors
     ///
     /// There is no such device, or the folder cannot be written to.
-    fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError>;
+    fn calibrate(
+        &mut self,
+        device_kind: &str,
+        seconds: f64,
+        folder: Option<&Path>,
+    ) -> Result<String, HostError>;
 
-    /// Runs real steps with and without the plan, compares them, and returns the comparison as JSON.
+    /// Runs real steps with and without the plan, compares them, and returns the comparison.
     ///
     /// # Errors
     ///
@@ -217,11 +216,11 @@ pub trait Host {
         &mut self,
         target: &str,
         settings: &Settings,
-        plan_json: &str,
-    ) -> Result<String, HostError>;
+        plan: &Plan,
+    ) -> Result<Value, HostError>;
 
     /// Runs real steps eager, compiled by torch alone and compiled by a plan for a budget, and returns the
-    /// comparison as JSON, or why the step is not compiled.
+    /// comparison, or why the step is not compiled.
     ///
     /// # Errors
     ///
@@ -232,10 +231,10 @@ pub trait Host {
         settings: &Settings,
         trace: &[u8],
         budget_bytes: u64,
-        request_json: &str,
-    ) -> Result<String, HostError>;
+        request: &PlanRequest,
+    ) -> Result<Value, HostError>;
 
-    /// Prunes a target's model, writes it where the request says so, and returns the report as JSON.
+    /// Prunes a target's model, writes it where the request says so, and returns the report.
     ///
     /// # Errors
     ///
@@ -245,16 +244,16 @@ pub trait Host {
         target: &str,
         settings: &Settings,
         request: &Pruning,
-    ) -> Result<String, HostError>;
+    ) -> Result<Value, HostError>;
 
-    /// Runs an unmodified script under the count and returns what was seen as JSON.
+    /// Runs an unmodified script under the count and returns what was seen.
     ///
     /// The script's own output, exceptions and exit are as without memfit.
     ///
     /// # Errors
     ///
     /// There is no such script; a script that fails is an answer, not an error.
-    fn run_script(&mut self, script: &Script) -> Result<String, HostError>;
+    fn run_script(&mut self, script: &Script) -> Result<Value, HostError>;
 
     /// Whether the user has asked to stop since the last question. Asked often while the engine works.
     fn interrupted(&mut self) -> bool;
@@ -282,7 +281,7 @@ pub enum HostErrorKind {
 }
 
 /// A failure of the host.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct HostError {
     /// What kind.
@@ -304,5 +303,11 @@ impl HostError {
             traceback: None,
             hint: None,
         }
+    }
+
+    /// An answer that is none: a bug in memfit.
+    pub fn bad_answer(question: &str, error: impl std::fmt::Display) -> Self {
+        let message = format!("the Python side's answer to `{question}` is not valid: {error}");
+        Self::new(HostErrorKind::Internal, message)
     }
 }

@@ -66,10 +66,15 @@ pub(crate) fn panic_message(panic: Option<&(dyn Any + Send)>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::{Path, PathBuf};
     use std::time::Instant;
 
+    use memfit_engine::cost::DeviceProfile;
+    use memfit_engine::plan::{Asked, Plan, PlanRequest};
+    use serde_json::Value;
+
     use super::*;
-    use crate::host::{HostError, Script, Settings};
+    use crate::host::{HostError, Pruning, Script, Settings};
 
     /// Whether the user wants to stop.
     struct User(bool);
@@ -95,44 +100,40 @@ mod tests {
             _: &Settings,
             _: Option<&str>,
             _: &[u8],
-            _: &str,
+            _: &[Asked],
         ) -> Result<Vec<u8>, HostError> {
             unreachable!()
         }
-        fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
+        fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<Value, HostError> {
             unreachable!()
         }
-        fn device_profile(
+        fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<Value, HostError> {
+            unreachable!()
+        }
+        fn offer(
             &mut self,
             _: &str,
-            _: Option<&std::path::Path>,
-        ) -> Result<String, HostError> {
-            unreachable!()
-        }
-        fn offer(&mut self, _: &str, _: &str, _: Option<&str>) -> Result<String, HostError> {
+            _: &str,
+            _: Option<&DeviceProfile>,
+        ) -> Result<Value, HostError> {
             unreachable!()
         }
         fn overhead_bytes(&mut self, _: &str) -> Result<u64, HostError> {
             unreachable!()
         }
-        fn examine(&mut self, _: Option<&str>) -> Result<String, HostError> {
+        fn examine(&mut self, _: Option<&str>) -> Result<Value, HostError> {
             unreachable!()
         }
-        fn profile_path(&mut self, _: &str) -> Result<std::path::PathBuf, HostError> {
+        fn profile_path(&mut self, _: &str) -> Result<PathBuf, HostError> {
             unreachable!()
         }
-        fn calibrate(&mut self, _: &crate::host::Calibration) -> Result<String, HostError> {
+        fn calibrate(&mut self, _: &str, _: f64, _: Option<&Path>) -> Result<String, HostError> {
             unreachable!()
         }
-        fn prune(
-            &mut self,
-            _: &str,
-            _: &Settings,
-            _: &crate::host::Pruning,
-        ) -> Result<String, HostError> {
+        fn prune(&mut self, _: &str, _: &Settings, _: &Pruning) -> Result<Value, HostError> {
             unreachable!()
         }
-        fn verify(&mut self, _: &str, _: &Settings, _: &str) -> Result<String, HostError> {
+        fn verify(&mut self, _: &str, _: &Settings, _: &Plan) -> Result<Value, HostError> {
             unreachable!()
         }
         fn verify_compiled(
@@ -141,11 +142,11 @@ mod tests {
             _: &Settings,
             _: &[u8],
             _: u64,
-            _: &str,
-        ) -> Result<String, HostError> {
+            _: &PlanRequest,
+        ) -> Result<Value, HostError> {
             unreachable!()
         }
-        fn run_script(&mut self, _: &Script) -> Result<String, HostError> {
+        fn run_script(&mut self, _: &Script) -> Result<Value, HostError> {
             unreachable!()
         }
         fn interrupted(&mut self) -> bool {

@@ -35,9 +35,7 @@ use clap::Parser as _;
 
 pub use answer::{Answer, calibration, oom_messages, place, pruning, replay, verification};
 pub use exit::Exit;
-pub use host::{
-    Calibration, Host, HostError, HostErrorKind, Pruning, Script, ScriptLease, Settings,
-};
+pub use host::{Host, HostError, HostErrorKind, Pruning, Script, ScriptLease, Settings};
 pub use planning::{cores, within};
 pub use printer::Streams;
 pub use report::front::page_of_front;

@@ -133,11 +133,11 @@ impl<'s, 'h> Answers<'s, 'h> {
             return Ok(CostSource::Roofline { profile });
         }
         let file = self.choice.costs.as_deref();
-        let (json, seconds) = self.session.slow("measuring this machine", |host| {
+        let (profile, seconds) = self.session.slow("measuring this machine", |host| {
             Ok(host.device_profile(device_kind, file)?)
         })?;
         self.plan_seconds += seconds;
-        let profile = serde_json::from_str(&json)
+        let profile = serde_json::from_value(profile)
             .map_err(|error| Failure::bad_answer("device_profile", error))?;
         Ok(CostSource::Roofline { profile })
     }
@@ -151,10 +151,10 @@ impl<'s, 'h> Answers<'s, 'h> {
             );
         };
         let file = &self.recorded.file;
-        let (json, _) = self.session.slow("profiling one step", |host| {
+        let (costs, _) = self.session.slow("profiling one step", |host| {
             Ok(host.op_seconds(&live.name, &live.settings, file)?)
         })?;
-        serde_json::from_str(&json).map_err(|error| Failure::bad_answer("op_seconds", error))
+        serde_json::from_value(costs).map_err(|error| Failure::bad_answer("op_seconds", error))
     }
 
     fn offer(
@@ -163,12 +163,11 @@ impl<'s, 'h> Answers<'s, 'h> {
         place: &str,
         profile: Option<&DeviceProfile>,
     ) -> Result<Offer, Failure> {
-        let profile = profile.and_then(|profile| serde_json::to_string(profile).ok());
         let what = format!("measuring how fast `{place}` is");
-        let (json, _) = self.session.slow(&what, |host| {
-            Ok(host.offer(device_kind, place, profile.as_deref())?)
-        })?;
-        serde_json::from_str(&json).map_err(|error| Failure::bad_answer("offer", error))
+        let (offer, _) = self
+            .session
+            .slow(&what, |host| Ok(host.offer(device_kind, place, profile)?))?;
+        serde_json::from_value(offer).map_err(|error| Failure::bad_answer("offer", error))
     }
 
     fn plan(&mut self, search: Search) -> Result<Plan, Failure> {

@@ -176,13 +176,11 @@ impl Session<'_> {
             "without a graph"
         };
         let what = format!("capturing {} {how}", live.name);
-        let ways = serde_json::to_string(asked)
-            .map_err(|error| Failure::Internal(format!("cannot write ways as JSON: {error}")))?;
         let device = recorded.device.clone();
         let (file, seconds) = self.slow(&what, |host| {
             let (name, settings) = (&live.name, &live.settings);
             let device = device.as_deref();
-            Ok(host.alternatives(name, settings, device, &recorded.file, &ways)?)
+            Ok(host.alternatives(name, settings, device, &recorded.file, asked)?)
         })?;
         let trace =
             file::decode(&file).map_err(|error| Failure::bad_answer("alternatives", error))?;
@@ -198,13 +196,10 @@ impl Session<'_> {
         target: &LiveTarget,
         plan: &Plan,
     ) -> Result<Measurement, Failure> {
-        let plan_json = serde_json::to_string(plan).map_err(|error| {
-            Failure::Internal(format!("cannot write the plan as JSON: {error}"))
+        let (found, _) = self.slow("running real steps, unplanned and planned", |host| {
+            Ok(host.verify(&target.name, &target.settings, plan)?)
         })?;
-        let (json, _) = self.slow("running real steps, unplanned and planned", |host| {
-            Ok(host.verify(&target.name, &target.settings, &plan_json)?)
-        })?;
-        serde_json::from_str(&json).map_err(|error| Failure::bad_answer("verify", error))
+        serde_json::from_value(found).map_err(|error| Failure::bad_answer("verify", error))
     }
 
     /// Runs the step eager, compiled by torch alone, and compiled for a budget.
@@ -214,15 +209,12 @@ impl Session<'_> {
         recorded: &Recorded,
         planned: &Planned,
     ) -> Result<CompiledAnswer, Failure> {
-        let request_json = serde_json::to_string(&planned.request).map_err(|error| {
-            Failure::Internal(format!("cannot write the request as JSON: {error}"))
-        })?;
         let budget = planned.plan.budget_bytes.0;
-        let (json, _) = self.slow("compiling, and running real steps", |host| {
+        let (found, _) = self.slow("compiling, and running real steps", |host| {
             let (name, settings) = (&target.name, &target.settings);
-            Ok(host.verify_compiled(name, settings, &recorded.file, budget, &request_json)?)
+            Ok(host.verify_compiled(name, settings, &recorded.file, budget, &planned.request)?)
         })?;
-        serde_json::from_str(&json).map_err(|error| Failure::bad_answer("verify_compiled", error))
+        serde_json::from_value(found).map_err(|error| Failure::bad_answer("verify_compiled", error))
     }
 }
 

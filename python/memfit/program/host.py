@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import traceback
@@ -32,9 +31,6 @@ Settings = Sequence[tuple[str, str]]
 
 _PROFILER_LOG = "KINETO_LOG_LEVEL"
 """Torch's profiler, which measures the peaks, talks on standard error below a high level."""
-
-Explanation = tuple[str, str, str | None, str | None]
-"""Kind, message, traceback and hint of a failure."""
 
 
 class Host:
@@ -106,7 +102,12 @@ class Host:
             return data
 
     def alternatives(
-        self, target: str, settings: Settings, device: str | None, trace: bytes, ways: str
+        self,
+        target: str,
+        settings: Settings,
+        device: str | None,
+        trace: bytes,
+        ways: list[dict[str, Any]],
     ) -> bytes:
         """Record the step of a trace in other ways.
 
@@ -115,7 +116,7 @@ class Host:
             settings: As in :meth:`capture`.
             device: As in :meth:`capture`.
             trace: The encoded trace.
-            ways: The ways as JSON, as the engine asks for them.
+            ways: The ways, as the engine asks for them.
 
         Returns:
             The encoded trace with what came of it.
@@ -126,11 +127,11 @@ class Host:
 
             built = self._lightest(target, settings, device)
             alternatives = with_alternatives(
-                built.workload, Trace.decode(trace), json.loads(ways), device=built.device
+                built.workload, Trace.decode(trace), ways, device=built.device
             )
             return alternatives.encode()
 
-    def op_seconds(self, target: str, settings: Settings, trace: bytes) -> str:
+    def op_seconds(self, target: str, settings: Settings, trace: bytes) -> dict[str, Any]:
         """Time the ops of one real step.
 
         Args:
@@ -139,7 +140,7 @@ class Host:
             trace: The encoded trace whose ops are timed.
 
         Returns:
-            A cost source as JSON.
+            A cost source of the engine.
         """
         with _torch():
             from memfit._native import Trace
@@ -150,9 +151,9 @@ class Host:
             decoded = Trace.decode(trace)
             op_times = profiled(workload_factory(target, settings)(), decoded)
             device_kind = json.loads(decoded.json())["meta"]["device_kind"]
-            return json.dumps(with_rates(op_times, device_kind))
+            return with_rates(op_times, device_kind)
 
-    def device_profile(self, device_kind: str, file: Path | None) -> str:
+    def device_profile(self, device_kind: str, file: Path | None) -> dict[str, Any]:
         """Find or measure the profile of a device for the roofline.
 
         Args:
@@ -160,29 +161,28 @@ class Host:
             file: A profile that the user named.
 
         Returns:
-            A device profile as JSON.
+            A device profile.
         """
         with _torch():
             from memfit.plan.cost_source import device_profile
 
-            return json.dumps(device_profile(device_kind, file))
+            return device_profile(device_kind, file)
 
-    def offer(self, device_kind: str, place: str, profile: str | None) -> str:
+    def offer(self, device_kind: str, place: str, profile: dict[str, Any] | None) -> dict[str, Any]:
         """Find or measure how fast bytes move to and from a place for what is offloaded.
 
         Args:
             device_kind: ``cpu`` or ``cuda``, as the trace has it.
             place: A folder, or ``host`` for the host's memory.
-            profile: The device profile that plans use, as JSON; ``None`` where they use none.
+            profile: The device profile that plans use; ``None`` where they use none.
 
         Returns:
-            An offer of the engine as JSON.
+            An offer of the engine.
         """
         with _torch():
             from memfit.plan.cost_source import offer
 
-            known = json.loads(profile) if profile else {}
-            return json.dumps(offer(device_kind, place, known))
+            return offer(device_kind, place, profile or {})
 
     def overhead_bytes(self, device: str) -> int:
         """Measure what a process with torch takes on a device apart from tensors.
@@ -195,20 +195,20 @@ class Host:
         require_torch(_warn)
         return expected(device)
 
-    def examine(self, offload: str | None) -> str:
+    def examine(self, offload: str | None) -> dict[str, Any]:
         """Say what is installed here and which features work with it.
 
         Args:
             offload: Folder, or ``host``, whose speed for what is offloaded is measured.
 
         Returns:
-            The facts as JSON, also where there is no torch, or one that memfit does not support.
+            The facts, also where there is no torch, or one that memfit does not support.
         """
         from memfit import doctor
 
         os.environ.setdefault(_PROFILER_LOG, "99")
         with contextlib.redirect_stdout(sys.stderr):
-            return json.dumps(doctor.examine(offload))
+            return doctor.examine(offload)
 
     def profile_path(self, device_kind: str) -> Path:
         """Where the calibrated profile of this machine's device is kept.
@@ -241,7 +241,7 @@ class Host:
             found = make(device_kind, seconds=seconds, folder=folder)
             return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
-    def prune(self, target: str, settings: Settings, request: dict[str, Any]) -> str:
+    def prune(self, target: str, settings: Settings, request: dict[str, Any]) -> dict[str, Any]:
         """Prune a target's model, and write it where the request says so.
 
         Args:
@@ -250,7 +250,7 @@ class Host:
             request: What is asked for.
 
         Returns:
-            The report as JSON.
+            The report.
         """
         with _torch():
             from memfit.api.prune import prune
@@ -260,33 +260,37 @@ class Host:
             made = prune(workload_factory(target, settings)(), **request)
             if path is not None:
                 made.save(path)
-            return made.report.json()
+            return made.report.as_dict()
 
-    def verify(self, target: str, settings: Settings, plan_json: str) -> str:
+    def verify(self, target: str, settings: Settings, plan: dict[str, Any]) -> dict[str, Any]:
         """Run real steps with and without a plan and compare them.
 
         Args:
             target: As in :meth:`capture`.
             settings: As in :meth:`capture`.
-            plan_json: The plan.
+            plan: The plan.
 
         Returns:
-            The comparison as JSON.
+            The comparison.
         """
         with _torch():
             from memfit.program.target import workload_factory
             from memfit.verify.eager import verify
 
-            found = verify(
+            return verify(
                 workload_factory(target, settings),
-                json.loads(plan_json),
+                plan,
                 loss_reduction=self._loss_reduction(target, settings),
             )
-            return json.dumps(_finite(found), allow_nan=False)
 
     def verify_compiled(
-        self, target: str, settings: Settings, trace: bytes, budget_bytes: int, request_json: str
-    ) -> str:
+        self,
+        target: str,
+        settings: Settings,
+        trace: bytes,
+        budget_bytes: int,
+        request: dict[str, Any],
+    ) -> dict[str, Any]:
         """Run real steps eager, compiled by torch alone and compiled by a plan, and compare them.
 
         Args:
@@ -294,10 +298,10 @@ class Host:
             settings: As in :meth:`capture`.
             trace: The encoded trace.
             budget_bytes: Most bytes of the step.
-            request_json: What the user asks for besides.
+            request: What the user asks for besides.
 
         Returns:
-            The comparison as JSON, or why the step runs eager.
+            The comparison, or why the step runs eager.
         """
         with _torch():
             from memfit._native import Trace
@@ -307,16 +311,15 @@ class Host:
             recorded = json.loads(Trace.decode(trace).json())
             missing = toolchain.missing(recorded["meta"]["device_kind"])
             if missing is not None:
-                return json.dumps({"not_compiled": missing})
+                return {"not_compiled": missing}
             from memfit.verify.compiled import verify_compiled
 
-            found = verify_compiled(
+            return verify_compiled(
                 workload_factory(target, settings),
                 recorded,
                 budget_bytes,
-                json.loads(request_json),
+                request,
             )
-            return json.dumps(_finite(found), allow_nan=False)
 
     def _loss_reduction(self, target: str, settings: Settings) -> str:
         """How the loss reduces over the batch, from the capture; empty when it is not known."""
@@ -334,7 +337,7 @@ class Host:
         fitting: Mapping[str, Any] | None,
         lease: Mapping[str, Any] | None,
         announce: bool,  # noqa: FBT001
-    ) -> str:
+    ) -> dict[str, Any]:
         """Run an unmodified script and say what it took.
 
         What it prints stays where it prints it, unlike what a target's code prints.
@@ -351,7 +354,7 @@ class Host:
             announce: Whether to say on standard error what is planned, when it is.
 
         Returns:
-            The summary as JSON.
+            The summary.
         """
         from memfit.run.script import summary
         from memfit.run.script.lease import Wish
@@ -369,31 +372,18 @@ class Host:
             announce=announce,
         )
         self.script_ended = found["ended"]
-        return json.dumps(_finite(found), allow_nan=False)
+        return found
 
-    def explain(self, error: BaseException) -> Explanation:
+    def explain(self, error: BaseException) -> dict[str, str | None]:
         """Say what an exception of the methods above means.
 
         Args:
             error: The exception.
 
         Returns:
-            ``(kind, message, traceback, hint)``; the kinds are those of the program's
-            ``HostErrorKind``. The traceback is the user's own, where their code failed.
+            The program's ``HostError``. The traceback is the user's own, where their code failed.
         """
-        hint = "; ".join(getattr(error, "__notes__", ())) or None
-        if isinstance(error, KeyboardInterrupt):
-            return "interrupted", "interrupted", None, None
-        if isinstance(error, SystemExit):
-            return "workload", f"the target ended the program (exit {error.code})", None, hint
-        if isinstance(error, LeaseError) and error.reason in NO_ROOM:
-            return "no_room", f"the script was not run: {error}", None, hint or _MORE_ROOM
-        for family, kind in _KINDS:
-            if isinstance(error, family):
-                cause = error.__cause__ if family is WorkloadError else None
-                return kind, str(error), _own_traceback(cause) if cause else None, hint
-        text = "".join(traceback.format_exception(error))
-        return "internal", f"{type(error).__name__}: {error}", text, hint
+        return dict(zip(("kind", "message", "traceback", "hint"), _meaning(error), strict=True))
 
 
 _MORE_ROOM = "`--wait` waits for room; `memfit ps` says who holds it"
@@ -410,6 +400,23 @@ _KINDS: tuple[tuple[type[MemfitError], str], ...] = (
     (MemfitError, "usage"),
 )
 """What memfit's errors are to the program, special ones first."""
+
+
+def _meaning(error: BaseException) -> tuple[str, str, str | None, str | None]:
+    """Kind, message, traceback and hint."""
+    hint = "; ".join(getattr(error, "__notes__", ())) or None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "interrupted", None, None
+    if isinstance(error, SystemExit):
+        return "workload", f"the target ended the program (exit {error.code})", None, hint
+    if isinstance(error, LeaseError) and error.reason in NO_ROOM:
+        return "no_room", f"the script was not run: {error}", None, hint or _MORE_ROOM
+    for family, kind in _KINDS:
+        if isinstance(error, family):
+            cause = error.__cause__ if family is WorkloadError else None
+            return kind, str(error), _own_traceback(cause) if cause else None, hint
+    text = "".join(traceback.format_exception(error))
+    return "internal", f"{type(error).__name__}: {error}", text, hint
 
 
 def _captured(built: Built, target: str) -> bytes:
@@ -472,14 +479,3 @@ def _is_inside(file: str) -> bool:
         packages.append(Path(torch.__file__).parent)
     within = any(package in Path(file).parents for package in packages)
     return within or file.startswith("<frozen ")
-
-
-def _finite(value: Any) -> Any:
-    """The same value with ``None`` in place of numbers that JSON cannot say."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -8,7 +8,6 @@ use std::fs;
 use crate::args::{CalibrateArguments, DeviceChoice, Format};
 use crate::error::Failure;
 use crate::exit::Exit;
-use crate::host::Calibration;
 use crate::report::calibration::CalibrateDocument;
 use crate::report::{json, text};
 use crate::save::PendingFile;
@@ -33,13 +32,11 @@ pub(crate) fn run(
     };
     // Before anything is measured, so that a path that cannot be written is found first.
     let file = PendingFile::create(&path)?;
-    let asked = Calibration {
-        device_kind: device_kind.to_owned(),
-        seconds: arguments.seconds,
-        folder: arguments.folder.clone(),
-    };
-    let what = format!("measuring for about {} s", asked.seconds);
-    let (profile, _) = session.slow(&what, |host| Ok(host.calibrate(&asked)?))?;
+    let (seconds, folder) = (arguments.seconds, arguments.folder.as_deref());
+    let what = format!("measuring for about {seconds} s");
+    let (profile, _) = session.slow(&what, |host| {
+        Ok(host.calibrate(device_kind, seconds, folder)?)
+    })?;
     let mut document: CalibrateDocument =
         serde_json::from_str(&profile).map_err(|error| Failure::bad_answer("calibrate", error))?;
     document

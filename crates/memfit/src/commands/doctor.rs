@@ -72,7 +72,7 @@ fn examine(arguments: &DoctorArguments, session: &mut Session<'_>) -> Result<Exa
     let (found, _) = session.slow("looking at torch and this machine", |host| {
         Ok(host.examine(offload)?)
     })?;
-    serde_json::from_str(&found).map_err(|error| Failure::bad_answer("examine", error))
+    serde_json::from_value(found).map_err(|error| Failure::bad_answer("examine", error))
 }
 
 /// Predicts, plans and runs the step on a device.

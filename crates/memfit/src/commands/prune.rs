@@ -36,7 +36,7 @@ pub(crate) fn run(arguments: &PruneArguments, session: &mut Session<'_>) -> Resu
     let (facts, _) = session.slow(&what, |host| {
         Ok(host.prune(&live.name, &live.settings, &request)?)
     })?;
-    let facts = serde_json::from_str(&facts).and_then(PruneDocument::of);
+    let facts = PruneDocument::of(facts);
     let document = facts.map_err(|error| Failure::bad_answer("prune", error))?;
     let report = match session.format {
         Format::Text => text::pruning(&document, session.printer.report_palette()),

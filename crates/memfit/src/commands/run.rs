@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: &RunArguments, session: &mut Session<'_>) -> Result
         announce: session.format == Format::Text && !session.printer.is_quiet(),
     })?;
     let document: RunDocument =
-        serde_json::from_str(&answer).map_err(|error| Failure::bad_answer("run_script", error))?;
+        serde_json::from_value(answer).map_err(|error| Failure::bad_answer("run_script", error))?;
     if document.quiet {
         return Ok(Exit::Script(document.exit_code));
     }

@@ -4,8 +4,10 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use memfit::{Calibration, Host, HostError, HostErrorKind, Pruning, Script, Settings, Streams};
+use memfit::{Host, HostError, HostErrorKind, Pruning, Script, Settings, Streams};
+use memfit_engine::cost::DeviceProfile;
 use memfit_engine::file::{decode, encode};
+use memfit_engine::plan::{Asked, Plan, PlanRequest};
 use memfit_engine::trace::Alternatives;
 use serde_json::{Value, json};
 
@@ -40,7 +42,7 @@ pub(crate) struct FakeHost {
     pub(crate) script_seen: Option<Script>,
     /// What a script is said to have taken, if not the sample.
     pub(crate) summary: Option<Value>,
-    pub(crate) calibration_seen: Option<Calibration>,
+    pub(crate) calibration_seen: Option<(String, f64, Option<PathBuf>)>,
     pub(crate) cache: Option<PathBuf>,
     /// What is said to be installed, if not the sample.
     pub(crate) examined: Option<Value>,
@@ -98,44 +100,42 @@ impl Host for FakeHost {
         _: &Settings,
         _: Option<&str>,
         trace: &[u8],
-        _: &str,
+        _: &[Asked],
     ) -> Result<Vec<u8>, HostError> {
         let none = Alternatives::default();
         let trace = decode(trace).unwrap();
         Ok(encode(&trace.with_alternatives(none).unwrap()))
     }
 
-    fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<String, HostError> {
+    fn op_seconds(&mut self, _: &str, _: &Settings, _: &[u8]) -> Result<Value, HostError> {
         let seconds = vec![0.001; sample::trace().ops.len()];
-        Ok(json!({ "kind": "profile", "op_seconds": seconds }).to_string())
+        Ok(json!({ "kind": "profile", "op_seconds": seconds }))
     }
 
-    fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<String, HostError> {
+    fn device_profile(&mut self, _: &str, _: Option<&Path>) -> Result<Value, HostError> {
         Ok(json!({
             "name": "a test machine", "flops_per_second": { "float32": 1e11 },
             "bytes_per_second": 1e10, "op_overhead_seconds": 1e-6,
-        })
-        .to_string())
+        }))
     }
 
     fn offer(
         &mut self,
         _device_kind: &str,
         place: &str,
-        _profile: Option<&str>,
-    ) -> Result<String, HostError> {
+        _profile: Option<&DeviceProfile>,
+    ) -> Result<Value, HostError> {
         Ok(json!({
             "tier": "disk", "folder": place,
             "write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9,
-        })
-        .to_string())
+        }))
     }
 
     fn overhead_bytes(&mut self, _: &str) -> Result<u64, HostError> {
         Ok(1 << 20)
     }
 
-    fn examine(&mut self, offload: Option<&str>) -> Result<String, HostError> {
+    fn examine(&mut self, offload: Option<&str>) -> Result<Value, HostError> {
         let mut examined = self.examined.clone().unwrap_or_else(sample::examined);
         if let Some(place) = offload {
             examined["offload"] = json!({
@@ -143,7 +143,7 @@ impl Host for FakeHost {
                 "why_not": null,
             });
         }
-        Ok(examined.to_string())
+        Ok(examined)
     }
 
     fn profile_path(&mut self, device_kind: &str) -> Result<PathBuf, HostError> {
@@ -151,7 +151,7 @@ impl Host for FakeHost {
         Ok(folder.join("memfit").join(format!("{device_kind}.json")))
     }
 
-    fn prune(&mut self, _: &str, _: &Settings, request: &Pruning) -> Result<String, HostError> {
+    fn prune(&mut self, _: &str, _: &Settings, request: &Pruning) -> Result<Value, HostError> {
         let facts = |peak: u64, parameters: u64| {
             json!({ "predicted_peak_bytes": peak,
             "parameters": parameters, "parameter_bytes": 4 * parameters })
@@ -167,11 +167,17 @@ impl Host for FakeHost {
             "stays": [{ "why": "the model returns it", "parameters": ["head.weight", "head.bias"] }],
             "trials": 1,
         });
-        Ok(answer.to_string())
+        Ok(answer)
     }
 
-    fn calibrate(&mut self, calibration: &Calibration) -> Result<String, HostError> {
-        self.calibration_seen = Some(calibration.clone());
+    fn calibrate(
+        &mut self,
+        device_kind: &str,
+        seconds: f64,
+        folder: Option<&Path>,
+    ) -> Result<String, HostError> {
+        let folder = folder.map(Path::to_owned);
+        self.calibration_seen = Some((device_kind.to_owned(), seconds, folder));
         let point = json!([{ "work": 1e6, "seconds": 1e-5 }]);
         Ok(json!({
             "schema_version": 1, "kind": "device_profile", "device_kind": "cpu",
@@ -201,9 +207,9 @@ impl Host for FakeHost {
         clippy::cast_precision_loss,
         reason = "a made-up measurement"
     )]
-    fn verify(&mut self, _: &str, _: &Settings, plan_json: &str) -> Result<String, HostError> {
+    fn verify(&mut self, _: &str, _: &Settings, plan: &Plan) -> Result<Value, HostError> {
         self.verifications += 1;
-        let plan: Value = serde_json::from_str(plan_json).unwrap();
+        let plan: Value = serde_json::to_value(plan).unwrap();
         let predicted = |way: &str| plan[way]["predicted_peak_bytes"].as_u64().unwrap();
         let planned = (predicted("planned") as f64 * self.measured_ratio) as u64;
         Ok(json!({
@@ -213,8 +219,7 @@ impl Host for FakeHost {
             "loss": { "agreement": "bitwise", "max_relative_error": 0.0 },
             "buffers": { "agreement": self.buffers, "max_relative_error": 0.0 },
             "divergence": "", "kept_drops": [],
-        })
-        .to_string())
+        }))
     }
 
     fn verify_compiled(
@@ -223,13 +228,13 @@ impl Host for FakeHost {
         _: &Settings,
         trace: &[u8],
         budget_bytes: u64,
-        request_json: &str,
-    ) -> Result<String, HostError> {
+        request: &PlanRequest,
+    ) -> Result<Value, HostError> {
         assert!(!trace.is_empty());
-        let request: Value = serde_json::from_str(request_json).unwrap();
+        let request: Value = serde_json::to_value(request).unwrap();
         assert_eq!(request["own_loop"], false);
         if !self.not_compiled.is_empty() {
-            return Ok(json!({ "not_compiled": self.not_compiled }).to_string());
+            return Ok(json!({ "not_compiled": self.not_compiled }));
         }
         let step = |bytes: u64, seconds: f64| json!({ "measured_peak_bytes": bytes, "step_cpu_seconds": seconds });
         let exact = json!({ "agreement": "bitwise", "max_relative_error": 0.0 });
@@ -249,14 +254,13 @@ impl Host for FakeHost {
                     "predicted_peak_bytes": budget_bytes, "unplanned_peak_bytes": 2 * budget_bytes,
                 }],
             },
-        })
-        .to_string())
+        }))
     }
 
-    fn run_script(&mut self, script: &Script) -> Result<String, HostError> {
+    fn run_script(&mut self, script: &Script) -> Result<Value, HostError> {
         self.script_seen = Some(script.clone());
         let sample = || sample::run(&script.command[0].to_string_lossy());
-        Ok(self.summary.take().unwrap_or_else(sample).to_string())
+        Ok(self.summary.take().unwrap_or_else(sample))
     }
 
     fn interrupted(&mut self) -> bool {
