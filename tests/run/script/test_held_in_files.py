@@ -185,6 +185,24 @@ def test_what_shares_memory_goes_and_comes_back_together(held: HeldInFiles, kind
     assert it.is_as_known()
 
 
+def test_parts_of_what_torch_has_read_go_and_come_back_to_be_trained(
+    held: HeldInFiles, tmp_path: Path
+):
+    torch.save([large(), large()], tmp_path / "saved.pt")
+    read, hidden = torch.load(tmp_path / "saved.pt")
+    parts = [read, read[7:], read.view(256, 256), hidden.view(256, 256)[1:]]
+    del hidden
+    known = [it.clone() for it in parts]
+    place(held)
+    assert all(map(is_mapped, parts))
+    weights = [nn.Parameter(parts[2]), nn.Parameter(parts[3])]
+    held.optimizer_made(torch.optim.SGD(weights, 0.1))
+    assert not any(map(is_mapped, parts))
+    assert all(torch.equal(it, one) for it, one in zip(parts, known, strict=True))
+    assert weights[0].data_ptr() == read.data_ptr()
+    assert weights[1].data_ptr() == parts[3].data_ptr()
+
+
 def test_a_part_that_is_trained_or_seen_keeps_the_whole(held: HeldInFiles):
     trained, shown, computed = large(), large(), large()
     weight = nn.Parameter(trained[1:])

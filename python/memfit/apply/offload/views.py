@@ -65,6 +65,17 @@ class Memory:
         storage = self.storage  # the one reference to it that is expected
         return not lent and not has_others(storage, len(tensors))
 
+    def may_be_of_arrays(self) -> list[Tensor]:
+        """Tensors that an array of numpy may have made for itself.
+
+        Such a one is no view, none is a view of it, and torch lets nobody resize its memory.
+        """
+        if self.storage.resizable():
+            return []
+        viewed = set(map(id, map(_base_of, self.tensors)))
+        others = (it for it in self.tensors if id(it) not in viewed)
+        return [it for it in others if type(it) is Tensor and not it._is_view()]
+
     def may_go(self, least_bytes: int) -> bool:
         """Whether it is torch's own on the CPU, and known whole.
 

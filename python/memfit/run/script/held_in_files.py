@@ -270,8 +270,9 @@ class HeldInFiles:
         """
         key = key_of(memory.tensors[0])
         went = self._mapped[key].tensors(key) if key in self._mapped else []
-        others = set(map(id, memory.tensors)).difference(map(id, went), map(id, known))
-        return _hold_for_arrays([it for it in memory.tensors if id(it) in others]) != set()
+        others = set(map(id, [*went, *known]))
+        asked = [it for it in memory.may_be_of_arrays() if id(it) not in others]
+        return bool(asked) and len(held_by_python_alone(asked)) < len(asked)
 
     def look_anew(self) -> None:
         """Map what is there now at once: another model's first pass begins, or one is not trained.
@@ -356,8 +357,11 @@ class HeldInFiles:
         with without_barrier():
             gradients = {id(gradient_of(it)) for it in tensors if it.requires_grad and is_leaf(it)}
         found = self._free(tensors, own | gradients)
-        seen = _hold_for_arrays([it for memory in found for it in memory.tensors])
-        return [it for it in found if seen.isdisjoint(map(id, it.tensors))]
+        # What `torch.load` has read cannot be resized either, so it is asked who refers to it.
+        asked = [it for memory in found for it in memory.may_be_of_arrays()]
+        alone = map(id, held_by_python_alone(asked)) if asked else ()
+        of_arrays = set(map(id, asked)).difference(alone)
+        return [it for it in found if of_arrays.isdisjoint(map(id, it.tensors))]
 
     def _search(self) -> list[Tensor]:
         """All tensors there are; optimizers are known from here on."""
@@ -443,18 +447,3 @@ def _is_plain_view(tensor: Tensor) -> bool:
 
 def _is_of_parameter(memory: Memory) -> bool:
     return any(type(it) is nn.Parameter for it in memory.tensors)
-
-
-def _hold_for_arrays(tensors: list[Tensor]) -> set[int]:
-    """The ``id`` of those that an array of numpy may have made for itself.
-
-    It holds a tensor of its own, which is no view, and whose memory torch does not let anybody
-    resize. What ``torch.load`` has read cannot be resized either, so it is asked who refers to it.
-    """
-    asked = [
-        it
-        for it in tensors
-        if type(it) is Tensor and not it._is_view() and not it.untyped_storage().resizable()
-    ]
-    known = map(id, held_by_python_alone(asked)) if asked else ()
-    return set(map(id, asked)).difference(known)
