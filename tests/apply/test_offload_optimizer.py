@@ -10,6 +10,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_offload import _overwrite_stored_files
@@ -205,6 +206,7 @@ SEEN = {
     "itself": lambda tensor: tensor,
     "view": lambda tensor: tensor.view(-1),
     "numpy": lambda tensor: tensor.numpy(),
+    "dlpack": np.from_dlpack,
     "storage": lambda tensor: tensor.untyped_storage(),
 }
 

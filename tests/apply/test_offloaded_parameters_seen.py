@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import numpy as np
 import pytest
 import torch
 from test_offload_parameters import (
@@ -62,6 +63,27 @@ def test_whoever_sees_the_memory_of_a_parameter_always_sees_the_parameter(kind, 
         if kind in {"view", "numpy"}:
             seen *= 0.5
             assert torch.equal(seen_now(kind, seen).view(-1), matrix.detach().view(-1))
+        del seen
+        fitted.step()
+        fitted.step()
+        assert storage_bytes([matrix]) == 0, "it goes once nobody else sees it"
+
+
+def test_a_frozen_parameter_that_dlpack_lends_stays_while_it_does():
+    """It is lent itself, as no tensor that requires gradients can be."""
+    workload = build()
+    matrix = workload.model[5].outer.weight.requires_grad_(requires_grad=False)
+    with Fitted(workload, plan(workload, fuse=True, room=2 * WEIGHT)) as fitted:
+        fitted.step()
+        seen = np.from_dlpack(matrix)
+        known = seen.copy()
+        fitted.step()
+        assert (seen == known).all()
+        with torch.no_grad():
+            matrix.mul_(2)
+        assert (seen == 2 * known).all()
+        fitted.step()
+        assert (seen == 2 * known).all()
         del seen
         fitted.step()
         fitted.step()

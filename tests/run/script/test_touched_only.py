@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -168,3 +169,15 @@ def test_without_room_on_the_disk_all_stays(tmp_path: Path):
             it.add_(1)
         assert step.away_bytes == 0
     assert tensors[3].mean().item() == 4.0
+
+
+def test_what_dlpack_lends_stays(tmp_path: Path):
+    """The array has an address, and torch counts one owner of the memory all the same."""
+    tensors = made(4)
+    arrays = [np.from_dlpack(tensors[0]), tensors[1].numpy()]
+    with stepping(tmp_path, tensors) as step:
+        for number in (1, 2, 3, 0, 2, 3):
+            tensors[number].add_(1)
+        assert step.away_bytes > 0
+        assert (arrays[0] == 1).all()
+        assert (arrays[1] == 2).all()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memfit.apply.offload.mapped import is_lent
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.storage import has_others, is_fixed
 from memfit.torch_versions import allow_reads, forbid_reads
@@ -155,6 +156,9 @@ class ParameterStorage:
         # Who writes it has the storage as well, and who reads it a tensor in it.
         tensors, objects = len(self.tensors) + self.is_coming, 1 + self.is_outgoing
         if self.readers or has_others(self.storage, tensors, objects):
+            return True
+        # `dlpack` lends what requires gradients by a tensor of its own, and else the tensor itself.
+        if any(is_lent(it) for it in self.tensors if not it.requires_grad):
             return True
         if not self.is_here:
             self._forbid()  # an interrupt may have come between letting go and forbidding

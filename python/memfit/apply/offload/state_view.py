@@ -311,7 +311,7 @@ class AwayState(dict[str, Any], PartlyOffloaded):
         if not isinstance(own(key), Tensor) or own(key).layout is not torch.strided:
             return False
         storage = own(key).untyped_storage()
-        return has_others(storage, 1, 1 + (key in self._outgoing))
+        return is_lent(own(key)) or has_others(storage, 1, 1 + (key in self._outgoing))
 
     # What a dictionary does
 

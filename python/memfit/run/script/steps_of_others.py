@@ -200,7 +200,7 @@ class StepsOfOthers:
             step.was = {id(it): _as_it_is(it) for it in (*parameters, *state)}
         for tensor in mapped if has_shown else ():
             touched.begin_in_file(tensor, moves)
-        touched.manage(gradients, at_once=has_shown)
+        touched.manage(gradients, at_once=has_shown, owners=OF_GRADIENT)
         touched.manage((*parameters, *state), at_once=has_shown, once_written=True)
         touched.begin()
         return True
@@ -209,7 +209,7 @@ class StepsOfOthers:
         """Have state in mapped files until the next step: what runs before lacks room for it."""
         place, _ = self._room()
         for optimizer in list(self._known) if self._step is None and is_alone() else ():
-            if self._go(_state(optimizer), place, None):
+            if self._go(((it, 1) for it in _state(optimizer)), place, None):
                 self._on_done(place, STATE_OF_OTHERS.format(type(optimizer).__name__))
 
     def give_up(self) -> None:
@@ -250,22 +250,21 @@ class StepsOfOthers:
         done = [TOUCHED_ONLY]
         if _have_no_room(self._loops, sum(it.nbytes for it in state)):
             touched.stay_in_files([*pairs, *((it, 1) for it in state)], step.moves)
-            self._go(state, place, step.moves)
+            self._go(((it, 1) for it in state), place, step.moves)
             done.append(STATE_OF_OTHERS)
         touched.stay_in_files(pairs, step.moves)
         if _native.counted_bytes() + touched.away_bytes > budget_bytes:
-            alone = [it for it in gradients if not is_lent(it, OF_GRADIENT)]
-            self._go(alone, place, step.moves)
+            self._go(pairs, place, step.moves)
         touched.bring_back()
         for what in done:
             self._on_done(place, what.format(name))
 
-    def _go(self, tensors: Iterable[Tensor], place: str, moves: Moves | None) -> bool:
-        """Have tensors in mapped files; whether any has gone."""
+    def _go(self, tensors: Iterable[tuple[Tensor, int]], place: str, moves: Moves | None) -> bool:
+        """Have tensors, given with their owners, in mapped files; whether any has gone."""
         has_gone = False
         with contextlib.suppress(OSError, RuntimeError):  # the others stay
-            for tensor in tensors if place else ():
-                if may_go(tensor):
+            for tensor, owners in tensors if place else ():
+                if may_go(tensor) and not is_lent(tensor, owners):
                     to_file(tensor, place, moves)
                     has_gone = True
         return has_gone

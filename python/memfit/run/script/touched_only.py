@@ -114,7 +114,12 @@ class TouchedOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._window = _native.AllocationWindow()
 
     def manage(
-        self, tensors: Iterable[Tensor], *, at_once: bool, once_written: bool = False
+        self,
+        tensors: Iterable[Tensor],
+        *,
+        at_once: bool,
+        once_written: bool = False,
+        owners: int = 1,
     ) -> None:
         """Have the memory of some tensors elsewhere, where there is no room for it.
 
@@ -122,9 +127,12 @@ class TouchedOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors: The tensors.
             at_once: Whether it may go before an op has touched it.
             once_written: Whether it may only once an op has written to it.
+            owners: How many owners of each are known, as :func:`is_lent` takes it.
         """
         for tensor in tensors:
-            if is_managed(tensor):
+            # What requires gradients a graph may have, and `dlpack` lends no such tensor itself.
+            may_go = tensor.requires_grad or not is_lent(tensor, owners)
+            if may_go and is_managed(tensor):
                 memory = self._know(tensor.untyped_storage())
                 memory.may_go = at_once
                 memory.once_written = once_written and not at_once
