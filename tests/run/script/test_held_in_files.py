@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -15,6 +17,7 @@ from ran import inline
 from torch import Tensor, nn
 
 from memfit import _native
+from memfit.apply.offload import views
 from memfit.options import Options
 from memfit.run.script import held_in_files
 from memfit.run.script.factories import about_to_take
@@ -81,6 +84,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldInFiles:
     assert cpu.start() is None
     # Threads that other tests have left keep the memory until the next look.
     monkeypatch.setattr(held_in_files, "is_alone", lambda: True)
+    monkeypatch.setattr(views, "is_alone", lambda: True)
     return HeldInFiles(FitRequest("1MiB", Options(offload=str(tmp_path))))
 
 
@@ -555,6 +559,85 @@ def test_with_another_thread_memory_goes_with_the_next_look(
     assert _native.counted_bytes() == live
     place(held)
     assert _native.counted_bytes() <= live - whole.nbytes
+
+
+class Writer(threading.Thread):
+    """Another thread, which writes to what it is given in turn, and waits in between."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.given: queue.Queue[Tensor | None] = queue.Queue()
+
+    def run(self) -> None:
+        while (tensor := self.given.get()) is not None:
+            tensor.data.add_(1)
+            self.given.task_done()
+
+    def write(self, tensor: Tensor) -> None:
+        self.given.put(tensor)
+        self.given.join()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_another_thread_writes_while_it_goes_is_there(
+    held: HeldInFiles, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
+):
+    """A replay memory that an actor's thread fills: what it writes after the copy was lost."""
+    monkeypatch.undo()
+    whole = large()
+    expected = whole + 1
+    writer = Writer()
+    writer.start()
+    for name in ("in_memory", "in_file"):
+        copied = getattr(views, name)
+
+        def copying(storage: Any, *place: str, copied: Any = copied) -> Any:
+            there = copied(storage, *place)
+            if writes:
+                writer.write(writes.pop())
+            return there
+
+        monkeypatch.setattr(views, name, copying)
+    writes = [] if comes_back else [whole]
+    place(held)
+    assert is_mapped(whole) == comes_back
+    if comes_back:
+        whole.add_(1)
+        expected += 1
+        writes = [whole]
+        place(held)
+        assert is_mapped(whole)
+    assert torch.equal(whole, expected)
+    place(held)
+    assert is_mapped(whole) != comes_back
+    assert torch.equal(whole, expected)
+    writer.given.put(None)
+
+
+def test_nothing_goes_while_another_thread_may_be_in_an_op(
+    held: HeldInFiles, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.undo()
+    is_over, has_begun = threading.Event(), threading.Event()
+
+    def works() -> None:
+        numbers = torch.zeros(8)
+        while not is_over.is_set():
+            numbers.add_(1)
+            has_begun.set()
+
+    worker = threading.Thread(target=works)
+    worker.start()
+    has_begun.wait()
+    whole, found = large(), []
+    for _ in range(20):
+        place(held)
+        found.append(is_mapped(whole))
+    is_over.set()
+    worker.join()
+    place(held)
+    assert not any(found)
+    assert is_mapped(whole)
 
 
 def test_parameters_that_nothing_trains_go_until_something_does(held: HeldInFiles):

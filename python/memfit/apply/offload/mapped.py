@@ -8,10 +8,12 @@ for which tensors go, nor for when.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from ctypes import string_at
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -39,6 +41,28 @@ Moves = Callable[[Tensor, torch.UntypedStorage], None]
 """Told of a tensor, and of the other memory that it is about to have."""
 
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+_WAITING = frozenset(
+    {
+        ("connection.py", "_poll"),
+        ("connection.py", "_recv"),
+        ("connection.py", "_send"),
+        ("connection.py", "accept"),
+        ("pool.py", "_handle_tasks"),
+        ("selectors.py", "select"),
+        ("socket.py", "accept"),
+        ("socket.py", "readinto"),
+        ("subprocess.py", "_try_wait"),
+        ("thread.py", "_worker"),
+        ("threading.py", "_wait_for_tstate_lock"),
+        ("threading.py", "join"),
+        ("threading.py", "wait"),
+    }
+)
+"""Files and functions of Python's library in which threads wait for locks, queues and sockets."""
+
+_OWN_THREADS = "memfit-"
+"""How the names of memfit's own threads begin, which touch no tensor of the script's."""
 
 OF_GRADIENT = 2
 """Owners of a gradient: its parameter, and Python's object."""
@@ -182,6 +206,20 @@ def is_alone() -> bool:
     """Whether no other thread may be in the middle of an op; those of queues only pickle."""
     own = threading.current_thread()
     return all(it is own or it.name == "QueueFeederThread" for it in threading.enumerate())
+
+
+def others_wait() -> bool:
+    """Whether each other thread waits in Python's library: none is in the middle of an op."""
+    names = {it.ident: it.name for it in threading.enumerate()}
+    names[threading.get_ident()] = _OWN_THREADS
+    frames = (
+        frame
+        for thread, frame in sys._current_frames().items()
+        if not names.get(thread, "").startswith(_OWN_THREADS)
+    )
+    return all(
+        (PurePath(it.f_code.co_filename).name, it.f_code.co_name) in _WAITING for it in frames
+    )
 
 
 def is_lent(tensor: Tensor, owners: int = 1) -> bool:

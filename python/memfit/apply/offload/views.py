@@ -7,6 +7,7 @@ responsible for what may be a file (:mod:`memfit.apply.offload.mapped`).
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,8 +21,10 @@ from memfit.apply.offload.mapped import (
     exchange_memory,
     in_file,
     in_memory,
+    is_alone,
     is_lent,
     may_exchange,
+    others_wait,
 )
 from memfit.tensors.storage import address, has_others, is_from_allocator
 
@@ -91,14 +94,14 @@ class Memory:
         del storage  # it counts as an owner
         return all(may_exchange(it, untrained=True) for it in self.bases) and self.is_known_whole()
 
-    def exchange(self, place: str) -> torch.UntypedStorage:
+    def exchange(self, place: str) -> torch.UntypedStorage | None:
         """Have other memory with the same bytes behind all that see it.
 
         Args:
             place: Where the file is; empty for the allocator's memory.
 
         Returns:
-            What they saw before.
+            What they saw before; ``None`` where they see it still, as another thread writes to it.
 
         Raises:
             OSError: A file cannot be written.
@@ -107,6 +110,8 @@ class Memory:
         before = self.storage
         with torch._C._DisableTorchDispatch():  # no op of the script's
             there = in_file(before, place) if place else in_memory(before)
+            if not (is_alone() or (others_wait() and _are_equal(before, there))):
+                return None
             for tensor in self.tensors + self.bases:
                 exchange_memory(tensor, there)
         return before
@@ -146,6 +151,13 @@ def held_tensors(search: Callable[[], list[Tensor]]) -> list[Tensor]:
 def key_of(tensor: Tensor) -> int:
     """What tells the memory of a strided tensor from that of others while it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _are_equal(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Whether two memories of one size have the same bytes; no other thread runs meanwhile."""
+    compare = ctypes.PyDLL(None).memcmp
+    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return int(compare(one.data_ptr(), other.data_ptr(), one.nbytes())) == 0
 
 
 def _base_of(tensor: Tensor) -> Tensor | None:

@@ -24,7 +24,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
-from memfit.apply.offload.mapped import bytes_sampled, is_alone, may_exchange, may_go
+from memfit.apply.offload.mapped import (
+    bytes_sampled,
+    is_alone,
+    may_exchange,
+    may_go,
+    others_wait,
+)
 from memfit.apply.offload.views import Memory, held_tensors, key_of, memories
 from memfit.run.script.place import free_bytes, strays_to, takes_files
 from memfit.run.script.request import FitRequest
@@ -247,8 +253,9 @@ class HeldInFiles:
         for memory in _at({tensor.untyped_storage().data_ptr()}):
             if self._is_seen_by_arrays(memory, [tensor]):
                 return  # they would go on to read the file
-            self._mapped.pop(key_of(tensor), None)
-            memory.exchange("")
+            key = key_of(tensor)
+            if memory.exchange("") is not None:
+                self._mapped.pop(key, None)
 
     def _bring_back(self, starts: set[int]) -> None:
         """Have in memory what is in files and nothing unknown sees.
@@ -257,9 +264,10 @@ class HeldInFiles:
             starts: Where in memory the files are.
         """
         for memory in _at(starts):
-            if memory.is_known_whole() and not self._is_seen_by_arrays(memory):
-                self._mapped.pop(key_of(memory.tensors[0]), None)
-                memory.exchange("")
+            key = key_of(memory.tensors[0])
+            is_free = memory.is_known_whole() and not self._is_seen_by_arrays(memory)
+            if is_free and memory.exchange("") is not None:
+                self._mapped.pop(key, None)
 
     def _is_seen_by_arrays(self, memory: Memory, known: Iterable[Tensor] = ()) -> bool:
         """Whether arrays of numpy may see memory that is in a file.
@@ -344,8 +352,10 @@ class HeldInFiles:
             memory = Memory(tensors + views)
             if not memory.is_known_whole():
                 continue  # it may be once a graph is gone
-            del self._mapped[key]
             before = memory.exchange(place if mapped.goes_again else "")
+            if before is None:
+                continue  # it may be once no other thread writes
+            del self._mapped[key]
             if mapped.goes_again:
                 self._mapped[key_of(tensors[0])] = _Mapped.now(tensors)
             if not alone:
@@ -408,8 +418,12 @@ class HeldInFiles:
         if total < worth or total > free_bytes(place):
             return
         alone = is_alone()
+        if not (alone or others_wait()):
+            return  # one may be in the middle of an op
         for memory in found:
             before = memory.exchange(place)
+            if before is None:
+                continue
             self._mapped[key_of(memory.tensors[0])] = _Mapped.now(memory.tensors)
             for it in memory.tensors:
                 self._seen.pop(id(it), None)
