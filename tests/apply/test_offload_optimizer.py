@@ -236,6 +236,19 @@ def test_what_somebody_keeps_of_the_state_is_the_state(kind, fuse):
     assert same(*results)
 
 
+def test_state_that_is_looked_at_in_inference_mode_can_be_written_later():
+    workload = build()
+    with Fitted(workload, plan()) as fitted:
+        fitted.step()
+        with torch.inference_mode():
+            kept = fitted.optimizer.state_dict()["state"]
+        tensors = [value for of in kept.values() for value in of.values()]
+        assert not any(value.is_inference() for value in tensors)
+        for value in tensors:
+            value.mul_(1)
+        fitted.step()
+
+
 def test_threads_read_the_state_between_steps():
     workload = build()
 

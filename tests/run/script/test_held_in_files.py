@@ -247,6 +247,45 @@ def test_a_part_that_is_held_and_passes_goes_after_a_step(held: HeldInFiles):
     assert is_mapped(part)
 
 
+def test_what_goes_while_a_model_infers_can_be_trained_and_written_later(held: HeldInFiles):
+    """In `torch.inference_mode()` torch makes no views, and tensors that nothing may train."""
+    whole, weight = large(), nn.Parameter(large())
+    part = whole[1:]
+    with torch.inference_mode():
+        place(held)
+    assert all(map(is_mapped, (whole, weight)))
+    assert not any(it.is_inference() for it in (whole, part, weight))
+    whole.mul_(2)
+    (weight * whole).sum().backward()
+    assert torch.equal(weight.grad, whole)
+    weight.grad = None
+    with torch.inference_mode():
+        place(held)
+    assert not is_mapped(whole)
+    assert not whole.is_inference()
+    assert torch.equal(part, whole[1:])
+
+
+def test_tensors_see_one_memory_though_one_of_them_refuses(
+    held: HeldInFiles, monkeypatch: pytest.MonkeyPatch
+):
+    exchange, seen = views.exchange_memory, []
+
+    def refusing(tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        seen.append(tensor)
+        if len(seen) == 2:
+            raise RuntimeError("it refuses")
+        exchange(tensor, storage)
+
+    whole = large()
+    parts = [whole, whole[1:], whole[2:]]
+    monkeypatch.setattr(views, "exchange_memory", refusing)
+    assert not place(held)
+    assert len(seen) == 4
+    assert not any(map(is_mapped, parts))
+    assert len({it.untyped_storage()._cdata for it in parts}) == 1
+
+
 def test_a_batch_of_its_own_stays_however_it_is_shaped(held: HeldInFiles):
     for _ in range(4):
         batch = large().view(256, 256)

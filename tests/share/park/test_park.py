@@ -376,6 +376,17 @@ def test_a_model_made_under_inference_mode_can_be_parked(park):
     assert same_bits(before, bits(model))
 
 
+def test_a_model_parked_under_inference_mode_can_be_trained(park):
+    model = nn.Linear(256, 256)
+    with torch.inference_mode():
+        parked = park(model)
+        parked.park()
+        parked.wake()
+    assert not any(it.is_inference() for it in model.parameters())
+    model(torch.rand(4, 256)).sum().backward()
+    assert model.weight.grad.abs().sum() > 0
+
+
 def test_parked_memory_goes_with_its_model(park):
     from pathlib import Path
 

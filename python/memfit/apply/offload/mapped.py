@@ -75,7 +75,9 @@ def exchange_memory(tensor: Tensor, storage: torch.UntypedStorage) -> None:
         tensor: The tensor; no other tensor or array shares its memory.
         storage: The other memory.
     """
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    # What is made for inference would make the tensor one of inference, too.
+    ordinary = torch.inference_mode(mode=False)
+    with torch._C._DisableTorchDispatch(), torch.no_grad(), ordinary:
         there = torch.empty(0, dtype=tensor.dtype)
         there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         tensor.data = there

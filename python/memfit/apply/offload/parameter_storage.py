@@ -169,7 +169,7 @@ class ParameterStorage:
             return True
         tensor, fresh = self.tensors[0], torch.UntypedStorage(self.size_bytes)  # type: ignore[no-untyped-call]
         fresh.copy_(self.storage)
-        with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
             shown = torch.empty(0, dtype=tensor.dtype)
             shown.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
         tensor.data = shown

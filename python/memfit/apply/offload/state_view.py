@@ -82,8 +82,9 @@ class Stored:
         return self.size.numel() * self.dtype.itemsize
 
     def room(self) -> Tensor:
-        """Memory for it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        """Memory for it, which is to be written again, whoever looks at it for inference now."""
+        with torch.inference_mode(mode=False):
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def fetch_ahead(self) -> None:
         """Begin to fetch it.

@@ -112,9 +112,20 @@ class Memory:
             there = in_file(before, place) if place else in_memory(before)
             if not (is_alone() or (others_wait() and _are_equal(before, there))):
                 return None
-            for tensor in self.tensors + self.bases:
-                exchange_memory(tensor, there)
+            self._see(there, before)
         return before
+
+    def _see(self, there: torch.UntypedStorage, before: torch.UntypedStorage) -> None:
+        """Have all tensors see other memory, or none."""
+        seeing: list[Tensor] = []
+        try:
+            for tensor in self.tensors + self.bases:
+                seeing.append(tensor)
+                exchange_memory(tensor, there)
+        except BaseException:  # an interrupt as well
+            for tensor in seeing:
+                exchange_memory(tensor, before)
+            raise
 
 
 def memories(tensors: Iterable[Tensor]) -> list[Memory]:
@@ -138,7 +149,8 @@ def held_tensors(search: Callable[[], list[Tensor]]) -> list[Tensor]:
     Args:
         search: Finds all tensors there are.
     """
-    with torch._C._DisableTorchDispatch():  # no op of the script's
+    # No op of the script's, nor in its mode of inference, in which nothing is a view.
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
         view = torch.empty(1, device="cpu").view(1, 1)
     tensors = search()
     bases = {id(base): base for it in tensors if (base := _base_of(it)) is not None}

@@ -254,9 +254,10 @@ def move(laid: list[Block], place: Callable[[Block], Tensor]) -> None:
     """
     freed_bytes = 0
     for block in laid:
-        target = place(block)
-        device = target.device
-        with torch.no_grad():
+        # What is made for inference would make the model's tensors such, which nothing trains.
+        with torch.no_grad(), torch.inference_mode(mode=False):
+            target = place(block)
+            device = target.device
             source = torch.empty(0, dtype=torch.uint8, device=device).set_(block.storage)
             target.copy_(source)
             del source
