@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -17,7 +18,7 @@ from ran import inline
 from torch import Tensor, nn
 
 from memfit import _native
-from memfit.apply.offload import views
+from memfit.apply.offload import mapped, views
 from memfit.options import Options
 from memfit.run.script import held_in_files
 from memfit.run.script.factories import about_to_take
@@ -77,6 +78,14 @@ def test_nothing_goes_where_nothing_may(tmp_path: Path):
     (loop,) = ran.loops
     assert HELD_IN_FILES not in loop["notes"]
     assert "over the budget" in ran.stderr
+
+
+@pytest.fixture(autouse=True)
+def _the_thread_of_the_tests_waits() -> Iterator[None]:
+    """Where tests run in several processes, each has a thread that reads from a pipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped, "_WAITING", mapped._WAITING | {("gateway_base.py", "read")})
+        yield
 
 
 @pytest.fixture
