@@ -10,11 +10,8 @@ from ran import in_processes, inline
 from torch import Tensor, nn
 
 from memfit import _native
-from memfit.options import Options
 from memfit.run.script.held_in_files import HeldInFiles
 from memfit.run.script.loaded import LOADED_IN_FILES, LoadCall, loadable_bytes
-from memfit.run.script.request import FitRequest
-from memfit.track import cpu
 
 MIB = 1 << 20
 
@@ -112,12 +109,6 @@ def loaded(path: Path, held: HeldInFiles) -> dict[str, Tensor]:
     result: dict[str, Tensor] = torch.load(path, map_location=call.restored)
     held.loaded(call.mapped)
     return result
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> HeldInFiles:
-    assert cpu.start() is None
-    return HeldInFiles(FitRequest("1MiB", Options(offload=str(tmp_path))))
 
 
 def test_what_shares_memory_is_in_memory_that_it_shares(tmp_path: Path, held: HeldInFiles):

@@ -72,7 +72,7 @@ def exchange_memory(tensor: Tensor, storage: torch.UntypedStorage) -> None:
     """Have a tensor in other memory, which has its bytes.
 
     Args:
-        tensor: The tensor; no other tensor or array shares its memory.
+        tensor: The tensor; no array shares its memory, and each tensor that does is exchanged too.
         storage: The other memory.
     """
     # What is made for inference would make the tensor one of inference, too.

@@ -82,7 +82,7 @@ class Stored:
         return self.size.numel() * self.dtype.itemsize
 
     def room(self) -> Tensor:
-        """Memory for it, which is to be written again, whoever looks at it for inference now."""
+        """Memory for it, which updates write later, even if inference mode is on now."""
         with torch.inference_mode(mode=False):
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
