@@ -146,6 +146,41 @@ def test_parameters_of_which_the_script_makes_an_array_stay_and_the_rest_is_plan
     assert any(it.startswith(note) for it in loop["notes"]), loop["notes"]
 
 
+TABLES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    class Recommender(nn.Module):
+        def __init__(self):
+            super().__init__()
+            bags = (nn.EmbeddingBag(20000, 64, mode="sum", sparse=True) for _ in range(4))
+            self.bags = nn.ModuleList(bags)
+            self.top = nn.Linear(256, 1)
+        def forward(self, ids):
+            return self.top(torch.cat([bag(one) for bag, one in zip(self.bags, ids)], 1))
+    model = Recommender()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(6):
+        loss = model([torch.randint(20000, (1024, 16)) for _ in range(4)]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+def test_rows_of_gradients_wait_in_files_while_a_step_is_recorded(tmp_path: Path):
+    """Tables of 19.5 MiB and rows of 16, which the forward of the next step finds there still."""
+    ran = inline(tmp_path, "33MiB", TABLES, offload=str(tmp_path))
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert loop["observed"]["peak_bytes"] < 30 << 20
+    measured, predicted = loop["planned"]["peak_bytes"], loop["plan"]["predicted_peak_bytes"]
+    assert measured == pytest.approx(predicted, rel=0.01)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SparseAdam])
 def test_what_an_update_by_a_sparse_gradient_takes_is_learnt_on_few_rows(kind):

@@ -16,13 +16,19 @@ def key(*rows: int, part: str = "") -> Any:
     return ((part, True), *(((size, 8), torch.float32) for size in rows))
 
 
-def plans(peak_bytes: int, *rows: int) -> StepPlans:
+def plans(peak_bytes: int, *rows: int, observed_bytes: int = 0) -> StepPlans:
     """A plan for a step of these rows, within 1,000 bytes."""
     found = StepPlans()
-    planned: Any = SimpleNamespace(
+    found.add(planned(peak_bytes, *rows, observed_bytes=observed_bytes))
+    return found
+
+
+def planned(peak_bytes: int, *rows: int, observed_bytes: int = 0) -> Any:
+    return SimpleNamespace(
         key=key(*rows),
-        step=None,
+        step=Recording(peak_bytes, foreseen=1 << 40),  # no law
         is_foreseen=False,
+        observed_peak_bytes=observed_bytes,
         plan=SimpleNamespace(
             fits=peak_bytes <= 1000,
             budget_bytes=1000,
@@ -30,8 +36,6 @@ def plans(peak_bytes: int, *rows: int) -> StepPlans:
             actions=["remat"],
         ),
     )
-    found.add(planned)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,19 @@ def test_a_step_that_is_a_little_larger_is_not_recorded_where_it_has_room(
 def test_what_was_empty_and_another_part_are_recorded():
     assert plans(100, 100, 0).must_record(key(100, 1))
     assert plans(100, 100).must_record(key(120, part="actor"))
+
+
+@pytest.mark.parametrize(
+    ("observed_bytes", "rows", "is_recorded"),
+    [(1001, 108, False), (1000, 108, True), (1001, 120, True)],
+)
+def test_a_little_larger_step_is_not_recorded_again_and_again_above_the_budget(
+    observed_bytes, rows, is_recorded
+):
+    known = plans(990, 100, 100, observed_bytes=observed_bytes)
+    assert known.must_record(key(rows, 104)), "it is the second"
+    known.add(planned(990, 104, 90, observed_bytes=observed_bytes))
+    assert known.must_record(key(rows, 104)) is is_recorded
 
 
 class Recording:

@@ -168,12 +168,13 @@ def rows_may_go(gradient: Tensor) -> bool:
     return is_large and not has_others(storage, 2)
 
 
-def rows_to_file(gradient: Tensor, place: str) -> None:
+def rows_to_file(gradient: Tensor, place: str, moves: Moves | None = None) -> None:
     """Have the values of a sparse gradient in a mapped file.
 
     Args:
         gradient: One whose values may go.
         place: Where the file is.
+        moves: As :func:`to_file`; told of the values.
 
     Raises:
         OSError: They cannot be written.
@@ -181,7 +182,10 @@ def rows_to_file(gradient: Tensor, place: str) -> None:
     """
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         values = gradient._values()
-        exchange_memory(values, in_file(values.untyped_storage(), place))
+        storage = in_file(values.untyped_storage(), place)
+        if moves is not None:
+            moves(values, storage)
+        exchange_memory(values, storage)
         gradient.data = torch.sparse_coo_tensor(
             gradient._indices(),
             values,

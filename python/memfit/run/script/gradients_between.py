@@ -203,7 +203,7 @@ class GradientsBetween:
         try:
             for parameter, gradient in zip(found, gradients, strict=True):
                 if is_sparse(parameter):
-                    rows_to_file(gradient, place)  # what is added to them makes others
+                    rows_to_file(gradient, place, moves)  # what is added to them makes others
                 else:
                     to_file(gradient, place, moves)
                 self._mapped[id(parameter)] = weakref.ref(parameter), gradient._version

@@ -143,6 +143,7 @@ class PlannedStep:
         whole_peak_bytes: What it takes as it is without a plan, where it was recorded so before it
             was recorded in another way.
         recorded_peak_bytes: What it took when it was recorded; 0 where steps may not run so.
+        observed_peak_bytes: The same, wherever steps may run so.
         held_bytes: The most that the script held besides when a pass by the plan began; ``None``
             before the first.
     """
@@ -165,6 +166,7 @@ class PlannedStep:
     lowest: PlannedStep | None = None
     whole_peak_bytes: int | None = None
     recorded_peak_bytes: int = 0
+    observed_peak_bytes: int = 0
     held_bytes: int | None = None
 
     @property
@@ -191,6 +193,7 @@ class PlannedStep:
             recorded_peak_bytes: What steps take that run as it did; 0 where they may not.
         """
         self.recorded_peak_bytes = recorded_peak_bytes
+        self.observed_peak_bytes = observation.peak_bytes
         self.left, self.passing_bytes = observation.left, 0
         self.passes = observation.passing
         self.graph_bytes = observation.remains.graph_bytes

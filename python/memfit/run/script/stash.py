@@ -13,6 +13,8 @@ An optimizer asks for all gradients before its first update. Where memfit makes 
 one, it asks for one at a time: when it asks for the next, the last one has been used, and goes to a
 mapped file for who may still read it (:mod:`memfit.run.script.gradients_between`). Where no such
 file may be, all are given back at the end of backward.
+
+The rows of a sparse gradient go to a mapped file at once and stay there, where readers find them.
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memfit.apply.offload.mapped import OF_GRADIENT, Moves, is_lent, may_go, to_file
+from memfit.apply.offload.mapped import (
+    OF_GRADIENT,
+    Moves,
+    is_lent,
+    may_go,
+    rows_may_go,
+    rows_to_file,
+    to_file,
+)
 from memfit.run.script.gradients import GradientLooks
 from memfit.run.script.gradients_between import fetch
+from memfit.run.script.sparse_updates import values_of
 from memfit.run.script.spill import InFile, SpillFile
 from memfit.tensors.storage import gradient_of, has_others, is_fixed
 from memfit.torch_versions import allow_reads, forbid_reads, offloaded_parameters_refusal
@@ -71,6 +82,7 @@ class GradientStash:
         self._looks.on_read = self._is_read
         self._looks.on_look = lambda parameter: self._watched.discard(id(parameter))  # may be kept
         self._away: dict[int, _Away] = {}
+        self._rows: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._watched: set[int] = set()
         self._is_on = False
         self._earlier: dict[int, weakref.ref[Any]] = {}
@@ -108,6 +120,10 @@ class GradientStash:
         if not self._is_on or id(parameter) not in self._watched:
             return
         gradient = gradient_of(parameter)
+        if gradient is not None and self.place and rows_may_go(gradient):
+            with contextlib.suppress(OSError, RuntimeError):  # they stay in memory
+                rows_to_file(gradient, self.place, self._moves)
+                self._rows[id(parameter)] = weakref.ref(gradient), values_of(gradient).nbytes
         if gradient is None or type(gradient) is not Tensor or not _is_plain(gradient):
             return
         with torch._C._DisableTorchDispatch():
@@ -129,9 +145,10 @@ class GradientStash:
 
     @property
     def away_bytes(self) -> tuple[int, int]:
-        """Bytes of all that have no memory now, and of the largest of them."""
+        """Bytes of all that have no memory now, and of the largest that is to come back."""
         sizes = [away.kept.bytes for away in self._away.values()]
-        return sum(sizes), max(sizes, default=0)
+        rows = sum(size for gradient, size in self._rows.values() if gradient() is not None)
+        return sum(sizes) + rows, max(sizes, default=0)
 
     def backward_ended(self) -> None:
         """Take no more; give all back, unless they may wait for who asks.
