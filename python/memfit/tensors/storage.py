@@ -101,17 +101,27 @@ def is_fixed(tensor: Tensor) -> bool:
         return is_known and bool(storage.is_shared())
 
 
-_private_mappings: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_private_mappings: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
 
-def note_private_mapping(storage: torch.UntypedStorage) -> None:
+def note_private_mapping(storage: torch.UntypedStorage, event: int = 0) -> None:
     """Know of a mapping of a file that nobody sees but by its tensor.
 
     Args:
         storage: Its memory.
+        event: Number of the event by which the memory was allocated that it stands for.
     """
     key = storage._cdata
-    _private_mappings[key] = weakref.ref(storage, lambda _: _private_mappings.pop(key, None))
+    ref = weakref.ref(storage, lambda _: _private_mappings.pop(key, None))
+    _private_mappings[key] = ref, event
+
+
+def private_mappings() -> list[tuple[int, int, int]]:
+    """Address, bytes and event of each mapping that was noted and is still there."""
+    known = ((ref(), event) for ref, event in list(_private_mappings.values()))
+    found = [(it, event) for it, event in known if it is not None]
+    places = [(address(it), it.nbytes(), event) for it, event in found]
+    return [(place, size, event) for place, size, event in places if place is not None]
 
 
 def is_private_mapping(storage: torch.UntypedStorage) -> bool:
@@ -121,7 +131,7 @@ def is_private_mapping(storage: torch.UntypedStorage) -> bool:
         storage: The memory.
     """
     known = _private_mappings.get(storage._cdata)
-    return known is not None and known() is not None
+    return known is not None and known[0]() is not None
 
 
 def may_change_unseen(tensor: Tensor) -> bool:

@@ -150,7 +150,7 @@ class Sums:
 def cause_of(growth: Growth) -> Cause:
     """Who holds what a loop has kept, and what would free it."""
     if not growth.blocks:
-        return Cause("unknown", "who holds it on CUDA was not seen", _NO_GRAPH)
+        return Cause("unknown", "who holds it was not seen", _NO_GRAPH)
     try:
         return _cause_of(growth)
     except Exception as error:

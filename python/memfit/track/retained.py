@@ -7,16 +7,22 @@ responsible for who holds the blocks (:mod:`memfit.track.growth`).
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from dataclasses import dataclass
 
 from memfit import _native
+from memfit.tensors.storage import private_mappings
 
 GROUPS = 4
 """Stretches of iterations that must each have left something behind."""
 
 _LATEST = 2
 """Iterations whose blocks may be live because the loop goes on with them."""
+
+IN_FILES: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""What stands for a block whose contents were written to a file: its bytes, and the event by which
+it came."""
 
 _MARKS = 512
 _LEAST_BYTES = 128
@@ -29,7 +35,7 @@ class Growth:
     Attributes:
         bytes: Bytes of blocks that its earlier iterations have left.
         iterations: How many those are.
-        blocks: The blocks: address and bytes.
+        blocks: Those that have an address: address and bytes.
     """
 
     bytes: int
@@ -93,7 +99,11 @@ def growth_between(marks: list[int], stride: int, *, with_models: bool = True) -
     intervals = len(marks) - 1
     if intervals < GROUPS:
         return None
-    blocks = _native.survivors(marks[0] + 1, marks[-1] + 1, with_models=with_models)
+    first, last = marks[0] + 1, marks[-1]
+    blocks = _native.survivors(first, last + 1, with_models=with_models)
+    if with_models:
+        elsewhere = [*private_mappings(), *((0, *it) for it in IN_FILES.values())]
+        blocks += [it for it in elsewhere if first <= it[2] <= last]
     groups = [0] * GROUPS
     for _, size, event in blocks:
         interval = bisect_right(marks, event - 1) - 1
@@ -104,4 +114,5 @@ def growth_between(marks: list[int], stride: int, *, with_models: bool = True) -
     iterations = intervals * stride
     if kept_bytes < _LEAST_BYTES * max(iterations, 1):
         return None
-    return Growth(kept_bytes, iterations, tuple((address, size) for address, size, _ in blocks))
+    here = tuple((address, size) for address, size, _ in blocks if address)
+    return Growth(kept_bytes, iterations, here)

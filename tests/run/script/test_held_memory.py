@@ -294,3 +294,29 @@ def test_nothing_goes_while_another_thread_may_be_in_an_op(
     place(held)
     assert not any(found)
     assert is_mapped(whole)
+
+
+REPLAY = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    memory = []
+    for episode in range(24):
+        loss = model(torch.randn(256, 128)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        memory.append(torch.randn(2048, 128))
+        print(repr(loss.item()))
+"""
+
+
+def test_what_grows_is_said_to_grow_though_it_goes_to_files(tmp_path: Path):
+    ran = inline(tmp_path, "12MiB", REPLAY, offload=str(tmp_path))
+    assert HELD_IN_FILES in ran.loops[0]["notes"], ran.stderr
+    steps = ran.report["steps"]
+    assert steps["growth_bytes_per_step"] > 1 << 19
+    assert "`memory`" in steps["growth_cause"]

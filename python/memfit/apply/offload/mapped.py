@@ -135,7 +135,8 @@ def in_file(storage: torch.UntypedStorage, folder: str) -> torch.UntypedStorage:
         is_shared = False
         mapped: Any = torch.UntypedStorage.from_file(name, is_shared, storage.nbytes())
     assert isinstance(mapped, torch.UntypedStorage), "as torch says"
-    note_private_mapping(mapped)
+    place = address(storage)
+    note_private_mapping(mapped, 0 if place is None else _native.block_event(place))
     return mapped
 
 

@@ -283,6 +283,17 @@ class PlannedStep:
         foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
         return not self.runs_as_recorded and peak_bytes > max(foreseen, self.plan.budget_bytes)
 
+    def holds_more(self, peak_bytes: int) -> bool:
+        """Whether a pass took more as the script holds more than is planned for.
+
+        Args:
+            peak_bytes: Most bytes live at once in it.
+        """
+        more = (self.held_bytes or 0) - self.outside_bytes
+        foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
+        unexplained = peak_bytes - foreseen - max(more, 0)
+        return unexplained <= foreseen * WORTH_A_PLAN < more
+
     def tells_little_of(self, key: Key) -> bool:
         """Whether a pass is in another mode than this, and not much smaller.
 
@@ -341,9 +352,9 @@ class PlannedStep:
             plan: The plan.
             outside_bytes: What it takes the script to hold besides.
         """
-        less = self.outside_bytes - outside_bytes
-        if less > 0 and self.recorded_peak_bytes:  # the recording had it in memory, too
-            self.recorded_peak_bytes = max(self.recorded_peak_bytes - less, 1)
+        more = outside_bytes - self.outside_bytes
+        if self.recorded_peak_bytes:  # the recording had what was held in memory, too
+            self.recorded_peak_bytes = max(self.recorded_peak_bytes + more, 1)
         self.plan, self.outside_bytes, self.held_bytes = plan, outside_bytes, None
         self.wider = self.executor = None
 

@@ -23,8 +23,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from memfit import _native
 from memfit.capture.probe.workspace import available_bytes
 from memfit.capture.record.saves import InMemory
+from memfit.tensors.storage import address
+from memfit.track.retained import IN_FILES
 
 SMALLEST = 4096
 """Storages below this size are copied in memory."""
@@ -109,6 +112,9 @@ class InFile:
         self._size = storage.nbytes()
         self._device = storage.device
         self._loaded: weakref.ref[Any] | None = None
+        place = address(storage) if storage.device.type == "cpu" else None
+        if place is not None:
+            IN_FILES[self] = self._size, _native.block_event(place)
         held = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
         written = 0
         with _bytes_of(held) as view:

@@ -104,6 +104,8 @@ def why_over(
         return "a step that was recorded, to plan those like it, took more", larger
     if kind == "unplanned":
         return f"a step ran unplanned: {departure or 'nothing was planned for it'}", larger
+    if planned is not None and not departure and planned.holds_more(peak_bytes):
+        return "the script holds more than when its steps were planned", larger
     if planned is None or planned.plan.fits:
         is_of_updates = planned is not None and update_bytes > planned.plan.budget_bytes
         what = (
