@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import _native
 from memfit.apply import executor
 from memfit.apply.executor import Executor, Subject, Technique, without
 from memfit.apply.part import Part
 from memfit.options import Kind
+from memfit.track import cpu
 
 NOOP = {"kind": "noop", "promise": "exact", "count": 1, "bytes": 0}
 """As the engine's test-only technique writes it into a plan."""
@@ -113,6 +115,36 @@ def test_what_two_plans_offload_alike_stays_where_it_is(tmp_path):
     elsewhere = Subject(weakref.ref(model), torch.optim.Adam(model.parameters()))
     assert Executor(plan, elsewhere, after=first).state is not first.state
     assert Executor(without(plan, ("offload_optimizer",)), subject, after=first).state is None
+
+
+def test_what_goes_has_gone_before_the_rest_comes(tmp_path):
+    """Plans that offload the state and the parameters, in turn: there is room for one of them."""
+    assert cpu.start() is None
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = [name for name, it in model.named_parameters() if it.ndim > 1]
+    size = 256 * 256 * 4
+    of_state = {"window_bytes": 0, "least_bytes": size, "order": weights}
+    of_parameters = {"room_bytes": size, "ahead_bytes": 0, "names": weights, "order": [0, 1, 2, 3]}
+    kinds = {"offload_optimizer": of_state, "offload_parameters": of_parameters}
+    plans = [
+        {"actions": [{"kind": kind, kind: {"tier": "disk", "folder": str(tmp_path), **said}}]}
+        for kind, said in kinds.items()
+    ]
+    subject, held = Subject(weakref.ref(model), optimizer), None
+    for number, plan in enumerate(plans * 3):
+        held = Executor(plan, subject, after=held)
+        window = cpu.Window()
+        before = _native.counted_bytes()
+        held.place()
+        reading = window.close()
+        assert reading is not None
+        if number:  # at first all is in memory
+            most = max(before, _native.counted_bytes()) + 2 * size
+            assert reading.peak_bytes <= most, f"{number}: {reading.peak_bytes} of {most}"
 
 
 def test_every_kind_that_may_be_forbidden_can_be_carried_out():

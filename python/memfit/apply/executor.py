@@ -504,19 +504,34 @@ class Executor:
         Raises:
             OffloadError: Some of it could not be written, or did not come back as it went.
         """
-        if self.subject.optimizer is not None:
-            is_narrow = NARROW_STATE in self._parts
-            away = () if self.state is None else (AwayState, SlicedState)
-            stays = (*away, EightBitState) if is_narrow else away
-            bring_home(self.subject.optimizer, stays)
         if self.parameters is None:
+            self._place_state()
             bring_parameters_home(self.subject.model)
+            self._widen()
+        else:
+            self._widen()
+            if NARROW_PARAMETERS not in self._parts:
+                self.parameters.place()  # they go before the state comes
+            self._place_state()
+        for part in self._parts.values():
+            part.place()
+
+    def _place_state(self) -> None:
+        """Have the state where the plan wants it, but for what is done to its numbers."""
+        if self.subject.optimizer is None:
+            return
+        is_narrow = NARROW_STATE in self._parts
+        away = () if self.state is None else (AwayState, SlicedState)
+        bring_home(self.subject.optimizer, (*away, EightBitState) if is_narrow else away)
+        if self.state is not None and not is_narrow:
+            self.state.place()  # it goes before parameters come
+
+    def _widen(self) -> None:
+        """Have parameters in their own types, unless the plan wants others."""
         if NARROW_PARAMETERS not in self._parts:
             widen(self.subject.model.parameters())
         if self._parts.keys().isdisjoint(INT8_WEIGHTS):
             restore(self.subject.model)
-        for part in self._parts.values():
-            part.place()
 
 
 def bring_all_home(subject: Subject) -> None:
